@@ -1,0 +1,93 @@
+# make demo       sets up .venv and fine-tunes a small model, with the proof that it is exact
+# make test       the test-suite (no GPU needed), on the same .venv
+# make test-gpu   the tests that need a GPU, with this machine's own python3 and torch, no network
+# make check      format, lint, strict warnings, sanitizers
+# make build      compiles the extension in place      make format   rewrites the sources' layout
+# make bench-adam times the optimizer's arithmetic     make clean    removes what was built
+#
+# PYTHON names the interpreter that .venv is made from (3.11 or newer); GEMINI_CUDA=0 skips nvcc.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+JOBS ?= $(shell n=$$(nproc); [ $$n -lt 8 ] && echo $$n || echo 8)
+C_SOURCES := $(wildcard csrc/*.[ch] csrc/kernels/* tests/c/*.[ch])
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.PHONY: demo test test-c test-gpu check build format bench-adam clean
+.DEFAULT_GOAL := demo
+
+demo: build
+	@$(PY) examples/finetune.py
+
+test: build test-c
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) -m "not gpu" tests
+
+test-c:
+	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run
+
+# The pieces of a development set-up that pip cannot bring, each with its way out.
+define CHECK_MACHINE
+import shutil, sys, sysconfig
+from pathlib import Path
+apt = "Debian, Ubuntu: sudo apt install"
+if sys.version_info < (3, 11):
+    sys.exit(f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; "
+             "name another one: make PYTHON=python3.12")
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit(f"{sys.executable} cannot make virtual environments; {apt} python3-venv")
+if not (shutil.which("cc") or shutil.which("gcc")):
+    sys.exit(f"no C compiler; {apt} gcc")
+if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+    sys.exit(f"the C headers of {sys.executable} are missing; {apt} python3-dev")
+endef
+export CHECK_MACHINE
+
+$(READY): requirements/constraints.txt pyproject.toml
+	@$(PYTHON) -c "$$CHECK_MACHINE"
+	@echo "Setting up $(VENV): some minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq -r requirements/constraints.txt
+	@$(PY) -m pip install -qq --no-build-isolation --no-deps --editable .
+	@touch $@
+
+build: $(READY)
+	@$(PY) setup.py --quiet build_ext --inplace
+
+# Nothing is installed: what the machine's python3 has is what is tested.
+test-gpu: export PYTHONPATH := $(CURDIR)
+test-gpu:
+	@GEMINI_CUDA=1 $(PYTHON) setup.py --quiet build_ext --inplace
+	@if [ -f tests/c/run_gpu.sh ]; then bash tests/c/run_gpu.sh; fi
+	@$(PYTHON) -m pytest -q -m gpu tests
+
+# Each line is one kind of check; the builds share their objects with later runs.
+check: $(READY)
+	@$(VENV)/bin/clang-format --dry-run -Werror $(C_SOURCES)
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check .
+	@echo "format and lint: ok"
+	@GEMINI_WERROR=1 GEMINI_CUDA=0 $(PY) setup.py --quiet build_ext --build-lib build/check
+	@GEMINI_WERROR=1 $(PY) setup.py --quiet build_ext --build-lib build/check
+	@echo "strict warnings: ok"
+	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run SAN=address,undefined
+	@echo "address and undefined-behaviour sanitizers: ok"
+	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run SAN=thread ONLY=workers
+	@echo "thread sanitizer: ok"
+
+format: $(READY)
+	@$(VENV)/bin/clang-format -i $(C_SOURCES)
+	@$(VENV)/bin/ruff check --quiet --fix .
+	@$(VENV)/bin/ruff format --quiet .
+
+bench-adam: build
+	@$(PY) benchmarks/bench_adam.py
+
+clean:
+	rm -rf build dist *.egg-info gemini_strategy/*.so .pytest_cache .ruff_cache .hypothesis lightning_logs
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
