@@ -1,0 +1,76 @@
+/* base.h - status codes, error text, checked arithmetic: what every other file may use.
+ *
+ * Errors.  Every fallible function returns gm_status and gives results through out-parameters, last.
+ * The text is thread-local, written once at the failing site (GM_FAIL); GM_TRY passes it up untouched.
+ * Nothing here exits the process; GM_ASSERT is for our own bugs only and is free in release builds. */
+#ifndef GM_BASE_H
+#define GM_BASE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum gm_status {
+    GM_OK = 0,
+    GM_ERR_ARG,         /* the caller's argument is wrong                     -> ValueError */
+    GM_ERR_STATE,       /* the call does not fit the present state            -> RuntimeError */
+    GM_ERR_NOMEM,       /* no room; text has tier, bytes wanted and available -> MemoryError */
+    GM_ERR_DEVICE,      /* the driver or the operating system failed     -> GeminiDeviceError */
+    GM_ERR_UNSUPPORTED, /* this build or machine cannot do it             -> NotImplementedError */
+} gm_status;
+
+/* Writes the thread's error text (printf style, prefixed by nothing) and returns `status`. */
+gm_status gm_fail(gm_status status, const char *file, int line, const char *format, ...)
+    __attribute__((format(printf, 4, 5), cold));
+/* The text of this thread's latest failure; never NULL; valid until the thread's next failure. */
+const char *gm_last_error(void);
+/* "file.c:123" of the latest failure: for debug logs, not for users. */
+const char *gm_last_error_site(void);
+
+#define GM_FAIL(status, ...) gm_fail((status), __FILE__, __LINE__, __VA_ARGS__)
+#define GM_TRY(call)                       \
+    do {                                   \
+        gm_status gm_try_status_ = (call); \
+        if (gm_try_status_ != GM_OK) {     \
+            return gm_try_status_;         \
+        }                                  \
+    } while (0)
+#define GM_TRY_GOTO(status, label, call) \
+    do {                                 \
+        (status) = (call);               \
+        if ((status) != GM_OK) {         \
+            goto label;                  \
+        }                                \
+    } while (0)
+
+#ifdef GM_DEBUG
+#define GM_ASSERT(condition) \
+    ((condition) ? (void)0 : gm_assert_failed(#condition, __FILE__, __LINE__))
+#else
+#define GM_ASSERT(condition) ((void)sizeof(condition)) /* keeps what it names in use */
+#endif
+/* Prints the broken invariant and aborts: a debug build must not continue with wrong state. */
+void gm_assert_failed(const char *condition, const char *file, int line);
+
+/* Rounds up to a multiple of `unit` (> 0).  The caller guarantees value + unit does not overflow. */
+static inline size_t gm_round_up(size_t value, size_t unit)
+{
+    return (value + unit - 1) / unit * unit;
+}
+
+/* Element types that the core computes with.  Values are part of the Python binding. */
+typedef enum gm_dtype { GM_F32 = 0, GM_BF16 = 1, GM_F16 = 2 } gm_dtype;
+
+static inline size_t gm_dtype_bytes(gm_dtype dtype)
+{
+    return dtype == GM_F32 ? 4 : 2;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,67 @@
+/* test_base.c - error text: per thread, complete, also when it quotes the previous one. */
+#include "base.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#include "check.h"
+
+static gm_status fails(int value)
+{
+    return GM_FAIL(GM_ERR_ARG, "value is %d", value);
+}
+
+static gm_status passes_on(int value)
+{
+    GM_TRY(fails(value));
+    return GM_OK;
+}
+
+static gm_status cleans_up(int value, int *n_cleaned)
+{
+    gm_status status;
+    GM_TRY_GOTO(status, done, fails(value));
+done:
+    ++*n_cleaned;
+    return status;
+}
+
+static void *other_thread(void *unused)
+{
+    (void)unused;
+    CHECK(strcmp(gm_last_error(), "") == 0);
+    CHECK(fails(2) == GM_ERR_ARG);
+    CHECK(strcmp(gm_last_error(), "value is 2") == 0);
+    return NULL;
+}
+
+int main(void)
+{
+    CHECK(gm_last_error() && gm_last_error_site());
+    CHECK(passes_on(1) == GM_ERR_ARG);
+    CHECK(strcmp(gm_last_error(), "value is 1") == 0);
+    CHECK(strncmp(gm_last_error_site(), "test_base.c:", 12) == 0);
+
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, other_thread, NULL) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(strcmp(gm_last_error(), "value is 1") == 0);
+
+    CHECK(GM_FAIL(GM_ERR_DEVICE, "outer (%s)", gm_last_error()) == GM_ERR_DEVICE);
+    CHECK(strcmp(gm_last_error(), "outer (value is 1)") == 0);
+
+    int n_cleaned = 0;
+    CHECK(cleans_up(3, &n_cleaned) == GM_ERR_ARG && n_cleaned == 1);
+
+    char wide[4096];
+    memset(wide, 'x', sizeof wide - 1);
+    wide[sizeof wide - 1] = '\0';
+    CHECK(GM_FAIL(GM_ERR_STATE, "%s", wide) == GM_ERR_STATE);
+    CHECK(strlen(gm_last_error()) >= 512 && strlen(gm_last_error()) < sizeof wide);
+
+    CHECK(gm_round_up(0, 512) == 0 && gm_round_up(1, 512) == 512 && gm_round_up(512, 512) == 512);
+    CHECK(gm_dtype_bytes(GM_F32) == 4 && gm_dtype_bytes(GM_BF16) == 2 &&
+          gm_dtype_bytes(GM_F16) == 2);
+    puts("test_base: ok");
+    return 0;
+}

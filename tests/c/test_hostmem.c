@@ -1,0 +1,179 @@
+/* test_hostmem.c - the arena, and the memory figures read from made-up /proc and /sys folders. */
+#define _GNU_SOURCE /* mkdtemp, nftw */
+#include "hostmem.h"
+
+#include <ftw.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+static char root[] = "/tmp/gemini_test_XXXXXX";
+
+/* Writes root + path, making its folders. */
+__attribute__((format(printf, 2, 3))) static void put(const char *path, const char *format, ...)
+{
+    char name[PATH_MAX];
+    CHECK(snprintf(name, sizeof name, "%s%s", root, path) < (int)sizeof name);
+    for (char *slash = strchr(name + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
+        *slash = '\0';
+        (void)mkdir(name, 0777);
+        *slash = '/';
+    }
+    FILE *file = fopen(name, "w");
+    CHECK(file);
+    va_list args;
+    va_start(args, format);
+    CHECK(vfprintf(file, format, args) >= 0);
+    va_end(args);
+    CHECK(fclose(file) == 0);
+}
+
+static int remove_entry(const char *path, const struct stat *info, int type, struct FTW *at)
+{
+    (void)info;
+    (void)type;
+    (void)at;
+    return remove(path);
+}
+
+static void remove_tree(void)
+{
+    CHECK(nftw(root, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0);
+}
+
+static void check_memory(size_t available, size_t total)
+{
+    size_t got_available, got_total;
+    CHECK_OK(gm_host_memory_at(root, &got_available, &got_total));
+    if (got_available != available || got_total != total) {
+        fprintf(stderr, "available %zu, expected %zu; total %zu, expected %zu\n", got_available,
+                available, got_total, total);
+        exit(1);
+    }
+}
+
+static void check_figures(void)
+{
+    size_t available, total;
+    CHECK(gm_host_memory_at(root, &available, &total) == GM_ERR_DEVICE);
+
+    put("/proc/meminfo",
+        "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    800 kB\n");
+    check_memory(800 * 1024, 1000 * 1024); /* no cgroups at all */
+
+    /* Version 2: every folder from the process's own to the top of the mount counts. */
+    put("/proc/self/cgroup", "0::/user/job\n");
+    put("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 /dev/sda rw\n31 22 0:28 / /sys/fs/cgroup "
+                                "rw,nosuid shared:4 - cgroup2 none rw\n");
+    check_memory(800 * 1024, 1000 * 1024);
+    put("/sys/fs/cgroup/user/job/memory.max", "max\n");
+    put("/sys/fs/cgroup/user/job/memory.current", "5000\n");
+    check_memory(800 * 1024, 1000 * 1024);
+    put("/sys/fs/cgroup/user/memory.max", "300000\n");
+    put("/sys/fs/cgroup/user/memory.current", "100000\n");
+    check_memory(200000, 300000);
+    put("/sys/fs/cgroup/user/job/memory.max", "150000\n");
+    put("/sys/fs/cgroup/user/job/memory.current", "90000\n");
+    check_memory(60000, 150000);
+    put("/sys/fs/cgroup/user/job/memory.stat", "anon 1\nactive_file 7000\ninactive_file 80000\n");
+    check_memory(140000, 150000); /* old page cache is as good as free */
+    put("/sys/fs/cgroup/user/memory.current", "299999\n");
+    check_memory(1, 150000); /* the folder above leaves less */
+    put("/sys/fs/cgroup/user/memory.current", "400000\n");
+    check_memory(0, 150000);
+
+    /* A container that sees the host's paths: the mount shows only its own folder. */
+    put("/proc/self/mountinfo", "31 22 0:28 /user/job /sys/fs/cgroup rw - cgroup2 none rw\n");
+    put("/sys/fs/cgroup/memory.max", "70000\n");
+    put("/sys/fs/cgroup/memory.current", "30000\n");
+    check_memory(40000, 70000);
+    put("/proc/self/cgroup",
+        "0::/../elsewhere\n"); /* outside of the mount: its top is what we have */
+    check_memory(40000, 70000);
+
+    /* Version 1, beside an empty version 2 hierarchy. */
+    put("/proc/self/cgroup", "5:memory_other:/x\n4:cpu,memory:/job\n1:name=systemd:/\n0::/\n");
+    put("/proc/self/mountinfo", "30 1 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+                                "32 1 0:29 / /mnt/cgroup/memory rw - cgroup cgroup rw,memory\n"
+                                "33 1 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
+    put("/mnt/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    put("/mnt/cgroup/memory/memory.usage_in_bytes", "123456\n");
+    check_memory(800 * 1024, 1000 * 1024);
+    put("/mnt/cgroup/memory/job/memory.limit_in_bytes", "50000\n");
+    put("/mnt/cgroup/memory/job/memory.usage_in_bytes", "49000\n");
+    put("/mnt/cgroup/memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 9000\n");
+    check_memory(10000, 50000);
+}
+
+static void check_arena(gm_workers *pool, size_t bytes)
+{
+    gm_arena *arena;
+    CHECK_OK(gm_arena_new(bytes, pool, &arena));
+    CHECK(gm_arena_bytes(arena) == bytes);
+    unsigned char *base = gm_arena_base(arena);
+    if (bytes) {
+        CHECK((uintptr_t)base % (2 << 20) == 0);
+    }
+    for (size_t i = 0; i < bytes; i++) {
+        CHECK(base[i] == 0);
+    }
+    if (bytes) {
+        memset(base, 0xab, bytes);
+        pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            gm_arena_free(arena); /* must not unmap what may by now be somebody else's memory */
+            _exit(0);
+        }
+        int status;
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        CHECK(base[0] == 0xab && base[bytes - 1] == 0xab);
+    }
+    gm_arena_free(arena);
+}
+
+static size_t resident_bytes(void)
+{
+    FILE *file = fopen("/proc/self/statm", "r");
+    size_t total_pages, pages;
+    CHECK(file && fscanf(file, "%zu %zu", &total_pages, &pages) == 2);
+    fclose(file);
+    return pages * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+int main(void)
+{
+    CHECK(mkdtemp(root));
+    check_figures();
+    remove_tree();
+
+    size_t available, total;
+    CHECK_OK(gm_host_available(&available));
+    CHECK_OK(gm_host_total(&total));
+    CHECK(available > 0 && available <= total);
+
+    gm_workers *pool;
+    CHECK_OK(gm_workers_new(3, &pool));
+    static const size_t sizes[] = {0,       1, 4096, 4097, (2 << 20) - 1, 2 << 20, (2 << 20) + 1,
+                                   33333333};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        check_arena(pool, sizes[i]);
+        check_arena(NULL, sizes[i]);
+    }
+
+    size_t before = resident_bytes();
+    gm_arena *arena = NULL;
+    CHECK(gm_arena_new(total + 1, pool, &arena) == GM_ERR_NOMEM && !arena);
+    CHECK(strstr(gm_last_error(), "host memory"));
+    CHECK(gm_arena_new(SIZE_MAX, pool, &arena) == GM_ERR_NOMEM && !arena);
+    CHECK(resident_bytes() < before + (64 << 20)); /* refused before anything was touched */
+    gm_arena_free(NULL);
+    gm_workers_free(pool);
+    puts("test_hostmem: ok");
+    return 0;
+}
