@@ -1,0 +1,19 @@
+"""The CUDA device, its kernels and torch's allocator, exercised from C (tests/c/gpu_device.c)."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_device_program():
+    subprocess.run(["bash", ROOT / "tests/c/run_gpu.sh", "--build-only"], check=True)
+    done = subprocess.run([ROOT / "build/gpu/gpu_device"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("mapping errors", "poison", "threads", "aliasing", "adam", "grad_add", "sumsq",
+                 "torch_alloc", "long sumsq"):  # fmt: skip
+        assert f"{part}: ok" in done.stdout
