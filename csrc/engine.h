@@ -1,0 +1,131 @@
+/* engine.h - serves units on demand: fetches what a unit needs when it is entered, takes gradients as
+ * they arrive, and runs the update where each chunk's states are.
+ *
+ * Ownership: the engine is counted.  Its maker holds one reference; every tensor that shows engine memory
+ * holds one through a lease, so that memory outlives the last tensor that can read it.
+ * Threads: any thread may call; a mutex admits one at a time.  gm_lease_end() may come from any thread at
+ * any moment (a tensor's deleter) and takes no lock. */
+#ifndef GM_ENGINE_H
+#define GM_ENGINE_H
+
+#include "arith.h"
+#include "base.h"
+#include "device.h"
+
+typedef struct gm_engine gm_engine; /* opaque */
+typedef struct gm_lease gm_lease;   /* opaque */
+
+typedef struct gm_engine_param {
+    uint64_t numel;
+    uint32_t weight_bytes; /* of one element */
+    gm_dtype format;       /* meaningful when has_low, has_moments or has_grad */
+    bool has_low;          /* keeps the fp32 master's low part (never for GM_F32) */
+    bool has_moments;      /* Adam's m and v */
+    bool has_grad;         /* the engine takes its gradient */
+} gm_engine_param;
+
+typedef enum gm_policy { GM_POLICY_AUTO, GM_POLICY_CPU, GM_POLICY_CUDA } gm_policy;
+
+typedef struct gm_engine_options {
+    gm_device *device;   /* owned from a successful gm_engine_new on */
+    gm_workers *workers; /* borrowed, may be NULL */
+    const gm_engine_param *params;
+    uint32_t n_params;
+    const uint32_t *unit_params; /* (unit_begin[n_units],) parameter ids, unit after unit */
+    const uint32_t *unit_begin;  /* (n_units + 1,) */
+    uint32_t n_units;
+    size_t chunk_bytes;
+    size_t device_budget; /* SIZE_MAX: what the device has */
+    size_t host_budget;   /* SIZE_MAX: what the host has */
+    gm_policy policy;
+    bool is_strict;
+    bool is_grad_f32; /* gradients are kept in fp32 instead of the weight's dtype */
+    /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
+    size_t (*outside_bytes)(void *context);
+    void *outside_context;
+} gm_engine_options;
+
+typedef enum gm_field {
+    GM_FIELD_WEIGHT,
+    GM_FIELD_MASTER,
+    GM_FIELD_M,
+    GM_FIELD_V,
+    GM_FIELD_GRAD
+} gm_field;
+
+typedef struct gm_engine_stats {
+    uint64_t fetches, evictions, fetched_bytes, evicted_bytes;
+    size_t device_bytes, device_peak_bytes, device_budget_bytes;
+    size_t host_bytes;   /* the arena */
+    size_t state_bytes;  /* weights + optimizer states + gradients of all chunks, as blocks */
+    size_t weight_bytes; /* weights of all chunks, as blocks */
+    uint32_t n_chunks, n_blocks, n_settled, n_leases;
+    uint64_t layout_hash;
+} gm_engine_stats;
+
+/* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy
+ * "cuda" does not fit the budget. */
+gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out);
+void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
+
+/* Where a parameter's bytes are shown, for life. */
+uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
+uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
+/* Bytes of blocks that a chunk's weights take: for the floor of the budget. */
+size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk);
+void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end);
+
+gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream);
+gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream);
+/* Pins the chunk whose weights are at `address` until gm_engine_release_touched: what a backward node needs. */
+gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream);
+gm_status gm_engine_release_touched(gm_engine *engine, gm_stream stream);
+
+/* Takes a gradient (device memory, contiguous, numel elements): first is copied, later ones are added. */
+gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad, gm_dtype dtype,
+                             gm_stream stream);
+bool gm_engine_has_grad(const gm_engine *engine, uint32_t param);
+/* Forgets the gradient of one parameter. */
+gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
+/* Exact sum of squares of the gradients present among params[0..n). */
+gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
+                          gm_stream stream);
+
+typedef struct gm_update {
+    uint32_t param;
+    gm_adam_hyper hyper;
+} gm_update;
+/* One optimizer step for the parameters named (each with a gradient and moments).  An error in the middle
+ * closes the engine: every later call returns it. */
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
+
+/* Whole fields of one parameter, to and from host memory; the host waits.  WEIGHT and GRAD in their
+ * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight. */
+gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, void *dst);
+gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src);
+
+/* A lease keeps what a tensor shows.  is_pinned: the chunk stays resident until the end of the lease (the
+ * guard); otherwise the lease only keeps the address range alive (a parameter's own storage).
+ * is_watched: what is written through the tensor is found at the end of the lease and before each use of
+ * the master, by comparison with a copy made now. */
+gm_status gm_lease_new(gm_engine *engine, uint32_t param, bool is_pinned, bool is_watched,
+                       gm_stream stream, gm_lease **out);
+void gm_lease_end(gm_lease *lease);
+/* Nothing was or will be written through the tensor. */
+void gm_lease_unwatch(gm_lease *lease);
+uintptr_t gm_lease_address(const gm_lease *lease);
+
+/* The unit wrote the parameter in place while entered.  GM_ERR_STATE when the old bytes are gone and the
+ * master can therefore not be kept (16-bit weights whose home is not current). */
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t param);
+
+/* Ended leases are processed at every call; this is such a call that does nothing else. */
+gm_status gm_engine_drain(gm_engine *engine, gm_stream stream);
+/* Gives room of `bytes` to others: evicts as needed; false when the budget does not allow it. */
+bool gm_engine_reserve(gm_engine *engine, size_t bytes);
+/* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */
+gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
+void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
+gm_status gm_engine_check(gm_engine *engine); /* the invariants of chunk.c and engine.c */
+
+#endif

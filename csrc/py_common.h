@@ -1,0 +1,21 @@
+/* py_common.h - what the binding files (py_*.c) share: the limited API, one translator from status
+ * to exception, and the method tables that py_module.c adds to the module `gemini_strategy._C`.
+ * The binding holds no policy: parse arguments, call plain C, translate the result. */
+#ifndef GM_PY_COMMON_H
+#define GM_PY_COMMON_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include "base.h"
+
+/* Sets the Python exception for a failed status (text of gm_last_error()) and returns NULL. */
+PyObject *gm_py_raise(gm_status status);
+/* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
+struct gm_workers;
+struct gm_workers *gm_py_workers(void);
+
+extern PyMethodDef gm_py_arith_methods[]; /* py_arith.c */
+
+#endif
