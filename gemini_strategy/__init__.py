@@ -1,0 +1,36 @@
+"""Gemini: chunk-based memory management for PyTorch training.
+
+`manage(model, optimizer, device_budget=...)` puts a model's parameters, gradients and optimizer states
+into chunks that move between device and host, so that a training state larger than the device budget trains
+to the same bits as if it had fitted. See README.md.
+"""
+
+import torch  # noqa: F401  (the core looks functions up in the libtorch that this loads)
+
+from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
+from gemini_strategy import _C  # isort: skip
+
+_C.torch_abi_init()
+
+from gemini_strategy.engine import Engine, engine_of, manage  # noqa: E402
+from gemini_strategy.optim import CPUAdam, HybridAdam, cast_model_, grad_norm  # noqa: E402
+from gemini_strategy.precision import LossScaler  # noqa: E402
+from gemini_strategy.sizes import parse_bytes  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUAdam",
+    "Engine",
+    "GeminiDeviceError",
+    "GeminiError",
+    "GeminiMemoryError",
+    "GuardError",
+    "HybridAdam",
+    "LossScaler",
+    "cast_model_",
+    "engine_of",
+    "grad_norm",
+    "manage",
+    "parse_bytes",
+]

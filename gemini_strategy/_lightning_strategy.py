@@ -1,0 +1,659 @@
+# The strategy: how one Lightning tree hands its LightningModule, optimizer and stages to an engine.
+#
+# `build_strategy(tree)` makes the class for one tree; nothing here imports Lightning.
+#
+# Invariants
+#   1. The LightningModule is never wrapped: `strategy.model is strategy.lightning_module`, always.
+#   2. The strategy owns no engine: it finds the one that manages the module, so a strategy can be torn down, replaced
+#      or pickled while the engine lives on, and `trainer.save_checkpoint` works after `fit`.
+#   3. An engine is reused only if every parameter of the module is in it and it was made with the same configuration;
+#      otherwise it is closed to its fp32 masters and a new one starts from exactly those values.
+#   4. `configure_optimizers` always sees ordinary parameters, and its optimizer is the one that the engine takes over.
+#   5. Checkpoints hold plain keys, fp32 masters and Adam's own state form: files are interchangeable with those of
+#      Lightning's single-device and DDP strategies.
+#   6. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+import gemini_strategy as gs
+
+from ._lightning_precision import Tree, cast_floating, precision_class
+
+PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
+MAPPINGS = ("aliased", "strict")
+PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo")
+
+# How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
+_configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
+
+
+def build_strategy(tree: Tree) -> type:
+    """Build the strategy class of `tree` (see :data:`gemini_strategy.lightning.GeminiStrategy`)."""
+    pl = tree.pl
+    parallel = pl.strategies.ParallelStrategy
+    accelerators = pl.accelerators
+    accelerator_type = accelerators.Accelerator
+    precision_type = pl.plugins.Precision
+    checkpoint_io_type = tree.fabric.plugins.CheckpointIO
+    environment_type = tree.fabric.plugins.ClusterEnvironment
+    fitting = pl.trainer.states.TrainerFn.FITTING
+    misconfiguration = pl.utilities.exceptions.MisconfigurationException
+    rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
+    plugin_class = precision_class(tree)
+    averaging = tuple(
+        getattr(pl.callbacks, name)
+        for name in ("StochasticWeightAveraging", "WeightAveraging")
+        if hasattr(pl.callbacks, name)
+    )
+    no_optimizer = pl.core.optimizer._MockOptimizer
+    lightning_optimizer = pl.core.optimizer.LightningOptimizer
+
+    class GeminiStrategy(parallel):
+        """Train, evaluate and predict with the model's state in chunks, on one CUDA GPU or one CPU host.
+
+        ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
+        policies of the same name. One device is supported in this version, and no launcher is used, so notebooks
+        work. The engine stays with the LightningModule after a stage has ended; ``strategy.engine.close()`` makes it
+        an ordinary module with the trained weights.
+
+        Precision is the Trainer's: ``"32-true"`` (parameters in fp32), ``"bf16-true"``, ``"bf16-mixed"`` (weights
+        and compute in bf16, fp32 masters in the engine), ``"16-mixed"`` (fp16 with a loss scale). Parameters are
+        built in fp32 whatever the precision, so that the masters start from the values the model was made with.
+
+        Sizes are bytes, as an int or a string (``"64MiB"``, ``"24GB"``); budgets also a fraction of what there is, in
+        (0, 1].
+
+        Args:
+            use_chunk: must be True: parameters always live in chunks.
+            chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget, or searched for.
+            enable_distributed_storage: whether ranks share the chunks (True) or each keeps all (False). One device
+                holds every chunk either way, so both values are the same there.
+            placement_policy: ``"auto"`` (within the budget), ``"cuda"`` (everything on the device), ``"cpu"`` (a
+                unit's chunks leave the device when the unit has run: least device memory).
+            force_outputs_fp32: cast half-precision tensors to fp32 in what the module's ``forward`` and its
+                ``*_step`` methods return.
+            gpu_margin_mem_ratio: share, 0 to 1, of the device memory left beside all weights that optimizer states
+                may use; None: all of it. With ``placement_policy="auto"`` only.
+            chunk_search_range: how far above `min_chunk_size` chunk sizes are searched, bytes of weights. Giving this
+                or one of the next two asks for the search; what is then left None is 64 MiB, 4096 or 32 MiB.
+            chunk_search_n_grids: number of steps in that range.
+            min_chunk_size: smallest chunk size that the search considers, bytes of weights.
+            initial_scale: first loss scale (``"16-mixed"`` only, like the six that follow).
+            min_scale: the loss scale never falls below this.
+            growth_factor: factor of growth, more than 1.
+            backoff_factor: factor after an overflow, between 0 and 1.
+            growth_interval: steps without overflow before the scale grows.
+            hysteresis: overflows in a row that are forgiven before the scale shrinks (1: none).
+            max_scale: the loss scale never rises above this.
+            accelerator: the tree's ``CPUAccelerator`` or ``CUDAAccelerator``; normally ``Trainer(accelerator=...)``.
+            parallel_devices: one device; normally ``Trainer(devices=...)``.
+            cluster_environment: a cluster environment of the tree, world size 1.
+            checkpoint_io: how checkpoint files are written and read.
+            precision_plugin: ``Precision``, ``MixedPrecision`` or ``HalfPrecision`` of the tree; it wins over
+                ``Trainer(precision=...)``.
+            device_budget: most memory on the device; None: what is there. On CUDA it counts everything this process
+                holds on the GPU, on a CPU host what the engine places on the host device.
+            host_budget: most host memory that the engine takes; None: what is there.
+            mapping: ``"aliased"`` (fast) or ``"strict"`` (evicted weights are unmapped: finds stray accesses).
+            gradient_dtype: dtype in which gradients are kept and accumulated: None for the parameter's compute
+                dtype, or fp32 (``torch.float32`` or ``"float32"``).
+            block_size: size of a block of device memory; None lets the engine choose.
+            threads: threads for the update on the CPU; None: the cores this process may use.
+            timeout: how long collectives between several devices may take. One device makes none.
+            process_group_backend: ``"nccl"`` or ``"gloo"`` for several devices. One device makes no process group.
+            checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning does not pass the one given to
+                ``fit``, ``validate``, ``test`` or ``predict``. None: torch's default, which loads nothing but
+                tensors and plain values; False for trusted files with other objects in them.
+
+        Raises:
+            ValueError, TypeError: an argument outside what is listed above.
+            MisconfigurationException: at construction of the Trainer, for several devices or nodes and for other
+                accelerators.
+        """
+
+        strategy_name = "gemini"
+
+        def __init__(
+            self,
+            use_chunk: bool = True,
+            chunk_size: int | str | None = None,
+            enable_distributed_storage: bool = True,
+            placement_policy: Literal["auto", "cpu", "cuda"] = "auto",
+            force_outputs_fp32: bool = False,
+            gpu_margin_mem_ratio: float | None = None,
+            chunk_search_range: int | str | None = None,
+            chunk_search_n_grids: int | None = None,
+            min_chunk_size: int | str | None = None,
+            initial_scale: float = 2**16,
+            min_scale: float = 1,
+            growth_factor: float = 2,
+            backoff_factor: float = 0.5,
+            growth_interval: int = 1000,
+            hysteresis: int = 2,
+            max_scale: float = 2**32,
+            accelerator: accelerator_type | None = None,
+            parallel_devices: list[torch.device] | None = None,
+            cluster_environment: environment_type | None = None,
+            checkpoint_io: checkpoint_io_type | None = None,
+            precision_plugin: precision_type | None = None,
+            device_budget: int | float | str | None = None,
+            host_budget: int | float | str | None = None,
+            mapping: Literal["aliased", "strict"] = "aliased",
+            gradient_dtype: torch.dtype | str | None = None,
+            block_size: int | str | None = None,
+            threads: int | None = None,
+            timeout: timedelta = timedelta(seconds=300),
+            process_group_backend: str | None = None,
+            checkpoint_weights_only: bool | None = None,
+        ) -> None:
+            _check(use_chunk is True, "use_chunk", use_chunk, "True: parameters always live in chunks")
+            _check_bool("enable_distributed_storage", enable_distributed_storage)
+            _check_choice("placement_policy", placement_policy, PLACEMENT_POLICIES)
+            _check_bool("force_outputs_fp32", force_outputs_fp32)
+            if gpu_margin_mem_ratio is not None:
+                _check_number("gpu_margin_mem_ratio", gpu_margin_mem_ratio, 0, 1)
+                if placement_policy != "auto":
+                    raise ValueError(
+                        f"GeminiStrategy(gpu_margin_mem_ratio={gpu_margin_mem_ratio!r}, placement_policy="
+                        f"{placement_policy!r}): the ratio acts with placement_policy='auto' only; leave it None."
+                    )
+            search = {
+                "chunk_search_range": chunk_search_range,
+                "chunk_search_n_grids": chunk_search_n_grids,
+                "min_chunk_size": min_chunk_size,
+            }
+            given = [name for name, value in search.items() if value is not None]
+            if chunk_size is not None and given:
+                raise ValueError(
+                    f"GeminiStrategy(chunk_size={chunk_size!r}, {given[0]}={search[given[0]]!r}): give the size of a"
+                    " chunk, or arguments of the search for one, not both."
+                )
+            _check_size("chunk_size", chunk_size)
+            _check_size("chunk_search_range", chunk_search_range)
+            _check_size("min_chunk_size", min_chunk_size)
+            _check_size("block_size", block_size)
+            _check_size("device_budget", device_budget, of_total=True)
+            _check_size("host_budget", host_budget, of_total=True)
+            _check_count("chunk_search_n_grids", chunk_search_n_grids, optional=True)
+            _check_number("min_scale", min_scale, 0, None, exclusive=True)
+            _check_number("max_scale", max_scale, min_scale, None)
+            _check_number("initial_scale", initial_scale, min_scale, max_scale)
+            _check_number("growth_factor", growth_factor, 1, None, exclusive=True)
+            _check_number("backoff_factor", backoff_factor, 0, 1, exclusive=True)
+            _check_count("growth_interval", growth_interval)
+            _check_count("hysteresis", hysteresis)
+            _check_choice("mapping", mapping, MAPPINGS)
+            if gradient_dtype == "float32":
+                gradient_dtype = torch.float32
+            _check_choice("gradient_dtype", gradient_dtype, (None, torch.float32, "float32"))
+            _check_count("threads", threads, optional=True)
+            _check(
+                isinstance(timeout, timedelta) and timeout > timedelta(0),
+                "timeout",
+                timeout,
+                "a datetime.timedelta longer than 0",
+            )
+            _check_choice("process_group_backend", process_group_backend, PROCESS_GROUP_BACKENDS)
+            _check_choice("checkpoint_weights_only", checkpoint_weights_only, (None, True, False))
+            tree.check("cluster_environment", cluster_environment, environment_type)
+            tree.check("checkpoint_io", checkpoint_io, checkpoint_io_type)
+
+            self.enable_distributed_storage = enable_distributed_storage
+            self.force_outputs_fp32 = force_outputs_fp32
+            self.timeout = timeout
+            self.process_group_backend = process_group_backend
+            self.checkpoint_weights_only = checkpoint_weights_only
+            self.engine_arguments: dict[str, Any] = {
+                "device_budget": device_budget,
+                "host_budget": host_budget,
+                "placement_policy": placement_policy,
+                "chunk_size": chunk_size,
+                "block_size": block_size,
+                "chunk_search_range": chunk_search_range,
+                "chunk_search_n_grids": chunk_search_n_grids,
+                "min_chunk_size": min_chunk_size,
+                "gpu_margin_mem_ratio": gpu_margin_mem_ratio,
+                "mapping": mapping,
+                "gradient_dtype": gradient_dtype,
+                "force_outputs_fp32": force_outputs_fp32,
+                "initial_scale": initial_scale,
+                "min_scale": min_scale,
+                "growth_factor": growth_factor,
+                "backoff_factor": backoff_factor,
+                "growth_interval": growth_interval,
+                "hysteresis": hysteresis,
+                "max_scale": max_scale,
+                "threads": threads,
+            }
+            super().__init__(
+                parallel_devices=parallel_devices,
+                cluster_environment=cluster_environment,
+                checkpoint_io=checkpoint_io,
+                precision_plugin=precision_plugin,
+            )
+            if accelerator is not None:
+                self.accelerator = accelerator
+
+        def __repr__(self) -> str:
+            # Lightning prints this when a strategy is given to the other tree's Trainer, or to Fabric.
+            return (
+                f"<{type(self).__name__} for the Trainer of `{tree.name}`; several devices and Fabric are not"
+                " supported in this version; for another installation of Lightning see"
+                " gemini_strategy.lightning.strategy_class>"
+            )
+
+        # -- what the Trainer sets while it is constructed ------------------------------------------------------
+
+        @property
+        def accelerator(self) -> accelerator_type | None:
+            return self._accelerator
+
+        @accelerator.setter
+        def accelerator(self, accelerator: accelerator_type | None) -> None:
+            tree.check("accelerator", accelerator, accelerator_type)
+            known = (accelerators.CPUAccelerator, accelerators.CUDAAccelerator)
+            if accelerator is not None and not isinstance(accelerator, known):
+                raise misconfiguration(
+                    f"strategy='gemini' does not run on {type(accelerator).__name__}. Supported:"
+                    " Trainer(accelerator='cpu') and Trainer(accelerator='cuda')."
+                )
+            self._accelerator = accelerator
+
+        @property
+        def precision_plugin(self) -> precision_type:
+            if self._precision_plugin is None:
+                return plugin_class()
+            return self._precision_plugin
+
+        @precision_plugin.setter
+        def precision_plugin(self, precision_plugin: precision_type | None) -> None:
+            self._precision_plugin = (
+                None if precision_plugin is None else plugin_class.translate(precision_plugin)
+            )
+
+        @property
+        def parallel_devices(self) -> list[torch.device] | None:
+            return self._parallel_devices
+
+        @parallel_devices.setter
+        def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+            if parallel_devices is not None and len(parallel_devices) > 1:
+                raise misconfiguration(
+                    f"strategy='gemini' supports one device in this version, got {len(parallel_devices)}:"
+                    f" {', '.join(str(device) for device in parallel_devices)}. Use Trainer(devices=1), or devices=[i]"
+                    " for GPU i."
+                )
+            self._parallel_devices = parallel_devices
+
+        @property
+        def num_nodes(self) -> int:
+            """Number of machines: 1 in this version."""
+            return 1
+
+        @num_nodes.setter
+        def num_nodes(self, num_nodes: int) -> None:
+            if num_nodes != 1:
+                raise misconfiguration(
+                    "strategy='gemini' supports one device on one node in this version, got"
+                    f" num_nodes={num_nodes}. Use Trainer(num_nodes=1, devices=1)."
+                )
+
+        def _configure_launcher(self) -> None:
+            # One process needs no launcher. This is the last call in Trainer's construction, hence the place to find
+            # that torchrun or SLURM started several.
+            if self.world_size != 1:
+                raise misconfiguration(
+                    f"strategy='gemini' supports one device in this version, but {type(self.cluster_environment).__name__}"
+                    f" reports {self.world_size} processes. Start one process."
+                )
+
+        # -- the device and the (absent) other ranks -----------------------------------------------------------
+
+        @property
+        def root_device(self) -> torch.device:
+            return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
+
+        @property
+        def is_distributed(self) -> bool:
+            """Whether data must be split between ranks: never with one device."""
+            return False
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+            return tensor
+
+        def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+            # Lightning adds no dimension for the ranks when there is only one.
+            return tensor
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return obj
+
+        def barrier(self, name: str | None = None) -> None:
+            return
+
+        def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+            return bool(decision)
+
+        # -- a stage ---------------------------------------------------------------------------------------------
+
+        @property
+        def engine(self) -> Any:
+            """The engine that manages the LightningModule, or None."""
+            module = self.lightning_module
+            found = None if module is None else gs.engine_of(module)
+            return found if found is not None and found.model is module else None
+
+        def setup_environment(self) -> None:
+            module = self.lightning_module
+            for callback in module.trainer.callbacks:
+                if isinstance(callback, averaging):
+                    raise misconfiguration(
+                        f"strategy='gemini' does not support the callback {type(callback).__name__}: it copies the"
+                        " module and its parameters, which are not all in memory at once. Train without it, or average"
+                        " the state_dict of several checkpoints after training."
+                    )
+            if module._compiler_ctx is not None:
+                raise RuntimeError(
+                    "strategy='gemini' does not support a compiled LightningModule: compile its submodules in"
+                    " configure_model instead, for example self.block = torch.compile(self.block)."
+                )
+            super().setup_environment()
+
+        def setup(self, trainer: Any) -> None:
+            module = self.lightning_module
+            self.accelerator.setup(trainer)
+            # SyncBatchNorm between one rank is BatchNorm: the layer sync plugin has nothing to do.
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
+            training = trainer.state.fn == fitting
+            engine = self._adopt(module, reuse=not training)
+            _materialize(module, rank_zero_warn)
+            for metric in module.modules():
+                if isinstance(metric, Metric) and engine is None:
+                    metric.to(self.root_device)
+            if training:
+                self.setup_optimizers(trainer)
+                optimizer = self._only_optimizer()
+                engine = self._manage(module, optimizer)
+                # Wrapped anew: the engine changed the optimizer's class.
+                self.optimizers = [optimizer]
+            elif engine is None:
+                engine = self._manage(module, None)
+            self.precision_plugin.attach(engine, self.root_device)
+            self._set_device_and_dtype(module)
+            self.setup_precision_plugin()
+
+        def setup_optimizers(self, trainer: Any) -> None:
+            self._reset_optimizers_and_schedulers()
+            super().setup_optimizers(trainer)
+
+        def model_to_device(self) -> None:
+            # The engine places the parameters and buffers.
+            return
+
+        def teardown(self) -> None:
+            # Called after every stage and after failures, however little of setup has run. The engine, the module and
+            # the optimizer stay as they are: users save and evaluate after `fit`.
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+
+        @contextmanager
+        def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+            # Never the GPU: the engine decides what goes there.
+            with torch.device("meta") if empty_init else nullcontext():
+                yield
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._outputs(super().training_step(*args, **kwargs))
+
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._outputs(super().validation_step(*args, **kwargs))
+
+        def test_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._outputs(super().test_step(*args, **kwargs))
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._outputs(super().predict_step(*args, **kwargs))
+
+        def _outputs(self, outputs: Any) -> Any:
+            if not self.force_outputs_fp32:
+                return outputs
+            return apply_to_collection(outputs, Tensor, cast_floating, torch.float32)
+
+        # -- the engine ------------------------------------------------------------------------------------------
+
+        def _configuration(self) -> tuple[Any, ...]:
+            return (
+                self.root_device,
+                self.precision_plugin.precision,
+                tuple(sorted(self.engine_arguments.items(), key=lambda item: item[0])),
+            )
+
+        def _adopt(self, module: nn.Module, reuse: bool) -> Any:
+            """The engine of `module` when it can go on (invariant 3); every other engine over it is closed."""
+            engine = self.engine
+            managed = _engines_of_parts(module)
+            for found in managed:
+                if found not in _configurations:
+                    raise gs.GeminiError(
+                        f"{type(module).__name__} holds a model that gemini_strategy.manage() manages already, and"
+                        " strategy='gemini' manages the whole LightningModule: call engine.close() first, or pass the"
+                        " unmanaged model."
+                    )
+            if (
+                reuse
+                and engine is not None
+                and _configurations.get(engine) == self._configuration()
+                and _manages_all(engine, module)
+            ):
+                return engine
+            for found in managed:
+                found.close(dtype=torch.float32)
+            return None
+
+        def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
+            if next(module.parameters(), None) is None and optimizer is None:
+                module.to(self.root_device)
+                return None
+            with torch.inference_mode(False):
+                engine = gs.manage(
+                    module,
+                    optimizer,
+                    device=self.root_device,
+                    precision=self.precision_plugin.precision,
+                    convert_inputs=False,
+                    **self.engine_arguments,
+                )
+            _configurations[engine] = self._configuration()
+            return engine
+
+        def _only_optimizer(self) -> Optimizer:
+            optimizers = [
+                found.optimizer if isinstance(found, lightning_optimizer) else found for found in self.optimizers
+            ]
+            if len(optimizers) == 1 and not isinstance(optimizers[0], no_optimizer):
+                return optimizers[0]
+            names = ", ".join(type(found).__name__ for found in optimizers if not isinstance(found, no_optimizer))
+            self._reset_optimizers_and_schedulers()
+            raise misconfiguration(
+                f"strategy='gemini' trains with exactly one optimizer; configure_optimizers returned {names or 'none'}."
+                " Put all trainable parameters into one torch.optim.AdamW, torch.optim.Adam,"
+                " gemini_strategy.HybridAdam or gemini_strategy.CPUAdam, with a parameter group for each setting."
+            )
+
+        def _set_device_and_dtype(self, module: nn.Module) -> None:
+            for part in module.modules():
+                if isinstance(part, tree.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
+                    part._device = self.root_device
+                    part._dtype = self.precision_plugin.module_dtype
+
+        # -- checkpoints -----------------------------------------------------------------------------------------
+
+        @property
+        def restore_checkpoint_after_setup(self) -> bool:
+            return True
+
+        @property
+        def lightning_restore_optimizer(self) -> bool:
+            return True
+
+        @property
+        def handles_gradient_accumulation(self) -> bool:
+            return False
+
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            engine = self.engine
+            if engine is None:
+                return super().lightning_module_state_dict()
+            module = self.lightning_module
+            if type(module).state_dict is pl.LightningModule.state_dict:
+                return engine.model_state_dict(masters=True)
+            # The module has its own idea of what is saved: its keys and shapes, our masters.
+            state = dict(module.state_dict())
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                value = state.get(name)
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[name] = engine.read_master(engine.slot_of(parameter))
+            return state
+
+        def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+            return (optimizer.optimizer if isinstance(optimizer, lightning_optimizer) else optimizer).state_dict()
+
+        def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+            states = checkpoint["optimizer_states"]
+            if len(states) != len(self.optimizers):
+                raise RuntimeError(
+                    f"The checkpoint holds the state of {len(states)} optimizers, but strategy='gemini' trains with"
+                    f" {len(self.optimizers)}. To start with fresh optimizer state, load the weights only:"
+                    " model = type(model).load_from_checkpoint(path)."
+                )
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+
+        def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+            if weights_only is None:
+                weights_only = self.checkpoint_weights_only
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    return GeminiStrategy
+
+
+def _engines_of_parts(module: nn.Module) -> list[Any]:
+    """Every engine that manages `module`, a part of it, or more than it."""
+    found = {id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None}
+    return list(found.values())
+
+
+def _manages_all(engine: Any, module: nn.Module) -> bool:
+    try:
+        for parameter in module.parameters():
+            engine.slot_of(parameter)
+    except gs.GeminiError:
+        return False
+    return True
+
+
+def _materialize(module: nn.Module, warn: Any) -> None:
+    """Give parameters and buffers on the meta device memory on the CPU and the module's own initial values.
+
+    Tied parameters stay tied. A module class without ``reset_parameters`` keeps uninitialised memory and is named
+    in a warning: a checkpoint that holds every key makes up for it.
+    """
+    first: dict[int, tuple[nn.Module, str]] = {}
+    ties: list[tuple[nn.Module, str, nn.Module, str]] = []
+    empty: list[nn.Module] = []
+    for part in module.modules():
+        own = [*part._parameters.items(), *part._buffers.items()]
+        if not any(tensor is not None and tensor.is_meta for _, tensor in own):
+            continue
+        empty.append(part)
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            origin = first.setdefault(id(parameter), (part, name))
+            if origin != (part, name):
+                ties.append((part, name, *origin))
+    for part in empty:
+        part.to_empty(device="cpu", recurse=False)
+    for part, name, origin, origin_name in ties:
+        part._parameters[name] = origin._parameters[origin_name]
+    silent = set()
+    for part in empty:
+        reset = getattr(part, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        else:
+            silent.add(type(part).__name__)
+    if silent:
+        warn(
+            "These modules were built without memory and have no reset_parameters(), so their parameters and buffers"
+            f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(silent))}."
+        )
+
+
+def _check(valid: bool, name: str, value: Any, allowed: str) -> None:
+    if not valid:
+        raise ValueError(f"GeminiStrategy({name}={value!r}): expected {allowed}.")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    _check(isinstance(value, bool), name, value, "True or False")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    _check(
+        any(value is choice or value == choice for choice in choices),
+        name,
+        value,
+        f"one of {', '.join(repr(choice) for choice in choices)}",
+    )
+
+
+def _check_count(name: str, value: Any, optional: bool = False) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    allowed = f"{'None or ' if optional else ''}an int of at least 1"
+    _check(valid or (optional and value is None), name, value, allowed)
+
+
+def _check_number(
+    name: str, value: Any, low: float, high: float | None, exclusive: bool = False
+) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool)
+    if valid and exclusive:
+        valid = value > low and (high is None or value < high)
+    elif valid:
+        valid = value >= low and (high is None or value <= high)
+    between = "more than" if exclusive else "at least"
+    below = "" if high is None else f" and {'less than' if exclusive else 'at most'} {high}"
+    _check(valid and value == value, name, value, f"a number {between} {low}{below}")
+
+
+def _check_size(name: str, value: Any, of_total: bool = False) -> None:
+    if value is None:
+        return
+    fraction = ", or a fraction of what there is in (0, 1]" if of_total else ""
+    try:
+        gs.parse_bytes(value, 1 << 40 if of_total else None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"GeminiStrategy({name}={value!r}): expected None, a positive int of bytes, or a string such as '64MiB' or"
+            f" '24GB'{fraction}."
+        ) from error

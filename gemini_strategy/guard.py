@@ -1,0 +1,530 @@
+"""The guard: what a managed parameter is outside its unit, and inside it.
+
+A managed `nn.Parameter` keeps its identity for life; its class is swapped. Outside its unit it is a
+*guarded* class whose `__torch_function__` sees every operation; inside (from enter to leave of its
+unit) it is an *open* class that torch treats as a plain parameter.
+
+Invariants
+    1. No operation reads or writes the bytes behind a guarded parameter except through a lease,
+       which keeps its chunk resident for as long as any tensor on those bytes lives.
+    2. What is written through a lease reaches the fp32 master (by comparison, at its end).
+    3. Shape, dtype, device and `requires_grad` are always true and cost no lease.
+    4. `p.grad` shows the gradient that the engine holds, reads and in-place writes included.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from gemini_strategy.errors import GeminiError, GuardError
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["Slot", "guarded_class", "open_class"]
+
+_plain_torch = torch._C.DisableTorchFunctionSubclass
+
+
+class Slot:
+    """What the engine knows of one managed parameter; `parameter._gm_slot`."""
+
+    __slots__ = (
+        "__weakref__",
+        "adam_step",
+        "base_count",
+        "device",
+        "dtype",
+        "engine",
+        "grad_view",
+        "group",
+        "has_grad_home",
+        "has_low",
+        "has_moments",
+        "id",
+        "name",
+        "names",
+        "open_count",
+        "original_device",
+        "parameter",
+        "plain_class",
+        "shape",
+        "storage",
+        "version",
+        "view_tokens",
+    )
+
+    def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
+        self.engine = engine
+        self.id = index
+        self.name = name
+        self.names = [name]
+        self.parameter = parameter
+        self.plain_class = type(parameter)
+        self.shape = tuple(parameter.shape)
+        self.dtype = parameter.dtype  # the compute dtype, once managed
+        self.device = parameter.device
+        self.original_device = parameter.device
+        self.has_low = self.has_moments = self.has_grad_home = False
+        self.group: dict[str, Any] | None = None  # its param_group in the optimizer
+        self.adam_step = 0  # updates so far
+        self.open_count = 0  # units that have entered and not left
+        self.version = 0
+        self.storage = 0  # address of its StorageImpl
+        self.base_count = 0  # references to that storage when nothing shows it but the parameter
+        self.view_tokens = 0  # views that autograd has saved, and that keep the storage too
+        self.grad_view: weakref.ref[torch.Tensor] | None = None
+
+    def blob(self, lease: int) -> torch.Tensor:
+        """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
+        kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
+        with torch.inference_mode(False), _plain_torch():
+            return torch.ops.gemini.blob(lease, list(self.shape), self.dtype, kind, index)
+
+    def lease(self) -> tuple[torch.Tensor, int]:
+        """The parameter's bytes as a plain tensor, fetched and kept until the tensor is gone."""
+        core, stream = self.engine.core, self.engine.stream()
+        try:
+            lease = core.lease(self.id, 1, 1, stream)
+        except MemoryError as error:
+            raise self.engine.room_error(self, "using it outside its module", error) from None
+        return self.blob(lease), lease
+
+    def alias(self) -> torch.Tensor:
+        """What `p.data` and `p.detach()` are: as guarded as the parameter, without gradient."""
+        plain = self.blob(self.engine.core.lease(self.id, 0, 0, 0))
+        with torch.inference_mode(False), _plain_torch():
+            alias = torch.Tensor._make_subclass(GuardedTensor, plain, False)
+        alias._gm_slot = self
+        return alias
+
+    def assign(self, value: torch.Tensor) -> None:
+        """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
+        if isinstance(value, _Guarded) and value._gm_slot is self:
+            return
+        if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
+            raise GuardError(
+                f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
+                f"{self.dtype}, got {tuple(value.shape)} and {value.dtype}; to change either, "
+                "engine.close(), change the model, and manage() it again"
+            )
+        if value.device.type != self.device.type:
+            raise GuardError(
+                f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
+                f"{value.device}; engine.close() makes the model ordinary again"
+            )
+        target, _ = self.lease()
+        with torch.no_grad(), _plain_torch():
+            if value.data_ptr() != target.data_ptr():
+                target.copy_(value)
+
+    def get_grad(self) -> torch.Tensor | None:
+        """The gradient that the engine holds, as a tensor that reads and writes it."""
+        if not self.has_grad_home:
+            with _plain_torch():
+                return torch.Tensor.grad.__get__(self.parameter)
+        if not self.engine.core.has_grad(self.id):
+            return None
+        grad = self.grad_view() if self.grad_view is not None else None
+        if grad is None:
+            grad = HeldGrad.make(self)
+            self.grad_view = weakref.ref(grad)
+        return grad
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        if not self.has_grad_home:
+            with _plain_torch():
+                torch.Tensor.grad.__set__(self.parameter, value)
+        elif value is None:
+            self.engine.core.grad_drop(self.id)
+        elif isinstance(value, HeldGrad) and value._gm_slot is self:
+            pass
+        elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
+            raise GuardError(
+                f"{self.name}: its gradient has shape {self.shape} and {self.dtype}, got "
+                f"{tuple(value.shape)} and {value.dtype}"
+            )
+        else:
+            self.engine.write_grad(self, value)
+
+
+# ---- operations on guarded tensors ----
+
+
+def _getters(*names: str) -> set[Any]:
+    """The functions by which `__torch_function__` is told of reading these attributes."""
+    return {getattr(torch.Tensor, n).__get__ for n in names if hasattr(torch.Tensor, n)}
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, n) for n in names if hasattr(torch.Tensor, n)}
+
+
+# Facts about a tensor that are true without its bytes.
+_FACTS: set[Any] = (
+    _getters(
+        *"shape dtype device layout ndim is_leaf requires_grad grad_fn is_cuda is_cpu is_sparse "
+        "is_sparse_csr is_quantized is_meta is_mps is_xpu is_xla is_mkldnn is_nested is_ipu is_hpu "
+        "is_vulkan is_maia is_mtia is_ort itemsize nbytes names name output_nr _version "
+        "_backward_hooks _post_accumulate_grad_hooks retains_grad _base volatile _cdata".split()
+    )
+    | _methods(
+        *"size dim ndimension numel nelement element_size stride is_contiguous is_floating_point "
+        "is_complex is_signed storage_offset get_device requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook retain_grad __hash__ __len__ is_same_size is_shared "
+        "is_inference has_names dim_order is_conj is_neg is_distributed is_pinned detach_ "
+        "is_coalesced _is_view type_as_dtype new_empty new_zeros new_ones new_full new_tensor "
+        "is_set_to".split()
+    )
+    | {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_conj,
+        torch.is_neg,
+        torch.is_inference,
+        torch.is_same_size,
+        torch.is_signed,
+        torch.numel,
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        torch.result_type,
+    }
+)
+
+_REFUSED = {
+    torch.Tensor.data_ptr: "a raw address cannot be guarded; use p.clone() or engine.full_parameter(p)",
+    torch.Tensor.set_: "its storage is the engine's; use p.copy_() or p.data = value",
+    torch.Tensor.resize_: "its size is fixed; engine.close() first",
+    torch.Tensor.resize_as_: "its size is fixed; engine.close() first",
+    torch.Tensor.share_memory_: "its memory is the engine's; engine.close() first",
+    torch.Tensor.pin_memory: "its memory is the engine's; use p.clone().pin_memory()",
+}
+
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__
+
+
+def _mutates_first(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    operator = name.startswith("__i") and name.endswith("__") and name != "__invert__"
+    return in_place or operator or name == "__setitem__" or "out" in kwargs
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # no storage: sparse and the like are never views
+        return None
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on values: gives the leased tensor a place in the graph behind its parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `func` with each guarded tensor replaced by a leased one."""
+    flat, spec = tree_flatten((args, kwargs))
+    leased: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = {}
+    mutates = _mutates_first(func, kwargs)
+    for i, item in enumerate(flat):
+        if not isinstance(item, _Guarded):
+            continue
+        slot = item._gm_slot
+        with _plain_torch():
+            wants_grad = item.requires_grad and torch.is_grad_enabled()
+        if wants_grad and mutates and i == 0 and func is not torch.Tensor.requires_grad_:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation. "
+                f"({slot.name})"
+            )
+        if id(item) not in leased:
+            plain, lease = slot.lease()
+            shown = plain
+            if wants_grad:
+                with _plain_torch():
+                    shown = _Attach.apply(item, [plain])
+            leased[id(item)] = (shown, lease, item, shown._version)
+        flat[i] = leased[id(item)][0]
+    args, kwargs = tree_unflatten(flat, spec)
+    result = func(*args, **kwargs)
+    by_storage = {_storage_of(shown): key for key, (shown, _, _, _) in leased.items()}
+    escaped: set[int] = set()
+
+    def settle(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, _Guarded):
+            for key, (shown, _, original, _) in leased.items():
+                if value is shown and mutates:
+                    return original  # in-place operations return their first argument
+            key = by_storage.get(_storage_of(value))
+            if key is not None:
+                escaped.add(key)
+        elif value is not None and not isinstance(value, bool | int | float | complex | str):
+            escaped.update(leased)  # numpy arrays, storages: they may show the bytes
+        return value
+
+    result = tree_map(settle, result)
+    for key, (shown, lease, original, version) in leased.items():
+        if shown._version == version and key not in escaped:
+            original._gm_slot.engine.core.lease_unwatch(lease)
+    return result
+
+
+class _Guarded:
+    """What guarded parameters and their aliases have in common."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with _plain_torch():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, _Guarded):
+            slot = first._gm_slot
+            if slot.engine.closed:
+                raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
+            if func in _REFUSED:
+                raise GuardError(f"{slot.name}: {func.__name__}: {_REFUSED[func]}")
+            special = _SPECIAL.get(func)
+            if special is not None:
+                return special(slot, first, *args[1:], **kwargs)
+        return _serve(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        result = memo[id(self)] = self._gm_plain_copy()
+        return result
+
+    def __copy__(self) -> torch.Tensor:
+        return self._gm_plain_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._gm_plain_copy().__reduce_ex__(protocol)
+
+    def _gm_plain_copy(self) -> torch.Tensor:
+        """An ordinary, unmanaged tensor or parameter with these values."""
+        slot = self._gm_slot
+        values = slot.engine.read_weight(slot)
+        if not isinstance(self, nn.Parameter):
+            return values
+        with _plain_torch():
+            requires_grad = self.requires_grad
+        return nn.Parameter(values, requires_grad)
+
+
+class GuardedTensor(_Guarded, torch.Tensor):
+    """`p.data` or `p.detach()` of a managed parameter: guarded like the parameter itself."""
+
+
+def _set_data(slot: Slot, owner: torch.Tensor, value: torch.Tensor) -> None:
+    slot.assign(value)
+
+
+def _set_requires_grad(slot: Slot, owner: torch.Tensor, value: bool) -> None:
+    slot.engine.check_requires_grad(slot, bool(value))
+    with _plain_torch():
+        owner.requires_grad = value
+
+
+def _requires_grad_(slot: Slot, owner: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    _set_requires_grad(slot, owner, requires_grad)
+    return owner
+
+
+def _type(slot: Slot, owner: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is None:
+        with _plain_torch():
+            return owner.type()
+    return _serve(torch.Tensor.type, (owner, dtype), kwargs)
+
+
+_SPECIAL: dict[Any, Any] = {
+    torch.Tensor.data.__get__: lambda slot, owner: slot.alias(),
+    torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.detach: lambda slot, owner: slot.alias(),
+    torch.detach: lambda slot, owner: slot.alias(),
+    torch.Tensor.grad.__get__: lambda slot, owner: (
+        slot.get_grad() if isinstance(owner, nn.Parameter) else None
+    ),
+    torch.Tensor.grad.__set__: lambda slot, owner, value: slot.set_grad(value),
+    torch.Tensor.grad.__delete__: lambda slot, owner: slot.set_grad(None),
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,
+    torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.type: _type,
+}
+_FACTS -= set(_SPECIAL)
+
+
+class _Open:
+    """What a parameter is inside its unit: plain for torch, except for two attributes."""
+
+    __slots__ = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._gm_slot.lease()[0]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self._gm_slot.assign(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._gm_slot.get_grad()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._gm_slot.set_grad(value)
+
+    __deepcopy__ = _Guarded.__deepcopy__
+    __copy__ = _Guarded.__copy__
+    __reduce_ex__ = _Guarded.__reduce_ex__
+    _gm_plain_copy = _Guarded._gm_plain_copy
+
+
+_guarded_classes: dict[type, type] = {}
+_open_classes: dict[type, type] = {}
+
+
+def guarded_class(plain: type) -> type:
+    """The class of parameters of class `plain` outside their unit."""
+    if plain not in _guarded_classes:
+        _guarded_classes[plain] = type(f"Guarded{plain.__name__}", (_Guarded, plain), {})
+    return _guarded_classes[plain]
+
+
+def open_class(plain: type) -> type:
+    """The class of parameters of class `plain` inside their unit."""
+    if plain not in _open_classes:
+        _open_classes[plain] = type(f"Open{plain.__name__}", (_Open, plain), {})
+    return _open_classes[plain]
+
+
+# ---- gradients ----
+
+
+class _ReadOnlyGrad(torch.Tensor):
+    """A view of a held gradient: a copy for reading; writing it would be lost and is refused."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def make(values: torch.Tensor, slot: Slot) -> _ReadOnlyGrad:
+        view = torch.Tensor._make_wrapper_subclass(
+            _ReadOnlyGrad,
+            values.shape,
+            strides=values.stride(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+        view._gm_values = values
+        view._gm_slot = slot
+        return view
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch_grads(func, args, kwargs or {})
+
+
+class HeldGrad(torch.Tensor):
+    """`p.grad` of a managed parameter: operations read a copy, in-place ones write it back."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def make(slot: Slot) -> HeldGrad:
+        with torch.inference_mode(False):
+            grad = torch.Tensor._make_wrapper_subclass(
+                HeldGrad, slot.shape, dtype=slot.dtype, device=slot.device
+            )
+        grad._gm_slot = slot
+        return grad
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch_grads(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self._gm_slot.engine.read_grad(self._gm_slot), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._gm_slot.engine.read_grad(self._gm_slot).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._gm_slot.engine.read_grad(self._gm_slot))
+
+
+def _dispatch_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs one operator on copies of held gradients; what it mutates is written back."""
+    values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def open_grad(item: Any) -> Any:
+        if isinstance(item, _ReadOnlyGrad):
+            return item._gm_values
+        if not isinstance(item, HeldGrad):
+            return item
+        if id(item) not in values:
+            slot = item._gm_slot
+            if not slot.engine.core.has_grad(slot.id):
+                raise GuardError(f"{slot.name}: this gradient was dropped (zero_grad or a new pass)")
+            values[id(item)] = (slot.engine.read_grad(slot), item)
+        return values[id(item)][0]
+
+    written: list[HeldGrad] = []
+    schema = func._schema
+    named = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for item in tree_flatten(named.get(argument.name))[0]:
+                if isinstance(item, _ReadOnlyGrad):
+                    raise GuardError(
+                        f"{item._gm_slot.name}: a view of a managed gradient can only be read; write "
+                        "the whole: p.grad.mul_(...), p.grad.copy_(...), p.grad = ..."
+                    )
+                if isinstance(item, HeldGrad):
+                    written.append(item)
+    plain_args, plain_kwargs = tree_map(open_grad, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for item in written:
+        item._gm_slot.engine.write_grad(item._gm_slot, values[id(item)][0])
+    by_storage = {_storage_of(v): (v, item) for v, item in values.values()}
+
+    def close_grad(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        found = by_storage.get(_storage_of(value))
+        if found is None:
+            return value
+        whole, item = found
+        return item if value is whole else _ReadOnlyGrad.make(value, item._gm_slot)
+
+    return tree_map(close_grad, result)

@@ -1,0 +1,309 @@
+"""Module hooks that enter and leave units, and the net that catches what autograd saves.
+
+[Note: backward without backward hooks]
+    Inside a unit's forward, autograd's saved-tensor hooks are ours. A saved tensor that shows managed
+    bytes is kept as a token; when a backward node unpacks it, the chunk is fetched and pinned until
+    another node unpacks (autograd runs the nodes of a device one after the other) or, for nodes written
+    in Python, which may run a backward of their own, until no node is running. So a node finds the right
+    bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
+
+[Note: views that escape]
+    A view of an open parameter that is still alive when its unit leaves (a cache, an output, `self.w_t`)
+    would show other bytes later. The storage's reference count tells: such a chunk stays pinned until the
+    view is gone. What was written through it is found by the version counter that views share.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GuardError
+from gemini_strategy.guard import Slot, guarded_class, open_class
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["RootHooks", "SavedTensorNet", "Unit"]
+
+_use_count = torch._C._storage_Use_Count
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+_current_node = torch._C._current_autograd_node
+
+
+class _Token:
+    """A saved tensor on managed bytes."""
+
+    __slots__ = ("address", "is_view", "slot", "tensor")
+
+    def __init__(self, slot: Slot, tensor: torch.Tensor, address: int) -> None:
+        self.slot = slot
+        self.tensor = tensor
+        self.address = address
+        self.is_view = tensor is not slot.parameter
+        if self.is_view:
+            slot.view_tokens += 1
+
+    def __del__(self) -> None:
+        if self.is_view:
+            self.slot.view_tokens -= 1
+
+
+class _Delegated:
+    """A saved tensor that the user's own hooks (checkpointing, save_on_cpu) have packed."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Any) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class SavedTensorNet:
+    """Packs and unpacks saved tensors; see [Note: backward without backward hooks]."""
+
+    def __init__(self, engine: Engine, slots: list[Slot]) -> None:
+        self._engine = engine
+        self._begin, self._end = engine.core.weight_span()
+        by_address = sorted((engine.core.address(s.id), s) for s in slots if s.parameter.numel())
+        self._addresses = [a for a, _ in by_address]
+        self._slots = [s for _, s in by_address]
+        self._outer: list[tuple[Any, Any] | None] = []
+        self._last_node: Any = None
+        self._is_sticky = False
+
+    def push(self) -> bool:
+        """Installs our hooks over the user's; False where torch forbids hooks."""
+        if not _hooks_enabled():
+            return False
+        top = _top_hooks(True)
+        if top is not None and getattr(top[0], "__self__", None) is self:
+            top = self._outer[-1]
+        self._outer.append(top)
+        _push_hooks(self.pack, self.unpack)
+        return True
+
+    def pop(self) -> None:
+        self._outer.pop()
+        _pop_hooks()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # tensors without plain storage cannot show our bytes
+            address = 0
+        if self._begin <= address < self._end:
+            slot = self._slots[bisect_right(self._addresses, address) - 1]
+            return _Token(slot, tensor, address)
+        outer = self._outer[-1] if self._outer else None
+        if outer is not None:
+            return _Delegated(outer[0](tensor), outer[1])
+        return tensor
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if type(saved) is _Token:
+            self.touch(saved.address)
+            return saved.tensor
+        if type(saved) is _Delegated:
+            return saved.unpack(saved.packed)
+        return saved
+
+    def touch(self, address: int) -> None:
+        engine = self._engine
+        node = _current_node()
+        stream = engine.stream()
+        if node is not self._last_node:
+            if not self._is_sticky:
+                engine.core.release_touched(stream)
+            self._last_node = node
+            self._is_sticky |= isinstance(node, torch.autograd.function.BackwardCFunction)
+        try:
+            engine.core.touch(address, stream)
+        except MemoryError as error:
+            slot = self._slots[bisect_right(self._addresses, address) - 1]
+            raise engine.room_error(slot, "a backward node that needs it", error) from None
+
+    def settle(self) -> None:
+        """Unpins what nodes of a finished backward have touched. Called outside any node's work."""
+        if self._last_node is not None and _current_node() is None:
+            self._last_node = None
+            self._is_sticky = False
+            self._engine.core.release_touched(self._engine.stream())
+
+
+class Unit:
+    """A module that directly owns managed parameters."""
+
+    def __init__(self, engine: Engine, index: int, name: str, slots: list[Slot]) -> None:
+        self.engine = engine
+        self.id = index
+        self.name = name
+        self.slots = slots
+        self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
+        self._frames: list[tuple[bool, list[torch.Tensor]] | None] = []
+        self._handles: list[Any] = []
+
+    @property
+    def is_entered(self) -> bool:
+        return bool(self._frames)
+
+    def install(self, module: nn.Module) -> None:
+        self._handles = [
+            module.register_forward_pre_hook(_Enter(self), prepend=True),
+            module.register_forward_hook(_Leave(self), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def enter(self) -> None:
+        engine = self.engine
+        self._frames.append(None)  # until everything below has worked
+        engine.begin_pass()
+        try:
+            engine.core.enter(self.id, engine.stream())
+        except MemoryError as error:
+            raise engine.room_error(self.slots[0], f"module {self.name!r}", error) from None
+        watched = [s.lease()[0] for s in self.slots if self.watches_writes and s.has_low]
+        for slot in self.slots:
+            slot.open_count += 1
+            if slot.open_count == 1:
+                slot.parameter.__class__ = open_class(slot.plain_class)
+                slot.version = slot.parameter._version
+        has_net = torch.is_grad_enabled()
+        if has_net and not engine.net.push():
+            self._close()
+            engine.core.leave(self.id, engine.stream())
+            raise GuardError(
+                f"module {self.name!r}: saved-tensor hooks are disabled here (torch.func transforms "
+                "disable them), and managed parameters cannot be followed into backward without them"
+            )
+        self._frames[-1] = (has_net, watched)
+
+    def leave(self) -> None:
+        frame = self._frames.pop() if self._frames else None
+        if frame is None:
+            return  # enter failed: there is nothing to undo
+        engine = self.engine
+        has_net, watched = frame
+        if has_net:
+            engine.net.pop()
+        if engine.closed:
+            return
+        self._close()
+        if not watched:
+            self._find_writes()
+        self._hold_escaped()
+        del watched  # their leases compare the bytes
+        engine.core.leave(self.id, engine.stream())
+
+    def _close(self) -> None:
+        for slot in self.slots:
+            slot.open_count -= 1
+            if slot.open_count == 0:
+                slot.parameter.__class__ = guarded_class(slot.plain_class)
+
+    def _find_writes(self) -> None:
+        for slot in self.slots:
+            version = slot.parameter._version
+            if version != slot.version:
+                slot.version = version
+                self.engine.note_write(slot)
+
+    def _hold_escaped(self) -> None:
+        for slot in self.slots:
+            if _use_count(slot.storage) > slot.base_count + slot.view_tokens:
+                self.engine.hold(slot)
+
+
+class _UnitHook:
+    """A hook object that copies as nothing: a deep copy of a managed model is unmanaged."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self.unit = unit
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+class _Enter(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.unit is not None:
+            self.unit.enter()
+
+
+class _Leave(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.unit is not None:
+            self.unit.leave()
+
+
+class RootHooks:
+    """The precision's part of a forward: input dtypes and autocast, for loops that do not do it."""
+
+    def __init__(self, engine: Engine, convert_inputs: bool, force_outputs_fp32: bool) -> None:
+        self.engine = engine
+        self.convert_inputs = convert_inputs
+        self.force_outputs_fp32 = force_outputs_fp32
+        self._contexts: list[Any] = []
+        self._handles: list[Any] = []
+
+    def install(self, module: nn.Module) -> None:
+        self._handles = [
+            module.register_forward_pre_hook(_RootEnter(self), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_RootLeave(self), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context = None
+        if self.convert_inputs:
+            args, kwargs = self.engine.precision_plan.convert_inputs((args, kwargs))
+            context = self.engine.precision_plan.forward_context(self.engine.device.type)
+            context.__enter__()
+        self._contexts.append(context)
+        return args, kwargs
+
+    def leave(self, output: Any) -> Any:
+        context = self._contexts.pop() if self._contexts else None
+        if context is not None:
+            context.__exit__(None, None, None)
+        if not self.force_outputs_fp32:
+            return None
+        return torch.utils._pytree.tree_map(_to_fp32, output)
+
+
+def _to_fp32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
+
+
+class _RootEnter(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.unit.enter(args, kwargs) if self.unit is not None else None
+
+
+class _RootLeave(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.unit.leave(output) if self.unit is not None else None

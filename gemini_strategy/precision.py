@@ -1,0 +1,185 @@
+"""What a precision string means: the dtype of each weight, the inputs' dtype, autocast, loss scaling."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["PRECISIONS", "LossScaler", "Precision", "weight_dtype", "weight_dtypes"]
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+
+_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One precision. `name` is None when parameters keep the dtypes that they have."""
+
+    name: str | None
+
+    def __post_init__(self) -> None:
+        if self.name is not None and self.name not in PRECISIONS:
+            allowed = ", ".join(repr(p) for p in PRECISIONS)
+            raise ValueError(f"precision={self.name!r} is not supported; choose one of {allowed}")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The compute dtype of weights; None keeps each parameter's own."""
+        if self.name is None:
+            return None
+        return {"32": torch.float32, "bf": torch.bfloat16, "16": torch.float16}[self.name[:2]]
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.name is not None and self.name.endswith("-mixed")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Gradients are fp16: the loss must be scaled."""
+        return self.dtype is torch.float16
+
+    def convert_inputs(self, inputs: Any) -> Any:
+        """Casts floating-point tensors of a *-true precision; *-mixed leaves them to autocast."""
+        dtype = self.dtype
+        if dtype is None or self.is_mixed:
+            return inputs
+
+        def cast(x: Any) -> Any:
+            is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+            return x.to(dtype) if is_float and x.dtype is not dtype else x
+
+        return tree_map(cast, inputs)
+
+    @contextlib.contextmanager
+    def forward_context(self, device_type: str) -> Iterator[None]:
+        """Autocast for *-mixed, nothing otherwise."""
+        if not self.is_mixed:
+            yield
+            return
+        with torch.autocast(device_type, dtype=self.dtype):
+            yield
+
+
+def weight_dtype(module: nn.Module, parameter: torch.Tensor, precision: str | None) -> torch.dtype:
+    """The dtype in which `parameter` of `module` is computed with.
+
+    Floating-point parameters take the precision's dtype, except: normalisation with running statistics
+    keeps fp32 (its buffers are fp32, and torch wants both alike), and with *-mixed every torch
+    normalisation keeps fp32, because autocast computes them so. Other dtypes stay as they are.
+    """
+    target = Precision(precision).dtype
+    if target is None or not parameter.is_floating_point():
+        return parameter.dtype
+    kept = _RUNNING_STATISTICS + (_NORMS if Precision(precision).is_mixed else ())
+    return torch.float32 if isinstance(module, kept) else target
+
+
+def weight_dtypes(model: nn.Module, precision: str | None) -> dict[nn.Parameter, torch.dtype]:
+    """`weight_dtype` of every parameter; fp32 where modules that share one disagree."""
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            dtype = weight_dtype(module, p, precision)
+            dtypes[p] = dtype if dtypes.get(p, dtype) is dtype else torch.float32
+    return dtypes
+
+
+class LossScaler:
+    """Dynamic loss scale for fp16 gradients.
+
+    With hysteresis=1, min_scale=0 and max_scale=inf the sequence of scales equals that of
+    `torch.amp.GradScaler` with the same initial scale, factors and interval. The scale that a step
+    uses is the one its loss was multiplied with; `update` changes it afterwards.
+
+    Args:
+        initial_scale: the first scale.
+        min_scale, max_scale: bounds of the scale.
+        growth_factor: multiplies the scale after `growth_interval` steps without overflow.
+        backoff_factor: multiplies the scale on overflow, once `hysteresis` overflows have come
+            since the last growth (or start).
+        growth_interval: steps without overflow in a row.
+        hysteresis: overflows to tolerate; 1 backs off at once.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
+    ) -> None:
+        def check(ok: bool, text: str) -> None:
+            if not ok:
+                raise ValueError(f"loss scaling: {text}")
+
+        check(initial_scale > 0, f"initial_scale must be positive, got {initial_scale}")
+        check(growth_factor > 1, f"growth_factor must be above 1, got {growth_factor}")
+        check(0 < backoff_factor < 1, f"backoff_factor must be in (0, 1), got {backoff_factor}")
+        check(growth_interval >= 1, f"growth_interval must be at least 1, got {growth_interval}")
+        check(hysteresis >= 1, f"hysteresis must be at least 1, got {hysteresis}")
+        check(
+            0 <= min_scale <= initial_scale <= max_scale,
+            f"min_scale <= initial_scale <= max_scale must hold, got {min_scale}, {initial_scale}, "
+            f"{max_scale}",
+        )
+        self.min_scale = float(min_scale)
+        self.max_scale = float(max_scale)
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = int(growth_interval)
+        self.hysteresis = int(hysteresis)
+        self.scale = float(initial_scale)
+        self._growth_steps = 0
+        self._overflows = 0
+
+    def update(self, found_overflow: bool) -> None:
+        """Tells the outcome of one step."""
+        if found_overflow:
+            self._growth_steps = 0
+            self._overflows += 1
+            if self._overflows >= self.hysteresis:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            return
+        self._growth_steps += 1
+        if self._growth_steps >= self.growth_interval:
+            self._growth_steps = 0
+            self._overflows = 0
+            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Keys as in torch.amp.GradScaler, and ours beside them."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._growth_steps,
+            "hysteresis": self.hysteresis,
+            "overflows": self._overflows,
+        }
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Also takes the state of a torch.amp.GradScaler (an empty one changes nothing)."""
+        if not state:
+            return
+        self.scale = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self._growth_steps = int(state["_growth_tracker"])
+        self.hysteresis = int(state.get("hysteresis", self.hysteresis))
+        self._overflows = int(state.get("overflows", 0))

@@ -1,0 +1,263 @@
+"""Taking over the user's optimizer: same object, same groups, same state_dict form; the engine steps.
+
+The object's class is swapped for a subclass that delegates, so that isinstance checks, LR schedulers
+(made before or after), hooks and class names keep working; `release` undoes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim import CPUAdam, HybridAdam
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["check", "hyperparameters", "install", "load_state_dict", "mode", "release", "state_dict"]
+
+_SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
+_REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, dict[str, Any]]:
+    """id(parameter) -> its group; refuses what the engine cannot do exactly.
+
+    Raises:
+        GeminiError: another kind of optimizer, an unsupported option, or parameters that are not the
+            model's.
+    """
+    if isinstance(optimizer, list | tuple):
+        raise GeminiError(
+            f"got {len(optimizer)} optimizers: one engine has one optimizer; put the parameters into "
+            "several groups of one AdamW"
+        )
+    if type(optimizer) not in _SUPPORTED:
+        raise GeminiError(
+            f"{type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "
+            "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
+        )
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    groups: dict[int, dict[str, Any]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise GeminiError(
+                    f"param group {number}: {option}=True is not supported; build the optimizer without it"
+                )
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise GeminiError(
+                    f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "the model's: build the optimizer from model.parameters()"
+                )
+            groups[id(parameter)] = group
+    return groups
+
+
+def hyperparameters(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
+    """(lr, beta1, beta2, eps, weight_decay) as they stand now."""
+    beta1, beta2 = group["betas"]
+    return (
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+    )
+
+
+def mode(group: dict[str, Any]) -> tuple[bool, bool]:
+    """(decoupled weight decay, bias correction)."""
+    decoupled = group.get("adamw_mode", group.get("decoupled_weight_decay", False))
+    return bool(decoupled), bool(group.get("bias_correction", True))
+
+
+class _Managed:
+    """What a taken-over optimizer does instead of its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        return self._gm_engine.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        engine = self._gm_engine
+        engine._check_open()
+        engine._drop_grads([p._gm_slot for g in self.param_groups for p in g["params"]])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
+        return self._gm_engine.clip_grad_norm_(max_norm, norm_type, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise GeminiError(
+            "add_param_group on a managed optimizer is not supported: parameters get their optimizer "
+            "states when the model is managed; engine.close(), add the group, and manage() again"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_dict(self._gm_engine, self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_state_dict(self._gm_engine, self, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise GeminiError("a managed optimizer cannot be copied; copy optimizer.state_dict()")
+
+    def __reduce__(self) -> Any:
+        raise GeminiError("a managed optimizer cannot be pickled; save optimizer.state_dict()")
+
+
+@functools.cache
+def _managed_class(plain: type) -> type:
+    return type(plain.__name__, (_Managed, plain), {"__module__": plain.__module__})
+
+
+def _rewrap_step(optimizer: torch.optim.Optimizer) -> None:
+    """An LR scheduler made earlier has wrapped the old class's step in the instance: wrap the new one.
+
+    The wrapper tells schedulers that a step was taken (their order check), like torch's own.
+    """
+    if "step" not in optimizer.__dict__:
+        return
+    del optimizer.__dict__["step"]
+    reference = weakref.ref(optimizer)
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        target._opt_called = True
+        return function.__get__(target, type(target))(*args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True
+    optimizer.step = wrapper
+
+
+def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
+    optimizer.__class__ = target
+    optimizer._patch_step_function()
+    _rewrap_step(optimizer)
+
+
+def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Moves the optimizer's state into the engine and swaps its class."""
+    for parameter, state in list(optimizer.state.items()):
+        slot = engine.slot_of(parameter)
+        if "exp_avg" in state:
+            _load_entry(engine, slot, state)
+    optimizer.state.clear()
+    optimizer._gm_engine = engine
+    _swap_class(optimizer, _managed_class(type(optimizer)))
+
+
+def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> None:
+    """Gives the optimizer its class and state back; parameters are still managed."""
+    plain = type(optimizer).__mro__[2]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slot = engine.slot_of(parameter)
+            if slot.adam_step == 0:
+                continue
+            m, v = engine.read_moments(slot)
+            state: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step))}
+            is_ours = issubclass(plain, HybridAdam)
+            dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
+            state["exp_avg"] = m.to(slot.original_device, dtype)
+            state["exp_avg_sq"] = v.to(slot.original_device, dtype)
+            if is_ours and slot.has_low and not is_fp32:
+                key, low = low_part(engine.read_weight(slot), engine.read_master(slot))
+                state[key] = low.to(slot.original_device)
+            optimizer.state[parameter] = state
+    del optimizer._gm_engine
+    _swap_class(optimizer, plain)
+
+
+def low_part(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """(key in HybridAdam's state, what `weight` lacks to be `master`); see csrc/arith.h."""
+    if weight.dtype is torch.float16:
+        return "master", master
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return "remainder", (master.view(torch.int32) - bits).to(torch.int16)
+
+
+def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:
+    """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    groups = []
+    index = 0
+    for group in optimizer.param_groups:
+        packed = {k: v for k, v in group.items() if k != "params"}
+        packed["params"] = list(range(index, index + len(group["params"])))
+        groups.append(packed)
+        for parameter in group["params"]:
+            slot = engine.slot_of(parameter)
+            if slot.adam_step > 0:
+                m, v = engine.read_moments(slot)
+                step = torch.tensor(float(slot.adam_step))
+                state[index] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+            index += 1
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = hook(optimizer, result)
+        result = result if changed is None else changed
+    return result
+
+
+def _load_entry(engine: Engine, slot: Any, entry: dict[str, Any]) -> None:
+    engine.write_moments(slot, entry["exp_avg"], entry["exp_avg_sq"], int(entry["step"]))
+    low = entry.get("remainder", entry.get("master"))
+    if low is not None and slot.has_low:
+        weight = engine.read_weight(slot)
+        if low.dtype is torch.float32:
+            master = torch.where(low.cpu().half() == weight, low.cpu(), weight.float())
+        else:
+            bits = weight.view(torch.int16).to(torch.int32) << 16
+            master = (bits + low.cpu().to(torch.int32)).view(torch.float32)
+        engine.write_master(slot, master)
+
+
+def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
+    """Loads groups as torch does, and moments into the engine; parameters without an entry are reset.
+
+    Raises:
+        ValueError: groups or shapes do not match; nothing has been changed then.
+    """
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    saved, groups = state["param_groups"], optimizer.param_groups
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError(
+            f"loaded state dict has param groups of {[len(g['params']) for g in saved]} parameters, the "
+            f"optimizer of {[len(g['params']) for g in groups]}"
+        )
+    work = []
+    for saved_group, group in zip(saved, groups, strict=True):
+        for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+            slot, entry = engine.slot_of(parameter), state["state"].get(key)
+            if entry is not None and "exp_avg" in entry:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if tuple(entry[name].shape) != slot.shape:
+                        raise ValueError(
+                            f"{slot.name}: {name} in the state dict has shape "
+                            f"{tuple(entry[name].shape)}, expected {slot.shape}"
+                        )
+            work.append((slot, entry))
+    for saved_group, group in zip(saved, groups, strict=True):
+        group.update({k: v for k, v in saved_group.items() if k != "params"})
+    for slot, entry in work:
+        if not slot.has_moments:
+            continue
+        if entry is None or "exp_avg" not in entry:
+            zeros = torch.zeros(slot.shape, dtype=torch.float32)
+            engine.write_moments(slot, zeros, zeros, 0)
+        else:
+            _load_entry(engine, slot, entry)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
