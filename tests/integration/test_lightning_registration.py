@@ -1,0 +1,394 @@
+# The names, the class per Lightning tree, and every argument: an effect or a refusal.
+
+import copy
+import importlib
+import inspect
+import subprocess
+import sys
+import typing
+from datetime import timedelta
+
+import gemini_strategy as gs
+import pytest
+import torch
+from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
+
+import gemini_strategy.lightning as adapter
+
+
+def other(tree: str) -> str:
+    return next(name for name in TREES if name != tree)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("name", "policy"), [("gemini", "auto"), ("GEMINI", "auto"), ("gemini_cpu", "cpu"), ("gemini_cuda", "cuda")]
+)
+def test_names_are_known_to_the_trainer(tree: str, name: str, policy: str) -> None:
+    trainer = make_trainer(tree, name)
+    assert type(trainer.strategy) is adapter.strategy_class(tree)
+    assert trainer.strategy.engine_arguments["placement_policy"] == policy
+    assert isinstance(trainer.strategy, load_tree(tree).strategies.ParallelStrategy)
+    assert trainer.strategy.launcher is None
+    assert trainer.strategy.root_device == torch.device("cpu")
+    assert trainer.world_size == trainer.num_nodes == 1
+    assert trainer.is_global_zero
+
+
+def test_second_import_and_reload_change_nothing() -> None:
+    before = [adapter.strategy_class(tree) for tree in TREES]
+    assert importlib.reload(adapter) is adapter
+    assert [adapter.strategy_class(tree) for tree in TREES] == before
+    assert adapter.GeminiStrategy in before
+    assert make_trainer("lightning").strategy.__class__ is before[0]
+
+
+def test_each_class_can_be_imported_by_its_name() -> None:
+    for tree in TREES:
+        cls = adapter.strategy_class(tree)
+        assert getattr(importlib.import_module(cls.__module__), cls.__qualname__) is cls
+
+
+def test_preferred_class_is_of_the_tree_in_use() -> None:
+    code = """
+import pytorch_lightning
+import gemini_strategy.lightning as adapter
+assert adapter.GeminiStrategy is adapter.strategy_class("pytorch_lightning")
+assert adapter.strategy_class("lightning").__qualname__ == "LightningGeminiStrategy"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_only_what_is_installed_is_imported() -> None:
+    code = """
+import importlib.util, sys
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pytorch_lightning" else real(name, *rest)
+import gemini_strategy.lightning as adapter
+assert "pytorch_lightning" not in sys.modules
+assert adapter.GeminiStrategy is adapter.strategy_class("lightning")
+assert adapter.GeminiStrategy.__qualname__ == "GeminiStrategy"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_tree_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy_class.*'lightning', 'pytorch_lightning'"):
+        adapter.strategy_class("fabric")
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_name_of_someone_else_is_not_replaced(tree: str) -> None:
+    registry = load_tree(tree).strategies.StrategyRegistry
+    ours = registry["gemini"]
+    registry["gemini"] = {**ours, "strategy": load_tree(tree).strategies.DDPStrategy}
+    try:
+        with pytest.raises(gs.GeminiError, match="'gemini' is taken"):
+            adapter.strategy_class(tree)
+        assert registry["gemini"]["strategy"] is load_tree(tree).strategies.DDPStrategy
+    finally:
+        registry["gemini"] = ours
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_fabric_is_refused(tree: str) -> None:
+    fabric = load_fabric(tree)
+    with pytest.raises(NotImplementedError, match="not available for Fabric in this version"):
+        fabric.Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match="several devices and Fabric are not supported"):
+        fabric.Fabric(strategy=adapter.strategy_class(tree)(), accelerator="cpu", devices=1)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_objects_of_the_other_tree_are_refused(tree: str) -> None:
+    cls, foreign = adapter.strategy_class(tree), load_tree(other(tree))
+    hint = f"belongs to `{other(tree)}`.*strategy_class\\('{other(tree)}'\\)"
+    for argument, value in {
+        "accelerator": foreign.accelerators.CPUAccelerator(),
+        "precision_plugin": foreign.plugins.MixedPrecision("bf16-mixed", "cpu"),
+        "checkpoint_io": foreign.plugins.TorchCheckpointIO(),
+        "cluster_environment": load_fabric(other(tree)).plugins.environments.LightningEnvironment(),
+    }.items():
+        with pytest.raises(TypeError, match=f"{argument}=.*{hint}"):
+            cls(**{argument: value})
+    # The other tree's Trainer says no by itself; our text in its message says what to do.
+    with pytest.raises(ValueError, match=f"for the Trainer of `{tree}`.*strategy_class"):
+        make_trainer(other(tree), cls())
+
+
+def test_old_arguments_keep_names_and_order() -> None:
+    expected = {
+        "use_chunk": True,
+        "chunk_size": None,
+        "enable_distributed_storage": True,
+        "placement_policy": "auto",
+        "force_outputs_fp32": False,
+        "gpu_margin_mem_ratio": None,
+        "chunk_search_range": None,
+        "chunk_search_n_grids": None,
+        "min_chunk_size": None,
+        "initial_scale": 2**16,
+        "min_scale": 1,
+        "growth_factor": 2,
+        "backoff_factor": 0.5,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+        "max_scale": 2**32,
+        "accelerator": None,
+        "parallel_devices": None,
+        "cluster_environment": None,
+        "checkpoint_io": None,
+        "precision_plugin": None,
+    }
+    parameters = list(inspect.signature(adapter.GeminiStrategy.__init__).parameters.values())[1:]
+    assert {p.name: p.default for p in parameters[: len(expected)]} == expected
+    assert [p.name for p in parameters[: len(expected)]] == list(expected)
+    documented = adapter.GeminiStrategy.__doc__
+    assert all(f"{p.name}: " in documented for p in parameters)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_annotations_resolve_at_run_time(tree: str) -> None:
+    cls = adapter.strategy_class(tree)
+    hints = typing.get_type_hints(cls.__init__)
+    parameters = list(inspect.signature(cls.__init__).parameters)[1:]
+    assert set(parameters) <= set(hints)
+    assert hints["accelerator"] == load_tree(tree).accelerators.Accelerator | None
+
+
+def test_defaults_are_those_of_manage() -> None:
+    manage = inspect.signature(gs.manage).parameters
+    for name, value in adapter.GeminiStrategy().engine_arguments.items():
+        assert manage[name].default == value, name
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("placement_policy", "cpu"),
+        ("chunk_size", 4096),
+        ("chunk_search_range", 8192),
+        ("chunk_search_n_grids", 3),
+        ("min_chunk_size", 1024),
+        ("gpu_margin_mem_ratio", 0.5),
+        ("device_budget", "64MiB"),
+        ("host_budget", "256MiB"),
+        ("mapping", "strict"),
+        ("gradient_dtype", torch.float32),
+        ("block_size", "2MiB"),
+        ("threads", 1),
+        ("force_outputs_fp32", True),
+        ("initial_scale", 4),
+        ("min_scale", 2),
+        ("growth_factor", 3),
+        ("backoff_factor", 0.25),
+        ("growth_interval", 5),
+        ("hysteresis", 1),
+        ("max_scale", 2**20),
+    ],
+)
+def test_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, argument: str, value: object) -> None:
+    seen: dict[str, object] = {}
+    manage = gs.manage
+
+    def spy(*args: object, **arguments: object) -> object:
+        seen.update(arguments)
+        return manage(*args, **arguments)
+
+    monkeypatch.setattr(gs, "manage", spy)
+    trainer = make_trainer("lightning", adapter.strategy_class("lightning")(**{argument: value}), fast_dev_run=1)
+    trainer.fit(make("lightning"))
+    assert seen[argument] == value
+    assert seen["precision"] == "32-true"
+    assert seen["device"] == torch.device("cpu")
+    assert seen["convert_inputs"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_chunk": False}, "use_chunk=False.*True: parameters always live in chunks"),
+        ({"chunk_size": 0}, "chunk_size=0.*positive"),
+        ({"chunk_size": "big"}, "chunk_size='big'.*'64MiB'"),
+        ({"enable_distributed_storage": 1}, "enable_distributed_storage=1.*True or False"),
+        ({"placement_policy": "gpu"}, "placement_policy='gpu'.*'auto', 'cpu', 'cuda'"),
+        ({"force_outputs_fp32": None}, "force_outputs_fp32=None"),
+        ({"gpu_margin_mem_ratio": 1.5}, "gpu_margin_mem_ratio=1.5.*at least 0 and at most 1"),
+        ({"gpu_margin_mem_ratio": 0.5, "placement_policy": "cpu"}, "acts with placement_policy='auto' only"),
+        ({"chunk_search_range": -1}, "chunk_search_range=-1"),
+        ({"chunk_size": 4096, "chunk_search_n_grids": 2}, "chunk_size=4096, chunk_search_n_grids=2.*not both"),
+        ({"chunk_size": 0.5}, "chunk_size=0.5.*expected None, a positive int"),
+        ({"chunk_search_n_grids": 0}, "chunk_search_n_grids=0.*at least 1"),
+        ({"chunk_search_n_grids": 1.5}, "chunk_search_n_grids=1.5"),
+        ({"min_chunk_size": True}, "min_chunk_size=True"),
+        ({"initial_scale": 0.5}, "initial_scale=0.5.*at least 1"),
+        ({"initial_scale": 2**33}, "initial_scale=.*at most 4294967296"),
+        ({"min_scale": 0}, "min_scale=0.*more than 0"),
+        ({"max_scale": 0.5}, "max_scale=0.5.*at least 1"),
+        ({"growth_factor": 1}, "growth_factor=1.*more than 1"),
+        ({"backoff_factor": 1}, "backoff_factor=1.*less than 1"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+        ({"hysteresis": 0}, "hysteresis=0"),
+        ({"device_budget": 2.0}, "device_budget=2.0"),
+        ({"host_budget": "12 apples"}, "host_budget='12 apples'"),
+        ({"mapping": "loose"}, "mapping='loose'.*'aliased', 'strict'"),
+        ({"gradient_dtype": torch.float16}, "gradient_dtype=torch.float16.*torch.float32"),
+        ({"block_size": -2}, "block_size=-2"),
+        ({"threads": 0}, "threads=0"),
+        ({"timeout": 5}, "timeout=5.*timedelta"),
+        ({"timeout": timedelta(0)}, "timeout=.*longer than 0"),
+        ({"process_group_backend": "mpi"}, "process_group_backend='mpi'.*'nccl', 'gloo'"),
+        ({"checkpoint_weights_only": "no"}, "checkpoint_weights_only='no'"),
+    ],
+)
+def test_value_is_refused_with_its_name(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapter.GeminiStrategy(**arguments)
+
+
+def test_wrong_types_are_refused() -> None:
+    for argument in ("accelerator", "precision_plugin", "checkpoint_io", "cluster_environment"):
+        with pytest.raises(TypeError, match=f"GeminiStrategy\\({argument}=.*expected None or an instance"):
+            adapter.GeminiStrategy(**{argument: object()})
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_given_parts_are_used(tree: str) -> None:
+    pl = load_tree(tree)
+    environment = load_fabric(tree).plugins.environments.LightningEnvironment()
+    io = pl.plugins.TorchCheckpointIO()
+    strategy = adapter.strategy_class(tree)(
+        parallel_devices=[torch.device("cpu")],
+        cluster_environment=environment,
+        checkpoint_io=io,
+        precision_plugin=pl.plugins.HalfPrecision("bf16-true"),
+        enable_distributed_storage=False,
+        gradient_dtype="float32",
+    )
+    trainer = make_trainer(tree, strategy, accelerator="auto")
+    assert trainer.strategy.cluster_environment is environment
+    assert trainer.strategy.checkpoint_io is io
+    assert trainer.precision == "bf16-true"
+    assert trainer.strategy.parallel_devices == [torch.device("cpu")]
+    assert strategy.engine_arguments["gradient_dtype"] is torch.float32
+    accelerator = pl.accelerators.CPUAccelerator()
+    trainer = make_trainer(tree, adapter.strategy_class(tree)(accelerator=accelerator), accelerator="auto")
+    assert trainer.accelerator is trainer.strategy.accelerator is accelerator
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (None, "32-true"),
+        (32, "32-true"),
+        ("bf16-true", "bf16-true"),
+        ("bf16-mixed", "bf16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("16-mixed", "bf16-mixed"),  # Lightning's own rule for a CPU
+    ],
+)
+def test_precision_is_translated(tree: str, precision: object, expected: str) -> None:
+    trainer = make_trainer(tree, precision=precision)
+    assert trainer.precision_plugin is trainer.strategy.precision_plugin
+    assert type(trainer.precision_plugin).__name__ == "GeminiPrecision"
+    assert isinstance(trainer.precision_plugin, load_tree(tree).plugins.Precision)
+    assert trainer.precision == expected
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_fp16_reaches_a_cpu_through_the_plugin(tree: str) -> None:
+    plugin = load_tree(tree).plugins.MixedPrecision("16-mixed", "cpu")
+    assert make_trainer(tree, plugins=[plugin]).precision == "16-mixed"
+    assert make_trainer(tree, adapter.strategy_class(tree)(precision_plugin=plugin)).precision == "16-mixed"
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_other_precisions_are_refused(tree: str) -> None:
+    supported = "'32-true', 'bf16-true', 'bf16-mixed', '16-mixed'"
+    plugins = load_tree(tree).plugins
+    with pytest.raises(ValueError, match=f"precision='16-true'. Supported.*{supported}"):
+        make_trainer(tree, precision="16-true")
+    with pytest.raises(TypeError, match=f"DoublePrecision. Supported.*{supported}"):
+        make_trainer(tree, precision=64)
+
+    class Mine(plugins.MixedPrecision):
+        pass
+
+    with pytest.raises(TypeError, match=f"precision plugin .*Mine. Supported.*{supported}"):
+        make_trainer(tree, plugins=[Mine("bf16-mixed", "cpu")])
+    with pytest.raises(TypeError, match="Mine"):
+        adapter.strategy_class(tree)(precision_plugin=Mine("bf16-mixed", "cpu"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(ValueError, match="GeminiStrategy\\(initial_scale="):
+        make_trainer(tree, plugins=[plugins.MixedPrecision("16-mixed", "cpu", scaler)])
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_more_than_one_device_is_refused(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pl = load_tree(tree)
+    error = pl.utilities.exceptions.MisconfigurationException
+    with pytest.raises(error, match="one device in this version, got 2"):
+        make_trainer(tree, devices=2)
+    with pytest.raises(error, match="one device on one node in this version, got num_nodes=2"):
+        make_trainer(tree, num_nodes=2)
+    with pytest.raises(error, match="one device in this version, got 3"):
+        adapter.strategy_class(tree)(parallel_devices=[torch.device("cuda", i) for i in range(3)])
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "1",
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match="TorchElasticEnvironment reports 2 processes"):
+        make_trainer(tree)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_other_accelerators_are_refused(tree: str) -> None:
+    pl = load_tree(tree)
+    error = pl.utilities.exceptions.MisconfigurationException
+
+    class Elsewhere(pl.accelerators.CPUAccelerator.__mro__[1]):
+        setup_device = teardown = lambda *_: None
+        parse_devices = staticmethod(lambda devices: devices)
+        get_parallel_devices = staticmethod(lambda devices: [torch.device("cpu")])
+        auto_device_count = staticmethod(lambda: 1)
+        is_available = staticmethod(lambda: True)
+        name = staticmethod(lambda: "elsewhere")
+
+    for accelerator in (Elsewhere(), pl.accelerators.MPSAccelerator.__new__(pl.accelerators.MPSAccelerator)):
+        with pytest.raises(error, match=f"does not run on {type(accelerator).__name__}. Supported"):
+            adapter.strategy_class(tree)(accelerator=accelerator)
+    with pytest.raises(error, match="does not run on Elsewhere"):
+        make_trainer(tree, accelerator=Elsewhere())
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_collectives_of_one_rank(tree: str) -> None:
+    strategy = make_trainer(tree).strategy
+    tensor = torch.arange(3.0)
+    for operation in ("mean", "sum", None):
+        assert strategy.reduce(tensor, reduce_op=operation) is tensor
+    assert strategy.reduce("text") == "text"
+    assert strategy.all_gather(tensor, sync_grads=True) is tensor
+    assert strategy.broadcast({"a": [1]}) == {"a": [1]}
+    assert strategy.barrier("name") is None
+    assert strategy.reduce_boolean_decision(True) is True
+    assert strategy.reduce_boolean_decision(False, all=False) is False
+    assert not strategy.is_distributed
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_plugin_can_be_copied_while_an_engine_is_attached(tree: str) -> None:
+    trainer = make_trainer(tree, precision="bf16-mixed", fast_dev_run=1)
+    trainer.fit(make(tree))
+    duplicate = copy.deepcopy(trainer.precision_plugin)
+    assert duplicate.precision == "bf16-mixed"
+    assert duplicate.state_dict() == {}

@@ -1,0 +1,254 @@
+"""The promise: the same bits for every policy, budget, chunk size, precision and mapping mode.
+
+Each managed run trains 50 steps in train mode with dropout and is compared with the unmanaged reference:
+losses, gradient norms, loss scales, weights, fp32 masters and both moments, bit for bit.  Clipping,
+accumulation, the gradient dtype and the Adam mode alternate over the grid so that every pair of values
+meets.  Policy "cuda" below the training state must refuse before the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import gemini_strategy as gs
+import pytest
+import torch
+from reference import (
+    Outcome,
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    assert_trained,
+    drive,
+    managed,
+    state_bytes,
+    tightly,
+    train_plain,
+)
+from torch import nn
+from zoo import mlp_case
+
+STEPS = 50
+CASE = mlp_case(width=48, depth=3, p=0.1)
+POLICIES = ("cuda", "cpu", "auto")
+BUDGETS = (1.0, 0.6, 0.35)
+CHUNKS = (4096, 12 * 1024, 40 * 1024)
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+MAPPINGS = ("aliased", "strict")
+
+
+def _recipe(precision: str, index: int) -> Recipe:
+    """One of six recipes per precision."""
+    return Recipe(
+        precision=precision,
+        steps=STEPS,
+        clip=(None, 0.35)[index % 2],
+        accumulate=(1, 2, 2)[index % 3],
+        gradient_dtype=(None, None, torch.float32)[index % 3],
+        adamw_mode=index % 3 != 1,
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _reference(precision: str, index: int) -> tuple[Outcome, Outcome]:
+    before, after = train_plain(CASE, _recipe(precision, index))
+    assert_trained(before, after)
+    return before, after
+
+
+@functools.lru_cache(maxsize=None)
+def _whole(precision: str, chunk: int) -> int:
+    """Bytes that policy "cuda" needs: the training state as the engine lays it out."""
+    run = managed(CASE.build, _recipe(precision, 0), chunk_size=chunk, placement_policy="cuda")
+    try:
+        return run.engine.stats()["device_bytes"]
+    finally:
+        run.engine.close()
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bits(policy: str, budget: float, chunk: int, precision: str, mapping: str) -> None:
+    index = (
+        POLICIES.index(policy)
+        + BUDGETS.index(budget)
+        + 2 * CHUNKS.index(chunk)
+        + 3 * MAPPINGS.index(mapping)
+    ) % 6
+    recipe = _recipe(precision, index)
+    how = {
+        "placement_policy": policy,
+        "chunk_size": chunk,
+        "mapping": mapping,
+        "device_budget": int(budget * _whole(precision, chunk)),
+    }
+    if policy == "cuda" and budget < 1.0:
+        with pytest.raises(gs.GeminiMemoryError, match=r"\d"):
+            managed(CASE.build, recipe, **how)
+        return
+    run = managed(CASE.build, recipe, **how)
+    try:
+        drive(run, CASE, STEPS)
+        stats = run.engine.stats()
+        assert_same_outcome(run.outcome(), _reference(precision, index)[1])
+        assert stats["device_peak_bytes"] <= stats["device_budget_bytes"] == how["device_budget"]
+        assert stats["steps"] + stats["skipped_steps"] == STEPS
+    finally:
+        run.engine.close()
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_bits_under_pressure(chunk: int, precision: str, mapping: str) -> None:
+    """The smallest budget that is accepted: weights themselves come and go within a pass."""
+    index = (CHUNKS.index(chunk) + MAPPINGS.index(mapping) + 1) % 6
+    recipe = _recipe(precision, index)
+    run = tightly(CASE.build, recipe, floor=0.05, chunk_size=chunk, mapping=mapping)
+    try:
+        drive(run, CASE, STEPS)
+        stats = run.engine.stats()
+        assert_same_outcome(run.outcome(), _reference(precision, index)[1])
+        assert stats["device_peak_bytes"] <= stats["device_budget_bytes"]
+        if chunk < CHUNKS[-1]:
+            assert stats["evictions"] > STEPS
+    finally:
+        run.engine.close()
+
+
+def test_grid_is_complete() -> None:
+    """Every recipe variant is met by every precision in the grid above."""
+    met = {
+        (POLICIES.index(p) + BUDGETS.index(b) + 2 * CHUNKS.index(c) + 3 * MAPPINGS.index(m)) % 6
+        for p, b, c, m in itertools.product(POLICIES, BUDGETS, CHUNKS, MAPPINGS)
+        if p != "cuda" or b == 1.0
+    }
+    assert met == set(range(6))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_matter(threads: int) -> None:
+    recipe = _recipe("bf16-true", 1)
+    run = managed(
+        CASE.build, recipe, chunk_size=4096, placement_policy="cpu", threads=threads
+    )
+    try:
+        drive(run, CASE, STEPS)
+        assert_same_outcome(run.outcome(), _reference("bf16-true", 1)[1])
+    finally:
+        run.engine.close()
+
+
+def test_state_bytes_are_twelve_per_parameter() -> None:
+    recipe = _recipe("bf16-true", 0)
+    raw = state_bytes(CASE.build, recipe)
+    run = managed(CASE.build, recipe, chunk_size=12 * 1024, placement_policy="cpu")
+    try:
+        stats = run.engine.stats()
+        assert stats["parameters"] * 12 == raw
+        assert raw <= stats["state_bytes"] <= raw * 1.1
+    finally:
+        run.engine.close()
+
+
+class _Given(nn.Module):
+    """Gradients that do not depend on the weights, so that only the optimizer's arithmetic shows."""
+
+    def __init__(self):
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.parts = nn.ParameterList(
+            nn.Parameter(torch.randn(n, generator=g)) for n in (1, 5, 64, 1000, 2049)
+        )
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return sum((p * g).sum() for p, g in zip(self.parts, gradients, strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_torch_adamw_thousand_steps(weight_decay: float) -> None:
+    """Managed `torch.optim.AdamW` against torch's own arithmetic: 1e-6 relative after 1,000 steps."""
+
+    def optimizer(model: nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
+
+    plain_model, model = _Given(), _Given()
+    theirs = optimizer(plain_model)
+    engine = gs.manage(model, optimizer(model), device="cpu", placement_policy="cpu", chunk_size=4096)
+    g = torch.Generator().manual_seed(5)
+    for _ in range(1000):
+        gradients = [
+            torch.randn(p.shape, generator=g) * 10.0 ** -float(i)
+            for i, p in enumerate(plain_model.parts)
+        ]
+        for module, opt in ((plain_model, theirs), (model, engine.optimizer)):
+            module(gradients).backward()
+            opt.step()
+            opt.zero_grad()
+    ours = engine.model_state_dict()
+    for name, want in plain_model.state_dict().items():
+        gap = (ours[name].double() - want.double()).abs()
+        assert gap.norm() <= 1e-6 * want.double().norm(), name
+        assert gap.max() <= 1e-6 * want.abs().max(), name
+    engine.close()
+
+
+def test_torch_adamw_real_gradients() -> None:
+    """The same on a regression whose gradients follow the weights."""
+    torch.manual_seed(0)
+    plain_model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
+    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
+    model.load_state_dict(plain_model.state_dict())
+    theirs = torch.optim.AdamW(plain_model.parameters(), lr=1e-3, weight_decay=0.01)
+    engine = gs.manage(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),
+        device="cpu",
+        placement_policy="cpu",
+        chunk_size=4096,
+    )
+    x, y = torch.randn(64, 24), torch.randn(64, 8)
+    for _ in range(1000):
+        for module, opt in ((plain_model, theirs), (model, engine.optimizer)):
+            nn.functional.mse_loss(module(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    for name, want in plain_model.state_dict().items():
+        gap = (engine.model_state_dict()[name].double() - want.double()).norm()
+        assert gap <= 1e-6 * want.double().norm(), name
+    engine.close()
+
+
+def test_two_managed_models_do_not_meet() -> None:
+    """Two engines in one process train as each would alone."""
+    recipes = (_recipe("32-true", 1), _recipe("bf16-true", 1))
+    runs = [
+        managed(CASE.build, r, chunk_size=4096, placement_policy="cpu", mapping=m)
+        for r, m in zip(recipes, MAPPINGS, strict=True)
+    ]
+    try:
+        for step in range(STEPS):
+            for run in runs:
+                drive(run, CASE, 1, first=step)
+        for run, recipe in zip(runs, recipes, strict=True):
+            assert_same_outcome(run.outcome(), _reference(recipe.precision, 1)[1])
+    finally:
+        for run in runs:
+            run.engine.close()
+
+
+def test_same_twice() -> None:
+    """Two identical managed runs leave identical bits, moments included."""
+    recipe = _recipe("bf16-true", 1)
+    outcomes = []
+    for _ in range(2):
+        run = tightly(CASE.build, recipe, floor=0.05, chunk_size=4096)
+        drive(run, CASE, 10)
+        outcomes.append(run.outcome())
+        run.engine.close()
+    assert_same_outcome(outcomes[0], outcomes[1])
+    assert_same_bits(outcomes[0].losses[-1], outcomes[1].losses[-1])

@@ -1,0 +1,490 @@
+"""The optimizer that the user made goes on being that object: groups, schedulers, hooks, state, its end.
+
+Also the life of the engine around it: `engine_of`, close, what is left behind, and that everything is
+given back when the engine is dropped, closed or forgotten at interpreter exit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import gemini_strategy as gs
+import pytest
+import torch
+from reference import (
+    Plain,
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    drive,
+    managed,
+    plain,
+    start,
+)
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as lrs
+from zoo import mlp_case
+
+CASE = mlp_case(width=32, depth=3)
+STEPS = 8
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    decay = [p for n, p in model.named_parameters() if p.dim() > 1 and "head" not in n]
+    plain_ones = [p for p in model.parameters() if p.dim() == 1]
+    head = [model.head.weight]
+    return [
+        {"params": decay, "weight_decay": 0.1, "lr": 1e-3},
+        {"params": plain_ones, "weight_decay": 0.0, "betas": (0.8, 0.95)},
+        {"params": head, "lr": 5e-3, "eps": 1e-6},
+    ]
+
+
+def _half_of_all(run: Plain) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _compare(run: Plain, reference: Plain, script: Callable[[Plain], None]) -> None:
+    try:
+        for which in (run, reference):
+            script(which)
+        assert_same_outcome(run.outcome(), reference.outcome())
+    finally:
+        run.engine.close()
+
+
+# ---- groups and schedulers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mapping", ["aliased", "strict"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("policy", ["cpu", "auto", "cuda"])
+def test_groups(policy: str, precision: str, mapping: str) -> None:
+    recipe = Recipe(precision=precision, groups=_groups, clip=1.0)
+    run = managed(
+        CASE.build, recipe, placement_policy=policy, mapping=mapping, chunk_size=10_000
+    )
+    _compare(run, plain(CASE.build, recipe), lambda which: drive(which, CASE, STEPS))
+
+
+def test_group_values_may_be_edited() -> None:
+    def script(run: Plain) -> None:
+        drive(run, CASE, 2)
+        _half_of_all(run)
+        drive(run, CASE, 1, first=2)
+        run.optimizer.param_groups[0]["weight_decay"] = 0.5
+        run.optimizer.param_groups[1]["betas"] = (0.5, 0.9)
+        run.optimizer.param_groups[2]["eps"] = 1e-3
+        drive(run, CASE, 2, first=3)
+
+    recipe = Recipe(groups=_groups)
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    _compare(run, plain(CASE.build, recipe), script)
+
+
+SCHEDULERS = {
+    "step": lambda o: lrs.StepLR(o, 2, 0.5),
+    "multistep": lambda o: lrs.MultiStepLR(o, [2, 5], 0.3),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda k: 1 / (1 + k)),
+    "multiplicative": lambda o: lrs.MultiplicativeLR(o, lambda k: 0.9),
+    "constant": lambda o: lrs.ConstantLR(o, 0.5, 3),
+    "linear": lambda o: lrs.LinearLR(o, 0.1, 1.0, 5),
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.8),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 6),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lrs.CyclicLR(o, 1e-4, 1e-2, 3, cycle_momentum=True),
+    "onecycle": lambda o: lrs.OneCycleLR(o, 1e-2, total_steps=20),
+    "sequential": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, 1.0, 3), lrs.CosineAnnealingLR(o, 5)], [3]
+    ),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5, 2), lrs.ExponentialLR(o, 0.9)]),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
+def test_scheduler(name: str, when: str) -> None:
+    """Schedulers wrap `optimizer.step`; one made before manage must reach the engine all the same."""
+    make = SCHEDULERS[name]
+    recipe = Recipe(groups=_groups)
+    reference = plain(CASE.build, recipe)
+    reference.scheduler = make(reference.optimizer)
+    if when == "after":
+        run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+        run.scheduler = make(run.optimizer)
+    else:
+        run = _managed_with_scheduler(recipe, make)
+    _compare(run, reference, lambda which: drive(which, CASE, STEPS))
+
+
+def _managed_with_scheduler(recipe: Recipe, make: Callable) -> Any:
+    from reference import Managed
+
+    model = start(CASE.build, recipe)
+    optimizer = gs.HybridAdam(
+        recipe.groups(model), lr=recipe.lr, weight_decay=recipe.weight_decay
+    )
+    scheduler = make(optimizer)
+    engine = gs.manage(
+        model, optimizer, device="cpu", precision=recipe.precision, placement_policy="cpu",
+        chunk_size=4096,
+    )
+    assert engine.optimizer is optimizer
+    run = Managed(engine, recipe)
+    run.scheduler = scheduler
+    return run
+
+
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
+def test_reduce_on_plateau() -> None:
+    def script(run: Plain) -> None:
+        scheduler = lrs.ReduceLROnPlateau(run.optimizer, factor=0.5, patience=1)
+        for step in range(STEPS):
+            drive(run, CASE, 1, first=step)
+            scheduler.step(1.0)
+
+    recipe = Recipe(groups=_groups)
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    _compare(run, plain(CASE.build, recipe), script)
+
+
+# ---- torch's optimizers -----------------------------------------------------------------------------------
+
+
+TORCH = {
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.05), True),
+    "adamw_foreach": (lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.05, foreach=True), True),
+    "adamw_fused": (lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.05, fused=True), True),
+    "adamw_tensor_lr": (
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(2e-3), weight_decay=0.05), True,
+    ),
+    "adam": (lambda p: torch.optim.Adam(p, lr=2e-3, weight_decay=0.05), False),
+    "adam_decoupled": (
+        lambda p: torch.optim.Adam(p, lr=2e-3, weight_decay=0.05, decoupled_weight_decay=True), True,
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("name", TORCH)
+def test_torch_optimizers(name: str, precision: str) -> None:
+    from reference import Managed
+
+    make, decoupled = TORCH[name]
+    lr = float(torch.tensor(2e-3)) if "tensor" in name else 2e-3
+    recipe = Recipe(precision=precision, lr=lr, weight_decay=0.05, adamw_mode=decoupled)
+    model = start(CASE.build, recipe)
+    optimizer = make(model.parameters())
+    kind = type(optimizer)
+    engine = gs.manage(
+        model, optimizer, device="cpu", precision=precision, placement_policy="cpu", chunk_size=4096
+    )
+    assert engine.optimizer is optimizer and isinstance(optimizer, kind)
+    run = Managed(engine, recipe)
+    _compare(run, plain(CASE.build, recipe), lambda which: drive(which, CASE, STEPS))
+    assert type(optimizer) is kind
+
+
+def test_cpu_adam_is_hybrid_adam() -> None:
+    from reference import Managed
+
+    recipe = Recipe()
+    model = start(CASE.build, recipe)
+    optimizer = gs.CPUAdam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    engine = gs.manage(model, optimizer, device="cpu", placement_policy="cpu", chunk_size=4096)
+    _compare(
+        Managed(engine, recipe), plain(CASE.build, recipe), lambda w: drive(w, CASE, STEPS)
+    )
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("correction", [True, False])
+def test_adam_modes(mode: bool, correction: bool) -> None:
+    recipe = Recipe(adamw_mode=mode, bias_correction=correction, precision="bf16-mixed")
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    _compare(run, plain(CASE.build, recipe), lambda which: drive(which, CASE, STEPS))
+
+
+def test_optimizer_that_has_stepped_is_taken_over_with_its_state() -> None:
+    """Three plain steps, then manage: the rest equals six plain steps."""
+    from reference import Managed
+
+    recipe = Recipe()
+    reference, early = plain(CASE.build, recipe), plain(CASE.build, recipe)
+    drive(reference, CASE, 6)
+    drive(early, CASE, 3)
+    engine = gs.manage(
+        early.model, early.optimizer, device="cpu", placement_policy="cpu", chunk_size=4096
+    )
+    run = Managed(engine, recipe)
+    run.losses += early.losses
+    drive(run, CASE, 3, first=3)
+    assert_same_outcome(run.outcome(), reference.outcome())
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_close_hands_everything_back(precision: str) -> None:
+    """After close an ordinary loop with the same objects continues to the same bits."""
+    recipe = Recipe(precision=precision, groups=_groups)
+    reference = plain(CASE.build, recipe)
+    drive(reference, CASE, 6)
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    drive(run, CASE, 3)
+    engine = run.engine
+    engine.close()
+    assert engine.closed
+    assert type(run.optimizer) is gs.HybridAdam
+    for module in run.model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._backward_hooks and not module._backward_pre_hooks
+    for p in run.model.parameters():
+        assert type(p) is nn.Parameter and p.is_leaf and p.grad is None
+        assert p.detach().numpy().size if p.dtype == torch.float32 else p.data_ptr()
+    rest = Plain(run.model, run.optimizer, recipe)
+    rest.losses, rest.norms = run.losses, run.norms
+    drive(rest, CASE, 3, first=3)
+    assert_same_outcome(rest.outcome(), reference.outcome())
+    copy.deepcopy(run.model)
+    pickle.loads(pickle.dumps(run.model))
+    copy.deepcopy(run.optimizer)
+
+
+def test_manage_close_manage() -> None:
+    """Managed, closed and managed again with another layout: the bits of one run."""
+    from reference import Managed
+
+    recipe = Recipe()
+    reference = plain(CASE.build, recipe)
+    drive(reference, CASE, 6)
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    drive(run, CASE, 3)
+    run.engine.close()
+    engine = gs.manage(
+        run.model, run.optimizer, device="cpu", placement_policy="auto", chunk_size=20_000,
+        mapping="strict",
+    )
+    again = Managed(engine, recipe)
+    again.losses += run.losses
+    drive(again, CASE, 3, first=3)
+    assert_same_outcome(again.outcome(), reference.outcome())
+    engine.close()
+
+
+# ---- the object itself ---------------------------------------------------------------------------------------
+
+
+def test_same_object_same_groups() -> None:
+    recipe = Recipe(groups=_groups)
+    model = start(CASE.build, recipe)
+    optimizer = gs.HybridAdam(_groups(model))
+    groups = optimizer.param_groups
+    first = groups[0]["params"][0]
+    engine = gs.manage(model, optimizer, device="cpu", placement_policy="cpu")
+    assert engine.optimizer is optimizer and engine.model is model
+    assert optimizer.param_groups is groups and groups[0]["params"][0] is first
+    assert isinstance(optimizer, gs.HybridAdam) and isinstance(optimizer, torch.optim.Optimizer)
+    assert "lr" in repr(optimizer)
+    assert engine.device == torch.device("cpu")
+    engine.close()
+
+
+def test_engine_of() -> None:
+    model = CASE.build()
+    outside = nn.Linear(2, 2)
+    assert gs.engine_of(model) is None
+    engine = gs.manage(model, gs.HybridAdam(model.parameters()), device="cpu")
+    assert gs.engine_of(model) is engine
+    assert gs.engine_of(model.blocks[1][1]) is engine
+    assert gs.engine_of(outside) is None
+    engine.close()
+    assert gs.engine_of(model) is None
+
+
+def test_step_hooks_run() -> None:
+    seen = []
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
+    before = torch.optim.optimizer.register_optimizer_step_pre_hook(
+        lambda o, a, k: seen.append("global")
+    )
+    run.optimizer.register_step_pre_hook(lambda o, a, k: seen.append("pre"))
+    run.optimizer.register_step_post_hook(lambda o, a, k: seen.append("post"))
+    drive(run, CASE, 2)
+    before.remove()
+    run.engine.close()
+    assert seen == ["global", "pre", "post"] * 2 or seen == ["pre", "global", "post"] * 2
+
+
+def test_step_hooks_made_before_manage_run() -> None:
+    seen = []
+    model = CASE.build()
+    optimizer = gs.HybridAdam(model.parameters())
+    optimizer.register_step_post_hook(lambda o, a, k: seen.append(1))
+    engine = gs.manage(model, optimizer, device="cpu")
+    CASE.loss(model, CASE.batch(0)).backward()
+    optimizer.step()
+    engine.close()
+    assert seen == [1]
+
+
+def test_closure_result_is_returned() -> None:
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
+
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = CASE.loss(run, CASE.batch(0))
+        loss.backward()
+        return loss
+
+    first = run.optimizer.step(closure)
+    second = run.engine.step(closure)
+    assert first.requires_grad and torch.isfinite(first) and second < first * 2
+    assert run.optimizer.step() is None
+    run.engine.close()
+
+
+def test_optimizer_pickle_and_copy_do_not_take_the_engine() -> None:
+    """Copies of a managed optimizer are refused clearly or are ordinary optimizers."""
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
+    drive(run, CASE, 1)
+    for make in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        try:
+            other = make(run.optimizer)
+        except (gs.GeminiError, TypeError):
+            continue
+        assert type(other) is gs.HybridAdam
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises((gs.GeminiError, TypeError)):
+            make(run.engine)
+    drive(run, CASE, 1)
+    run.engine.close()
+
+
+# ---- the end --------------------------------------------------------------------------------------------------
+
+
+def _usage() -> tuple[int, int, int]:
+    """Open files, memory mappings and threads of this process."""
+    with open("/proc/self/maps") as maps:
+        n_maps = sum(1 for _ in maps)
+    return len(os.listdir("/proc/self/fd")), n_maps, len(os.listdir("/proc/self/task"))
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("mapping", ["aliased", "strict"])
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_everything_is_given_back(how: str, mapping: str) -> None:
+    def once() -> weakref.ref:
+        run = managed(
+            lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))),
+            Recipe(),
+            placement_policy="auto",
+            device_budget=1 << 21,
+            mapping=mapping,
+        )
+        run(torch.ones(2, 256)).sum().backward()
+        run.optimizer.step()
+        if how == "close":
+            run.engine.close()
+        return weakref.ref(run.engine)
+
+    for _ in range(3):
+        once()
+    gc.collect()
+    files, maps, threads = _usage()
+    resident = _resident()
+    engines = [once() for _ in range(20)]
+    gc.collect()
+    assert [e() for e in engines] == [None] * 20
+    files_now, maps_now, threads_now = _usage()
+    assert files_now <= files and threads_now <= threads
+    assert maps_now <= maps + 10
+    assert _resident() <= resident + (16 << 20)
+
+
+def test_failed_manage_gives_everything_back() -> None:
+    def once() -> None:
+        with pytest.raises(gs.GeminiMemoryError):
+            managed(
+                lambda: nn.Sequential(nn.Linear(512, 512)), Recipe(), device_budget=100_000,
+                placement_policy="cuda",
+            )
+
+    for _ in range(3):
+        once()
+    gc.collect()
+    before = _usage()
+    for _ in range(10):
+        once()
+    gc.collect()
+    after = _usage()
+    assert after[0] <= before[0] and after[2] <= before[2] and after[1] <= before[1] + 10
+
+
+def test_weights_outlive_a_dropped_engine() -> None:
+    """A model whose engine handle was dropped goes on: the model itself keeps the engine."""
+    recipe = Recipe()
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    reference = plain(CASE.build, recipe)
+    model, optimizer = run.model, run.optimizer
+    del run
+    gc.collect()
+    for step in range(3):
+        torch.manual_seed(1000 + step)
+        loss = CASE.loss(model, CASE.batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drive(reference, CASE, 3)
+    want = reference.outcome().weights
+    for name, value in model.state_dict().items():
+        assert_same_bits(value.clone(), want[name], name)
+    gs.engine_of(model).close()
+
+
+@pytest.mark.parametrize("ending", ["return", "exit", "exception", "fork"])
+def test_interpreter_exit(ending: str) -> None:
+    """No crash, no hang and no noise when the interpreter ends with an engine alive."""
+    end = {
+        "return": "",
+        "exit": "import sys; sys.exit(0)",
+        "exception": "raise KeyError('mine')",
+        "fork": "import os\npid = os.fork()\nif pid == 0:\n    os._exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\nmodel(x).sum().backward(); optimizer.step()",
+    }[ending]
+    code = (
+        "import torch, gemini_strategy as gs\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "engine = gs.manage(model, optimizer, device='cpu', placement_policy='cpu')\n"
+        "x = torch.ones(2, 64)\n"
+        "model(x).sum().backward(); optimizer.step()\n"
+        "loss = model(x).sum()\n" + end
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    if ending == "exception":
+        assert done.returncode == 1 and done.stderr.strip().endswith("KeyError: 'mine'")
+    else:
+        assert done.returncode == 0 and done.stderr == "", done.stderr

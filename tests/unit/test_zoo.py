@@ -1,0 +1,83 @@
+"""Every shape of trouble trains to the bits of plain torch, in both mapping modes, with most of it evicted."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from reference import (
+    Outcome,
+    Recipe,
+    assert_same_outcome,
+    assert_trained,
+    drive,
+    managed,
+    tightly,
+    train_plain,
+)
+from zoo import CASES, Case
+
+STEPS = 6
+CHUNK = 4096
+BY_NAME = {case.name: case for case in CASES}
+GRID = [(case.name, precision) for case in CASES for precision in case.precisions]
+
+
+def _recipe(precision: str) -> Recipe:
+    return Recipe(precision=precision, steps=STEPS, clip=1.0, lr=3e-3)
+
+
+@functools.lru_cache(maxsize=None)
+def _reference(name: str, precision: str) -> tuple[Outcome, Outcome]:
+    return train_plain(BY_NAME[name], _recipe(precision))
+
+
+def _moved(case: Case, before: Outcome) -> list[str]:
+    return [n for n, t in before.masters.items() if t.numel() and n not in case.untrained]
+
+
+@pytest.mark.parametrize(("name", "precision"), GRID)
+def test_reference_trains(name: str, precision: str) -> None:
+    """Guards the guard: equality of bits means nothing if nothing moves."""
+    before, after = _reference(name, precision)
+    assert_trained(before, after, _moved(BY_NAME[name], before))
+    assert after.skipped == 0
+
+
+@pytest.mark.parametrize("mapping", ["aliased", "strict"])
+@pytest.mark.parametrize(("name", "precision"), GRID)
+def test_tight_budget(name: str, precision: str, mapping: str) -> None:
+    """Policy "auto" under the smallest budget that is accepted."""
+    case, recipe = BY_NAME[name], _recipe(precision)
+    run = tightly(case.build, recipe, chunk_size=CHUNK, mapping=mapping)
+    try:
+        drive(run, case, STEPS)
+        assert_same_outcome(run.outcome(), _reference(name, precision)[1])
+        stats = run.engine.stats()
+        assert stats["device_peak_bytes"] <= stats["device_budget_bytes"]
+        assert not torch.is_autocast_enabled("cpu")
+    finally:
+        run.engine.close()
+
+
+@pytest.mark.parametrize("mapping", ["aliased", "strict"])
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_cpu_policy(name: str, mapping: str) -> None:
+    """Policy "cpu": everything evicted at the end of every unit; the model left behind is plain."""
+    case = BY_NAME[name]
+    precision = case.precisions[-1]
+    run = managed(
+        case.build, _recipe(precision), chunk_size=CHUNK, mapping=mapping, placement_policy="cpu"
+    )
+    reference = _reference(name, precision)[1]
+    drive(run, case, STEPS)
+    assert_same_outcome(run.outcome(), reference)
+    if len(reference.masters) > 4:
+        assert run.engine.stats()["evictions"] > 0
+    run.engine.close()
+    left = run.model.state_dict()
+    assert list(left) == list(reference.weights)
+    for key, want in reference.weights.items():
+        assert left[key].dtype == want.dtype
+        assert torch.equal(left[key], want), key
