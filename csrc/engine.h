@@ -79,7 +79,9 @@ gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream);
 gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream);
 /* Pins the chunk whose weights are at `address` until gm_engine_release_touched: what a backward node needs. */
 gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream);
-gm_status gm_engine_release_touched(gm_engine *engine, gm_stream stream);
+/* Ends all but the `n_keep` oldest of these pins. */
+gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep, gm_stream stream);
+uint32_t gm_engine_n_touched(const gm_engine *engine);
 
 /* Takes a gradient (device memory, contiguous, numel elements): first is copied, later ones are added. */
 gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad, gm_dtype dtype,

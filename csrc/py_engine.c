@@ -308,16 +308,23 @@ static PyObject *core_touch(core *self, PyObject *const *args, Py_ssize_t n_args
 
 static PyObject *core_release_touched(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
-    unsigned long long v[1];
+    unsigned long long v[2];
     gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("release_touched", args, n_args, 1, v) < 0) {
+    if (!engine || parse_numbers("release_touched", args, n_args, 2, v) < 0) {
         return NULL;
     }
     gm_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_release_touched(engine, v[0]);
+    status = gm_engine_release_touched(engine, (uint32_t)v[0], v[1]);
     Py_END_ALLOW_THREADS
     return finish(status);
+}
+
+static PyObject *core_n_touched(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = engine_of(self);
+    return engine ? PyLong_FromUnsignedLong(gm_engine_n_touched(engine)) : NULL;
 }
 
 static PyObject *core_grad_put(core *self, PyObject *const *args, Py_ssize_t n_args)
@@ -663,7 +670,9 @@ static PyMethodDef core_methods[] = {
     METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream)"),
     METHOD("leave", core_leave, METH_FASTCALL, "leave(unit, stream)"),
     METHOD("touch", core_touch, METH_FASTCALL, "touch(address, stream)"),
-    METHOD("release_touched", core_release_touched, METH_FASTCALL, "release_touched(stream)"),
+    METHOD("release_touched", core_release_touched, METH_FASTCALL,
+           "release_touched(n_keep, stream)"),
+    METHOD("n_touched", core_n_touched, METH_NOARGS, "n_touched() -> int"),
     METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
     METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
     METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),

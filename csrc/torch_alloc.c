@@ -26,7 +26,7 @@ static struct torch_device {
     pthread_rwlock_t lock; /* of reserve and context */
     gm_torch_reserve_fn reserve;
     void *context;
-    atomic_size_t held_bytes;
+    atomic_size_t held_bytes, peak_bytes;
 } devices[MAX_DEVICES];
 
 static pthread_once_t init_once = PTHREAD_ONCE_INIT;
@@ -101,6 +101,24 @@ size_t gm_torch_alloc_bytes(int device)
     return d ? atomic_load(&d->held_bytes) : 0;
 }
 
+size_t gm_torch_alloc_peak_bytes(int device, bool reset)
+{
+    struct torch_device *d = find(device);
+    if (!d) {
+        return 0;
+    }
+    return reset ? atomic_exchange(&d->peak_bytes, atomic_load(&d->held_bytes))
+                 : atomic_load(&d->peak_bytes);
+}
+
+static void hold(struct torch_device *d, size_t size)
+{
+    size_t held = atomic_fetch_add(&d->held_bytes, size) + size;
+    size_t peak = atomic_load(&d->peak_bytes);
+    while (held > peak && !atomic_compare_exchange_weak(&d->peak_bytes, &peak, held)) {
+    }
+}
+
 void *gm_torch_alloc(size_t size, int device, void *stream)
 {
     (void)stream;
@@ -111,8 +129,7 @@ void *gm_torch_alloc(size_t size, int device, void *stream)
         return NULL;
     }
     if (reserve(d, size)) {
-        atomic_fetch_add(&d->held_bytes,
-                         size); /* at once: the engine must not give this room away */
+        hold(d, size); /* at once: the engine must not give this room away */
         if (api->cuMemAlloc(&address, size) != CUDA_SUCCESS) {
             atomic_fetch_sub(&d->held_bytes, size);
             address = 0;
@@ -148,6 +165,13 @@ void gm_torch_alloc_set_reserve(int device, gm_torch_reserve_fn fn, void *contex
 size_t gm_torch_alloc_bytes(int device)
 {
     (void)device;
+    return 0;
+}
+
+size_t gm_torch_alloc_peak_bytes(int device, bool reset)
+{
+    (void)device;
+    (void)reset;
     return 0;
 }
 

@@ -24,6 +24,9 @@ void gm_torch_alloc_set_reserve(int device, gm_torch_reserve_fn fn, void *contex
 
 /* Bytes that torch holds through gm_torch_alloc on `device`.  Lock-free. */
 GM_TORCH_EXPORT size_t gm_torch_alloc_bytes(int device);
+/* The most that it held since the last call with `reset` (or the start); a reset begins anew with what
+ * is held now. */
+GM_TORCH_EXPORT size_t gm_torch_alloc_peak_bytes(int device, bool reset);
 
 /* NULL when the reserve function refuses or the device is full: torch then frees what it has cached,
  * where it can, tries again, and at last raises its OutOfMemoryError.  stream is not used: memory

@@ -65,8 +65,8 @@ class Tree:
                 f" class with gemini_strategy.lightning.strategy_class({other!r})."
             )
         raise TypeError(
-            f"GeminiStrategy({argument}=...): expected None or an instance of {wanted.__module__}.{wanted.__qualname__},"
-            f" got {got.__module__}.{got.__qualname__}."
+            f"GeminiStrategy({argument}=...): expected None or an instance of"
+            f" {wanted.__module__}.{wanted.__qualname__}, got {got.__module__}.{got.__qualname__}."
         )
 
 
@@ -140,7 +140,9 @@ def precision_class(tree: Tree) -> type:
         @contextmanager
         def forward_context(self) -> Generator[None, None, None]:
             if self.precision.endswith("-mixed"):
-                with torch.autocast(self._device_type, dtype=self.compute_dtype, cache_enabled=False):
+                with torch.autocast(
+                    self._device_type, dtype=self.compute_dtype, cache_enabled=False
+                ):
                     yield
                 return
             previous = torch.get_default_dtype()
@@ -161,7 +163,9 @@ def precision_class(tree: Tree) -> type:
                 tensor = self._engine.scale(tensor)
             return super().pre_backward(tensor, module)
 
-        def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def backward(
+            self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+        ) -> None:
             # Through LightningModule.backward, which users override.
             with nullcontext() if self._engine is None else self._engine.accept_scaled():
                 super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -236,7 +240,9 @@ def _refusal(what: str) -> str:
 
 def _is_default_scaler(scaler: Any) -> bool:
     default = torch.amp.GradScaler(device="cpu")
-    if type(scaler) is not torch.amp.GradScaler and not isinstance(scaler, torch.cuda.amp.GradScaler):
+    if type(scaler) is not torch.amp.GradScaler and not isinstance(
+        scaler, torch.cuda.amp.GradScaler
+    ):
         return False
     ours, theirs = default.state_dict(), scaler.state_dict()
     # A disabled scaler (no such device here) has an empty state.

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
-
-from ._lightning_precision import Tree, cast_floating, precision_class
+from gemini_strategy._lightning_precision import Tree, cast_floating, precision_class
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
 MAPPINGS = ("aliased", "strict")
@@ -66,7 +65,7 @@ def build_strategy(tree: Tree) -> type:
         work. The engine stays with the LightningModule after a stage has ended; ``strategy.engine.close()`` makes it
         an ordinary module with the trained weights.
 
-        Precision is the Trainer's: ``"32-true"`` (parameters in fp32), ``"bf16-true"``, ``"bf16-mixed"`` (weights
+        Precision is the Trainer's: ``"32-true"`` (parameters made fp32), ``"bf16-true"``, ``"bf16-mixed"`` (weights
         and compute in bf16, fp32 masters in the engine), ``"16-mixed"`` (fp16 with a loss scale). Parameters are
         built in fp32 whatever the precision, so that the masters start from the values the model was made with.
 
@@ -156,7 +155,9 @@ def build_strategy(tree: Tree) -> type:
             process_group_backend: str | None = None,
             checkpoint_weights_only: bool | None = None,
         ) -> None:
-            _check(use_chunk is True, "use_chunk", use_chunk, "True: parameters always live in chunks")
+            _check(
+                use_chunk is True, "use_chunk", use_chunk, "True: parameters always live in chunks"
+            )
             _check_bool("enable_distributed_storage", enable_distributed_storage)
             _check_choice("placement_policy", placement_policy, PLACEMENT_POLICIES)
             _check_bool("force_outputs_fp32", force_outputs_fp32)
@@ -312,9 +313,10 @@ def build_strategy(tree: Tree) -> type:
             # One process needs no launcher. This is the last call in Trainer's construction, hence the place to find
             # that torchrun or SLURM started several.
             if self.world_size != 1:
+                environment = type(self.cluster_environment).__name__
                 raise misconfiguration(
-                    f"strategy='gemini' supports one device in this version, but {type(self.cluster_environment).__name__}"
-                    f" reports {self.world_size} processes. Start one process."
+                    f"strategy='gemini' supports one device in this version, but {environment} reports"
+                    f" {self.world_size} processes. Start one process."
                 )
 
         # -- the device and the (absent) other ranks -----------------------------------------------------------
@@ -345,7 +347,7 @@ def build_strategy(tree: Tree) -> type:
         def barrier(self, name: str | None = None) -> None:
             return
 
-        def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
             return bool(decision)
 
         # -- a stage ---------------------------------------------------------------------------------------------
@@ -416,7 +418,9 @@ def build_strategy(tree: Tree) -> type:
             self.checkpoint_io.teardown()
 
         @contextmanager
-        def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        def tensor_init_context(
+            self, empty_init: bool | None = None
+        ) -> Generator[None, None, None]:
             # Never the GPU: the engine decides what goes there.
             with torch.device("meta") if empty_init else nullcontext():
                 yield
@@ -473,6 +477,16 @@ def build_strategy(tree: Tree) -> type:
             if next(module.parameters(), None) is None and optimizer is None:
                 module.to(self.root_device)
                 return None
+            half = sorted(
+                str(dtype)
+                for dtype in {parameter.dtype for parameter in module.parameters()}
+                if dtype in (torch.float16, torch.bfloat16)
+            )
+            if half and self.precision_plugin.precision == "32-true":
+                rank_zero_warn(
+                    f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
+                    " precision, with fp32 masters, use Trainer(precision='bf16-true')."
+                )
             with torch.inference_mode(False):
                 engine = gs.manage(
                     module,
@@ -487,11 +501,14 @@ def build_strategy(tree: Tree) -> type:
 
         def _only_optimizer(self) -> Optimizer:
             optimizers = [
-                found.optimizer if isinstance(found, lightning_optimizer) else found for found in self.optimizers
+                found.optimizer if isinstance(found, lightning_optimizer) else found
+                for found in self.optimizers
             ]
             if len(optimizers) == 1 and not isinstance(optimizers[0], no_optimizer):
                 return optimizers[0]
-            names = ", ".join(type(found).__name__ for found in optimizers if not isinstance(found, no_optimizer))
+            names = ", ".join(
+                type(found).__name__ for found in optimizers if not isinstance(found, no_optimizer)
+            )
             self._reset_optimizers_and_schedulers()
             raise misconfiguration(
                 f"strategy='gemini' trains with exactly one optimizer; configure_optimizers returned {names or 'none'}."
@@ -501,7 +518,9 @@ def build_strategy(tree: Tree) -> type:
 
         def _set_device_and_dtype(self, module: nn.Module) -> None:
             for part in module.modules():
-                if isinstance(part, tree.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
+                if isinstance(
+                    part, tree.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin
+                ):
                     part._device = self.root_device
                     part._dtype = self.precision_plugin.module_dtype
 
@@ -535,7 +554,9 @@ def build_strategy(tree: Tree) -> type:
             return state
 
         def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-            return (optimizer.optimizer if isinstance(optimizer, lightning_optimizer) else optimizer).state_dict()
+            return (
+                optimizer.optimizer if isinstance(optimizer, lightning_optimizer) else optimizer
+            ).state_dict()
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
             states = checkpoint["optimizer_states"]
@@ -548,7 +569,9 @@ def build_strategy(tree: Tree) -> type:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
-        def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        def load_checkpoint(
+            self, checkpoint_path: Any, weights_only: bool | None = None
+        ) -> dict[str, Any]:
             if weights_only is None:
                 weights_only = self.checkpoint_weights_only
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -558,7 +581,9 @@ def build_strategy(tree: Tree) -> type:
 
 def _engines_of_parts(module: nn.Module) -> list[Any]:
     """Every engine that manages `module`, a part of it, or more than it."""
-    found = {id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None}
+    found = {
+        id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None
+    }
     return list(found.values())
 
 

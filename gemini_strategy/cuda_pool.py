@@ -31,6 +31,8 @@ def _core() -> ctypes.CDLL:
     library = ctypes.CDLL(_C.__file__)
     library.gm_torch_alloc_bytes.argtypes = [ctypes.c_int]
     library.gm_torch_alloc_bytes.restype = ctypes.c_size_t
+    library.gm_torch_alloc_peak_bytes.argtypes = [ctypes.c_int, ctypes.c_bool]
+    library.gm_torch_alloc_peak_bytes.restype = ctypes.c_size_t
     return library
 
 
@@ -61,6 +63,7 @@ class TorchPool:
         self.index: int = torch.cuda.current_device() if device.index is None else device.index
         self._has_begun = False
         self._pool: torch.cuda.MemPool | None = self._new_pool()
+        self.reset_peak()
 
     def _new_pool(self) -> torch.cuda.MemPool:
         # A MemPool belongs to the device that is current when it is made.
@@ -100,3 +103,11 @@ class TorchPool:
         All pools of the process on this device are counted together.
         """
         return _core().gm_torch_alloc_bytes(self.index)
+
+    def peak_bytes(self) -> int:
+        """The most that :meth:`bytes` was since this pool was made or :meth:`reset_peak`."""
+        return _core().gm_torch_alloc_peak_bytes(self.index, False)
+
+    def reset_peak(self) -> None:
+        """Begins a new peak with what is held now."""
+        _core().gm_torch_alloc_peak_bytes(self.index, True)

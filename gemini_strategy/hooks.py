@@ -3,9 +3,9 @@
 [Note: backward without backward hooks]
     Inside a unit's forward, autograd's saved-tensor hooks are ours. A saved tensor that shows managed
     bytes is kept as a token; when a backward node unpacks it, the chunk is fetched and pinned until
-    another node unpacks (autograd runs the nodes of a device one after the other) or, for nodes written
-    in Python, which may run a backward of their own, until no node is running. So a node finds the right
-    bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
+    another node of the same backward unpacks: autograd runs the nodes of a device one after the other. A
+    node written in Python may run a backward of its own (re-entrant checkpointing); its pins last through
+    that, because the nested one is a graph task of its own. So a node finds the right bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
 
 [Note: views that escape]
     A view of an open parameter that is still alive when its unit leaves (a cache, an output, `self.w_t`)
@@ -35,6 +35,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 _current_node = torch._C._current_autograd_node
+_current_task = torch._C._current_graph_task_id
 
 
 class _Token:
@@ -75,8 +76,7 @@ class SavedTensorNet:
         self._addresses = [a for a, _ in by_address]
         self._slots = [s for _, s in by_address]
         self._outer: list[tuple[Any, Any] | None] = []
-        self._last_node: Any = None
-        self._is_sticky = False
+        self._running: list[_RunningNode] = []
 
     def push(self) -> bool:
         """Installs our hooks over the user's; False where torch forbids hooks."""
@@ -115,26 +115,41 @@ class SavedTensorNet:
         return saved
 
     def touch(self, address: int) -> None:
-        engine = self._engine
-        node = _current_node()
-        stream = engine.stream()
-        if node is not self._last_node:
-            if not self._is_sticky:
-                engine.core.release_touched(stream)
-            self._last_node = node
-            self._is_sticky |= isinstance(node, torch.autograd.function.BackwardCFunction)
+        """Makes the chunk at `address` readable for the running node."""
+        core, stream = self._engine.core, self._engine.stream()
+        node, task = _current_node(), _current_task()
+        depth = len(self._running)
+        while depth and self._running[depth - 1].task != task:
+            depth -= 1
+        if depth:  # backwards nested in this task's last node have ended
+            del self._running[depth:]
+            if self._running[-1].node is not node:
+                core.release_touched(self._running[-1].n_before, stream)
+                self._running[-1].node = node
+        else:
+            self._running.append(_RunningNode(task, node, core.n_touched()))
         try:
-            engine.core.touch(address, stream)
+            core.touch(address, stream)
         except MemoryError as error:
             slot = self._slots[bisect_right(self._addresses, address) - 1]
-            raise engine.room_error(slot, "a backward node that needs it", error) from None
+            raise self._engine.room_error(slot, "a backward node that needs it", error) from None
 
     def settle(self) -> None:
         """Unpins what nodes of a finished backward have touched. Called outside any node's work."""
-        if self._last_node is not None and _current_node() is None:
-            self._last_node = None
-            self._is_sticky = False
-            self._engine.core.release_touched(self._engine.stream())
+        if self._running and _current_node() is None:
+            self._running.clear()
+            self._engine.core.release_touched(0, self._engine.stream())
+
+
+class _RunningNode:
+    """The node of one (perhaps nested) backward that unpacked last."""
+
+    __slots__ = ("n_before", "node", "task")
+
+    def __init__(self, task: int, node: Any, n_before: int) -> None:
+        self.task = task
+        self.node = node
+        self.n_before = n_before  # chunks that nodes of enclosing backwards have touched
 
 
 class Unit:

@@ -22,9 +22,9 @@ import sys
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from . import GeminiError
-from ._lightning_precision import Tree
-from ._lightning_strategy import build_strategy
+from gemini_strategy import GeminiError
+from gemini_strategy._lightning_precision import Tree
+from gemini_strategy._lightning_strategy import build_strategy
 
 __all__ = ["GeminiStrategy", "strategy_class"]
 
@@ -52,10 +52,15 @@ def strategy_class(tree: str) -> type:
     """
     name = "lightning" if tree == "lightning.pytorch" else tree
     if name not in _MODULES:
-        raise ValueError(f"strategy_class(tree={tree!r}): expected one of {', '.join(map(repr, _MODULES))}.")
+        raise ValueError(
+            f"strategy_class(tree={tree!r}): expected one of {', '.join(map(repr, _MODULES))}."
+        )
     if name not in _classes:
         trainer, fabric = (importlib.import_module(module) for module in _MODULES[name])
-        roots = {n: frozenset(module.partition(".")[0] for module in modules) for n, modules in _MODULES.items()}
+        roots = {
+            n: frozenset(module.partition(".")[0] for module in modules)
+            for n, modules in _MODULES.items()
+        }
         foreign = frozenset().union(*roots.values()) - roots[name]
         _classes[name] = build_strategy(Tree(name, trainer, fabric, roots[name], foreign))
     _register(name)
@@ -70,8 +75,10 @@ def _register(tree: str) -> None:
             (fabric.strategies.STRATEGY_REGISTRY, _refuse_fabric, {}),
         ):
             if name not in registry:
-                registry.register(name, strategy, description=_DESCRIPTION.format(policy), **arguments)
-            elif registry[name]["strategy"].__module__.partition(".")[0] != __package__:
+                registry.register(
+                    name, strategy, description=_DESCRIPTION.format(policy), **arguments
+                )
+            elif registry[name]["strategy"].__module__.partition(".")[0] != "gemini_strategy":
                 raise GeminiError(
                     f"the strategy name {name!r} is taken in `{tree}` by {registry[name]['strategy']!r}: unregister it"
                     " before importing gemini_strategy.lightning."
@@ -98,7 +105,11 @@ def _adopt_trees() -> Any:
     classes = [strategy_class(name) for name in trees]
     # Each class can be imported by name (LightningCLI and YAML need that), the preferred one as GeminiStrategy.
     for tree, cls in zip(trees, classes, strict=True):
-        name = "GeminiStrategy" if cls is classes[0] else f"{tree.title().replace('_', '')}GeminiStrategy"
+        name = (
+            "GeminiStrategy"
+            if cls is classes[0]
+            else f"{tree.title().replace('_', '')}GeminiStrategy"
+        )
         cls.__module__, cls.__name__, cls.__qualname__ = __name__, name, name
         globals()[name] = cls
     return classes[0]

@@ -668,6 +668,8 @@ static void check_torch_alloc(gm_device *dev)
     CHECK_OK(dev->ops->fill(dev, (uintptr_t)p, 3, 4 * MIB, 0));
     CHECK(all_bytes(dev, (uintptr_t)p, 4 * MIB, 3));
     gm_torch_free(p, 4 * MIB, 0, NULL);
+    CHECK(gm_torch_alloc_bytes(0) == 0 && gm_torch_alloc_peak_bytes(0, true) == 4 * MIB);
+    CHECK(gm_torch_alloc_peak_bytes(0, false) == 0);
     gm_torch_alloc_set_reserve(0, NULL, NULL);
     CHECK(!gm_torch_alloc((size_t)1 << 45, 0, NULL) && gm_torch_alloc_bytes(0) == 0);
     pthread_t threads[2];

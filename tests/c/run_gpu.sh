@@ -11,6 +11,7 @@ nvcc="${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"
 include="$(dirname "$(dirname "$nvcc")")/include"
 arch="${GEMINI_CUDA_ARCHS:-90}"
 out="build/gpu"
+read -ra cc <<<"${CC:-cc}"
 mkdir -p "$out"
 
 targets=()
@@ -41,12 +42,12 @@ for source in tests/c/gpu_device.c "$out/fatbin.S" csrc/{base,workers,isa,adam,a
         esac
     fi
     object="$out/$(basename "${source%.*}").o"
-    "${CC:-cc}" -std=c11 -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -Wall -Wextra \
+    "${cc[@]}" -std=c11 -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -Wall -Wextra \
         -Wconversion -Wshadow -Wstrict-prototypes -Werror -DGM_WITH_CUDA -DGM_DEBUG -Icsrc -isystem "$include" \
         "${extra[@]}" -c "$source" -o "$object"
     objects+=("$object")
 done
-"${CC:-cc}" -pthread "${objects[@]}" -o "$out/gpu_device" -ldl -lm
+"${cc[@]}" -pthread "${objects[@]}" -o "$out/gpu_device" -ldl -lm
 [ "${1:-}" = --build-only ] && exit 0
 
 "$out/gpu_device"

@@ -56,8 +56,12 @@ def test_trim_gives_back_what_is_cached_and_keeps_what_lives(pool: TorchPool) ->
     alive = torch.full((32 * MIB,), 3, dtype=torch.uint8, device="cuda")
     del dead
     assert pool.bytes() == 96 * MIB  # cached
+    assert pool.peak_bytes() == 96 * MIB
     pool.trim()
     assert pool.bytes() == 32 * MIB
+    assert pool.peak_bytes() == 96 * MIB
+    pool.reset_peak()
+    assert pool.peak_bytes() == 32 * MIB
     more = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")  # still routed
     assert pool.bytes() > 32 * MIB
     assert bool((alive == 3).all())

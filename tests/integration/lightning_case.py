@@ -6,12 +6,12 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-import gemini_strategy as gs
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import gemini_strategy.lightning  # noqa: F401  (registers the strategies)
+import gemini_strategy as gs
+import gemini_strategy.lightning
 
 # Tiny operations: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -119,10 +119,15 @@ def module_class(tree: str) -> type:
             if self.schedule is None:
                 return optimizer
             scheduler = {
-                "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=12),
+                "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(
+                    optimizer, 3e-2, total_steps=12
+                ),
                 "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
             }[self.schedule]()
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -157,15 +162,15 @@ def late_module_class(tree: str, hook: str) -> type:
         self.build()
 
     base = module_class(tree)
-    cls = type("Late", (base,), {hook: hook_body})
-    return cls
+    return type("Late", (base,), {hook: hook_body})
 
 
 def loader(batches: int, batch_size: int = 4) -> DataLoader:
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 32, (batches * 4, 8), generator=generator)
     scale = torch.rand(batches * 4, 8, generator=generator) + 0.5
-    return DataLoader(TensorDataset(tokens, scale), batch_size=batch_size)
+    # Its own generator: an iterator draws a seed when it is made, which must not move dropout's stream.
+    return DataLoader(TensorDataset(tokens, scale), batch_size=batch_size, generator=generator)
 
 
 def make(tree: str, seed: int = 0, hook: str | None = None, **options: Any) -> Any:
@@ -196,7 +201,14 @@ def make_trainer(tree: str, strategy: Any = "gemini", **options: Any) -> Any:
     return load_tree(tree).Trainer(strategy=strategy, **options)
 
 
-def fit(tree: str, module: Any, strategy: Any = "gemini", seed: int = 1, ckpt_path: Any = None, **options: Any) -> Any:
+def fit(
+    tree: str,
+    module: Any,
+    strategy: Any = "gemini",
+    seed: int = 1,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Any:
     trainer = make_trainer(tree, strategy, **options)
     torch.manual_seed(seed)
     trainer.fit(module, ckpt_path=ckpt_path)
@@ -216,7 +228,9 @@ def make_reference_trainer(tree: str, precision: str = "32-true", **options: Any
     return make_trainer(tree, "auto", plugins=[KeepBuffers("bf16-true")], **options)
 
 
-def fit_reference(tree: str, module: Any, seed: int = 1, ckpt_path: Any = None, **options: Any) -> Any:
+def fit_reference(
+    tree: str, module: Any, seed: int = 1, ckpt_path: Any = None, **options: Any
+) -> Any:
     trainer = make_reference_trainer(tree, **options)
     torch.manual_seed(seed)
     trainer.fit(module, ckpt_path=ckpt_path)
@@ -248,7 +262,9 @@ def reference_weights(module: Any, optimizer: Any) -> dict[str, Tensor]:
 def same(left: Any, right: Any, where: str = "") -> None:
     """Assert equality, bit for bit, of nested tensors and values."""
     if isinstance(left, dict):
-        assert isinstance(right, dict) and list(left) == list(right), f"{where}: {list(left)} != {list(right)}"
+        assert isinstance(right, dict) and list(left) == list(right), (
+            f"{where}: {list(left)} != {list(right)}"
+        )
         for key in left:
             same(left[key], right[key], f"{where}.{key}")
     elif isinstance(left, list | tuple):
@@ -260,9 +276,11 @@ def same(left: Any, right: Any, where: str = "") -> None:
         assert left.dtype == right.dtype and left.shape == right.shape, (
             f"{where}: {left.dtype}{tuple(left.shape)} != {right.dtype}{tuple(right.shape)}"
         )
-        equal = torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)) if (
-            left.numel() and left.ndim
-        ) else torch.equal(left, right)
+        equal = (
+            torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+            if (left.numel() and left.ndim)
+            else torch.equal(left, right)
+        )
         assert equal, f"{where}: differs, largest by {(left.double() - right.double()).abs().max()}"
     else:
         assert left == right, f"{where}: {left!r} != {right!r}"
@@ -272,14 +290,23 @@ def same_training(trainer: Any, module: Any, reference_trainer: Any, reference: 
     """Assert that losses, weights (fp32 masters) and Adam's state are those of the reference, bit for bit."""
     same(module.losses, reference.losses, "losses")
     optimizer = reference_trainer.optimizers[0]
-    same(trainer.strategy.lightning_module_state_dict(), reference_weights(reference, optimizer), "weights")
-    same_adam(trainer.strategy.optimizer_state(trainer.optimizers[0]), unwrapped(optimizer).state_dict())
+    same(
+        trainer.strategy.lightning_module_state_dict(),
+        reference_weights(reference, optimizer),
+        "weights",
+    )
+    same_adam(
+        trainer.strategy.optimizer_state(trainer.optimizers[0]), unwrapped(optimizer).state_dict()
+    )
 
 
 def same_adam(left: dict[str, Any], right: dict[str, Any]) -> None:
     names = ("step", "exp_avg", "exp_avg_sq")
     pick = {
-        side: {int(i): {n: torch.as_tensor(state[n]).float() for n in names} for i, state in sd["state"].items()}
+        side: {
+            int(i): {n: torch.as_tensor(state[n]).float() for n in names}
+            for i, state in sd["state"].items()
+        }
         for side, sd in (("left", left), ("right", right))
     }
     same(dict(sorted(pick["left"].items())), dict(sorted(pick["right"].items())), "adam")

@@ -1,9 +1,9 @@
 # Checkpoint files: exact resume, exchange with plain Lightning, and what is refused.
 
+import copy
 from pathlib import Path
 from typing import Any
 
-import gemini_strategy as gs
 import pytest
 import torch
 from lightning_case import (
@@ -22,6 +22,7 @@ from lightning_case import (
     unwrapped,
 )
 
+import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
 
 ALL_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -37,7 +38,14 @@ def seeding(tree: str) -> Any:
     return Seeding()
 
 
-def run(tree: str, module: Any, precision: str, strategy: Any = "gemini", ckpt_path: Any = None, **options: Any) -> Any:
+def run(
+    tree: str,
+    module: Any,
+    precision: str,
+    strategy: Any = "gemini",
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Any:
     if precision == "16-mixed":
         options["plugins"] = [load_tree(tree).plugins.MixedPrecision("16-mixed", "cpu")]
     else:
@@ -53,22 +61,37 @@ def test_resume_equals_going_on(tree: str, precision: str, tmp_path: Path) -> No
     module_options = {"schedule": "onecycle", "optimizer": "AdamW"}
     settings = {"initial_scale": 2.0**24, "growth_interval": 3}
     whole = make(tree, **module_options)
-    straight = run(tree, whole, precision, strategy_class(tree)(**settings), max_epochs=2, **options)
+    straight = run(
+        tree, whole, precision, strategy_class(tree)(**settings), max_epochs=2, **options
+    )
 
     first = make(tree, **module_options)
     checkpoint = load_tree(tree).callbacks.ModelCheckpoint(tmp_path, filename="one")
     run(
-        tree, first, precision, strategy_class(tree)(**settings),
-        max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True, **options,
+        tree,
+        first,
+        precision,
+        strategy_class(tree)(**settings),
+        max_epochs=1,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+        **options,
     )
     second = make(tree, seed=99, **module_options)
     resumed = run(
-        tree, second, precision, strategy_class(tree)(**settings),
-        max_epochs=2, ckpt_path=checkpoint.best_model_path, **options,
+        tree,
+        second,
+        precision,
+        strategy_class(tree)(**settings),
+        max_epochs=2,
+        ckpt_path=checkpoint.best_model_path,
+        **options,
     )
     same(first.losses + second.losses, whole.losses, "losses")
     same(
-        resumed.strategy.lightning_module_state_dict(), straight.strategy.lightning_module_state_dict(), "weights"
+        resumed.strategy.lightning_module_state_dict(),
+        straight.strategy.lightning_module_state_dict(),
+        "weights",
     )
     same(
         resumed.strategy.optimizer_state(resumed.optimizers[0]),
@@ -84,13 +107,22 @@ def test_resume_equals_going_on(tree: str, precision: str, tmp_path: Path) -> No
 def test_resume_in_the_middle_of_an_epoch(precision: str, tmp_path: Path) -> None:
     def scenario(kind: str) -> tuple[Any, Any]:
         reference = kind == "reference"
-        build = (lambda **o: make_reference("lightning", precision, **o)) if reference else (lambda **o: make("lightning", **o))
+        build = (
+            (lambda **o: make_reference("lightning", precision, **o))
+            if reference
+            else (lambda **o: make("lightning", **o))
+        )
         go = fit_reference if reference else fit
         callbacks = load_tree("lightning").callbacks
-        checkpoint = callbacks.ModelCheckpoint(tmp_path / kind, every_n_train_steps=4, save_top_k=-1)
+        checkpoint = callbacks.ModelCheckpoint(
+            tmp_path / kind, every_n_train_steps=4, save_top_k=-1
+        )
         go(
-            "lightning", build(schedule="step"), precision=precision,
-            callbacks=[checkpoint], enable_checkpointing=True,
+            "lightning",
+            build(schedule="step"),
+            precision=precision,
+            callbacks=[checkpoint],
+            enable_checkpointing=True,
         )
         path = next(p for p in (tmp_path / kind).iterdir() if "step=4" in p.name)
         module = build(seed=3, schedule="step")
@@ -119,14 +151,20 @@ def test_our_file_in_plain_lightning(tree: str, precision: str, tmp_path: Path) 
     same(content["state_dict"], weights, "file")
     assert list(content["optimizer_states"][0]) == ["state", "param_groups"]
 
-    same(dict(module_class(tree).load_from_checkpoint(path).state_dict())["gain"], weights["gain"], "load_from_checkpoint")
+    same(
+        dict(module_class(tree).load_from_checkpoint(path).state_dict())["gain"],
+        weights["gain"],
+        "load_from_checkpoint",
+    )
 
     seen: dict[str, Any] = {}
 
     class Look(load_tree(tree).Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            seen["weights"] = {k: v.clone() for k, v in pl_module.state_dict().items() if k != "frozen"}
-            seen["adam"] = trainer.optimizers[0].state_dict()
+            seen["weights"] = {
+                k: v.clone() for k, v in pl_module.state_dict().items() if k != "frozen"
+            }
+            seen["adam"] = copy.deepcopy(trainer.optimizers[0].state_dict())
 
     resumed = fit(tree, plain, "auto", ckpt_path=path, max_epochs=2, callbacks=[Look()])
     same(seen["weights"], {k: v for k, v in weights.items() if k != "frozen"}, "weights")
@@ -141,7 +179,10 @@ def test_a_plain_file_in_ours_goes_on_with_the_same_bits(tree: str, tmp_path: Pa
     plain = make(tree, optimizer="AdamW", schedule="step")
     fit(tree, plain, "auto").save_checkpoint(path)
 
-    ours, theirs = make(tree, seed=8, optimizer="AdamW", schedule="step"), make(tree, seed=9, schedule="step")
+    ours, theirs = (
+        make(tree, seed=8, optimizer="AdamW", schedule="step"),
+        make(tree, seed=9, schedule="step"),
+    )
     trainer = fit(tree, ours, ckpt_path=path, max_epochs=2)
     theirs.reference = True
     reference = fit_reference(tree, theirs, ckpt_path=path, max_epochs=2)
@@ -172,9 +213,16 @@ def test_scale_is_exchanged_with_mixed_precision(tree: str, tmp_path: Path) -> N
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(content["MixedPrecision"])
     scaler.scale(torch.ones(()))
-    assert scaler.get_scale() == trainer.strategy.engine.scaler.scale == content["GeminiPrecision"]["scale"]
+    assert (
+        scaler.get_scale()
+        == trainer.strategy.engine.scaler.scale
+        == content["GeminiPrecision"]["scale"]
+    )
 
-    foreign = {**content, "MixedPrecision": {**torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()}}
+    foreign = {
+        **content,
+        "MixedPrecision": {**torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()},
+    }
     del foreign["GeminiPrecision"]
     torch.save(foreign, path)
     resumed = run(tree, make(tree, seed=2), "16-mixed", ckpt_path=path, max_epochs=1)
@@ -190,7 +238,10 @@ def test_saving_after_other_stages(tree: str, tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "untrained.ckpt")
     content = torch.load(tmp_path / "untrained.ckpt", weights_only=True)
     fresh = make(tree).state_dict()
-    same({k: v for k, v in content["state_dict"].items() if k != "frozen"}, {k: v for k, v in fresh.items() if k != "frozen"})
+    same(
+        {k: v for k, v in content["state_dict"].items() if k != "frozen"},
+        {k: v for k, v in fresh.items() if k != "frozen"},
+    )
     assert content["optimizer_states"] == []
 
     trainer = fit(tree, module, precision="bf16-mixed")
@@ -198,7 +249,10 @@ def test_saving_after_other_stages(tree: str, tmp_path: Path) -> None:
     trainer.test(module, verbose=False)
     trainer.save_checkpoint(tmp_path / "test.ckpt")
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    saved = {name: torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("fit", "test", "weights")}
+    saved = {
+        name: torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        for name in ("fit", "test", "weights")
+    }
     same(saved["fit"]["state_dict"], saved["test"]["state_dict"], "state_dict")
     same(saved["fit"]["optimizer_states"], saved["test"]["optimizer_states"], "optimizer_states")
     same(saved["fit"]["state_dict"], saved["weights"]["state_dict"], "state_dict")
@@ -224,10 +278,20 @@ def test_weights_of_a_file_serve_every_stage(tree: str, tmp_path: Path) -> None:
     predictions = trainer.predict(module)
     for target in (module, make(tree, seed=6)):
         same(trainer.test(target, ckpt_path="best", verbose=False), expected, "test")
+    target, trained_after = make(tree, seed=7), make(tree, seed=7)
     with torch.inference_mode():
         other = make_trainer(tree)
-        same(other.test(make(tree, seed=7), ckpt_path=checkpoint.best_model_path, verbose=False), expected, "test")
-        same(other.predict(make(tree, seed=7), ckpt_path=checkpoint.best_model_path), predictions, "predict")
+        same(
+            other.test(target, ckpt_path=checkpoint.best_model_path, verbose=False),
+            expected,
+            "test",
+        )
+        same(other.predict(target, ckpt_path=checkpoint.best_model_path), predictions, "predict")
+    target.load_state_dict(trained_after.state_dict())
+    same(
+        fit(tree, target).strategy.lightning_module_state_dict(),
+        fit(tree, trained_after).strategy.lightning_module_state_dict(),
+    )
     with pytest.raises(KeyError, match="contains only the model"):
         fit(tree, make(tree), ckpt_path=checkpoint.best_model_path)
 
@@ -288,7 +352,9 @@ def test_own_load_state_dict_is_called_and_restores_masters(tmp_path: Path) -> N
     class Loading(module_class("lightning")):
         def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
             self.seen.append("load")
-            return super().load_state_dict({**state, "gain": torch.full((16,), 0.3)}, *args, **kwargs)
+            return super().load_state_dict(
+                {**state, "gain": torch.full((16,), 0.3)}, *args, **kwargs
+            )
 
     module = Loading()
     trainer = make_trainer("lightning", precision="bf16-true")
@@ -304,7 +370,9 @@ def test_other_number_of_optimizers_is_refused(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=True)
     content["optimizer_states"] *= 2
     torch.save(content, path)
-    with pytest.raises(RuntimeError, match="state of 2 optimizers, but strategy='gemini' trains with 1"):
+    with pytest.raises(
+        RuntimeError, match="state of 2 optimizers, but strategy='gemini' trains with 1"
+    ):
         fit("lightning", make("lightning"), ckpt_path=path, max_epochs=2)
 
 
@@ -342,7 +410,9 @@ def test_storage_options_are_left_to_the_checkpoint_io(tmp_path: Path) -> None:
 
 def test_asynchronous_checkpoints(tmp_path: Path) -> None:
     plugins = load_tree("lightning").plugins
-    checkpoint = load_tree("lightning").callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    checkpoint = load_tree("lightning").callbacks.ModelCheckpoint(
+        tmp_path, every_n_train_steps=5, save_top_k=-1
+    )
     options = {"callbacks": [checkpoint], "enable_checkpointing": True, "precision": "bf16-mixed"}
     fit("lightning", make("lightning"), plugins=[plugins.AsyncCheckpointIO()], **options)
     files = sorted(tmp_path.iterdir())
@@ -350,7 +420,9 @@ def test_asynchronous_checkpoints(tmp_path: Path) -> None:
     weights: list[Any] = []
 
     class Collect(load_tree("lightning").Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.global_step % 5 == 0:
                 state = reference_weights(pl_module, unwrapped(trainer.optimizers[0]))
                 weights.append({k: v.clone() for k, v in state.items()})

@@ -1,6 +1,5 @@
 # A fit with strategy="gemini" leaves the bits of the same fit without it.
 
-import gemini_strategy as gs
 import pytest
 import torch
 from lightning_case import (
@@ -20,10 +19,17 @@ from lightning_case import (
     same_training,
 )
 
+import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
 
 
-def compare(tree: str, precision: str, strategy: object = "gemini", module: dict | None = None, **options: object) -> None:
+def compare(
+    tree: str,
+    precision: str,
+    strategy: object = "gemini",
+    module: dict | None = None,
+    **options: object,
+) -> None:
     module_options = module or {}
     ours = make(tree, **module_options)
     trainer = fit(tree, ours, strategy, precision=precision, **options)
@@ -48,13 +54,19 @@ def test_fit_under_each_policy(precision: str, policy: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fit_with_small_chunks_in_strict_mapping(precision: str) -> None:
     strategy = strategy_class("lightning")(
-        chunk_size=4096, mapping="strict", placement_policy="cpu", threads=1, enable_distributed_storage=False
+        chunk_size=4096,
+        mapping="strict",
+        placement_policy="cpu",
+        threads=1,
+        enable_distributed_storage=False,
     )
     compare("lightning", precision, strategy)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("accumulate", [2, 4])  # 11 batches: 5 + a leftover of 1, 2 + a leftover of 3
+@pytest.mark.parametrize(
+    "accumulate", [2, 4]
+)  # 11 batches: 5 + a leftover of 1, 2 + a leftover of 3
 def test_accumulation_with_leftovers(precision: str, accumulate: int) -> None:
     compare("lightning", precision, accumulate_grad_batches=accumulate, max_epochs=2)
 
@@ -135,7 +147,9 @@ def fp16(tree: str) -> list[object]:
     return [load_tree(tree).plugins.MixedPrecision("16-mixed", "cpu")]
 
 
-def reference_fp16(module: object, clip: float | None, accumulate: int, scaler: gs.LossScaler) -> list[float]:
+def reference_fp16(
+    module: object, clip: float | None, accumulate: int, scaler: gs.LossScaler
+) -> list[float]:
     """The loop that 16-mixed stands for: scaled backward, unscaled clip, a step skipped on overflow. One epoch."""
     gs.cast_model_(module, "16-mixed")
     optimizer = module.configure_optimizers()
@@ -177,7 +191,10 @@ def test_fp16_skips_overflows_and_keeps_the_bits(tree: str, accumulate: int) -> 
     torch.manual_seed(0)
     ours = Recording()
     trainer = make_trainer(
-        tree, strategy_class(tree)(**settings), plugins=fp16(tree), accumulate_grad_batches=accumulate
+        tree,
+        strategy_class(tree)(**settings),
+        plugins=fp16(tree),
+        accumulate_grad_batches=accumulate,
     )
     torch.manual_seed(1)
     trainer.fit(ours)
@@ -206,7 +223,9 @@ def test_fp16_manual_optimization_and_own_backward() -> None:
     for cls, manual in ((type(make("lightning")), False), (Own, False), (Own, True)):
         torch.manual_seed(0)
         module = cls(steps_are_manual=manual)
-        trainer = make_trainer("lightning", strategy_class("lightning")(initial_scale=1024), plugins=fp16("lightning"))
+        trainer = make_trainer(
+            "lightning", strategy_class("lightning")(initial_scale=1024), plugins=fp16("lightning")
+        )
         torch.manual_seed(1)
         trainer.fit(module)
         results.append((module.losses, trainer.strategy.lightning_module_state_dict()))
@@ -218,7 +237,9 @@ def test_fp16_manual_optimization_and_own_backward() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_force_outputs_fp32(precision: str) -> None:
     module = make("lightning")
-    trainer = make_trainer("lightning", strategy_class("lightning")(force_outputs_fp32=True), precision=precision)
+    trainer = make_trainer(
+        "lightning", strategy_class("lightning")(force_outputs_fp32=True), precision=precision
+    )
     outputs = trainer.predict(module)
     assert {output.dtype for output in outputs} == {torch.float32}
     plain = make("lightning")
@@ -236,7 +257,11 @@ def test_evaluation_matches_and_changes_nothing(precision: str) -> None:
     reference = make_reference_trainer("lightning", precision)
     before = None
     for stage in ("validate", "test"):
-        same(getattr(trainer, stage)(ours, verbose=False), getattr(reference, stage)(theirs, verbose=False), stage)
+        same(
+            getattr(trainer, stage)(ours, verbose=False),
+            getattr(reference, stage)(theirs, verbose=False),
+            stage,
+        )
         state = trainer.strategy.lightning_module_state_dict()
         before = before or state
         same(state, before, "weights")

@@ -8,11 +8,11 @@ import sys
 import typing
 from datetime import timedelta
 
-import gemini_strategy as gs
 import pytest
 import torch
 from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
 
+import gemini_strategy as gs
 import gemini_strategy.lightning as adapter
 
 
@@ -22,7 +22,8 @@ def other(tree: str) -> str:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
-    ("name", "policy"), [("gemini", "auto"), ("GEMINI", "auto"), ("gemini_cpu", "cpu"), ("gemini_cuda", "cuda")]
+    ("name", "policy"),
+    [("gemini", "auto"), ("GEMINI", "auto"), ("gemini_cpu", "cpu"), ("gemini_cuda", "cuda")],
 )
 def test_names_are_known_to_the_trainer(tree: str, name: str, policy: str) -> None:
     trainer = make_trainer(tree, name)
@@ -49,24 +50,23 @@ def test_each_class_can_be_imported_by_its_name() -> None:
         assert getattr(importlib.import_module(cls.__module__), cls.__qualname__) is cls
 
 
-def test_preferred_class_is_of_the_tree_in_use() -> None:
-    code = """
-import pytorch_lightning
-import gemini_strategy.lightning as adapter
-assert adapter.GeminiStrategy is adapter.strategy_class("pytorch_lightning")
-assert adapter.strategy_class("lightning").__qualname__ == "LightningGeminiStrategy"
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_preferred_class_is_of_the_tree_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ["lightning", "pytorch_lightning"]
+    assert adapter._installed() == both
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")
+    assert adapter._installed() == both[::-1]
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    assert adapter._installed() == both
 
 
 def test_only_what_is_installed_is_imported() -> None:
     code = """
 import importlib.util, sys
 real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "pytorch_lightning" else real(name, *rest)
+importlib.util.find_spec = lambda name, *rest: None if name == "lightning" else real(name, *rest)
 import gemini_strategy.lightning as adapter
-assert "pytorch_lightning" not in sys.modules
-assert adapter.GeminiStrategy is adapter.strategy_class("lightning")
+assert "lightning" not in sys.modules
+assert adapter.GeminiStrategy is adapter.strategy_class("pytorch_lightning")
 assert adapter.GeminiStrategy.__qualname__ == "GeminiStrategy"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -187,7 +187,9 @@ def test_defaults_are_those_of_manage() -> None:
         ("max_scale", 2**20),
     ],
 )
-def test_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, argument: str, value: object) -> None:
+def test_argument_reaches_the_engine(
+    monkeypatch: pytest.MonkeyPatch, argument: str, value: object
+) -> None:
     seen: dict[str, object] = {}
     manage = gs.manage
 
@@ -196,7 +198,9 @@ def test_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, argument: 
         return manage(*args, **arguments)
 
     monkeypatch.setattr(gs, "manage", spy)
-    trainer = make_trainer("lightning", adapter.strategy_class("lightning")(**{argument: value}), fast_dev_run=1)
+    trainer = make_trainer(
+        "lightning", adapter.strategy_class("lightning")(**{argument: value}), fast_dev_run=1
+    )
     trainer.fit(make("lightning"))
     assert seen[argument] == value
     assert seen["precision"] == "32-true"
@@ -214,9 +218,15 @@ def test_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, argument: 
         ({"placement_policy": "gpu"}, "placement_policy='gpu'.*'auto', 'cpu', 'cuda'"),
         ({"force_outputs_fp32": None}, "force_outputs_fp32=None"),
         ({"gpu_margin_mem_ratio": 1.5}, "gpu_margin_mem_ratio=1.5.*at least 0 and at most 1"),
-        ({"gpu_margin_mem_ratio": 0.5, "placement_policy": "cpu"}, "acts with placement_policy='auto' only"),
+        (
+            {"gpu_margin_mem_ratio": 0.5, "placement_policy": "cpu"},
+            "acts with placement_policy='auto' only",
+        ),
         ({"chunk_search_range": -1}, "chunk_search_range=-1"),
-        ({"chunk_size": 4096, "chunk_search_n_grids": 2}, "chunk_size=4096, chunk_search_n_grids=2.*not both"),
+        (
+            {"chunk_size": 4096, "chunk_search_n_grids": 2},
+            "chunk_size=4096, chunk_search_n_grids=2.*not both",
+        ),
         ({"chunk_size": 0.5}, "chunk_size=0.5.*expected None, a positive int"),
         ({"chunk_search_n_grids": 0}, "chunk_search_n_grids=0.*at least 1"),
         ({"chunk_search_n_grids": 1.5}, "chunk_search_n_grids=1.5"),
@@ -248,7 +258,9 @@ def test_value_is_refused_with_its_name(arguments: dict[str, object], message: s
 
 def test_wrong_types_are_refused() -> None:
     for argument in ("accelerator", "precision_plugin", "checkpoint_io", "cluster_environment"):
-        with pytest.raises(TypeError, match=f"GeminiStrategy\\({argument}=.*expected None or an instance"):
+        with pytest.raises(
+            TypeError, match=f"GeminiStrategy\\({argument}=.*expected None or an instance"
+        ):
             adapter.GeminiStrategy(**{argument: object()})
 
 
@@ -272,7 +284,9 @@ def test_given_parts_are_used(tree: str) -> None:
     assert trainer.strategy.parallel_devices == [torch.device("cpu")]
     assert strategy.engine_arguments["gradient_dtype"] is torch.float32
     accelerator = pl.accelerators.CPUAccelerator()
-    trainer = make_trainer(tree, adapter.strategy_class(tree)(accelerator=accelerator), accelerator="auto")
+    trainer = make_trainer(
+        tree, adapter.strategy_class(tree)(accelerator=accelerator), accelerator="auto"
+    )
     assert trainer.accelerator is trainer.strategy.accelerator is accelerator
 
 
@@ -300,7 +314,10 @@ def test_precision_is_translated(tree: str, precision: object, expected: str) ->
 def test_fp16_reaches_a_cpu_through_the_plugin(tree: str) -> None:
     plugin = load_tree(tree).plugins.MixedPrecision("16-mixed", "cpu")
     assert make_trainer(tree, plugins=[plugin]).precision == "16-mixed"
-    assert make_trainer(tree, adapter.strategy_class(tree)(precision_plugin=plugin)).precision == "16-mixed"
+    assert (
+        make_trainer(tree, adapter.strategy_class(tree)(precision_plugin=plugin)).precision
+        == "16-mixed"
+    )
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -362,7 +379,10 @@ def test_other_accelerators_are_refused(tree: str) -> None:
         is_available = staticmethod(lambda: True)
         name = staticmethod(lambda: "elsewhere")
 
-    for accelerator in (Elsewhere(), pl.accelerators.MPSAccelerator.__new__(pl.accelerators.MPSAccelerator)):
+    for accelerator in (
+        Elsewhere(),
+        pl.accelerators.MPSAccelerator.__new__(pl.accelerators.MPSAccelerator),
+    ):
         with pytest.raises(error, match=f"does not run on {type(accelerator).__name__}. Supported"):
             adapter.strategy_class(tree)(accelerator=accelerator)
     with pytest.raises(error, match="does not run on Elsewhere"):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gemini_strategy as gs
 import pytest
 import torch
 from lightning_case import (
@@ -30,7 +29,7 @@ from lightning_case import (
 from torch import nn
 from torchmetrics import MeanMetric
 
-from gemini_strategy.lightning import strategy_class
+import gemini_strategy as gs
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def test_stages_in_any_order(tree: str, precision: str) -> None:
                 if side == "theirs" and optimizer is not None:
                     keep_masters(theirs, optimizer)
                 trainer.fit(module)
-                optimizer = trainer.optimizers[0]
+                optimizer = trainer.optimizers[0] if side == "theirs" else optimizer
             elif stage == "predict":
                 results[side].append(trainer.predict(module))
             else:
@@ -118,7 +117,10 @@ def test_module_becomes_ordinary_when_the_engine_is_closed() -> None:
     trainer = fit("lightning", module, precision="bf16-mixed")
     expected = trainer.strategy.lightning_module_state_dict()
     trainer.strategy.engine.close(dtype=torch.float32)
-    same({k: v for k, v in module.state_dict().items() if k != "frozen"}, {k: v for k, v in expected.items() if k != "frozen"})
+    same(
+        {k: v for k, v in module.state_dict().items() if k != "frozen"},
+        {k: v for k, v in expected.items() if k != "frozen"},
+    )
     tokens, _ = next(iter(loader(1)))
     assert module.eval()(tokens).dtype == torch.float32
     fit("lightning", module)
@@ -126,9 +128,17 @@ def test_module_becomes_ordinary_when_the_engine_is_closed() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sanity_check_and_validation_inside_fit(precision: str) -> None:
-    options = {"num_sanity_val_steps": 2, "val_check_interval": 4, "precision": precision, "max_epochs": 2}
+    options = {
+        "num_sanity_val_steps": 2,
+        "val_check_interval": 4,
+        "precision": precision,
+        "max_epochs": 2,
+    }
     ours, theirs = make("lightning"), make_reference("lightning", precision)
-    trainer, reference = fit("lightning", ours, **options), fit_reference("lightning", theirs, **options)
+    trainer, reference = (
+        fit("lightning", ours, **options),
+        fit_reference("lightning", theirs, **options),
+    )
     same_training(trainer, ours, reference, theirs)
     same(dict(trainer.callback_metrics), dict(reference.callback_metrics), "metrics")
 
@@ -194,7 +204,9 @@ def test_modules_built_without_memory() -> None:
     assert all(p.is_meta for p in module.parameters())
     trainer.test(module, verbose=False)
     assert module.one.weight is module.two.weight
-    assert all(torch.isfinite(v).all() for v in trainer.strategy.lightning_module_state_dict().values())
+    assert all(
+        torch.isfinite(v).all() for v in trainer.strategy.lightning_module_state_dict().values()
+    )
     trainer = make_trainer("lightning")
     with trainer.init_module(empty_init=True):
         module = build(tied=False)()
@@ -224,11 +236,20 @@ def test_hooks_come_in_lightnings_order(tree: str, manual: bool) -> None:
     def run(strategy: str) -> list[str]:
         calls: list[str] = []
         hooks = [n for n in dir(pl.Callback) if n.startswith("on_") or n in ("setup", "teardown")]
-        steps = (
-            "backward configure_optimizers configure_gradient_clipping optimizer_step optimizer_zero_grad "
-            "training_step validation_step zero_grad configure_callbacks prepare_data lr_scheduler_step "
-            "transfer_batch_to_device".split()
-        )
+        steps = [
+            "backward",
+            "configure_callbacks",
+            "configure_gradient_clipping",
+            "configure_optimizers",
+            "lr_scheduler_step",
+            "optimizer_step",
+            "optimizer_zero_grad",
+            "prepare_data",
+            "training_step",
+            "transfer_batch_to_device",
+            "validation_step",
+            "zero_grad",
+        ]
         module_hooks = [n for n in hooks if hasattr(pl.LightningModule, n)] + steps
         kinds["callback"] = type("Recorder", (pl.Callback,), {})
         kinds["module"] = type("Recorded", (module_class(tree),), {})
@@ -237,7 +258,11 @@ def test_hooks_come_in_lightnings_order(tree: str, manual: bool) -> None:
                 setattr(kinds[owner], name, hook)
         module = kinds["module"](steps_are_manual=manual, schedule="step")
         trainer = make_trainer(
-            tree, strategy, callbacks=[kinds["callback"]()], limit_train_batches=3, num_sanity_val_steps=1,
+            tree,
+            strategy,
+            callbacks=[kinds["callback"]()],
+            limit_train_batches=3,
+            num_sanity_val_steps=1,
             accumulate_grad_batches=1 if manual else 2,
         )
         trainer.fit(module)
@@ -246,7 +271,7 @@ def test_hooks_come_in_lightnings_order(tree: str, manual: bool) -> None:
 
     ours, plain = run("gemini"), run("auto")
     assert ours == plain
-    assert "module.on_before_zero_grad" in ours and "callback.on_after_backward" in ours
+    assert "callback.on_before_optimizer_step" in ours and "callback.on_after_backward" in ours
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -255,7 +280,9 @@ def test_logger_and_callbacks(tree: str, tmp_path: Path) -> None:
 
     def run(strategy: str, module: Any) -> tuple[Any, Any]:
         logger = pl.loggers.CSVLogger(tmp_path / strategy)
-        checkpoint = pl.callbacks.ModelCheckpoint(tmp_path / strategy, monitor="val_loss", save_top_k=1)
+        checkpoint = pl.callbacks.ModelCheckpoint(
+            tmp_path / strategy, monitor="val_loss", save_top_k=1
+        )
         callbacks = [
             pl.callbacks.LearningRateMonitor("step"),
             pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0),
@@ -264,7 +291,12 @@ def test_logger_and_callbacks(tree: str, tmp_path: Path) -> None:
             checkpoint,
         ]
         trainer = (make_trainer if strategy == "gemini" else make_reference_trainer)(
-            tree, logger=logger, callbacks=callbacks, enable_checkpointing=True, max_epochs=5, log_every_n_steps=1,
+            tree,
+            logger=logger,
+            callbacks=callbacks,
+            enable_checkpointing=True,
+            max_epochs=5,
+            log_every_n_steps=1,
             enable_model_summary=True,
         )
         torch.manual_seed(1)
@@ -279,7 +311,10 @@ def test_logger_and_callbacks(tree: str, tmp_path: Path) -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == pytest.approx(
         reference.lr_scheduler_configs[0].scheduler.get_last_lr(), rel=0, abs=0
     )
-    logs = [(tmp_path / kind / "lightning_logs/version_0/metrics.csv").read_text() for kind in ("gemini", "auto")]
+    logs = [
+        (tmp_path / kind / "lightning_logs/version_0/metrics.csv").read_text()
+        for kind in ("gemini", "auto")
+    ]
     assert logs[0] == logs[1]
     assert "lr-HybridAdam/pg1" in logs[0]
 
@@ -288,7 +323,10 @@ def test_learning_rates_carry_the_name_of_the_users_optimizer(tmp_path: Path) ->
     pl = load_tree("lightning")
     logger = pl.loggers.CSVLogger(tmp_path)
     fit(
-        "lightning", make("lightning", optimizer="AdamW", schedule="step"), logger=logger, log_every_n_steps=1,
+        "lightning",
+        make("lightning", optimizer="AdamW", schedule="step"),
+        logger=logger,
+        log_every_n_steps=1,
         callbacks=[pl.callbacks.LearningRateMonitor()],
     )
     assert "lr-AdamW/pg1" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
@@ -299,11 +337,21 @@ def test_learning_rate_finder(tree: str, tmp_path: Path) -> None:
     module = make(tree)
     trainer = make_trainer(tree, default_root_dir=tmp_path, precision="bf16-mixed")
     tuner = load_tree(tree).tuner.Tuner(trainer)
-    finder = tuner.lr_find(module, num_training=8, min_lr=1e-5, max_lr=1e-1, early_stop_threshold=None, update_attr=False)
+    finder = tuner.lr_find(
+        module,
+        num_training=8,
+        min_lr=1e-5,
+        max_lr=1e-1,
+        early_stop_threshold=None,
+        update_attr=False,
+    )
     assert len(finder.results["loss"]) == 8 and all(map(math.isfinite, finder.results["loss"]))
     fresh = make(tree).state_dict()
     weights = trainer.strategy.lightning_module_state_dict()
-    same({k: v for k, v in weights.items() if k != "frozen"}, {k: v for k, v in fresh.items() if k != "frozen"})
+    same(
+        {k: v for k, v in weights.items() if k != "frozen"},
+        {k: v for k, v in fresh.items() if k != "frozen"},
+    )
     assert not list(tmp_path.glob(".lr_find*"))
     module.losses.clear()
     torch.manual_seed(1)
@@ -324,7 +372,11 @@ def test_batch_size_finder_sees_memory_errors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Hungry(batch_size=2)
     trainer = make_trainer("lightning", default_root_dir=tmp_path)
-    size = load_tree("lightning").tuner.Tuner(trainer).scale_batch_size(module, steps_per_trial=1, max_trials=5)
+    size = (
+        load_tree("lightning")
+        .tuner.Tuner(trainer)
+        .scale_batch_size(module, steps_per_trial=1, max_trials=5)
+    )
     assert size == 8 and module.batch_size == 8
     fresh = make("lightning").state_dict()
     same(trainer.strategy.lightning_module_state_dict(), fresh)
@@ -380,7 +432,9 @@ def test_an_exception_leaves_engine_and_weights(tree: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("where", ["prepare_data", "setup", "configure_model", "configure_optimizers"])
+@pytest.mark.parametrize(
+    "where", ["prepare_data", "setup", "configure_model", "configure_optimizers"]
+)
 def test_a_failure_before_training_surfaces_as_itself(tree: str, where: str) -> None:
     def fail(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError(where)
@@ -388,6 +442,37 @@ def test_a_failure_before_training_surfaces_as_itself(tree: str, where: str) -> 
     module = type("Failing", (module_class(tree),), {where: fail})()
     with pytest.raises(ZeroDivisionError, match=where):
         fit(tree, module)
+
+
+def test_checkpoint_on_exception(tmp_path: Path) -> None:
+    class Failing(module_class("lightning")):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 5:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    callback = load_tree("lightning").callbacks.OnExceptionCheckpoint(tmp_path)
+    torch.manual_seed(0)
+    ours = Failing()
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            "lightning",
+            ours,
+            precision="bf16-mixed",
+            callbacks=[callback],
+            enable_checkpointing=True,
+        )
+    theirs = make_reference("lightning", "bf16-mixed")
+    reference = fit_reference("lightning", theirs, precision="bf16-mixed", limit_train_batches=5)
+    content = torch.load(callback.ckpt_path, weights_only=True)
+    same(content["state_dict"], reference_weights(theirs, reference.optimizers[0]), "weights")
+
+
+def test_half_precision_model_in_fp32_is_announced() -> None:
+    module = make("lightning").to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="makes the model's torch.bfloat16 parameters fp32"):
+        make_trainer("lightning").validate(module, verbose=False)
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
 def test_nothing_to_run_is_torn_down() -> None:
@@ -491,7 +576,10 @@ def test_modules_that_share_a_model() -> None:
     other.validate(second, verbose=False)
     assert engine.closed
     weights = other.strategy.lightning_module_state_dict()
-    same({k: v for k, v in weights.items() if "body" in k}, {k: v for k, v in expected.items() if "body" in k})
+    same(
+        {k: v for k, v in weights.items() if "body" in k},
+        {k: v for k, v in expected.items() if "body" in k},
+    )
 
 
 def test_optimizer_that_the_module_keeps_goes_on() -> None:
@@ -522,8 +610,14 @@ def test_optimizer_that_the_module_keeps_goes_on() -> None:
 def test_averaging_callbacks_are_refused(tree: str) -> None:
     callbacks = load_tree(tree).callbacks
     error = load_tree(tree).utilities.exceptions.MisconfigurationException
-    for callback in (callbacks.StochasticWeightAveraging(1e-2), callbacks.WeightAveraging(), callbacks.EMAWeightAveraging()):
-        with pytest.raises(error, match=f"does not support the callback {type(callback).__name__}: it copies"):
+    for callback in (
+        callbacks.StochasticWeightAveraging(1e-2),
+        callbacks.WeightAveraging(),
+        callbacks.EMAWeightAveraging(),
+    ):
+        with pytest.raises(
+            error, match=f"does not support the callback {type(callback).__name__}: it copies"
+        ):
             fit(tree, make(tree), callbacks=[callback])
 
     class Own(module_class(tree)):
@@ -539,16 +633,22 @@ def test_number_and_kind_of_optimizers(tree: str) -> None:
     error = load_tree(tree).utilities.exceptions.MisconfigurationException
 
     def module(configure: Any) -> Any:
-        return type("Own", (module_class(tree),), {"configure_optimizers": configure})(steps_are_manual=True)
+        return type("Own", (module_class(tree),), {"configure_optimizers": configure})(
+            steps_are_manual=True
+        )
 
     def several(self: Any) -> list[Any]:
         parameters = [p for p in self.parameters() if p.requires_grad]
         return [torch.optim.AdamW(parameters[:2]), torch.optim.SGD(parameters[2:], lr=0.1)]
 
-    with pytest.raises(error, match="exactly one optimizer; configure_optimizers returned AdamW, SGD"):
+    with pytest.raises(
+        error, match="exactly one optimizer; configure_optimizers returned AdamW, SGD"
+    ):
         fit(tree, module(several))
     for nothing in (lambda self: None, lambda self: []):
-        with pytest.raises(error, match="exactly one optimizer; configure_optimizers returned none"):
+        with pytest.raises(
+            error, match="exactly one optimizer; configure_optimizers returned none"
+        ):
             fit(tree, module(nothing))
     with pytest.raises((gs.GeminiError, TypeError, ValueError), match="SGD"):
         fit(tree, module(lambda self: torch.optim.SGD(self.parameters(), lr=0.1)))

@@ -91,12 +91,14 @@ def _same(got: Any, want: Any, what: str = "value") -> None:
         assert got == want, f"{what}: {got!r}, expected {want!r}"
 
 
-def _start(placement: str, mapping: str, recipe: Recipe, case: Case = CASE) -> Plain:
+def _start(
+    placement: str, mapping: str, recipe: Recipe, case: Case = CASE, floor: float = 0.05
+) -> Plain:
     if placement == "cpu":
         return managed(
             case.build, recipe, chunk_size=4096, mapping=mapping, placement_policy="cpu"
         )
-    return tightly(case.build, recipe, floor=0.05, chunk_size=4096, mapping=mapping)
+    return tightly(case.build, recipe, floor=floor, chunk_size=4096, mapping=mapping)
 
 
 def _names_a_parameter(run: Plain, error: Exception) -> bool:
@@ -551,10 +553,13 @@ def _regularised(run: Plain, batch: Any) -> Tensor:
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
 def test_penalty_on_parameters(precision: str, mapping: str, placement: str) -> None:
-    """A loss with terms of the parameters themselves: autograd goes through the guard."""
+    """A loss with terms of the parameters themselves: autograd goes through the guard.
+
+    Such a graph shows all weights at once, so the budget must hold them (a third of fp32 state).
+    """
     case = Case("regularised", CASE.build, CASE.batch, _regularised)
     recipe = Recipe(precision=precision, clip=1.0)
-    reference, run = plain(case.build, recipe), _start(placement, mapping, recipe, case)
+    reference, run = plain(case.build, recipe), _start(placement, mapping, recipe, case, floor=0.6)
     try:
         for which in (run, reference):
             drive(which, case, 4)

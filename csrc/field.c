@@ -1,0 +1,192 @@
+/* field.c - the fields of one parameter (weight, master, moments, gradient), wherever their bytes are.
+ *
+ * A master is (weight, low part); whatever changes one of the two goes through here, so that they never
+ * disagree.  All calls may wait for the device. */
+#include "engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field)
+{
+    const gm_chunk_shape *chunk = gm_layout_chunk(engine->layout, p->place.chunk);
+    gm_state_shape shape = gm_state_shape_of(&p->spec, chunk->numel);
+    size_t grad_bytes = gm_dtype_bytes(gm_grad_dtype(engine, &p->spec));
+    uint64_t offset = p->place.offset, numel = p->spec.numel;
+    switch (field) {
+    case GM_FIELD_M: return (gm_slice){GM_STATE, shape.m + 4 * offset, 4 * numel};
+    case GM_FIELD_V: return (gm_slice){GM_STATE, shape.v + 4 * offset, 4 * numel};
+    case GM_FIELD_GRAD: return (gm_slice){GM_GRAD, grad_bytes * offset, grad_bytes * numel};
+    case GM_FIELD_MASTER: /* the low part of it */
+        return (gm_slice){GM_STATE, gm_low_bytes(&p->spec) * offset, gm_low_bytes(&p->spec) * numel};
+    case GM_FIELD_WEIGHT: break;
+    }
+    return (gm_slice){GM_WEIGHT, p->spec.weight_bytes * offset, p->spec.weight_bytes * numel};
+}
+
+static gm_status read_slice(gm_engine *engine, const gm_param *p, gm_field field, void *dst)
+{
+    gm_slice s = gm_field_slice(engine, p, field);
+    return gm_chunks_read(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, dst);
+}
+
+static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field field, const void *src)
+{
+    gm_slice s = gm_field_slice(engine, p, field);
+    return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src);
+}
+
+/* Two scratch arrays for one parameter: weight and low part. */
+static gm_status scratch_new(const gm_param *p, uint8_t **out_weight, uint8_t **out_low)
+{
+    *out_weight = malloc(p->spec.numel * p->spec.weight_bytes + 1);
+    *out_low = malloc(p->spec.numel * 4 + 1); /* the widest low part */
+    if (!*out_weight || !*out_low) {
+        free(*out_weight);
+        free(*out_low);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)p->spec.numel);
+    }
+    return GM_OK;
+}
+
+static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
+{
+    uint8_t *weight, *low;
+    GM_TRY(scratch_new(p, &weight, &low));
+    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, weight);
+    if (status == GM_OK && p->spec.has_low) {
+        status = read_slice(engine, p, GM_FIELD_MASTER, low);
+    } else if (status == GM_OK) { /* no low part: the weight is all there is */
+        gm_grad_add_host(&(gm_grad_add_args){.dst = dst, .src = weight, .dst_dtype = GM_F32,
+                                             .src_dtype = p->spec.format, .numel = p->spec.numel},
+                         engine->workers);
+    }
+    if (status == GM_OK && p->spec.has_low) {
+        gm_merge_host(p->spec.format, weight, low, dst, p->spec.numel, engine->workers);
+    }
+    free(weight);
+    free(low);
+    return status;
+}
+
+static gm_status write_master(gm_engine *engine, const gm_param *p, const float *src)
+{
+    uint8_t *weight, *low;
+    GM_TRY(scratch_new(p, &weight, &low));
+    gm_status status;
+    gm_split_host(p->spec.format, src, weight, low, p->spec.numel, engine->workers);
+    status = write_slice(engine, p, GM_FIELD_WEIGHT, weight);
+    if (status == GM_OK && p->spec.has_low) {
+        status = write_slice(engine, p, GM_FIELD_MASTER, low);
+    }
+    free(weight);
+    free(low);
+    return status;
+}
+
+/* The weight now holds new bytes (`weight`), before it held `old`: the master follows. */
+gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old, const void *weight)
+{
+    if (!p->spec.has_low) {
+        return GM_OK;
+    }
+    uint8_t *low = malloc(p->spec.numel * gm_low_bytes(&p->spec) + 1);
+    if (!low) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)p->spec.numel);
+    }
+    gm_status status = read_slice(engine, p, GM_FIELD_MASTER, low);
+    if (status == GM_OK) {
+        (void)gm_reconcile_host(p->spec.format, old, weight, low, p->spec.numel);
+        status = write_slice(engine, p, GM_FIELD_MASTER, low);
+    }
+    free(low);
+    return status;
+}
+
+static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *src)
+{
+    uint8_t *old = malloc(p->spec.numel * p->spec.weight_bytes + 1);
+    if (!old) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)p->spec.numel);
+    }
+    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, old);
+    status = status == GM_OK ? gm_field_reset_low(engine, p, old, src) : status;
+    status = status == GM_OK ? write_slice(engine, p, GM_FIELD_WEIGHT, src) : status;
+    free(old);
+    return status;
+}
+
+static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
+{
+    bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
+    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
+        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id, is_moment ? "moments" : "gradient");
+    }
+    return GM_OK;
+}
+
+gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *dst)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    GM_TRY(check_field(p, id, field));
+    GM_TRY(gm_engine_begin_call(engine, 0));
+    gm_status status = field == GM_FIELD_GRAD ? gm_engine_sync_grads(engine) : gm_lease_poll_watched(engine);
+    if (status == GM_OK && p->spec.numel > 0) {
+        status = field == GM_FIELD_MASTER ? read_master(engine, p, dst)
+                                          : read_slice(engine, p, field, dst);
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    gm_param *p = &engine->params[id];
+    GM_TRY(check_field(p, id, field));
+    GM_TRY(gm_engine_begin_call(engine, 0));
+    gm_status status = gm_engine_sync_grads(engine);
+    status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
+    if (status == GM_OK && p->spec.numel > 0) {
+        status = field == GM_FIELD_MASTER   ? write_master(engine, p, src)
+                 : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src)
+                                            : write_slice(engine, p, field, src);
+    }
+    if (status == GM_OK && field == GM_FIELD_GRAD) {
+        p->has_grad = true;
+    }
+    status = status == GM_OK ? gm_lease_renew_snapshots(engine) : status;
+    return gm_engine_end_call(engine, status);
+}
+
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t id)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    gm_param *p = &engine->params[id];
+    GM_TRY(gm_engine_begin_call(engine, 0));
+    gm_status status = GM_OK;
+    uint32_t chunk = p->place.chunk;
+    if (p->spec.has_low && gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
+        status = GM_FAIL(GM_ERR_STATE,
+                         "a 16-bit weight was written in place inside its unit while its chunk had no "
+                         "current home, so its fp32 master cannot follow");
+    } else if (p->spec.has_low && p->spec.numel > 0) {
+        uint8_t *weight = malloc(p->spec.numel * p->spec.weight_bytes);
+        gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+        status = weight ? gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes,
+                                                weight)
+                        : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+        if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
+            uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
+            status = gm_field_reset_low(engine, p, home, weight);
+            memcpy(home, weight, s.bytes);
+        }
+        free(weight);
+    } else {
+        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
+    }
+    return gm_engine_end_call(engine, status);
+}

@@ -1,0 +1,154 @@
+/* lease.c - what keeps a chunk readable while a tensor outside its unit shows it.
+ *
+ * A lease ends on any thread, at any moment (a tensor's deleter): ending only sets a flag and drops a
+ * reference.  The engine's next call, on whatever thread, does the rest: compares, unpins, frees. */
+#include "engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static gm_status snapshot(gm_engine *engine, gm_lease *lease)
+{
+    const gm_param *p = &engine->params[lease->param];
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    return s.bytes == 0 ? GM_OK
+                        : gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset,
+                                                s.bytes, lease->old);
+}
+
+/* Finds what was written through the lease's tensor since the last look. */
+static gm_status reconcile_lease(gm_engine *engine, gm_lease *lease)
+{
+    const gm_param *p = &engine->params[lease->param];
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    if (s.bytes == 0) {
+        return GM_OK;
+    }
+    uint8_t *weight = malloc(s.bytes);
+    if (!weight) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+    }
+    gm_status status = gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset,
+                                             s.bytes, weight);
+    if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
+        status = gm_field_reset_low(engine, p, lease->old, weight);
+        gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
+        memcpy(lease->old, weight, s.bytes);
+    }
+    free(weight);
+    return status;
+}
+
+/* The writes of streams that we do not know must have passed before bytes are compared. */
+gm_status gm_lease_poll_watched(gm_engine *engine)
+{
+    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        if (lease->is_pinned && atomic_load(&lease->is_watched)) {
+            GM_TRY(engine->device->ops->stream_sync(engine->device, 0));
+            GM_TRY(reconcile_lease(engine, lease));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_lease_renew_snapshots(gm_engine *engine)
+{
+    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        if (lease->is_pinned && atomic_load(&lease->is_watched)) {
+            GM_TRY(snapshot(engine, lease));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_lease_process_ended(gm_engine *engine, gm_stream stream)
+{
+    gm_lease **link = &engine->leases;
+    while (*link) {
+        gm_lease *lease = *link;
+        if (!atomic_load(&lease->is_ended)) {
+            link = &lease->next;
+            continue;
+        }
+        uint32_t chunk = engine->params[lease->param].place.chunk;
+        if (lease->is_pinned && atomic_load(&lease->is_watched)) {
+            GM_TRY(engine->device->ops->stream_sync(engine->device, stream));
+            GM_TRY(reconcile_lease(engine, lease));
+        }
+        bool was_pinned = lease->is_pinned;
+        *link = lease->next;
+        free(lease->old);
+        free(lease);
+        if (was_pinned) {
+            GM_TRY(gm_engine_unpin_weights(engine, chunk, stream));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_watched,
+                       gm_stream stream, gm_lease **out)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    gm_lease *lease = calloc(1, sizeof *lease);
+    void *old = is_watched ? malloc(p->spec.numel * p->spec.weight_bytes + 1) : NULL;
+    if (!lease || (is_watched && !old)) {
+        free(lease);
+        free(old);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: lease of %llu elements", (unsigned long long)p->spec.numel);
+    }
+    *lease = (gm_lease){.engine = engine, .param = id, .is_pinned = is_pinned, .old = old};
+    atomic_init(&lease->is_watched, is_watched);
+    atomic_init(&lease->is_ended, false);
+    gm_status status = gm_engine_begin_call(engine, stream);
+    if (status != GM_OK) {
+        free(old);
+        free(lease);
+        return status;
+    }
+    if (is_pinned) {
+        status = gm_engine_pin_weights(engine, p->place.chunk, stream);
+        if (status == GM_OK && is_watched) {
+            /* Work that still writes the weight (the update) is on this stream. */
+            status = engine->device->ops->stream_sync(engine->device, stream);
+            status = status == GM_OK ? snapshot(engine, lease) : status;
+            if (status != GM_OK) {
+                (void)gm_engine_unpin_weights(engine, p->place.chunk, stream);
+            }
+        }
+    }
+    if (status != GM_OK) {
+        free(old);
+        free(lease);
+        return gm_engine_end_call(engine, status);
+    }
+    atomic_fetch_add(&engine->references, 1);
+    lease->next = engine->leases;
+    engine->leases = lease;
+    *out = lease;
+    return gm_engine_end_call(engine, GM_OK);
+}
+
+void gm_lease_end(gm_lease *lease)
+{
+    gm_engine *engine = lease->engine; /* the lease may be freed once is_ended shows */
+    atomic_store(&lease->is_ended, true);
+    gm_engine_unref(engine);
+}
+
+void gm_lease_unwatch(gm_lease *lease)
+{
+    atomic_store(&lease->is_watched, false);
+}
+
+uintptr_t gm_lease_address(const gm_lease *lease)
+{
+    return gm_engine_address(lease->engine, lease->param);
+}
+
+gm_status gm_engine_drain(gm_engine *engine, gm_stream stream)
+{
+    GM_TRY(gm_engine_begin_call(engine, stream));
+    return gm_engine_end_call(engine, GM_OK);
+}
