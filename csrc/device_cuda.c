@@ -38,10 +38,10 @@ typedef struct cuda_device {
     CUmemAllocationProp allocation;
     CUmemAccessDesc access;
     gm_kernels *kernels;
-    CUstream stream; /* for the fill of the poison block only */
-    gm_block poison; /* 0 until first needed */
+    CUstream stream;       /* for the fill of the poison block only */
+    gm_block poison;       /* 0 until first needed */
     uintptr_t poison_view; /* where the fill writes */
-    cuda_range *ranges; /* sorted by addr */
+    cuda_range *ranges;    /* sorted by addr */
     size_t n_ranges, capacity;
 } cuda_device;
 

@@ -221,12 +221,6 @@ gm_status gm_host_available(size_t *out_bytes)
     return gm_host_memory_at("", out_bytes, &total);
 }
 
-gm_status gm_host_total(size_t *out_bytes)
-{
-    size_t available;
-    return gm_host_memory_at("", &available, out_bytes);
-}
-
 /* ---- the arena ---- */
 
 enum { HUGE_PAGE_BYTES = 2 << 20 };

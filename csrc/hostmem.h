@@ -14,9 +14,8 @@ typedef struct gm_arena gm_arena; /* opaque; owns the region */
 /* Bytes this process may still take: the least of MemAvailable and what each enclosing cgroup
  * (v2 memory.max - memory.current, or v1) leaves. */
 gm_status gm_host_available(size_t *out_bytes);
-/* Bytes of the machine, or of the smallest enclosing cgroup, in all. */
-gm_status gm_host_total(size_t *out_bytes);
-/* Both, read below the folder `root` in place of "/" (tests have a /proc and /sys of their own). */
+/* The same, and what the machine or the smallest enclosing cgroup has in all.  Reads below the folder
+ * `root` in place of "/" (tests bring a /proc and /sys of their own); "" is this machine. */
 gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out_total);
 /* Fails with GM_ERR_NOMEM before touching anything if `bytes` > gm_host_available().
  * The memory reads as zeros.  bytes 0 gives a valid empty arena. */

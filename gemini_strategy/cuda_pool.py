@@ -11,10 +11,10 @@ Invariants
        pool is gone and while the interpreter shuts down, and does so through ``gm_torch_free``.
     2. Each begin is undone once: ``end`` stops the routing and gives back the use that begin took.
 
-What torch does while a pool has begun (it treats this like the capture of a graph): a tensor with
-``record_stream`` is not reused before ``end``, and segments that torch merely caches are not
-released to satisfy a request that was refused.  :meth:`TorchPool.trim`, called between steps, gives
-cached segments back.
+What torch does while a pool has begun (it treats this like the capture of a graph; seen on 2.11): the
+memory of a tensor with ``record_stream`` is not reused, and segments that torch merely caches are
+released neither by ``torch.cuda.empty_cache()`` nor to satisfy a request that was refused.
+:meth:`TorchPool.trim`, called between steps, gives both back.
 """
 
 import ctypes

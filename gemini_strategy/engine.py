@@ -23,8 +23,15 @@ from torch import nn
 
 from gemini_strategy import _C, takeover
 from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
-from gemini_strategy.guard import GuardedTensor, Slot, _Guarded, guarded_class, open_class
-from gemini_strategy.hooks import RootHooks, SavedTensorNet, Unit
+from gemini_strategy.guard import (
+    GuardedTensor,
+    Slot,
+    _Guarded,
+    close_side_doors,
+    guarded_class,
+    open_class,
+)
+from gemini_strategy.hooks import RootForward, SavedTensorNet, Unit
 from gemini_strategy.optim import clip_coefficient
 from gemini_strategy.precision import LossScaler, Precision, weight_dtypes
 from gemini_strategy.sizes import parse_bytes
@@ -40,6 +47,9 @@ _plain_torch = torch._C.DisableTorchFunctionSubclass
 
 # root module -> engine, both weak: the model's hooks keep its engine alive
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+# CUDA device index -> its engine
+_cuda_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -114,17 +124,22 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
 
 
 class _TakeGrad:
-    """The accumulation hook of one parameter: its gradient goes to the engine (invariant 3)."""
+    """The accumulation hook of one parameter: its gradient goes to the engine (invariant 3).
+
+    The slot is held weakly: torch keeps the hook where Python's cycle collector does not look, and a
+    strong reference would keep model and engine alive for ever. The engine holds the slot.
+    """
 
     def __init__(self, slot: Slot) -> None:
-        self.slot = slot
+        self._slot = weakref.ref(slot)
 
     def __call__(self, parameter: torch.Tensor) -> None:
         with _plain_torch():
             grad = torch.Tensor.grad.__get__(parameter)
             torch.Tensor.grad.__set__(parameter, None)
-        if grad is not None:
-            self.slot.engine.take_grad(self.slot, grad)
+        slot = self._slot()
+        if grad is not None and slot is not None:
+            slot.engine.take_grad(slot, grad)
 
 
 def manage(
@@ -217,8 +232,11 @@ def manage(
         )
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r} must be at least 1")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     plan = Precision(precision)
     target = _find_device(device)
+    close_side_doors()
     if engine_of(model) is not None:
         raise GeminiError(
             "this model is managed already: call close() on its engine "
@@ -250,8 +268,7 @@ def manage(
         LossScaler(*scaler_arguments),
         threads or 0,
     )
-    engine._root_hooks = RootHooks(engine, convert_inputs, force_outputs_fp32)
-    engine._root_hooks.install(model)
+    engine._root = RootForward(engine, model, convert_inputs, force_outputs_fp32)
     return engine
 
 
@@ -372,8 +389,9 @@ class Engine:
         self._pool: Any = None
         self._steps = self._skipped = 0
         self._torch_peak = 0
+        self._trimmed_bytes = 1 << 62
         self.net: Any = None
-        self._root_hooks: Any = None
+        self._root: Any = None
 
         groups = takeover.check(optimizer, model) if optimizer is not None else {}
         found = _find_units(model)
@@ -393,7 +411,7 @@ class Engine:
         for _, _, owned in found:
             unit_params += [self._index[id(p)] for _, p in owned]
             unit_begin.append(len(unit_params))
-        self._start_pool(budget)
+        self._start_pool()
         try:
             self.core = _C.Core(
                 ordinal=-1 if device.type == "cpu" else device.index,
@@ -546,8 +564,15 @@ class Engine:
 
     # ---- CUDA memory around the chunks ----
 
-    def _start_pool(self, budget: int) -> None:
+    def _start_pool(self) -> None:
         if self.device.type == "cuda":
+            other = _cuda_engines.get(self.device.index)
+            if other is not None and not other.closed:
+                raise GeminiError(
+                    f"{self.device} has an open engine already, and torch's memory can answer to one "
+                    "only: close() that engine first"
+                )
+            _cuda_engines[self.device.index] = self
             from gemini_strategy.cuda_pool import TorchPool
 
             torch.cuda.empty_cache()
@@ -643,8 +668,8 @@ class Engine:
         """Adds one gradient to what the engine holds for a parameter."""
         if self.scaler is not None and not self._in_backward:
             raise GeminiError(
-                f"{slot.name}: a gradient arrived from loss.backward(), but with fp16 weights the loss must "
-                "be scaled: call engine.backward(loss) instead (and no torch.amp.GradScaler)"
+                f"{slot.name}: a gradient arrived from loss.backward(), but with fp16 weights (\"16-mixed\") the loss "
+                "must be scaled: call engine.backward(loss) instead (and no torch.amp.GradScaler)"
             )
         if grad.layout is not torch.strided:
             raise GeminiError(f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False")
@@ -835,25 +860,35 @@ class Engine:
 
     def _refresh_memory(self) -> None:
         if self.device.type == "cuda":
+            held = self._pool.bytes()
+            if self._steps > 2 and held > 1.1 * self._trimmed_bytes:
+                # Segments that torch merely caches count too; a pool in use does not give them back.
+                self._pool.trim()
+                self._trimmed_bytes = max(self._pool.bytes(), held // 2)
             self.core.set_external_bytes(self._external_bytes(self.core.stats()["device_bytes"]))
             if self._steps <= 2:
                 self._settle()
+                self._trimmed_bytes = self._pool.bytes()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops every gradient; also a clip factor that no step has used.
+        """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
 
-        `set_to_none` is accepted for compatibility: a dropped gradient is None either way.
+        A clip factor that no step has used is dropped too.
         """
-        self._check_open()
-        self._drop_grads(self._slots)
+        self.clear_grads(self._slots, set_to_none)
 
-    def _drop_grads(self, slots: list[Slot]) -> None:
+    def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
+        self._check_open()
         self.recover()
         self._clip_factor = 1.0
         self._sumsq = None
         for slot in slots:
-            if slot.has_grad_home and self.core.has_grad(slot.id):
+            if not slot.has_grad_home or not self.core.has_grad(slot.id):
+                continue
+            if set_to_none:
                 self.core.grad_drop(slot.id)
+            else:
+                self.write_grad(slot, torch.zeros(slot.shape))
 
     def recover(self) -> None:
         """Leaves units that an interrupt (KeyboardInterrupt in forward) has left entered."""
@@ -863,6 +898,15 @@ class Engine:
                 unit.leave()
 
     # ---- reading and writing parameters ----
+
+    def __copy__(self) -> Any:
+        raise GeminiError("an engine cannot be copied: copy.deepcopy(engine.model) gives a plain model")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
 
     @contextlib.contextmanager
     def full_parameter(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -879,13 +923,20 @@ class Engine:
             self.write_master(slot, values)
 
     @contextlib.contextmanager
-    def full_parameters(self, module: nn.Module | None = None) -> Iterator[None]:
+    def full_parameters(
+        self, module: nn.Module | None = None, writable: bool = True
+    ) -> Iterator[None]:
         """Every parameter of `module` (default: the model) is a plain tensor inside the context.
 
         All of them are on the device at once, which needs room. In-place changes are kept.
 
+        Args:
+            module: the model or a submodule.
+            writable: False saves the comparison that finds changes; making one is then an error.
+
         Raises:
             GeminiMemoryError: they do not fit the device budget together.
+            GuardError: at the end, if a parameter was written although writable is False.
         """
         self._check_open()
         module = self.model if module is None else module
@@ -893,7 +944,7 @@ class Engine:
         shown = []
         try:
             for slot in slots:
-                shown.append(slot.lease()[0])
+                shown.append(slot.lease(is_watched=writable)[0])
         except BaseException:
             shown.clear()
             raise
@@ -904,14 +955,23 @@ class Engine:
         try:
             yield
         finally:
+            written = []
             for slot in slots:
+                if slot.parameter._version != slot.version and not writable:
+                    written.append(slot)
                 slot.version = slot.parameter._version  # the leases find the writes
                 slot.open_count -= 1
                 if slot.open_count == 0 and not self.closed:
                     slot.parameter.__class__ = guarded_class(slot.plain_class)
             shown.clear()
             if not self.closed:
+                for slot in written:  # what was written is kept, and said
+                    self.note_write(slot)
                 self.core.drain(self.stream())
+        if written:
+            raise GuardError(
+                f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
+            )
 
     def _named_slots(self, parameter: Any) -> Slot | None:
         slot = getattr(parameter, "_gm_slot", None)
@@ -986,6 +1046,7 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict()."""
+        self._check_open()
         self.load_model_state_dict(state["model"])
         if "optimizer" in state:
             self.load_optimizer_state_dict(state["optimizer"])
@@ -1025,7 +1086,7 @@ class Engine:
         self.recover()
         for unit in self._units:
             unit.remove()
-        self._root_hooks.remove()
+        self._root.remove()
         for handle in self._handles:
             handle.remove()
         restored = []

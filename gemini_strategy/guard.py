@@ -14,8 +14,11 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +30,7 @@ from gemini_strategy.errors import GeminiError, GuardError
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["Slot", "guarded_class", "open_class"]
+__all__ = ["Slot", "close_side_doors", "guarded_class", "open_class"]
 
 _plain_torch = torch._C.DisableTorchFunctionSubclass
 
@@ -87,11 +90,11 @@ class Slot:
         with torch.inference_mode(False), _plain_torch():
             return torch.ops.gemini.blob(lease, list(self.shape), self.dtype, kind, index)
 
-    def lease(self) -> tuple[torch.Tensor, int]:
+    def lease(self, is_watched: bool = True) -> tuple[torch.Tensor, int]:
         """The parameter's bytes as a plain tensor, fetched and kept until the tensor is gone."""
         core, stream = self.engine.core, self.engine.stream()
         try:
-            lease = core.lease(self.id, 1, 1, stream)
+            lease = core.lease(self.id, 1, int(is_watched), stream)
         except MemoryError as error:
             raise self.engine.room_error(self, "using it outside its module", error) from None
         return self.blob(lease), lease
@@ -211,7 +214,7 @@ _REFUSED = {
     torch.Tensor.pin_memory: "its memory is the engine's; use p.clone().pin_memory()",
 }
 
-_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__
+_GRAPH_FUNCTIONS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
 def _mutates_first(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -240,18 +243,56 @@ class _Attach(torch.autograd.Function):
         return grad, None
 
 
+def _has_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not args and not kwargs:
+        return False
+    return any(isinstance(item, _Guarded) for item in tree_flatten((args, kwargs))[0])
+
+
+@contextlib.contextmanager
+def _netted(leased: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]]) -> Iterator[None]:
+    """What autograd saves of leased tensors becomes tokens, so that the leases can end."""
+    nets = {t._gm_slot.engine.net for _, _, t, _ in leased.values()}
+    pushed = []
+    try:
+        if torch.is_grad_enabled():
+            pushed = [net for net in nets if net.push()]
+        yield
+    finally:
+        for net in reversed(pushed):
+            net.pop()
+
+
+def _open_in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad and backward name parameters as leaves: identity counts, not bytes."""
+    named = {id(t): t for t in tree_flatten((args, kwargs))[0] if isinstance(t, _Guarded)}
+    for tensor in named.values():
+        if not isinstance(tensor, nn.Parameter):
+            raise GuardError(f"{tensor._gm_slot.name}: p.data and p.detach() are not part of a graph")
+    for tensor in named.values():
+        tensor.__class__ = open_class(tensor._gm_slot.plain_class)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor in named.values():
+            if tensor._gm_slot.open_count == 0 and not tensor._gm_slot.engine.closed:
+                tensor.__class__ = guarded_class(tensor._gm_slot.plain_class)
+
+
 def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `func` with each guarded tensor replaced by a leased one."""
     flat, spec = tree_flatten((args, kwargs))
     leased: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = {}
     mutates = _mutates_first(func, kwargs)
+    # torch.nn.init asks its arguments before it turns gradients off.
+    is_init = getattr(func, "__module__", None) == "torch.nn.init"
     for i, item in enumerate(flat):
         if not isinstance(item, _Guarded):
             continue
         slot = item._gm_slot
         with _plain_torch():
-            wants_grad = item.requires_grad and torch.is_grad_enabled()
-        if wants_grad and mutates and i == 0 and func is not torch.Tensor.requires_grad_:
+            wants_grad = item.requires_grad and torch.is_grad_enabled() and not is_init
+        if wants_grad and mutates and i == 0:
             raise RuntimeError(
                 "a leaf Variable that requires grad is being used in an in-place operation. "
                 f"({slot.name})"
@@ -265,7 +306,8 @@ def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             leased[id(item)] = (shown, lease, item, shown._version)
         flat[i] = leased[id(item)][0]
     args, kwargs = tree_unflatten(flat, spec)
-    result = func(*args, **kwargs)
+    with torch.no_grad() if is_init else _netted(leased):
+        result = func(*args, **kwargs)
     by_storage = {_storage_of(shown): key for key, (shown, _, _, _) in leased.items()}
     escaped: set[int] = set()
 
@@ -298,9 +340,11 @@ class _Guarded:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func in _FACTS and not _has_guarded(args[1:], kwargs):
             with _plain_torch():
                 return func(*args, **kwargs)
+        if func in _GRAPH_FUNCTIONS:
+            return _open_in_graph(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, _Guarded):
             slot = first._gm_slot
@@ -312,6 +356,16 @@ class _Guarded:
             if special is not None:
                 return special(slot, first, *args[1:], **kwargs)
         return _serve(func, args, kwargs)
+
+    # Two methods that torch does not tell __torch_function__ of:
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        raise GuardError(f"{self._gm_slot.name}: set_: {_REFUSED[torch.Tensor.set_]}")
+
+    def as_subclass(self, cls: type) -> Any:
+        raise GuardError(
+            f"{self._gm_slot.name}: as_subclass: the result would not be guarded; use p.clone()"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
@@ -401,6 +455,7 @@ class _Open:
     def grad(self, value: torch.Tensor | None) -> None:
         self._gm_slot.set_grad(value)
 
+    set_ = _Guarded.set_
     __deepcopy__ = _Guarded.__deepcopy__
     __copy__ = _Guarded.__copy__
     __reduce_ex__ = _Guarded.__reduce_ex__
@@ -423,6 +478,45 @@ def open_class(plain: type) -> type:
     if plain not in _open_classes:
         _open_classes[plain] = type(f"Open{plain.__name__}", (_Open, plain), {})
     return _open_classes[plain]
+
+
+# ---- functions that never ask ----
+
+
+def close_side_doors() -> None:
+    """Puts a check before torch functions that read tensors without asking __torch_function__.
+
+    [Note: side doors] torch.tensor(p) and its kin read the bytes behind a tensor at once. While a parameter
+    is guarded these are not its bytes, so a guarded argument is served or refused first; all other calls
+    pass through. Done once per process, by the first manage().
+    """
+    for owner, name in (
+        (torch, "tensor"),
+        (torch, "as_tensor"),
+        (torch, "asarray"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch.utils, "swap_tensors"),
+    ):
+        original = getattr(owner, name)
+        if not hasattr(original, "_gm_original"):
+            setattr(owner, name, _checked(original, is_refused=name == "swap_tensors"))
+
+
+def _checked(original: Any, is_refused: bool) -> Any:
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for item in args:
+            if not isinstance(item, _Guarded):
+                continue
+            if is_refused:
+                raise GuardError(f"{item._gm_slot.name}: {original.__name__} would replace its storage")
+            with torch.no_grad():
+                return _serve(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    checked._gm_original = original
+    torch.jit._builtins._register_builtin(checked, f"aten::{original.__name__}")
+    return checked
 
 
 # ---- gradients ----

@@ -15,11 +15,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import types
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from gemini_strategy.errors import GuardError
 from gemini_strategy.guard import Slot, guarded_class, open_class
@@ -27,12 +32,13 @@ from gemini_strategy.guard import Slot, guarded_class, open_class
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["RootHooks", "SavedTensorNet", "Unit"]
+__all__ = ["RootForward", "SavedTensorNet", "Unit"]
 
 _use_count = torch._C._storage_Use_Count
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_plain_torch = torch._C.DisableTorchFunctionSubclass
 _hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 _current_node = torch._C._current_autograd_node
 _current_task = torch._C._current_graph_task_id
@@ -100,6 +106,12 @@ class SavedTensorNet:
             address = 0
         if self._begin <= address < self._end:
             slot = self._slots[bisect_right(self._addresses, address) - 1]
+            if tensor.untyped_storage()._cdata != slot.storage:
+                # A leased tensor of the guard: saved as itself, it would keep its lease until backward.
+                with torch.no_grad(), _plain_torch():
+                    offset = (address - self._engine.core.address(slot.id)) // tensor.element_size()
+                    base = torch.Tensor.detach(slot.parameter)
+                    tensor = base.as_strided(tensor.shape, tensor.stride(), offset)
             return _Token(slot, tensor, address)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
@@ -111,32 +123,61 @@ class SavedTensorNet:
             self.touch(saved.address)
             return saved.tensor
         if type(saved) is _Delegated:
-            return saved.unpack(saved.packed)
+            return self._unpack_delegated(saved)
         return saved
+
+    def _unpack_delegated(self, saved: _Delegated) -> torch.Tensor:
+        """The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what
+        it has unpacked may go meanwhile, and comes back."""
+        frame = self._running[-1] if self._running else None
+        if frame is None or frame.node is not _current_node() or not frame.addresses:
+            return saved.unpack(saved.packed)
+        addresses, frame.addresses = frame.addresses, []
+        self._engine.core.release_touched(frame.n_before, self._engine.stream())
+        tensor = saved.unpack(saved.packed)
+        for address in addresses:
+            self.touch(address)
+        return tensor
 
     def touch(self, address: int) -> None:
         """Makes the chunk at `address` readable for the running node."""
         core, stream = self._engine.core, self._engine.stream()
         node, task = _current_node(), _current_task()
-        depth = len(self._running)
-        while depth and self._running[depth - 1].task != task:
-            depth -= 1
-        if depth:  # backwards nested in this task's last node have ended
-            del self._running[depth:]
-            if self._running[-1].node is not node:
-                core.release_touched(self._running[-1].n_before, stream)
-                self._running[-1].node = node
-        else:
+        if not self._follow(node, task):
             self._running.append(_RunningNode(task, node, core.n_touched()))
+        self._running[-1].addresses.append(address)
         try:
             core.touch(address, stream)
         except MemoryError as error:
             slot = self._slots[bisect_right(self._addresses, address) - 1]
             raise self._engine.room_error(slot, "a backward node that needs it", error) from None
 
+    def _follow(self, node: Any, task: int) -> bool:
+        """Unpins what earlier nodes of this task have touched; False if the task is new to us."""
+        depth = len(self._running)
+        while depth and self._running[depth - 1].task != task:
+            depth -= 1
+        if depth == 0:
+            return False
+        del self._running[depth:]  # backwards nested in this task's last node have ended
+        if self._running[-1].node is not node:
+            self._engine.core.release_touched(self._running[-1].n_before, self._engine.stream())
+            self._running[-1].node = node
+            self._running[-1].addresses = []
+        return True
+
     def settle(self) -> None:
-        """Unpins what nodes of a finished backward have touched. Called outside any node's work."""
-        if self._running and _current_node() is None:
+        """Unpins what is no longer needed; called before each unit and each step.
+
+        Outside backward that is everything. Inside it is what earlier nodes have touched: a node may
+        start with the recomputation of an activation, before it has unpacked any weight.
+        """
+        if not self._running:
+            return
+        node = _current_node()
+        if node is not None:
+            self._follow(node, _current_task())
+        else:
             self._running.clear()
             self._engine.core.release_touched(0, self._engine.stream())
 
@@ -144,12 +185,13 @@ class SavedTensorNet:
 class _RunningNode:
     """The node of one (perhaps nested) backward that unpacked last."""
 
-    __slots__ = ("n_before", "node", "task")
+    __slots__ = ("addresses", "n_before", "node", "task")
 
     def __init__(self, task: int, node: Any, n_before: int) -> None:
         self.task = task
         self.node = node
         self.n_before = n_before  # chunks that nodes of enclosing backwards have touched
+        self.addresses: list[int] = []  # what it has touched
 
 
 class Unit:
@@ -264,61 +306,57 @@ class _Leave(_UnitHook):
             self.unit.leave()
 
 
-class RootHooks:
-    """The precision's part of a forward: input dtypes and autocast, for loops that do not do it."""
+class RootForward:
+    """The model's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
 
-    def __init__(self, engine: Engine, convert_inputs: bool, force_outputs_fp32: bool) -> None:
+    An instance attribute over the class's method, not hooks: torch runs no hook when KeyboardInterrupt
+    passes, and autocast must not stay on.
+    """
+
+    def __init__(
+        self, engine: Engine, model: nn.Module, convert_inputs: bool, force_outputs_fp32: bool
+    ) -> None:
         self.engine = engine
+        self.model = model
         self.convert_inputs = convert_inputs
         self.force_outputs_fp32 = force_outputs_fp32
-        self._contexts: list[Any] = []
-        self._handles: list[Any] = []
-
-    def install(self, module: nn.Module) -> None:
-        self._handles = [
-            module.register_forward_pre_hook(_RootEnter(self), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_RootLeave(self), always_call=True),
-        ]
+        self._had_own = "forward" in model.__dict__
+        self._forward = model.forward
+        functools.update_wrapper(self, self._forward, updated=())
+        model.forward = self
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._had_own:
+            self.model.forward = self._forward
+        else:
+            self.model.__dict__.pop("forward", None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self.engine.precision_plan
+        context: Any = contextlib.nullcontext()
+        if self.convert_inputs:
+            args, kwargs = plan.convert_inputs((args, kwargs))
+            context = plan.forward_context(self.engine.device.type)
+        try:
+            with context:
+                output = self._forward(*args, **kwargs)
+        except Exception:
+            raise  # torch has run the units' leave hooks
+        except BaseException:
+            self.engine.recover()
+            raise
+        return tree_map(_to_fp32, output) if self.force_outputs_fp32 else output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of the model is unmanaged: its forward is its class's (or the copied own) again."""
+        if self._had_own:
+            return copy.deepcopy(self._forward, memo)
+        return types.MethodType(type(self.model).forward, memo[id(self.model)])
 
     def __reduce__(self) -> Any:
-        return type(None), ()
-
-    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        context = None
-        if self.convert_inputs:
-            args, kwargs = self.engine.precision_plan.convert_inputs((args, kwargs))
-            context = self.engine.precision_plan.forward_context(self.engine.device.type)
-            context.__enter__()
-        self._contexts.append(context)
-        return args, kwargs
-
-    def leave(self, output: Any) -> Any:
-        context = self._contexts.pop() if self._contexts else None
-        if context is not None:
-            context.__exit__(None, None, None)
-        if not self.force_outputs_fp32:
-            return None
-        return torch.utils._pytree.tree_map(_to_fp32, output)
+        return getattr, (self.model, "forward")
 
 
 def _to_fp32(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value
-
-
-class _RootEnter(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.unit.enter(args, kwargs) if self.unit is not None else None
-
-
-class _RootLeave(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.unit.leave(output) if self.unit is not None else None

@@ -39,7 +39,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, dict[
         )
     if type(optimizer) not in _SUPPORTED:
         raise GeminiError(
-            f"{type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "
+            f"optimizer {type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "
             "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
         )
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
@@ -87,7 +87,8 @@ class _Managed:
     def zero_grad(self, set_to_none: bool = True) -> None:
         engine = self._gm_engine
         engine._check_open()
-        engine._drop_grads([p._gm_slot for g in self.param_groups for p in g["params"]])
+        slots = [p._gm_slot for g in self.param_groups for p in g["params"]]
+        engine.clear_grads(slots, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
         return self._gm_engine.clip_grad_norm_(max_norm, norm_type, **kwargs)

@@ -31,9 +31,9 @@ __all__ = [
     "bits",
     "compute_dtype",
     "drive",
+    "managed",
     "merge_master",
     "plain",
-    "managed",
     "start",
     "state_bytes",
     "tightly",
@@ -80,8 +80,10 @@ class Recipe:
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes as integers of its element size, on the CPU."""
     tensor = tensor.detach().cpu().contiguous()
-    return tensor.view(_WORDS[tensor.element_size()]) if tensor.dim() else tensor.reshape(1).view(
-        _WORDS[tensor.element_size()]
+    return (
+        tensor.view(_WORDS[tensor.element_size()])
+        if tensor.dim()
+        else tensor.reshape(1).view(_WORDS[tensor.element_size()])
     )
 
 
@@ -113,7 +115,9 @@ class Outcome:
 def assert_same_bits(got: Tensor, want: Tensor, what: str = "tensor") -> None:
     """Same dtype, shape and bytes."""
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
-    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.shape == want.shape, (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    )
     a, b = bits(got), bits(want)
     if not torch.equal(a, b):
         wrong = (a != b).sum().item()

@@ -1,16 +1,17 @@
 /* sumsq.cu - exact sum of squares: the same number as gm_sumsq_host, whatever the order.
  *
- * A finite fp32 value is m * 2^(k - 149) with an integer m < 2^24 and k = max(exponent field, 1) - 1,
- * so its square is m^2 shifted left by 2k bits above the accumulator's lowest bit, 2^-298.
+ * A finite fp32 value is m * 2^(k - 149), m < 2^24 an integer and k = max(exponent field, 1) - 1;
+ * its square is m^2 shifted left by 2k bits above the accumulator's lowest bit, 2^-298.
  *
  * Fast path: a warp agrees on a 128-bit window of the accumulator, whose base it takes from the
  * largest exponent it has just read; each thread adds the squares that lie in the window to two
  * registers.  Everything else (far smaller values, denormals) goes to the block's limbs in shared
- * memory by atomics; infinities and NaNs are only counted.  Each block adds its limbs to the result once.
+ * memory by atomics; infinities and NaNs are only counted.  Each block adds its limbs to the result
+ * once.
  *
  * Invariants
  *   1. Integers only: no operation rounds, so no order, split or grid can change the result.
- *   2. A window takes at most 2^14 squares per thread between flushes, each below 2^114: no overflow.
+ *   2. A window takes at most 2^14 squares per thread between flushes, each below 2^114.
  *   3. Windows are bases of a warp, never of a thread: a flush is a reduction over the warp.
  *   4. Block limbs are carried before they are added to the result, so that each addition is below
  *      2^32 and the result takes 2^32 of them. */
@@ -87,7 +88,7 @@ struct window {
     uint32_t base;
     uint32_t n_adds;
 
-    /* += square << shift; shift < 128 unless square is 0.  Hardware shifts of 64 and more give 0. */
+    /* += square << shift; shift < 128 unless square is 0.  Shifts by 64 or more give 0. */
     __device__ __forceinline__ void add(uint64_t square, uint32_t shift)
     {
         asm("{\n\t"

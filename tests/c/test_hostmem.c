@@ -154,7 +154,8 @@ int main(void)
 
     size_t available, total;
     CHECK_OK(gm_host_available(&available));
-    CHECK_OK(gm_host_total(&total));
+    CHECK(available > 0);
+    CHECK_OK(gm_host_memory_at("", &available, &total));
     CHECK(available > 0 && available <= total);
 
     gm_workers *pool;

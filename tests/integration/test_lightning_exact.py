@@ -64,6 +64,17 @@ def test_fit_with_small_chunks_in_strict_mapping(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_fit_within_a_device_budget(precision: str) -> None:
+    strategy = strategy_class("lightning")(device_budget="12KiB", chunk_size=2048, threads=1)
+    compare("lightning", precision, strategy, gradient_clip_val=0.5, accumulate_grad_batches=2)
+    module = make("lightning")
+    strategy = strategy_class("lightning")(device_budget="12KiB", chunk_size=2048)
+    stats = fit("lightning", module, strategy).strategy.engine.stats()
+    assert stats["evictions"] > 0
+    assert stats["device_peak_bytes"] <= stats["device_budget_bytes"] < stats["state_bytes"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "accumulate", [2, 4]
 )  # 11 batches: 5 + a leftover of 1, 2 + a leftover of 3

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,6 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 import gemini_strategy as gs
-
-
-@pytest.fixture(autouse=True)
-def _collect() -> Iterator[None]:
-    yield
-    gc.collect()
 
 
 def keep_masters(module: Any, optimizer: Any) -> None:
@@ -685,6 +680,16 @@ def test_model_that_the_user_manages_is_refused() -> None:
         fit("lightning", module)
     engine.close()
     fit("lightning", module)
+
+
+def test_engine_goes_with_its_module() -> None:
+    module = make("lightning")
+    trainer = fit("lightning", module)
+    trainer.test(module, verbose=False)
+    alive = [weakref.ref(module), weakref.ref(trainer.strategy.engine)]
+    del module, trainer
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_copy_of_a_managed_module_is_ordinary() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gemini_strategy as gs
 import pytest
 import torch
+from torch import nn
+
+import gemini_strategy as gs
 from reference import (
     Plain,
     Recipe,
@@ -22,7 +24,6 @@ from reference import (
     plain,
     tightly,
 )
-from torch import nn
 from zoo import CASES, Case, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
@@ -57,12 +58,8 @@ def _micro(run: Plain, step: int, case: Case = CASE) -> None:
 def test_micro_batches(
     policy: str, precision: str, gradient_dtype: torch.dtype | None, mapping: str
 ) -> None:
-    recipe = Recipe(
-        precision=precision, accumulate=4, clip=0.3, gradient_dtype=gradient_dtype
-    )
-    _both(
-        lambda run: drive(run, CASE, 5), recipe, placement_policy=policy, mapping=mapping
-    )
+    recipe = Recipe(precision=precision, accumulate=4, clip=0.3, gradient_dtype=gradient_dtype)
+    _both(lambda run: drive(run, CASE, 5), recipe, placement_policy=policy, mapping=mapping)
 
 
 def test_fp32_accumulation_differs_from_bf16() -> None:
@@ -95,8 +92,17 @@ def test_tight_budget_and_uneven_last_window(mapping: str) -> None:
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("name", ["conditional_branch", "tied_weights", "checkpoint_reentrant",
-                                  "module_called_twice", "child_weight_in_parent", "lora"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conditional_branch",
+        "tied_weights",
+        "checkpoint_reentrant",
+        "module_called_twice",
+        "child_weight_in_parent",
+        "lora",
+    ],
+)
 def test_shapes_of_trouble(name: str, mapping: str) -> None:
     case = BY_NAME[name]
     recipe = Recipe(precision="32-true", accumulate=3, clip=1.0)
@@ -320,14 +326,19 @@ def test_clip_value_equals_torch() -> None:
     _both(script, Recipe(precision="bf16-true"))
 
 
-def test_inf_norm() -> None:
+def test_other_norms_are_refused() -> None:
+    """Only the 2-norm is independent of order; another one is refused, and nothing is clipped."""
+
     def script(run: Plain) -> None:
-        for step in range(3):
-            _micro(run, step)
-            clipper = run.optimizer if run.engine is None else run.engine
-            run.norms.append(clipper.clip_grad_norm_(1e-3, norm_type=float("inf")).float())
-            run.optimizer.step()
-            run.zero_grad()
+        _micro(run, 0)
+        if run.engine is not None:
+            for norm_type in (1.0, float("inf")):
+                with pytest.raises(ValueError, match="norm_type"):
+                    run.engine.clip_grad_norm_(1e-3, norm_type=norm_type)
+            with pytest.raises(ValueError, match="max_norm"):
+                run.engine.clip_grad_norm_(-1.0)
+        run.optimizer.step()
+        run.zero_grad()
 
     _both(script, Recipe())
 

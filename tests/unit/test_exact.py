@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import itertools
 
-import gemini_strategy as gs
 import pytest
 import torch
+from torch import nn
+
+import gemini_strategy as gs
 from reference import (
     Outcome,
     Recipe,
@@ -26,7 +28,6 @@ from reference import (
     tightly,
     train_plain,
 )
-from torch import nn
 from zoo import mlp_case
 
 STEPS = 50
@@ -50,14 +51,14 @@ def _recipe(precision: str, index: int) -> Recipe:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reference(precision: str, index: int) -> tuple[Outcome, Outcome]:
     before, after = train_plain(CASE, _recipe(precision, index))
     assert_trained(before, after)
     return before, after
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _whole(precision: str, chunk: int, index: int) -> int:
     """Bytes that policy "cuda" needs: the training state as the engine lays it out."""
     recipe = _recipe(precision, index)
@@ -134,9 +135,7 @@ def test_grid_is_complete() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_do_not_matter(threads: int) -> None:
     recipe = _recipe("bf16-true", 1)
-    run = managed(
-        CASE.build, recipe, chunk_size=4096, placement_policy="cpu", threads=threads
-    )
+    run = managed(CASE.build, recipe, chunk_size=4096, placement_policy="cpu", threads=threads)
     try:
         drive(run, CASE, STEPS)
         assert_same_outcome(run.outcome(), _reference("bf16-true", 1)[1])
@@ -185,7 +184,9 @@ def test_torch_adamw_thousand_steps(weight_decay: float) -> None:
 
     plain_model, model = _Given(), _Given()
     theirs = optimizer(plain_model)
-    engine = gs.manage(model, optimizer(model), device="cpu", placement_policy="cpu", chunk_size=4096)
+    engine = gs.manage(
+        model, optimizer(model), device="cpu", placement_policy="cpu", chunk_size=4096
+    )
     g = torch.Generator().manual_seed(5)
     for _ in range(1000):
         gradients = [

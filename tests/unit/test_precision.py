@@ -10,9 +10,11 @@ import math
 import random
 from typing import Any
 
-import gemini_strategy as gs
 import pytest
 import torch
+from torch import Tensor, nn
+
+import gemini_strategy as gs
 from reference import (
     Plain,
     Recipe,
@@ -24,7 +26,6 @@ from reference import (
     managed,
     plain,
 )
-from torch import Tensor, nn
 from zoo import CASES, Case, Mlp, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
@@ -316,9 +317,7 @@ def test_natural_overflow(policy: str, clip: float | None, accumulate: int, mapp
         hysteresis=1,
     )
     reference = plain(CASE.build, recipe)
-    run = managed(
-        CASE.build, recipe, placement_policy=policy, chunk_size=4096, mapping=mapping
-    )
+    run = managed(CASE.build, recipe, placement_policy=policy, chunk_size=4096, mapping=mapping)
     try:
         for which in (run, reference):
             drive(which, CASE, 24)
@@ -357,9 +356,7 @@ def test_skip_leaves_every_bit(value: float, micro: int, mapping: str) -> None:
 
 def test_engine_trace_equals_torch() -> None:
     """The engine's scales follow torch's GradScaler when both see the same overflows."""
-    recipe = Recipe(
-        precision="16-mixed", initial_scale=2.0**22, growth_interval=4, hysteresis=1
-    )
+    recipe = Recipe(precision="16-mixed", initial_scale=2.0**22, growth_interval=4, hysteresis=1)
     run = managed(
         CASE.build,
         recipe,

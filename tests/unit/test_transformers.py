@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from reference import (
     Outcome,
     Recipe,
@@ -27,7 +28,7 @@ def _recipe(precision: str) -> Recipe:
     return Recipe(precision=precision, steps=STEPS, clip=1.0, accumulate=2)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reference(name: str, precision: str) -> tuple[Outcome, Outcome]:
     return train_plain(BY_NAME[name], _recipe(precision))
 
@@ -65,9 +66,7 @@ def test_generate_between_steps(mapping: str) -> None:
 
     reference = plain(case.build, recipe)
     want = train(reference)
-    run = managed(
-        case.build, recipe, chunk_size=8192, mapping=mapping, placement_policy="cpu"
-    )
+    run = managed(case.build, recipe, chunk_size=8192, mapping=mapping, placement_policy="cpu")
     try:
         assert torch.equal(train(run), want)
         assert_same_outcome(run.outcome(), reference.outcome())
@@ -77,8 +76,9 @@ def test_generate_between_steps(mapping: str) -> None:
 
 def test_save_pretrained_round_trip(tmp_path) -> None:
     """`save_pretrained` on the managed model writes the trained weights, or refuses by name."""
-    import gemini_strategy as gs
     from transformers import LlamaForCausalLM
+
+    import gemini_strategy as gs
 
     case, recipe = BY_NAME["llama"], _recipe("bf16-true")
     run = managed(case.build, recipe, chunk_size=8192, placement_policy="cpu")

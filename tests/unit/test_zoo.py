@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from reference import (
     Outcome,
     Recipe,
@@ -28,7 +29,7 @@ def _recipe(precision: str) -> Recipe:
     return Recipe(precision=precision, steps=STEPS, clip=1.0, lr=3e-3)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reference(name: str, precision: str) -> tuple[Outcome, Outcome]:
     return train_plain(BY_NAME[name], _recipe(precision))
 
@@ -50,7 +51,7 @@ def test_reference_trains(name: str, precision: str) -> None:
 def test_tight_budget(name: str, precision: str, mapping: str) -> None:
     """Policy "auto" under the smallest budget that is accepted."""
     case, recipe = BY_NAME[name], _recipe(precision)
-    run = tightly(case.build, recipe, chunk_size=CHUNK, mapping=mapping)
+    run = tightly(case.build, recipe, floor=case.floor, chunk_size=CHUNK, mapping=mapping)
     try:
         drive(run, case, STEPS)
         assert_same_outcome(run.outcome(), _reference(name, precision)[1])
