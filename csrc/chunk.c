@@ -10,7 +10,7 @@
  *   6. Readers of a fetched piece wait for its `ready` event on their own stream.
  *
  * Ranges keep their mapping after an eviction in aliased mode (another piece's bytes show there); before a
- * block is destroyed every range that still shows it is unmapped. */
+ * block is destroyed every range that still shows it is poisoned.  So a range always shows something. */
 #include "chunk.h"
 
 #include <stdlib.h>
@@ -135,7 +135,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             piece *p = piece_at(chunks, id, (gm_piece)kind);
             p->address = address;
             address += (size_t)p->n_blocks * block_bytes;
-            if (chunks->is_strict && p->n_blocks > 0) {
+            if (p->n_blocks > 0) { /* torch makes tensors only on mapped addresses */
                 GM_TRY(device->ops->poison(device, p->address, p->n_blocks));
             }
         }
@@ -299,7 +299,7 @@ static gm_status wait_idle(gm_chunks *chunks, piece *p)
     return GM_OK;
 }
 
-/* Unmaps every range that shows a destroyed block from an earlier residence. */
+/* Every range that shows a block from an earlier residence shows poison, before the block is destroyed. */
 static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
 {
     gm_device *device = chunks->device;
@@ -313,7 +313,7 @@ static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
         }
         for (uint32_t b = 0; b < p->n_blocks; b++) {
             if (p->blocks[b] == index) {
-                GM_TRY(device->ops->unmap(device, p->address, p->n_blocks));
+                GM_TRY(device->ops->poison(device, p->address, p->n_blocks));
                 p->is_mapped = false;
                 break;
             }

@@ -44,6 +44,7 @@ def module_class(tree: str) -> type:
             steps_are_manual: bool = False,
             build: str = "init",
             batch_size: int = 4,
+            width: int = 33,
         ) -> None:
             super().__init__()
             self.save_hyperparameters()
@@ -51,6 +52,7 @@ def module_class(tree: str) -> type:
             self.optimizer_name = optimizer
             self.lr = lr
             self.batch_size = batch_size
+            self.width = width
             self.schedule = schedule
             self.clip_with = clip_with
             self.automatic_optimization = not steps_are_manual
@@ -68,11 +70,11 @@ def module_class(tree: str) -> type:
             if self.body is None:
                 self.body = nn.Sequential(
                     nn.Embedding(32, 16),
-                    nn.Linear(16, 33),
+                    nn.Linear(16, self.width),
                     nn.GELU(),
-                    nn.LayerNorm(33),
+                    nn.LayerNorm(self.width),
                     nn.Dropout(0.1),
-                    nn.Linear(33, 16),
+                    nn.Linear(self.width, 16),
                 )
 
         def forward(self, tokens: Tensor) -> Tensor:

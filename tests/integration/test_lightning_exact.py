@@ -65,11 +65,13 @@ def test_fit_with_small_chunks_in_strict_mapping(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fit_within_a_device_budget(precision: str) -> None:
-    strategy = strategy_class("lightning")(device_budget="12KiB", chunk_size=2048, threads=1)
-    compare("lightning", precision, strategy, gradient_clip_val=0.5, accumulate_grad_batches=2)
-    module = make("lightning")
-    strategy = strategy_class("lightning")(device_budget="12KiB", chunk_size=2048)
-    stats = fit("lightning", module, strategy).strategy.engine.stats()
+    wide = {"width": 512}
+    settings = {"device_budget": "64KiB", "chunk_size": 4096}
+    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    strategy = strategy_class("lightning")(**settings)
+    compare("lightning", precision, strategy, module=wide, **options)
+    trainer = fit("lightning", make("lightning", **wide), strategy_class("lightning")(**settings))
+    stats = trainer.strategy.engine.stats()
     assert stats["evictions"] > 0
     assert stats["device_peak_bytes"] <= stats["device_budget_bytes"] < stats["state_bytes"]
 
