@@ -422,14 +422,12 @@ static gm_status evict_one(gm_chunks *chunks, bool *out)
         return gm_chunks_evict(chunks, victim, GM_WEIGHT);
     }
     for (uint32_t id = chunks->n_chunks; id-- > 0;) {
-        for (int kind = GM_STATE; kind <= GM_GRAD; kind++) {
-            const piece *p = piece_at(chunks, id, (gm_piece)kind);
-            if (is_resident(p) && p->pins == 0 && p->n_blocks > 0) {
-                *out = true;
-                GM_TRY(gm_chunks_evict(chunks, id, (gm_piece)kind));
-            }
-        }
-        if (*out) {
+        const piece *state = piece_at(chunks, id, GM_STATE), *grad = piece_at(chunks, id, GM_GRAD);
+        bool is_here = chunks->is_settled[id] || is_resident(state) || is_resident(grad);
+        if (is_here && state->pins == 0 && grad->pins == 0) {
+            GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
+            GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
+            *out = true; /* its weights may go next */
             return GM_OK;
         }
     }
