@@ -26,27 +26,27 @@ static const bool may_move[N_STATES][N_STATES] = {
 
 typedef struct piece {
     piece_state state;
-    bool is_mapped;       /* the range shows blocks[], owned or stale */
+    bool is_mapped; /* the range shows blocks[], owned or stale */
     bool has_ready, has_idle;
     uint32_t pins, n_blocks;
-    uint32_t *blocks;     /* (n_blocks,) owned when resident, stale after an eviction */
+    uint32_t *blocks; /* (n_blocks,) owned when resident, stale after an eviction */
     uint64_t last_use;
     size_t bytes;
     uintptr_t address;
     uint8_t *home;
-    gm_event ready;       /* the fetch has landed */
-    gm_event idle;        /* the last reader or writer has passed */
+    gm_event ready; /* the fetch has landed */
+    gm_event idle;  /* the last reader or writer has passed */
 } piece;
 
 struct gm_chunks {
     gm_device *device;
     uint32_t n_chunks;
-    piece *pieces;         /* (n_chunks, GM_N_PIECES) */
-    bool *is_settled;      /* (n_chunks,) */
+    piece *pieces;    /* (n_chunks, GM_N_PIECES) */
+    bool *is_settled; /* (n_chunks,) */
     bool is_strict, has_homes;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
-    gm_stream copies;      /* fetches, refreshes and write-backs, in issue order */
+    gm_stream copies; /* fetches, refreshes and write-backs, in issue order */
 
     gm_block *blocks;      /* (capacity,) handles */
     uint32_t *free_blocks; /* (capacity,) stack of indices */
@@ -412,8 +412,7 @@ static gm_status evict_one(gm_chunks *chunks, bool *out)
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         const piece *p = piece_at(chunks, id, GM_WEIGHT);
         if (is_resident(p) && p->pins == 0 && !chunks->is_settled[id] && p->n_blocks > 0 &&
-            (victim == UINT32_MAX ||
-             p->last_use < piece_at(chunks, victim, GM_WEIGHT)->last_use)) {
+            (victim == UINT32_MAX || p->last_use < piece_at(chunks, victim, GM_WEIGHT)->last_use)) {
             victim = id;
         }
     }
@@ -451,12 +450,13 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
         GM_TRY(evict_one(chunks, &evicted));
         if (!evicted) {
             size_t block = chunks->device->block_bytes;
-            return GM_FAIL(GM_ERR_NOMEM,
-                           "DEVICE: %zu bytes wanted, %zu of the %zu bytes allowed for chunks are in "
-                           "use at this moment and %zu are free; raise device_budget, or use a smaller "
-                           "chunk_size",
-                           (size_t)n * block, (size_t)(chunks->n_blocks - chunks->n_free) * block,
-                           chunks->limit, (size_t)chunks->n_free * block);
+            return GM_FAIL(
+                GM_ERR_NOMEM,
+                "DEVICE: %zu bytes wanted, %zu of the %zu bytes allowed for chunks are in "
+                "use at this moment and %zu are free; raise device_budget, or use a smaller "
+                "chunk_size",
+                (size_t)n * block, (size_t)(chunks->n_blocks - chunks->n_free) * block,
+                chunks->limit, (size_t)chunks->n_free * block);
         }
     }
     for (uint32_t b = 0; b < n; b++) {
@@ -478,11 +478,11 @@ static gm_status make_resident(gm_chunks *chunks, piece *p)
         }
         gm_status status = device->ops->map(device, p->address, chunks->scratch, p->n_blocks);
         if (status == GM_OK) { /* without a home the bytes start as zeros, as an arena's do */
-            status = p->home ? device->ops->copy_h2d(device, p->address, p->home, p->bytes,
-                                                     chunks->copies)
-                             : device->ops->fill(device, p->address, 0,
-                                                 (size_t)p->n_blocks * device->block_bytes,
-                                                 chunks->copies);
+            status =
+                p->home
+                    ? device->ops->copy_h2d(device, p->address, p->home, p->bytes, chunks->copies)
+                    : device->ops->fill(device, p->address, 0,
+                                        (size_t)p->n_blocks * device->block_bytes, chunks->copies);
         }
         if (status != GM_OK) { /* nothing half done: the blocks go back */
             for (uint32_t b = p->n_blocks; b-- > 0;) {
@@ -572,8 +572,8 @@ gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, s
     return device->ops->stream_sync(device, chunks->copies);
 }
 
-gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset,
-                         size_t bytes, void *dst)
+gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset, size_t bytes,
+                         void *dst)
 {
     gm_device *device = chunks->device;
     piece *p = piece_at(chunks, id, kind);
@@ -654,20 +654,23 @@ gm_status gm_chunks_check(const gm_chunks *chunks)
             const piece *p = piece_at(chunks, id, (gm_piece)kind);
             if (!is_resident(p)) {
                 if (p->pins > 0) {
-                    return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is pinned but not resident", id);
+                    return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is pinned but not resident",
+                                   id);
                 }
                 continue;
             }
             owned += p->n_blocks;
             if (p->n_blocks > 0 && !p->is_mapped) {
-                return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped", id);
+                return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped",
+                               id);
             }
             if (p->state == CLEAN && !p->home) {
                 return GM_FAIL(GM_ERR_STATE, "invariant 5: chunk %u is clean without a home", id);
             }
             for (uint32_t b = 0; b < p->n_blocks; b++) {
                 if (!chunks->blocks[p->blocks[b]]) {
-                    return GM_FAIL(GM_ERR_STATE, "invariant 1: chunk %u owns a destroyed block", id);
+                    return GM_FAIL(GM_ERR_STATE, "invariant 1: chunk %u owns a destroyed block",
+                                   id);
                 }
                 for (uint32_t f = 0; f < chunks->n_free; f++) {
                     if (chunks->free_blocks[f] == p->blocks[b]) {

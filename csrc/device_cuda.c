@@ -8,7 +8,9 @@
  *      and REST granules up to block_bytes, and is mapped and unmapped as a whole.
  *   3. A failed map leaves the whole span unmapped, never partly mapped.
  *   4. Poisoned ranges show one shared block, which is refilled with 0xff at each poison(): a stray
- *      write into an evicted range cannot turn poison into data for later readers. */
+ *      write into an evicted range cannot turn poison into data for later readers.
+ *
+ * Above the length budget because a device is one table of operations over one private struct. */
 #include "device.h"
 
 #ifdef GM_WITH_CUDA

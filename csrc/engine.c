@@ -22,8 +22,8 @@
 /* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
 static uint32_t kind_of(const gm_engine_param *spec)
 {
-    uint32_t flags = (uint32_t)spec->has_low | (uint32_t)spec->has_moments << 1 |
-                     (uint32_t)spec->has_grad << 2;
+    uint32_t flags =
+        (uint32_t)spec->has_low | (uint32_t)spec->has_moments << 1 | (uint32_t)spec->has_grad << 2;
     if (flags) {
         return (uint32_t)spec->format * 8 + flags;
     }
@@ -139,10 +139,11 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
 {
     size_t staging = engine->device->is_host ? 0 : GM_STAGING_BYTES;
     if (home_bytes > host_budget) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "HOST: %zu bytes wanted for weights, states and gradients, host_budget is %zu: raise "
-                       "host_budget, or freeze parameters",
-                       home_bytes, host_budget);
+        return GM_FAIL(
+            GM_ERR_NOMEM,
+            "HOST: %zu bytes wanted for weights, states and gradients, host_budget is %zu: raise "
+            "host_budget, or freeze parameters",
+            home_bytes, host_budget);
     }
     GM_TRY(gm_arena_new(home_bytes + staging, engine->workers, &engine->arena));
     if (home_bytes + staging > 0) {
@@ -181,7 +182,7 @@ static size_t chunk_limit(const gm_engine *engine)
 static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
-    size_t(*bytes)[GM_N_PIECES] = calloc(n ? n : 1, sizeof *bytes);
+    size_t (*bytes)[GM_N_PIECES] = calloc(n ? n : 1, sizeof *bytes);
     engine->touched = calloc(n ? n : 1, sizeof *engine->touched);
     engine->is_touched = calloc(n ? n : 1, sizeof *engine->is_touched);
     gm_status status = GM_OK;
@@ -204,21 +205,23 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     size_t limit = chunk_limit(engine);
     bool has_homes = options->policy != GM_POLICY_CUDA;
     if (!has_homes && needed > limit) {
-        status = GM_FAIL(GM_ERR_NOMEM,
-                         "DEVICE: policy \"cuda\" keeps everything on the device: %zu bytes wanted, %zu "
-                         "available: raise device_budget or use placement_policy=\"auto\"",
-                         needed, limit);
+        status =
+            GM_FAIL(GM_ERR_NOMEM,
+                    "DEVICE: policy \"cuda\" keeps everything on the device: %zu bytes wanted, %zu "
+                    "available: raise device_budget or use placement_policy=\"auto\"",
+                    needed, limit);
         goto done;
     }
     if (has_homes) {
         GM_TRY_GOTO(status, done,
-                    make_arena(engine, gm_chunks_home_bytes((const size_t(*)[GM_N_PIECES])bytes, n),
+                    make_arena(engine,
+                               gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n),
                                options->host_budget));
     }
     gm_chunks_options chunk_options = {
         .device = engine->device,
         .n_chunks = n,
-        .piece_bytes = (const size_t(*)[GM_N_PIECES])bytes,
+        .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes,
         .homes = has_homes ? gm_arena_base(engine->arena) : NULL,
         .device_limit = limit,
         .is_strict = options->is_strict,
@@ -293,7 +296,8 @@ static gm_status fail_dead(const gm_engine *engine)
 gm_status gm_engine_begin_call(gm_engine *engine, gm_stream stream)
 {
     pthread_mutex_lock(&engine->lock);
-    gm_status status = engine->dead == GM_OK ? gm_lease_process_ended(engine, stream) : fail_dead(engine);
+    gm_status status =
+        engine->dead == GM_OK ? gm_lease_process_ended(engine, stream) : fail_dead(engine);
     if (status != GM_OK) {
         pthread_mutex_unlock(&engine->lock);
     }
@@ -468,12 +472,14 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         const gm_engine_param *spec = gm_chunk_spec(engine, id);
         uint64_t numel = gm_layout_chunk(engine->layout, id)->numel;
         out->weight_bytes += gm_engine_chunk_bytes(engine, id);
-        out->state_bytes += gm_engine_chunk_bytes(engine, id) +
-                            gm_chunks_block_bytes(engine->device, gm_state_shape_of(spec, numel).total);
-        out->state_bytes += spec->has_grad
-                                ? gm_chunks_block_bytes(engine->device,
-                                                        numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)))
-                                : 0;
+        out->state_bytes +=
+            gm_engine_chunk_bytes(engine, id) +
+            gm_chunks_block_bytes(engine->device, gm_state_shape_of(spec, numel).total);
+        out->state_bytes +=
+            spec->has_grad
+                ? gm_chunks_block_bytes(engine->device,
+                                        numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)))
+                : 0;
         out->n_settled += gm_chunks_is_settled(engine->chunks, id);
     }
     for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {

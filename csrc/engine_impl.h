@@ -41,23 +41,23 @@ struct gm_engine {
     size_t (*outside_bytes)(void *context);
     void *outside_context;
 
-    gm_param *params;          /* (n_params,) */
+    gm_param *params; /* (n_params,) */
     uint32_t n_params;
-    uint32_t *unit_chunks;  /* chunk ids, unit after unit, each chunk once per unit */
-    uint32_t *unit_begin;   /* (n_units + 1,) */
+    uint32_t *unit_chunks; /* chunk ids, unit after unit, each chunk once per unit */
+    uint32_t *unit_begin;  /* (n_units + 1,) */
     uint32_t n_units;
-    uint32_t *touched;      /* (n_chunks,) pinned by touch */
+    uint32_t *touched; /* (n_chunks,) pinned by touch */
     uint32_t n_touched;
-    bool *is_touched;       /* (n_chunks,) */
+    bool *is_touched; /* (n_chunks,) */
     gm_lease *leases;
 
     bool has_pending_grads; /* copies home in flight on pending_stream */
     gm_stream pending_stream;
-    uint8_t *staging;       /* pinned, GM_STAGING_BYTES; NULL on the host device */
-    uintptr_t sums;         /* device memory for one gm_sumsq; 0 on the host device */
+    uint8_t *staging; /* pinned, GM_STAGING_BYTES; NULL on the host device */
+    uintptr_t sums;   /* device memory for one gm_sumsq; 0 on the host device */
     gm_block sums_block;
 
-    gm_status dead;         /* GM_OK, or the first error inside a step */
+    gm_status dead; /* GM_OK, or the first error inside a step */
     char dead_text[512];
 };
 
@@ -94,8 +94,10 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
 enum { GM_STAGING_BYTES = 16 << 20 };
 
 /* engine.c */
-gm_status gm_engine_begin_call(gm_engine *engine, gm_stream stream); /* locks; drains ended leases */
-gm_status gm_engine_end_call(gm_engine *engine, gm_status status);   /* unlocks; passes the status on */
+gm_status gm_engine_begin_call(gm_engine *engine,
+                               gm_stream stream); /* locks; drains ended leases */
+gm_status gm_engine_end_call(gm_engine *engine,
+                             gm_status status); /* unlocks; passes the status on */
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
 gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);

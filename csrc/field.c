@@ -18,7 +18,8 @@ gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field fie
     case GM_FIELD_V: return (gm_slice){GM_STATE, shape.v + 4 * offset, 4 * numel};
     case GM_FIELD_GRAD: return (gm_slice){GM_GRAD, grad_bytes * offset, grad_bytes * numel};
     case GM_FIELD_MASTER: /* the low part of it */
-        return (gm_slice){GM_STATE, gm_low_bytes(&p->spec) * offset, gm_low_bytes(&p->spec) * numel};
+        return (gm_slice){GM_STATE, gm_low_bytes(&p->spec) * offset,
+                          gm_low_bytes(&p->spec) * numel};
     case GM_FIELD_WEIGHT: break;
     }
     return (gm_slice){GM_WEIGHT, p->spec.weight_bytes * offset, p->spec.weight_bytes * numel};
@@ -58,8 +59,11 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
     if (status == GM_OK && p->spec.has_low) {
         status = read_slice(engine, p, GM_FIELD_MASTER, low);
     } else if (status == GM_OK) { /* no low part: the weight is all there is */
-        gm_grad_add_host(&(gm_grad_add_args){.dst = dst, .src = weight, .dst_dtype = GM_F32,
-                                             .src_dtype = p->spec.format, .numel = p->spec.numel},
+        gm_grad_add_host(&(gm_grad_add_args){.dst = dst,
+                                             .src = weight,
+                                             .dst_dtype = GM_F32,
+                                             .src_dtype = p->spec.format,
+                                             .numel = p->spec.numel},
                          engine->workers);
     }
     if (status == GM_OK && p->spec.has_low) {
@@ -86,7 +90,8 @@ static gm_status write_master(gm_engine *engine, const gm_param *p, const float 
 }
 
 /* The weight now holds new bytes (`weight`), before it held `old`: the master follows. */
-gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old, const void *weight)
+gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight)
 {
     if (!p->spec.has_low) {
         return GM_OK;
@@ -123,7 +128,8 @@ static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
 {
     bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
     if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
-        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id, is_moment ? "moments" : "gradient");
+        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id,
+                       is_moment ? "moments" : "gradient");
     }
     return GM_OK;
 }
@@ -134,7 +140,8 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
     const gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
     GM_TRY(gm_engine_begin_call(engine, 0));
-    gm_status status = field == GM_FIELD_GRAD ? gm_engine_sync_grads(engine) : gm_lease_poll_watched(engine);
+    gm_status status =
+        field == GM_FIELD_GRAD ? gm_engine_sync_grads(engine) : gm_lease_poll_watched(engine);
     if (status == GM_OK && p->spec.numel > 0) {
         status = field == GM_FIELD_MASTER ? read_master(engine, p, dst)
                                           : read_slice(engine, p, field, dst);
@@ -170,16 +177,18 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id)
     gm_status status = GM_OK;
     uint32_t chunk = p->place.chunk;
     if (p->spec.has_low && gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
-        status = GM_FAIL(GM_ERR_STATE,
-                         "a 16-bit weight was written in place inside its unit while its chunk had no "
-                         "current home, so its fp32 master cannot follow");
+        status =
+            GM_FAIL(GM_ERR_STATE,
+                    "a 16-bit weight was written in place inside its unit while its chunk had no "
+                    "current home, so its fp32 master cannot follow");
     } else if (p->spec.has_low && p->spec.numel > 0) {
         uint8_t *weight = malloc(p->spec.numel * p->spec.weight_bytes);
         gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
         status = weight ? gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes,
                                                 weight)
                         : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
-        if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
+        if (status ==
+            GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
             uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
             status = gm_field_reset_low(engine, p, home, weight);
             memcpy(home, weight, s.bytes);

@@ -154,7 +154,8 @@ gm_status gm_layout_search(const gm_param_spec *params, uint32_t n_params, size_
                            size_t range_bytes, uint32_t n_grids, size_t *out_chunk_bytes)
 {
     if (min_bytes == 0 || n_grids == 0) {
-        return GM_FAIL(GM_ERR_ARG, "chunk search: min_chunk_size and chunk_search_n_grids must be positive");
+        return GM_FAIL(GM_ERR_ARG,
+                       "chunk search: min_chunk_size and chunk_search_n_grids must be positive");
     }
     for (uint32_t i = 0; i < n_params; i++) {
         GM_TRY(check_spec(&params[i], i));

@@ -28,8 +28,8 @@ static gm_status reconcile_lease(gm_engine *engine, gm_lease *lease)
     if (!weight) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
     }
-    gm_status status = gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset,
-                                             s.bytes, weight);
+    gm_status status =
+        gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
         status = gm_field_reset_low(engine, p, lease->old, weight);
         gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
@@ -96,7 +96,8 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
     if (!lease || (is_watched && !old)) {
         free(lease);
         free(old);
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: lease of %llu elements", (unsigned long long)p->spec.numel);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: lease of %llu elements",
+                       (unsigned long long)p->spec.numel);
     }
     *lease = (gm_lease){.engine = engine, .param = id, .is_pinned = is_pinned, .old = old};
     atomic_init(&lease->is_watched, is_watched);

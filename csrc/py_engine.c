@@ -21,9 +21,8 @@ typedef struct outside {
 } outside;
 
 typedef struct core {
-    PyObject_HEAD
-    gm_engine *engine;   /* NULL after close() */
-    gm_workers *workers; /* owned when the caller chose a thread count, else NULL */
+    PyObject_HEAD gm_engine *engine; /* NULL after close() */
+    gm_workers *workers;             /* owned when the caller chose a thread count, else NULL */
     outside *around;
     uint32_t n_params;
 } core;
@@ -113,7 +112,8 @@ static int parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n)
     return 0;
 }
 
-static gm_status make_engine(core *self, gm_engine_options *options, int ordinal, size_t block_bytes)
+static gm_status make_engine(core *self, gm_engine_options *options, int ordinal,
+                             size_t block_bytes)
 {
     gm_device *device;
     if (ordinal < 0) {
@@ -129,9 +129,9 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",       "params",      "unit_params", "unit_begin",
-                            "chunk_bytes",   "block_bytes", "device_budget", "host_budget",
-                            "policy",        "is_strict",   "is_grad_f32", "threads",
+    static char *names[] = {"ordinal",        "params",      "unit_params",   "unit_begin",
+                            "chunk_bytes",    "block_bytes", "device_budget", "host_budget",
+                            "policy",         "is_strict",   "is_grad_f32",   "threads",
                             "external_bytes", NULL};
     PyObject *params, *unit_params, *unit_begin;
     int ordinal, policy, is_strict, is_grad_f32;
@@ -139,8 +139,8 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOOOnnnnippIn", names, &ordinal, &params,
                                      &unit_params, &unit_begin, &chunk_bytes, &block_bytes,
-                                     &device_budget, &host_budget, &policy, &is_strict, &is_grad_f32,
-                                     &threads, &external_bytes)) {
+                                     &device_budget, &host_budget, &policy, &is_strict,
+                                     &is_grad_f32, &threads, &external_bytes)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -264,82 +264,57 @@ static PyObject *finish(gm_status status)
     Py_RETURN_NONE;
 }
 
-static PyObject *core_enter(core *self, PyObject *const *args, Py_ssize_t n_args)
+/* Calls that take only numbers: parsed, called without the GIL, translated. */
+typedef gm_status (*number_call)(gm_engine *engine, const unsigned long long *v);
+
+static PyObject *call_numbers(core *self, const char *name, number_call call, PyObject *const *args,
+                              Py_ssize_t n_args, Py_ssize_t n_wanted)
 {
-    unsigned long long v[2];
+    unsigned long long v[4];
     gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("enter", args, n_args, 2, v) < 0) {
+    if (!engine || parse_numbers(name, args, n_args, n_wanted, v) < 0) {
         return NULL;
     }
     gm_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_enter(engine, (uint32_t)v[0], v[1]);
+    status = call(engine, v);
     Py_END_ALLOW_THREADS
     return finish(status);
 }
 
-static PyObject *core_leave(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[2];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("leave", args, n_args, 2, v) < 0) {
-        return NULL;
+/* One method of that kind: the C call as an expression of engine and v[]. */
+#define NUMBER_METHOD(name, n_wanted, expression)                                      \
+    static gm_status call_##name(gm_engine *engine, const unsigned long long *v)       \
+    {                                                                                  \
+        return expression;                                                             \
+    }                                                                                  \
+    static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
+    {                                                                                  \
+        return call_numbers(self, #name, call_##name, args, n_args, n_wanted);         \
     }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_leave(engine, (uint32_t)v[0], v[1]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
 
-static PyObject *core_touch(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[2];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("touch", args, n_args, 2, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_touch(engine, (uintptr_t)v[0], v[1]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
-
-static PyObject *core_release_touched(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[2];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("release_touched", args, n_args, 2, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_release_touched(engine, (uint32_t)v[0], v[1]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
+NUMBER_METHOD(enter, 2, gm_engine_enter(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(leave, 2, gm_engine_leave(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(touch, 2, gm_engine_touch(engine, (uintptr_t)v[0], v[1]))
+NUMBER_METHOD(release_touched, 2, gm_engine_release_touched(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(grad_put, 4,
+              gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
+                                 (gm_dtype)v[2], v[3]))
+NUMBER_METHOD(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
+NUMBER_METHOD(note_write, 1, gm_engine_note_write(engine, (uint32_t)v[0]))
+NUMBER_METHOD(read, 3,
+              gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], (void *)(uintptr_t)v[2]))
+NUMBER_METHOD(write, 3,
+              gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1],
+                              (const void *)(uintptr_t)v[2]))
+NUMBER_METHOD(drain, 1, gm_engine_drain(engine, v[0]))
+NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 
 static PyObject *core_n_touched(core *self, PyObject *unused)
 {
     (void)unused;
     gm_engine *engine = engine_of(self);
     return engine ? PyLong_FromUnsignedLong(gm_engine_n_touched(engine)) : NULL;
-}
-
-static PyObject *core_grad_put(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[4];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("grad_put", args, n_args, 4, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
-                                (gm_dtype)v[2], v[3]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
 }
 
 static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
@@ -350,86 +325,6 @@ static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_a
         return NULL;
     }
     return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
-}
-
-static PyObject *core_grad_drop(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("grad_drop", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    return finish(gm_engine_grad_drop(engine, (uint32_t)v[0]));
-}
-
-static PyObject *core_note_write(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("note_write", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_note_write(engine, (uint32_t)v[0]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
-
-static PyObject *core_read(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[3];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("read", args, n_args, 3, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], (void *)(uintptr_t)v[2]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
-
-static PyObject *core_write(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[3];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("write", args, n_args, 3, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1], (const void *)(uintptr_t)v[2]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
-
-static PyObject *core_drain(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("drain", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_drain(engine, v[0]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
-}
-
-static PyObject *core_settle(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("settle", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_settle(engine, (size_t)v[0]);
-    Py_END_ALLOW_THREADS
-    return finish(status);
 }
 
 static PyObject *core_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
@@ -466,7 +361,8 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
         return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
     }
     uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)v[0]);
-    return Py_BuildValue("In", (unsigned int)chunk, (Py_ssize_t)gm_engine_chunk_bytes(engine, chunk));
+    return Py_BuildValue("In", (unsigned int)chunk,
+                         (Py_ssize_t)gm_engine_chunk_bytes(engine, chunk));
 }
 
 static PyObject *core_weight_span(core *self, PyObject *unused)
@@ -569,10 +465,9 @@ static PyObject *core_step(core *self, PyObject *args)
         long long step;
         int adamw, bias_correction;
         gm_adam_hyper h;
-        int is_parsed =
-            item && PyArg_ParseTuple(item, "IdddddLppdd", &id, &h.lr, &h.beta1, &h.beta2, &h.eps,
-                                     &h.weight_decay, &step, &adamw, &bias_correction,
-                                     &h.grad_divisor, &h.clip_factor);
+        int is_parsed = item && PyArg_ParseTuple(item, "IdddddLppdd", &id, &h.lr, &h.beta1,
+                                                 &h.beta2, &h.eps, &h.weight_decay, &step, &adamw,
+                                                 &bias_correction, &h.grad_divisor, &h.clip_factor);
         Py_XDECREF(item);
         if (!is_parsed) {
             free(updates);
@@ -603,12 +498,12 @@ static PyObject *core_stats(core *self, PyObject *unused)
     Py_ssize_t budget = s.device_budget_bytes == SIZE_MAX ? -1 : (Py_ssize_t)s.device_budget_bytes;
     return Py_BuildValue(
         "{s:K,s:K,s:K,s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:I,s:I,s:I,s:I,s:K}", "fetches",
-        (unsigned long long)s.fetches, "evictions", (unsigned long long)s.evictions, "fetched_bytes",
-        (unsigned long long)s.fetched_bytes, "evicted_bytes", (unsigned long long)s.evicted_bytes,
-        "device_bytes", (Py_ssize_t)s.device_bytes, "device_peak_bytes",
-        (Py_ssize_t)s.device_peak_bytes, "device_budget_bytes", budget, "host_bytes",
-        (Py_ssize_t)s.host_bytes, "state_bytes", (Py_ssize_t)s.state_bytes, "weight_bytes",
-        (Py_ssize_t)s.weight_bytes, "chunks", (unsigned int)s.n_chunks, "blocks",
+        (unsigned long long)s.fetches, "evictions", (unsigned long long)s.evictions,
+        "fetched_bytes", (unsigned long long)s.fetched_bytes, "evicted_bytes",
+        (unsigned long long)s.evicted_bytes, "device_bytes", (Py_ssize_t)s.device_bytes,
+        "device_peak_bytes", (Py_ssize_t)s.device_peak_bytes, "device_budget_bytes", budget,
+        "host_bytes", (Py_ssize_t)s.host_bytes, "state_bytes", (Py_ssize_t)s.state_bytes,
+        "weight_bytes", (Py_ssize_t)s.weight_bytes, "chunks", (unsigned int)s.n_chunks, "blocks",
         (unsigned int)s.n_blocks, "settled_chunks", (unsigned int)s.n_settled, "leases",
         (unsigned int)s.n_leases, "layout_hash", (unsigned long long)s.layout_hash);
 }
@@ -664,7 +559,8 @@ static PyObject *torch_abi_init(PyObject *module, PyObject *unused)
     return finish(gm_torch_abi_init());
 }
 
-#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))(function), flags, doc}
+#define METHOD(name, function, flags, doc) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
 static PyMethodDef core_methods[] = {
     METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream)"),
@@ -687,7 +583,8 @@ static PyMethodDef core_methods[] = {
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
     METHOD("chunk", core_chunk, METH_FASTCALL, "chunk(param) -> (id, bytes of its weights)"),
     METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
-    METHOD("lease", core_lease, METH_FASTCALL, "lease(param, is_pinned, is_watched, stream) -> lease"),
+    METHOD("lease", core_lease, METH_FASTCALL,
+           "lease(param, is_pinned, is_watched, stream) -> lease"),
     METHOD("lease_end", core_lease_end, METH_FASTCALL, "lease_end(lease)"),
     METHOD("lease_unwatch", core_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease)"),
     METHOD("step", core_step, METH_VARARGS, "step(updates, stream)"),
@@ -700,7 +597,8 @@ static PyMethodDef core_methods[] = {
 static PyMethodDef module_methods[] = {
     METHOD("chunk_search", chunk_search, METH_VARARGS,
            "chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes"),
-    METHOD("torch_abi_init", torch_abi_init, METH_NOARGS, "registers gemini::blob; torch must be loaded"),
+    METHOD("torch_abi_init", torch_abi_init, METH_NOARGS,
+           "registers gemini::blob; torch must be loaded"),
     {NULL, NULL, 0, NULL},
 };
 

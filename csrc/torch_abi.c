@@ -55,7 +55,8 @@ static void blob_kernel(slot *stack, uint64_t n_in, uint64_t n_out)
     (void)n_out;
     gm_lease *lease = (gm_lease *)(uintptr_t)stack[0];
     void *list = (void *)(uintptr_t)stack[1], *tensor = NULL;
-    int32_t dtype, device_type = (int32_t)(int64_t)stack[3], device_index = (int32_t)(int64_t)stack[4];
+    int32_t dtype, device_type = (int32_t)(int64_t)stack[3],
+                   device_index = (int32_t)(int64_t)stack[4];
     memcpy(&dtype, &stack[2], sizeof dtype);
     int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
     size_t n_dims = 0;
@@ -83,10 +84,11 @@ static gm_status look_up(void *library, const char *name, void *out_function)
 {
     void *symbol = dlsym(library, name);
     if (!symbol) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED,
-                       "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before "
-                       "it",
-                       name);
+        return GM_FAIL(
+            GM_ERR_UNSUPPORTED,
+            "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before "
+            "it",
+            name);
     }
     memcpy(out_function, &symbol, sizeof symbol); /* a function pointer, as POSIX allows */
     return GM_OK;
@@ -113,8 +115,9 @@ gm_status gm_torch_abi_init(void)
     GM_TRY(look_up(self, "aoti_torch_layout_strided", &torch.layout_strided));
     void *library;
     if (torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
-        torch.library_def(library, "blob(int lease, int[] sizes, ScalarType dtype, int device_type, "
-                                   "int device_index) -> Tensor") != 0 ||
+        torch.library_def(library,
+                          "blob(int lease, int[] sizes, ScalarType dtype, int device_type, "
+                          "int device_index) -> Tensor") != 0 ||
         torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__, __LINE__,
                                 &library) != 0 ||
         torch.library_impl(library, "blob", blob_kernel) != 0) {

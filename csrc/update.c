@@ -151,9 +151,9 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
             continue;
         }
         gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
-        const uint8_t *base = is_resident
-                                  ? (const uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_GRAD)
-                                  : gm_chunks_home(engine->chunks, chunk, GM_GRAD);
+        const uint8_t *base =
+            is_resident ? (const uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_GRAD)
+                        : gm_chunks_home(engine->chunks, chunk, GM_GRAD);
         gm_sumsq_host(base + p->place.offset * gm_dtype_bytes(dtype), dtype, p->spec.numel, out,
                       engine->workers);
     }
@@ -197,10 +197,10 @@ static gm_status update_on_device(gm_engine *engine, uint32_t chunk, const gm_ad
     for (int piece = 0; piece < GM_N_PIECES; piece++) {
         GM_TRY(gm_chunks_pin(engine->chunks, chunk, (gm_piece)piece, stream));
     }
-    gm_adam_args args = adam_args(
-        engine, chunk, (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_WEIGHT),
-        (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_STATE),
-        (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_GRAD), ranges, n);
+    gm_adam_args args =
+        adam_args(engine, chunk, (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_WEIGHT),
+                  (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_STATE),
+                  (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_GRAD), ranges, n);
     GM_TRY(engine->device->ops->adam(engine->device, &args, stream));
     gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
     gm_chunks_note_write(engine->chunks, chunk, GM_STATE);
@@ -271,7 +271,8 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
 
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
 {
-    for (uint32_t i = 0; i < n; i++) { /* everything that can be refused is refused before the first write */
+    for (uint32_t i = 0; i < n;
+         i++) { /* everything that can be refused is refused before the first write */
         GM_TRY(gm_engine_check_param(engine, updates[i].param));
         const gm_param *p = &engine->params[updates[i].param];
         if (!p->spec.has_moments || !p->has_grad) {

@@ -11,10 +11,16 @@ What must hold for the proof:
 
 from __future__ import annotations
 
+import os
+
+# Read when the libraries load.  Threads that wait in a loop halt a machine whose cores others want too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# One of cuBLAS's two ways to repeat itself exactly.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import argparse
 import logging
 import math
-import os
 import sys
 import sysconfig
 import time
@@ -374,7 +380,6 @@ def main() -> int:
     args = parse_arguments()
     began = time.perf_counter()
     # Equal bits need kernels that repeat themselves, with and without Gemini.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Lightning's notes about accelerators and its products are not this program's subject.
     for tree in ("lightning", "pytorch_lightning", "lightning_fabric"):

@@ -8,11 +8,13 @@ to the same bits as if it had fitted. See README.md.
 import torch  # noqa: F401  (the core looks functions up in the libtorch that this loads)
 
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
+
 from gemini_strategy import _C  # isort: skip
 
 _C.torch_abi_init()
 
-from gemini_strategy.engine import Engine, engine_of, manage  # noqa: E402
+from gemini_strategy.engine import Engine  # noqa: E402
+from gemini_strategy.manage import engine_of, manage  # noqa: E402
 from gemini_strategy.optim import CPUAdam, HybridAdam, cast_model_, grad_norm  # noqa: E402
 from gemini_strategy.precision import LossScaler  # noqa: E402
 from gemini_strategy.sizes import parse_bytes  # noqa: E402

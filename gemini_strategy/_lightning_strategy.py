@@ -550,7 +550,7 @@ def build_strategy(tree: Tree) -> type:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 value = state.get(name)
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[name] = engine.read_master(engine.slot_of(parameter))
+                    state[name] = engine.slot_of(parameter).read_master()
             return state
 
         def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

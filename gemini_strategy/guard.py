@@ -19,142 +19,18 @@ import copy
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.slot import Slot
 
-if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
-
-__all__ = ["Slot", "close_side_doors", "guarded_class", "open_class"]
+__all__ = ["close_side_doors", "guarded_class", "is_guarded", "open_class"]
 
 _plain_torch = torch._C.DisableTorchFunctionSubclass
-
-
-class Slot:
-    """What the engine knows of one managed parameter; `parameter._gm_slot`."""
-
-    __slots__ = (
-        "__weakref__",
-        "adam_step",
-        "base_count",
-        "device",
-        "dtype",
-        "engine",
-        "grad_view",
-        "group",
-        "has_grad_home",
-        "has_low",
-        "has_moments",
-        "id",
-        "name",
-        "names",
-        "open_count",
-        "original_device",
-        "parameter",
-        "plain_class",
-        "shape",
-        "storage",
-        "version",
-        "view_tokens",
-    )
-
-    def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
-        self.engine = engine
-        self.id = index
-        self.name = name
-        self.names = [name]
-        self.parameter = parameter
-        self.plain_class = type(parameter)
-        self.shape = tuple(parameter.shape)
-        self.dtype = parameter.dtype  # the compute dtype, once managed
-        self.device = parameter.device
-        self.original_device = parameter.device
-        self.has_low = self.has_moments = self.has_grad_home = False
-        self.group: dict[str, Any] | None = None  # its param_group in the optimizer
-        self.adam_step = 0  # updates so far
-        self.open_count = 0  # units that have entered and not left
-        self.version = 0
-        self.storage = 0  # address of its StorageImpl
-        self.base_count = 0  # references to that storage when nothing shows it but the parameter
-        self.view_tokens = 0  # views that autograd has saved, and that keep the storage too
-        self.grad_view: weakref.ref[torch.Tensor] | None = None
-
-    def blob(self, lease: int) -> torch.Tensor:
-        """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
-        kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
-        with torch.inference_mode(False), _plain_torch():
-            return torch.ops.gemini.blob(lease, list(self.shape), self.dtype, kind, index)
-
-    def lease(self, is_watched: bool = True) -> tuple[torch.Tensor, int]:
-        """The parameter's bytes as a plain tensor, fetched and kept until the tensor is gone."""
-        core, stream = self.engine.core, self.engine.stream()
-        try:
-            lease = core.lease(self.id, 1, int(is_watched), stream)
-        except MemoryError as error:
-            raise self.engine.room_error(self, "using it outside its module", error) from None
-        return self.blob(lease), lease
-
-    def alias(self) -> torch.Tensor:
-        """What `p.data` and `p.detach()` are: as guarded as the parameter, without gradient."""
-        plain = self.blob(self.engine.core.lease(self.id, 0, 0, 0))
-        with torch.inference_mode(False), _plain_torch():
-            alias = torch.Tensor._make_subclass(GuardedTensor, plain, False)
-        alias._gm_slot = self
-        return alias
-
-    def assign(self, value: torch.Tensor) -> None:
-        """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
-        if isinstance(value, _Guarded) and value._gm_slot is self:
-            return
-        if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
-            raise GuardError(
-                f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
-                f"{self.dtype}, got {tuple(value.shape)} and {value.dtype}; to change either, "
-                "engine.close(), change the model, and manage() it again"
-            )
-        if value.device.type != self.device.type:
-            raise GuardError(
-                f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
-                f"{value.device}; engine.close() makes the model ordinary again"
-            )
-        target, _ = self.lease()
-        with torch.no_grad(), _plain_torch():
-            if value.data_ptr() != target.data_ptr():
-                target.copy_(value)
-
-    def get_grad(self) -> torch.Tensor | None:
-        """The gradient that the engine holds, as a tensor that reads and writes it."""
-        if not self.has_grad_home:
-            with _plain_torch():
-                return torch.Tensor.grad.__get__(self.parameter)
-        if not self.engine.core.has_grad(self.id):
-            return None
-        grad = self.grad_view() if self.grad_view is not None else None
-        if grad is None:
-            grad = HeldGrad.make(self)
-            self.grad_view = weakref.ref(grad)
-        return grad
-
-    def set_grad(self, value: torch.Tensor | None) -> None:
-        if not self.has_grad_home:
-            with _plain_torch():
-                torch.Tensor.grad.__set__(self.parameter, value)
-        elif value is None:
-            self.engine.core.grad_drop(self.id)
-        elif isinstance(value, HeldGrad) and value._gm_slot is self:
-            pass
-        elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
-            raise GuardError(
-                f"{self.name}: its gradient has shape {self.shape} and {self.dtype}, got "
-                f"{tuple(value.shape)} and {value.dtype}"
-            )
-        else:
-            self.engine.write_grad(self, value)
 
 
 # ---- operations on guarded tensors ----
@@ -170,39 +46,39 @@ def _methods(*names: str) -> set[Any]:
 
 
 # Facts about a tensor that are true without its bytes.
+_FACT_GETTERS = """
+    shape dtype device layout ndim is_leaf requires_grad grad_fn is_cuda is_cpu is_sparse is_sparse_csr
+    is_quantized is_meta is_mps is_xpu is_xla is_mkldnn is_nested is_ipu is_hpu is_vulkan is_maia is_mtia
+    is_ort itemsize nbytes names name output_nr _version _backward_hooks _post_accumulate_grad_hooks
+    retains_grad _base volatile _cdata
+"""
+_FACT_METHODS = """
+    size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex
+    is_signed storage_offset get_device register_hook register_post_accumulate_grad_hook retain_grad
+    __hash__ __len__ is_same_size is_shared is_inference has_names dim_order is_conj is_neg
+    is_distributed is_pinned detach_ is_coalesced _is_view new_empty new_zeros new_ones new_full
+    new_tensor is_set_to
+"""
+_FACT_FUNCTIONS = {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_conj,
+    torch.is_neg,
+    torch.is_inference,
+    torch.is_same_size,
+    torch.is_signed,
+    torch.numel,
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.result_type,
+}
 _FACTS: set[Any] = (
-    _getters(
-        *"shape dtype device layout ndim is_leaf requires_grad grad_fn is_cuda is_cpu is_sparse "
-        "is_sparse_csr is_quantized is_meta is_mps is_xpu is_xla is_mkldnn is_nested is_ipu is_hpu "
-        "is_vulkan is_maia is_mtia is_ort itemsize nbytes names name output_nr _version "
-        "_backward_hooks _post_accumulate_grad_hooks retains_grad _base volatile _cdata".split()
-    )
-    | _methods(
-        *"size dim ndimension numel nelement element_size stride is_contiguous is_floating_point "
-        "is_complex is_signed storage_offset get_device requires_grad_ register_hook "
-        "register_post_accumulate_grad_hook retain_grad __hash__ __len__ is_same_size is_shared "
-        "is_inference has_names dim_order is_conj is_neg is_distributed is_pinned detach_ "
-        "is_coalesced _is_view type_as_dtype new_empty new_zeros new_ones new_full new_tensor "
-        "is_set_to".split()
-    )
-    | {
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_conj,
-        torch.is_neg,
-        torch.is_inference,
-        torch.is_same_size,
-        torch.is_signed,
-        torch.numel,
-        torch.empty_like,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        torch.rand_like,
-        torch.randn_like,
-        torch.randint_like,
-        torch.result_type,
-    }
+    _getters(*_FACT_GETTERS.split()) | _methods(*_FACT_METHODS.split()) | _FACT_FUNCTIONS
 )
 
 _REFUSED = {
@@ -268,7 +144,9 @@ def _open_in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     named = {id(t): t for t in tree_flatten((args, kwargs))[0] if isinstance(t, _Guarded)}
     for tensor in named.values():
         if not isinstance(tensor, nn.Parameter):
-            raise GuardError(f"{tensor._gm_slot.name}: p.data and p.detach() are not part of a graph")
+            raise GuardError(
+                f"{tensor._gm_slot.name}: p.data and p.detach() are not part of a graph"
+            )
     for tensor in named.values():
         tensor.__class__ = open_class(tensor._gm_slot.plain_class)
     try:
@@ -313,7 +191,7 @@ def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def settle(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, _Guarded):
-            for key, (shown, _, original, _) in leased.items():
+            for shown, _, original, _ in leased.values():
                 if value is shown and mutates:
                     return original  # in-place operations return their first argument
             key = by_storage.get(_storage_of(value))
@@ -325,7 +203,10 @@ def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     result = tree_map(settle, result)
     for key, (shown, lease, original, version) in leased.items():
-        if shown._version == version and key not in escaped:
+        is_written = shown._version != version
+        if is_written and isinstance(original, nn.Parameter):
+            original._gm_slot.epoch += 1
+        if not is_written and key not in escaped:
             original._gm_slot.engine.core.lease_unwatch(lease)
     return result
 
@@ -382,7 +263,7 @@ class _Guarded:
     def _gm_plain_copy(self) -> torch.Tensor:
         """An ordinary, unmanaged tensor or parameter with these values."""
         slot = self._gm_slot
-        values = slot.engine.read_weight(slot)
+        values = slot.read_weight()
         if not isinstance(self, nn.Parameter):
             return values
         with _plain_torch():
@@ -392,6 +273,29 @@ class _Guarded:
 
 class GuardedTensor(_Guarded, torch.Tensor):
     """`p.data` or `p.detach()` of a managed parameter: guarded like the parameter itself."""
+
+
+def _alias(slot: Slot) -> torch.Tensor:
+    """What `p.data` and `p.detach()` are: as guarded as the parameter, without gradient."""
+    plain = slot.blob(slot.engine.core.lease(slot.id, 0, 0, 0))
+    with torch.inference_mode(False), _plain_torch():
+        alias = torch.Tensor._make_subclass(GuardedTensor, plain, False)
+    alias._gm_slot = slot
+    return alias
+
+
+def _grad_of(slot: Slot) -> torch.Tensor | None:
+    """The gradient that the engine holds, as a tensor that reads and writes it."""
+    if not slot.has_grad_home:
+        with _plain_torch():
+            return torch.Tensor.grad.__get__(slot.parameter)
+    if not slot.engine.core.has_grad(slot.id):
+        return None
+    grad = slot.grad_view() if slot.grad_view is not None else None
+    if grad is None:
+        grad = HeldGrad.make(slot)
+        slot.grad_view = weakref.ref(grad)
+    return grad
 
 
 def _set_data(slot: Slot, owner: torch.Tensor, value: torch.Tensor) -> None:
@@ -417,12 +321,12 @@ def _type(slot: Slot, owner: torch.Tensor, dtype: Any = None, **kwargs: Any) -> 
 
 
 _SPECIAL: dict[Any, Any] = {
-    torch.Tensor.data.__get__: lambda slot, owner: slot.alias(),
+    torch.Tensor.data.__get__: lambda slot, owner: _alias(slot),
     torch.Tensor.data.__set__: _set_data,
-    torch.Tensor.detach: lambda slot, owner: slot.alias(),
-    torch.detach: lambda slot, owner: slot.alias(),
+    torch.Tensor.detach: lambda slot, owner: _alias(slot),
+    torch.detach: lambda slot, owner: _alias(slot),
     torch.Tensor.grad.__get__: lambda slot, owner: (
-        slot.get_grad() if isinstance(owner, nn.Parameter) else None
+        _grad_of(slot) if isinstance(owner, nn.Parameter) else None
     ),
     torch.Tensor.grad.__set__: lambda slot, owner, value: slot.set_grad(value),
     torch.Tensor.grad.__delete__: lambda slot, owner: slot.set_grad(None),
@@ -449,7 +353,7 @@ class _Open:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return self._gm_slot.get_grad()
+        return _grad_of(self._gm_slot)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -464,6 +368,11 @@ class _Open:
 
 _guarded_classes: dict[type, type] = {}
 _open_classes: dict[type, type] = {}
+
+
+def is_guarded(value: Any) -> bool:
+    """Whether `value` is a managed parameter outside its unit, or an alias of one."""
+    return isinstance(value, _Guarded)
 
 
 def guarded_class(plain: type) -> type:
@@ -509,7 +418,9 @@ def _checked(original: Any, is_refused: bool) -> Any:
             if not isinstance(item, _Guarded):
                 continue
             if is_refused:
-                raise GuardError(f"{item._gm_slot.name}: {original.__name__} would replace its storage")
+                raise GuardError(
+                    f"{item._gm_slot.name}: {original.__name__} would replace its storage"
+                )
             with torch.no_grad():
                 return _serve(original, args, kwargs)
         return original(*args, **kwargs)
@@ -568,13 +479,13 @@ class HeldGrad(torch.Tensor):
         return _dispatch_grads(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self._gm_slot.engine.read_grad(self._gm_slot), memo)
+        return copy.deepcopy(self._gm_slot.read_grad(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._gm_slot.engine.read_grad(self._gm_slot).__reduce_ex__(protocol)
+        return self._gm_slot.read_grad().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return repr(self._gm_slot.engine.read_grad(self._gm_slot))
+        return repr(self._gm_slot.read_grad())
 
 
 def _dispatch_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -589,8 +500,10 @@ def _dispatch_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if id(item) not in values:
             slot = item._gm_slot
             if not slot.engine.core.has_grad(slot.id):
-                raise GuardError(f"{slot.name}: this gradient was dropped (zero_grad or a new pass)")
-            values[id(item)] = (slot.engine.read_grad(slot), item)
+                raise GuardError(
+                    f"{slot.name}: this gradient was dropped (zero_grad or a new pass)"
+                )
+            values[id(item)] = (slot.read_grad(), item)
         return values[id(item)][0]
 
     written: list[HeldGrad] = []
@@ -609,7 +522,7 @@ def _dispatch_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     plain_args, plain_kwargs = tree_map(open_grad, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for item in written:
-        item._gm_slot.engine.write_grad(item._gm_slot, values[id(item)][0])
+        item._gm_slot.write_grad(values[id(item)][0])
     by_storage = {_storage_of(v): (v, item) for v, item in values.values()}
 
     def close_grad(value: Any) -> Any:

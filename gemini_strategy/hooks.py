@@ -3,9 +3,10 @@
 [Note: backward without backward hooks]
     Inside a unit's forward, autograd's saved-tensor hooks are ours. A saved tensor that shows managed
     bytes is kept as a token; when a backward node unpacks it, the chunk is fetched and pinned until
-    another node of the same backward unpacks: autograd runs the nodes of a device one after the other. A
-    node written in Python may run a backward of its own (re-entrant checkpointing); its pins last through
-    that, because the nested one is a graph task of its own. So a node finds the right bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
+    another node of the same backward unpacks: autograd runs the nodes of a device one after the
+    other. A node written in Python may run a backward of its own (re-entrant checkpointing); its pins
+    last through that, because the nested one is a graph task of its own. So a node finds the right
+    bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
 
 [Note: views that escape]
     A view of an open parameter that is still alive when its unit leaves (a cache, an output, `self.w_t`)
@@ -27,7 +28,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from gemini_strategy.errors import GuardError
-from gemini_strategy.guard import Slot, guarded_class, open_class
+from gemini_strategy.guard import guarded_class, open_class
+from gemini_strategy.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
@@ -40,6 +42,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _plain_torch = torch._C.DisableTorchFunctionSubclass
 _hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+_MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation: {}."
 _current_node = torch._C._current_autograd_node
 _current_task = torch._C._current_graph_task_id
 
@@ -47,19 +50,45 @@ _current_task = torch._C._current_graph_task_id
 class _Token:
     """A saved tensor on managed bytes."""
 
-    __slots__ = ("address", "is_view", "slot", "tensor")
+    __slots__ = ("address", "epoch", "is_view", "slot", "tensor")
 
     def __init__(self, slot: Slot, tensor: torch.Tensor, address: int) -> None:
         self.slot = slot
-        self.tensor = tensor
-        self.address = address
         self.is_view = tensor is not slot.parameter
+        self.tensor = tensor.detach() if self.is_view else tensor
+        self.address = address
+        self.epoch = slot.epoch
         if self.is_view:
             slot.view_tokens += 1
+
+    def check(self) -> None:
+        if self.epoch != self.slot.epoch:
+            raise RuntimeError(_MODIFIED.format(f"{self.slot.name} (parameter)"))
 
     def __del__(self) -> None:
         if self.is_view:
             self.slot.view_tokens -= 1
+
+
+class _Saved:
+    """Any other saved tensor: detached, so that no node keeps itself alive through its own output.
+
+    torch checks the versions of what it saves itself; under hooks that falls to the hooks.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version
+
+    def check(self) -> None:
+        if self.version >= 0 and self.tensor._version != self.version:
+            kind = f"{self.tensor.dtype} tensor of shape {tuple(self.tensor.shape)}"
+            now, then = self.tensor._version, self.version
+            raise RuntimeError(
+                _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
+            )
 
 
 class _Delegated:
@@ -116,15 +145,17 @@ class SavedTensorNet:
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Delegated(outer[0](tensor), outer[1])
-        return tensor
+        return _Saved(tensor)
 
     def unpack(self, saved: Any) -> torch.Tensor:
+        if type(saved) is _Saved:
+            saved.check()
+            return saved.tensor
         if type(saved) is _Token:
+            saved.check()
             self.touch(saved.address)
             return saved.tensor
-        if type(saved) is _Delegated:
-            return self._unpack_delegated(saved)
-        return saved
+        return self._unpack_delegated(saved)
 
     def _unpack_delegated(self, saved: _Delegated) -> torch.Tensor:
         """The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what

@@ -1,10 +1,15 @@
-"""Sizes as people write them: bytes, "24GB", "24GiB", or a fraction of what there is."""
+"""Sizes as people write them, and the sizes of chunks and blocks that follow from a model and a budget."""
 
 from __future__ import annotations
 
+import os
 import re
 
-__all__ = ["parse_bytes"]
+from gemini_strategy import _C
+
+__all__ = ["ChunkSizes", "parse_bytes", "physical_memory"]
+
+_MIB = 1 << 20
 
 _UNITS = {
     "": 1,
@@ -43,3 +48,51 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
     if size <= 0:
         raise ValueError(f"{hint}; got {size} bytes")
     return size
+
+
+def physical_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class ChunkSizes:
+    """Chunk and block sizes as the caller gave them, and what they become for a model."""
+
+    def __init__(
+        self,
+        chunk_size: int | str | None,
+        block_size: int | str | None,
+        search_range: int | str | None,
+        n_grids: int | None,
+        min_chunk_size: int | str | None,
+    ) -> None:
+        self.searches = not (search_range is None and n_grids is None and min_chunk_size is None)
+        if self.searches and chunk_size is not None:
+            raise ValueError("give chunk_size, or the arguments of the search for one, not both")
+        if n_grids is not None and n_grids < 1:
+            raise ValueError(f"chunk_search_n_grids={n_grids!r} must be at least 1")
+        self.chunk = None if chunk_size is None else parse_bytes(chunk_size, name="chunk_size")
+        self.block = None if block_size is None else parse_bytes(block_size, name="block_size")
+        self.n_grids = 4096 if n_grids is None else n_grids
+        self.range = 64 * _MIB
+        if search_range is not None:
+            self.range = parse_bytes(search_range, name="chunk_search_range")
+        self.minimum = 32 * _MIB
+        if min_chunk_size is not None:
+            self.minimum = parse_bytes(min_chunk_size, name="min_chunk_size")
+
+    def choose(
+        self, specs: list[tuple[int, int, int]], budget: int, is_cuda: bool
+    ) -> tuple[int, int]:
+        """(chunk bytes, block bytes) for parameters of (numel, weight bytes, kind)."""
+        granule = 2 * _MIB if is_cuda else _C.HOST_GRANULARITY
+        weights = sum(numel * width for numel, width, _ in specs)
+        if self.searches:
+            chunk = _C.chunk_search(specs, self.minimum, self.range, self.n_grids)
+        elif self.chunk is not None:
+            chunk = self.chunk
+        else:  # many chunks, so that little is held beyond what a unit needs
+            chunk = min(max(weights // 32, granule), 64 * _MIB)
+            if budget > 0:
+                chunk = max(min(chunk, budget // 32), granule)
+        return chunk, self.block or granule

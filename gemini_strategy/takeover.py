@@ -15,11 +15,20 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import CPUAdam, HybridAdam
+from gemini_strategy.slot import Slot, merge, split_low
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["check", "hyperparameters", "install", "load_state_dict", "mode", "release", "state_dict"]
+__all__ = [
+    "check",
+    "hyperparameters",
+    "install",
+    "load_state_dict",
+    "mode",
+    "release",
+    "state_dict",
+]
 
 _SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
 _REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -149,7 +158,7 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in list(optimizer.state.items()):
         slot = engine.slot_of(parameter)
         if "exp_avg" in state:
-            _load_entry(engine, slot, state)
+            _load_entry(slot, state)
     optimizer.state.clear()
     optimizer._gm_engine = engine
     _swap_class(optimizer, _managed_class(type(optimizer)))
@@ -163,26 +172,18 @@ def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> 
             slot = engine.slot_of(parameter)
             if slot.adam_step == 0:
                 continue
-            m, v = engine.read_moments(slot)
+            m, v = slot.read_moments()
             state: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step))}
             is_ours = issubclass(plain, HybridAdam)
             dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
             state["exp_avg"] = m.to(slot.original_device, dtype)
             state["exp_avg_sq"] = v.to(slot.original_device, dtype)
             if is_ours and slot.has_low and not is_fp32:
-                key, low = low_part(engine.read_weight(slot), engine.read_master(slot))
+                key, low = split_low(slot.read_weight(), slot.read_master())
                 state[key] = low.to(slot.original_device)
             optimizer.state[parameter] = state
     del optimizer._gm_engine
     _swap_class(optimizer, plain)
-
-
-def low_part(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """(key in HybridAdam's state, what `weight` lacks to be `master`); see csrc/arith.h."""
-    if weight.dtype is torch.float16:
-        return "master", master
-    bits = weight.view(torch.int16).to(torch.int32) << 16
-    return "remainder", (master.view(torch.int32) - bits).to(torch.int16)
 
 
 def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:
         for parameter in group["params"]:
             slot = engine.slot_of(parameter)
             if slot.adam_step > 0:
-                m, v = engine.read_moments(slot)
+                m, v = slot.read_moments()
                 step = torch.tensor(float(slot.adam_step))
                 state[index] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
             index += 1
@@ -210,17 +211,11 @@ def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:
     return result
 
 
-def _load_entry(engine: Engine, slot: Any, entry: dict[str, Any]) -> None:
-    engine.write_moments(slot, entry["exp_avg"], entry["exp_avg_sq"], int(entry["step"]))
+def _load_entry(slot: Slot, entry: dict[str, Any]) -> None:
+    slot.write_moments(entry["exp_avg"], entry["exp_avg_sq"], int(entry["step"]))
     low = entry.get("remainder", entry.get("master"))
     if low is not None and slot.has_low:
-        weight = engine.read_weight(slot)
-        if low.dtype is torch.float32:
-            master = torch.where(low.cpu().half() == weight, low.cpu(), weight.float())
-        else:
-            bits = weight.view(torch.int16).to(torch.int32) << 16
-            master = (bits + low.cpu().to(torch.int32)).view(torch.float32)
-        engine.write_master(slot, master)
+        slot.write_master(merge(slot.read_weight(), low.cpu()))
 
 
 def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
@@ -257,8 +252,8 @@ def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> No
             continue
         if entry is None or "exp_avg" not in entry:
             zeros = torch.zeros(slot.shape, dtype=torch.float32)
-            engine.write_moments(slot, zeros, zeros, 0)
+            slot.write_moments(zeros, zeros, 0)
         else:
-            _load_entry(engine, slot, entry)
+            _load_entry(slot, entry)
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)

@@ -331,10 +331,10 @@ def _outcome(
     )
 
 
-def start(build: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
-    """The model of seed `recipe.seed`, in train mode, on the recipe's device."""
+def start(build: Callable[[], nn.Module], recipe: Recipe, device: str | None = None) -> nn.Module:
+    """The model of seed `recipe.seed`, in train mode, on the recipe's device unless another is given."""
     torch.manual_seed(recipe.seed)
-    return build().train().to(recipe.device)
+    return build().train().to(device or recipe.device)
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -356,8 +356,8 @@ def plain(build: Callable[[], nn.Module], recipe: Recipe) -> Plain:
 
 
 def managed(build: Callable[[], nn.Module], recipe: Recipe, **how: Any) -> Managed:
-    """The managed run, ready to drive; `how` goes to `gs.manage`."""
-    model = start(build, recipe)
+    """The managed run, ready to drive; the model comes from the CPU; `how` goes to `gs.manage`."""
+    model = start(build, recipe, "cpu")
     engine = gs.manage(
         model,
         _optimizer(model, recipe),
@@ -414,7 +414,7 @@ def train_managed(case: Any, recipe: Recipe, **how: Any) -> tuple[Outcome, dict[
 def state_bytes(build: Callable[[], nn.Module], recipe: Recipe) -> int:
     """Weights plus optimizer states in bytes, without padding: what a budget is a fraction of."""
     with torch.random.fork_rng():
-        model = start(build, recipe)
+        model = start(build, recipe, "cpu")
     gs.cast_model_(model, recipe.precision)
     per_weight = {torch.float32: 12, torch.bfloat16: 12, torch.float16: 14}
     return sum(

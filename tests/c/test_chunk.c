@@ -120,13 +120,13 @@ static void test_against_shadow(bool is_strict)
             w->bytes[id][piece] = next(5) == 0 ? 0 : 1 + next(MAX_BYTES - 1);
         }
     }
-    size_t home_bytes = gm_chunks_home_bytes((const size_t(*)[GM_N_PIECES])w->bytes, N_CHUNKS);
+    size_t home_bytes = gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])w->bytes, N_CHUNKS);
     w->homes = aligned_alloc(4096, home_bytes);
     memset(w->homes, 0, home_bytes);
     gm_chunks_options options = {
         .device = w->device,
         .n_chunks = N_CHUNKS,
-        .piece_bytes = (const size_t(*)[GM_N_PIECES])w->bytes,
+        .piece_bytes = (const size_t (*)[GM_N_PIECES])w->bytes,
         .homes = w->homes,
         .device_limit = 30 * 4096,
         .is_strict = is_strict,
@@ -144,7 +144,8 @@ static void test_against_shadow(bool is_strict)
     }
     uintptr_t begin, end;
     gm_chunks_weight_span(w->chunks, &begin, &end);
-    CHECK(gm_chunks_at(w->chunks, begin - 1) == UINT32_MAX && gm_chunks_at(w->chunks, end) == UINT32_MAX);
+    CHECK(gm_chunks_at(w->chunks, begin - 1) == UINT32_MAX &&
+          gm_chunks_at(w->chunks, end) == UINT32_MAX);
     gm_chunks_stats stats;
     gm_chunks_get_stats(w->chunks, &stats);
     CHECK(stats.fetches > 100 && stats.evictions > 100);
@@ -160,8 +161,10 @@ static void test_without_homes(void)
     gm_chunks *chunks;
     size_t bytes[2][GM_N_PIECES] = {{4096, 8192, 4096}, {100, 200, 100}};
     CHECK(gm_device_host_new(4096, NULL, &device) == GM_OK);
-    gm_chunks_options options = {.device = device, .n_chunks = 2, .device_limit = SIZE_MAX,
-                                 .piece_bytes = (const size_t(*)[GM_N_PIECES])bytes};
+    gm_chunks_options options = {.device = device,
+                                 .n_chunks = 2,
+                                 .device_limit = SIZE_MAX,
+                                 .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes};
     CHECK(gm_chunks_new(&options, &chunks) == GM_OK);
     CHECK(gm_chunks_settle(chunks, 0) == GM_OK && gm_chunks_settle(chunks, 1) == GM_OK);
     uint8_t value = 7, read = 1;

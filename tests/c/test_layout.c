@@ -23,8 +23,8 @@ static void check_layout(const gm_param_spec *specs, uint32_t n, size_t chunk_by
         const gm_param_place *place = gm_layout_param(layout, i);
         const gm_chunk_shape *chunk = gm_layout_chunk(layout, place->chunk);
         CHECK(chunk->kind == specs[i].kind && place->numel == specs[i].numel);
-        CHECK(place->offset * specs[i].weight_bytes % GM_ALIGN == 0);   /* invariant 1 */
-        CHECK(place->offset >= end[place->chunk]);                      /* invariant 2 */
+        CHECK(place->offset * specs[i].weight_bytes % GM_ALIGN == 0); /* invariant 1 */
+        CHECK(place->offset >= end[place->chunk]);                    /* invariant 2 */
         CHECK(place->offset + place->numel <= chunk->numel);
         end[place->chunk] = place->offset + place->numel;
         used[place->chunk] += place->numel;
@@ -81,7 +81,8 @@ static void test_search(void)
         specs[i] = (gm_param_spec){.numel = 3000, .kind = 0, .weight_bytes = 4};
     }
     CHECK(gm_layout_search(specs, 12, 8192, 40960, 40, &best) == GM_OK);
-    CHECK(best == 8192); /* each parameter is larger: it gets a chunk of its own, nothing is wasted */
+    CHECK(best ==
+          8192); /* each parameter is larger: it gets a chunk of its own, nothing is wasted */
     CHECK(gm_layout_search(specs, 12, 20480, 20480, 40, &best) == GM_OK);
     CHECK(best == 24576);
     CHECK(gm_layout_search(specs, 12, 4096, 0, 1, &best) == GM_OK && best == 4096);

@@ -651,3 +651,73 @@ def test_exception_then_evaluation_then_training() -> None:
         assert_same_outcome(run.outcome(), reference.outcome())
     finally:
         run.engine.close()
+
+
+# ---- what autograd refuses stays refused ---------------------------------------------------------------
+
+
+class _Modifies(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        self.b = nn.Linear(32, 32)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if self.how == "input":
+            z = y.square()
+            y.mul_(2.0)
+        else:
+            z = torch.tanh(y)
+            out = z * 1.0
+            z.mul_(2.0)
+            z = out
+        return self.b(z)
+
+
+@pytest.mark.parametrize("where", ["root", "unit"])
+@pytest.mark.parametrize("how", ["input", "output"])
+def test_modified_activation_is_torchs_error(how: str, where: str) -> None:
+    """Autograd's own check that saved activations were not written must survive our hooks."""
+
+    class Owner(_Modifies):
+        def __init__(self):
+            super().__init__(how)
+            if where == "unit":
+                self.gain = nn.Parameter(torch.ones(()))
+
+    run = managed(Owner, Recipe(), placement_policy="cpu", chunk_size=4096)
+    try:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run.backward(CASE.loss(run, CASE.batch(0)))
+    finally:
+        run.engine.close()
+
+
+@pytest.mark.parametrize("mapping", ["aliased", "strict"])
+@pytest.mark.parametrize("how", ["step", "write"])
+def test_modified_weight_is_torchs_error(how: str, mapping: str) -> None:
+    """A graph built before its weights changed is not backpropagated with the new ones."""
+    reference = plain(CASE.build, Recipe())
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096, mapping=mapping)
+
+    def stale(which: Plain) -> None:
+        drive(which, CASE, 1)
+        old = CASE.loss(which, CASE.batch(1))
+        if how == "step":
+            drive(which, CASE, 1, first=2)
+        else:
+            with torch.no_grad():
+                which.model.get_parameter("blocks.1.4.weight").mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        which.zero_grad()
+        drive(which, CASE, 2, first=3)
+
+    try:
+        for which in (run, reference):
+            stale(which)
+        assert_same_outcome(run.outcome(), reference.outcome())
+    finally:
+        run.engine.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from reference import (
     Outcome,
@@ -82,3 +85,37 @@ def test_cpu_policy(name: str, mapping: str) -> None:
     for key, want in reference.weights.items():
         assert left[key].dtype == want.dtype
         assert torch.equal(left[key], want), key
+
+
+@pytest.mark.parametrize("mapping", ["aliased", "strict"])
+def test_forwards_without_backward_leave_nothing(mapping: str) -> None:
+    """Graphs that are dropped, not backpropagated, give back their activations and hold no chunk."""
+
+    class Activations(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(32, 32)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.softmax(torch.tanh(self.lin(x) * self.scale), dim=-1)
+            return torch.relu(x - 0.01) * self.scale
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    case = Case("activations", Activations, lambda step: None, lambda run, batch: None)
+    run = managed(case.build, _recipe("32-true"), placement_policy="cpu", mapping=mapping)
+    try:
+        x = torch.randn(8192, 32)
+        for _ in range(5):
+            run(x)
+            run.model.lin.weight.norm()
+        before = resident()
+        for _ in range(40):
+            run(x)
+            run.model.lin.weight.norm()
+        assert resident() < before + (40 << 20), "each pass saves about 4 MiB"
+        assert run.engine.stats()["leases"] == 0
+    finally:
+        run.engine.close()

@@ -1,0 +1,231 @@
+"""Adopting a model: which modules are units, what each parameter becomes, and moving it into its chunk."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GeminiError, GeminiMemoryError
+from gemini_strategy.guard import guarded_class
+from gemini_strategy.hooks import Unit
+from gemini_strategy.precision import weight_dtypes
+from gemini_strategy.slot import FORMATS, Slot
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["Adoption"]
+
+_plain_torch = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass
+class _FoundUnit:
+    """A module that directly owns parameters, before it is managed."""
+
+    name: str
+    module: nn.Module
+    owned: list[tuple[str, nn.Parameter]]
+
+
+def _find_units(model: nn.Module) -> list[_FoundUnit]:
+    """The modules that directly own parameters, in registration order.
+
+    nn.MultiheadAttention uses its out_proj's weight itself, so the two are one unit.
+    """
+    units = []
+    absorbed: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in absorbed:
+            continue
+        prefix = f"{name}." if name else ""
+        owned = [(prefix + n, p) for n, p in module._parameters.items() if p is not None]
+        if isinstance(module, nn.MultiheadAttention):
+            absorbed.add(id(module.out_proj))
+            projection = module.out_proj._parameters.items()
+            owned += [(f"{prefix}out_proj.{n}", p) for n, p in projection if p is not None]
+        if owned:
+            units.append(_FoundUnit(name, module, owned))
+    return units
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if parameter.is_complex():
+        raise GeminiError(
+            f"{name} is {parameter.dtype}: complex parameters are not supported; keep such a module "
+            "outside the managed model"
+        )
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise GeminiError(f"{name} is not initialized yet: run one forward pass before manage()")
+    if parameter.is_meta:
+        raise GeminiError(
+            f"{name} is on the meta device: materialize the model (model.to_empty() and its weights) "
+            "before manage()"
+        )
+    if parameter.layout is not torch.strided:
+        raise GeminiError(
+            f"{name} has layout {parameter.layout}: only dense parameters are supported"
+        )
+    if parameter.device.type not in ("cpu", device.type):
+        raise GeminiError(
+            f"{name} is on {parameter.device}, the engine on {device}: move the model to the CPU first, or "
+            f'give device="{parameter.device.type}"'
+        )
+    if device.type == "cuda" and parameter.device.type == "cuda" and parameter.device != device:
+        raise GeminiError(
+            f"{name} is on {parameter.device}, the engine on {device}: use one device"
+        )
+    if getattr(parameter, "_gm_slot", None) is not None:
+        raise GeminiError(
+            f"{name} is managed already: call close() on its engine (gemini_strategy.engine_of(model)) "
+            "before managing the model again"
+        )
+    if type(parameter).__torch_function__ is not torch._C._disabled_torch_function_impl:
+        raise GeminiError(
+            f"{name} is a {type(parameter).__name__} with a __torch_function__ of its own; only plain "
+            "nn.Parameter and subclasses without one can be managed"
+        )
+
+
+class _TakeGrad:
+    """The accumulation hook of one parameter: its gradient goes to the engine (invariant 3).
+
+    The slot is held weakly: torch keeps the hook where Python's cycle collector does not look, and a
+    strong reference would keep model and engine alive for ever. The engine holds the slot.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = weakref.ref(slot)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        with _plain_torch():
+            grad = torch.Tensor.grad.__get__(parameter)
+            torch.Tensor.grad.__set__(parameter, None)
+        slot = self._slot()
+        if grad is not None and slot is not None:
+            slot.engine.take_grad(slot, grad)
+
+
+class Adoption:
+    """One model on its way into an engine. Nothing of the model changes before `fill`."""
+
+    def __init__(self, engine: Engine, groups: dict[int, dict[str, Any]]) -> None:
+        self._engine = engine
+        self._units = _find_units(engine.model)
+        self.slots: list[Slot] = []
+        self._index: dict[int, int] = {}  # id(parameter) -> slot id
+        dtypes = weight_dtypes(engine.model, engine.precision)
+        for unit in self._units:
+            for name, parameter in unit.owned:
+                if id(parameter) in self._index:
+                    self.slots[self._index[id(parameter)]].names.append(name)
+                    continue
+                _check_parameter(name, parameter, engine.device)
+                self._index[id(parameter)] = len(self.slots)
+                group = groups.get(id(parameter))
+                self.slots.append(self._new_slot(name, parameter, dtypes[parameter], group))
+
+    def _new_slot(
+        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, group: dict[str, Any] | None
+    ) -> Slot:
+        slot = Slot(self._engine, len(self.slots), name, parameter)
+        slot.dtype = dtype
+        slot.device = self._engine.device
+        slot.group = group
+        is_trained = parameter.requires_grad and self._engine.optimizer is not None
+        if parameter.requires_grad and dtype not in FORMATS:
+            raise GeminiError(
+                f"{name} is {dtype} and trainable: fp32, bf16 and fp16 are supported; give a precision, "
+                "or freeze it"
+            )
+        slot.has_low = parameter.requires_grad and dtype is not torch.float32
+        slot.has_moments = is_trained and group is not None
+        slot.has_grad_home = is_trained
+        return slot
+
+    def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
+        """What the core wants to know of each parameter (csrc/engine.h, gm_engine_param)."""
+        return [
+            (
+                math.prod(slot.shape),
+                slot.dtype.itemsize,
+                FORMATS.get(slot.dtype, 0),
+                slot.has_low,
+                slot.has_moments,
+                slot.has_grad_home,
+            )
+            for slot in self.slots
+        ]
+
+    def unit_tables(self) -> tuple[list[int], list[int]]:
+        """(parameter ids unit after unit, where each unit begins)."""
+        params: list[int] = []
+        begins = [0]
+        for unit in self._units:
+            params += [self._index[id(p)] for _, p in unit.owned]
+            begins.append(len(params))
+        return params, begins
+
+    def check_floor(self, budget: int, available: int) -> None:
+        """Every module must fit together with the modules around it that own parameters.
+
+        Raises:
+            GeminiMemoryError: naming the module, its largest parameter and the budget that suffices.
+        """
+        chunks_of: dict[str, set[tuple[int, int]]] = {}
+        for unit in self._units:
+            parents = [p for p in chunks_of if p == "" or unit.name.startswith(p + ".")]
+            chunks = {self._engine.core.chunk(self._index[id(p)]) for _, p in unit.owned}
+            chunks_of[unit.name] = chunks.union(*(chunks_of[p] for p in parents))
+            wanted = sum(size for _, size in chunks_of[unit.name])
+            if wanted > available:
+                largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
+                raise GeminiMemoryError(
+                    f"DEVICE: module {unit.name!r} with the modules around it needs {wanted} bytes of "
+                    f"weights at once, device_budget leaves {available} (largest parameter: {largest}, "
+                    f"{parameter.numel()} elements): raise device_budget to at least "
+                    f"{budget + wanted - available}, or give a smaller chunk_size"
+                )
+
+    def fill(self) -> tuple[list[Unit], list[Any]]:
+        """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""
+        handles = []
+        for slot in self.slots:
+            self._fill_slot(slot)
+            if slot.has_grad_home:
+                take = _TakeGrad(slot)
+                with _plain_torch():
+                    handles.append(slot.parameter.register_post_accumulate_grad_hook(take))
+        units = []
+        for index, found in enumerate(self._units):
+            slots = list(dict.fromkeys(self.slots[self._index[id(p)]] for _, p in found.owned))
+            unit = Unit(self._engine, index, found.name, slots)
+            is_renormed = isinstance(found.module, nn.Embedding | nn.EmbeddingBag)
+            unit.watches_writes = is_renormed and found.module.max_norm is not None
+            unit.install(found.module)
+            units.append(unit)
+        device = self._engine.device
+        for module in self._engine.model.modules():
+            for key, tensor in module._buffers.items():
+                if tensor is not None and tensor.device != device:
+                    module._buffers[key] = tensor.to(device)
+        return units, handles
+
+    def _fill_slot(self, slot: Slot) -> None:
+        parameter, core = slot.parameter, self._engine.core
+        low = parameter.__dict__.pop("_gm_low", None)
+        slot.fill(parameter.detach(), low)
+        grad = parameter.grad
+        parameter.grad = None
+        parameter.data = slot.blob(core.lease(slot.id, 0, 0, 0))
+        slot.storage = parameter.untyped_storage()._cdata
+        slot.base_count = torch._C._storage_Use_Count(slot.storage)
+        parameter._gm_slot = slot
+        parameter.__class__ = guarded_class(slot.plain_class)
+        if grad is not None:
+            slot.set_grad(grad.to(slot.device, slot.dtype))

@@ -1,0 +1,183 @@
+"""`manage()`: from a model, an optimizer and one number to an engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gemini_strategy import _C
+from gemini_strategy.engine import POLICIES, Engine, Settings
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.guard import close_side_doors
+from gemini_strategy.precision import LossScaler, Precision
+from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
+
+__all__ = ["engine_of", "manage"]
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The open engine that manages any parameter of `model`, or None."""
+    for parameter in model.parameters():
+        slot = getattr(parameter, "_gm_slot", None)
+        if slot is not None and not slot.engine.closed:
+            return slot.engine
+    return None
+
+
+def manage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device_budget: int | float | str | None = None,
+    host_budget: int | float | str | None = None,
+    placement_policy: str = "auto",
+    precision: str | None = None,
+    device: torch.device | str | None = None,
+    chunk_size: int | str | None = None,
+    block_size: int | str | None = None,
+    chunk_search_range: int | str | None = None,
+    chunk_search_n_grids: int | None = None,
+    min_chunk_size: int | str | None = None,
+    gpu_margin_mem_ratio: float | None = None,
+    mapping: str = "aliased",
+    gradient_dtype: torch.dtype | None = None,
+    force_outputs_fp32: bool = False,
+    convert_inputs: bool = True,
+    initial_scale: float = 2.0**16,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    max_scale: float = 2.0**32,
+    threads: int | None = None,
+) -> Engine:
+    """Puts a built model's parameters into chunks, in place, and takes its optimizer over.
+
+    The model keeps its class, its modules and its Parameter objects; the optimizer object stays the
+    one that LR schedulers know. Train as before: forward, `loss.backward()` (`engine.backward(loss)`
+    with "16-mixed"), `optimizer.step()`, `optimizer.zero_grad()`; clip with `engine.clip_grad_norm_`.
+
+    Args:
+        model: a built model; its parameters may be on the CPU or on `device`.
+        optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
+            model; None for inference (parameters then keep torch's own `.grad`).
+        device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
+            everything this process holds there counts, activations included; on the host device what
+            the engine places there. None: what the device has.
+        host_budget: bytes of host memory for weights, states and gradients. None: what the host has.
+        placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
+            on the host; "auto": as much as fits.
+        precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
+        device: where to compute; None: CUDA if there is a device, else the CPU (the host device).
+        chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget.
+        block_size: bytes of one block of device memory; rounded up to the device's granularity.
+        chunk_search_range, chunk_search_n_grids, min_chunk_size: search the chunk size that leaves
+            the least unused in [min_chunk_size, min_chunk_size + chunk_search_range], tried at
+            n_grids + 1 even steps (bytes of weights). Giving any of them asks for the search;
+            defaults then are 64 MiB, 4096 and 32 MiB. Not together with chunk_size.
+        gpu_margin_mem_ratio: "auto" only: the share, in [0, 1], of the device memory left beside all
+            weights that may hold optimizer states. None: all of it.
+        mapping: "aliased", or "strict": an evicted parameter's address shows no data at all, at the
+            price of waits; for finding accesses that escape the guard.
+        gradient_dtype: None: gradients are kept and accumulated in the weight's dtype, as torch does;
+            torch.float32: in fp32.
+        force_outputs_fp32: cast half-precision tensors in the model's outputs to fp32.
+        convert_inputs: let the model's forward cast floating-point inputs ("*-true") or run under
+            autocast ("*-mixed"); False where the caller does that (Lightning).
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
+            dynamic loss scaling of "16-mixed"; see LossScaler.
+        threads: worker threads for host arithmetic; None: the cores this process may use.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        GeminiError: the model or optimizer cannot be managed; the text names the parameter.
+        GeminiMemoryError: the budgets do not suffice; the text has the bytes wanted and available.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if placement_policy not in POLICIES:
+        raise ValueError(
+            f'placement_policy={placement_policy!r} is not supported; choose "auto", "cpu" or "cuda"'
+        )
+    if mapping not in ("aliased", "strict"):
+        raise ValueError(f'mapping={mapping!r} is not supported; choose "aliased" or "strict"')
+    if gradient_dtype not in (None, torch.float32):
+        raise ValueError(f"gradient_dtype={gradient_dtype!r}: choose None or torch.float32")
+    if gpu_margin_mem_ratio is not None and not 0.0 <= gpu_margin_mem_ratio <= 1.0:
+        raise ValueError(f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r} must be in [0, 1]")
+    if gpu_margin_mem_ratio is not None and placement_policy != "auto":
+        raise ValueError(
+            f'gpu_margin_mem_ratio has a meaning with placement_policy="auto" only, not '
+            f"{placement_policy!r}"
+        )
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads!r} must be at least 1")
+    settings = Settings(
+        device=_find_device(device),
+        precision=Precision(precision),
+        policy=placement_policy,
+        device_budget=_parse_device_budget(device_budget, _find_device(device)),
+        host_budget=(
+            -1
+            if host_budget is None
+            else parse_bytes(host_budget, physical_memory(), "host_budget")
+        ),
+        sizes=ChunkSizes(
+            chunk_size, block_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
+        ),
+        is_strict=mapping == "strict",
+        is_grad_f32=gradient_dtype is torch.float32,
+        margin=gpu_margin_mem_ratio,
+        convert_inputs=convert_inputs,
+        force_outputs_fp32=force_outputs_fp32,
+        threads=threads or 0,
+    )
+    scaler = LossScaler(
+        initial_scale,
+        min_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        max_scale,
+    )
+    if engine_of(model) is not None:
+        raise GeminiError(
+            "this model is managed already: call close() on its engine "
+            "(gemini_strategy.engine_of(model)) before managing it again"
+        )
+    close_side_doors()
+    return Engine(model, optimizer, settings, scaler)
+
+
+def _parse_device_budget(budget: int | float | str | None, device: torch.device) -> int:
+    """Bytes; -1 for no limit (host device only)."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        return parse_bytes(0.95 if budget is None else budget, total, "device_budget")
+    return -1 if budget is None else parse_bytes(budget, physical_memory(), "device_budget")
+
+
+def _find_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise GeminiError(f'device {device} is not supported; use "cuda" or "cpu"')
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise GeminiError(
+                'device "cuda" was asked for, but torch sees no CUDA device; use device="cpu" (the host '
+                "device), or a machine with a driver and a CUDA build of torch"
+            )
+        if not _C.BUILT_WITH_CUDA:
+            raise GeminiError(
+                "this build of gemini_strategy has no CUDA kernels: build it again with nvcc present"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
+    return device

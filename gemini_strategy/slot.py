@@ -1,0 +1,213 @@
+"""A slot: what the engine knows of one managed parameter, and its fields wherever their bytes are.
+
+A parameter has as many names as it is tied to, but one slot, found as `parameter._gm_slot`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GuardError
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["FORMATS", "Slot", "merge", "split_low"]
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
+_WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
+_plain_torch = torch._C.DisableTorchFunctionSubclass
+
+
+class Slot:
+    """What the engine knows of one managed parameter; `parameter._gm_slot`."""
+
+    __slots__ = (
+        "__weakref__",
+        "adam_step",
+        "base_count",
+        "device",
+        "dtype",
+        "engine",
+        "epoch",
+        "grad_view",
+        "group",
+        "has_grad_home",
+        "has_low",
+        "has_moments",
+        "id",
+        "name",
+        "names",
+        "open_count",
+        "original_device",
+        "parameter",
+        "plain_class",
+        "shape",
+        "storage",
+        "version",
+        "view_tokens",
+    )
+
+    def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
+        self.engine = engine
+        self.id = index
+        self.name = name
+        self.names = [name]
+        self.parameter = parameter
+        self.plain_class = type(parameter)
+        self.shape = tuple(parameter.shape)
+        self.dtype = parameter.dtype  # the compute dtype, once managed
+        self.device = parameter.device
+        self.original_device = parameter.device
+        self.has_low = self.has_moments = self.has_grad_home = False
+        self.group: dict[str, Any] | None = None  # its param_group in the optimizer
+        self.adam_step = 0  # updates so far
+        self.epoch = 0  # changes of the weight that a graph built before must not survive
+        self.open_count = 0  # units that have entered and not left
+        self.version = 0
+        self.storage = 0  # address of its StorageImpl
+        self.base_count = 0  # references to that storage when nothing shows it but the parameter
+        self.view_tokens = 0  # views that autograd has saved, and that keep the storage too
+        self.grad_view: weakref.ref[torch.Tensor] | None = None
+
+    def blob(self, lease: int) -> torch.Tensor:
+        """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
+        kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
+        with torch.inference_mode(False), _plain_torch():
+            return torch.ops.gemini.blob(lease, list(self.shape), self.dtype, kind, index)
+
+    def lease(self, is_watched: bool = True) -> tuple[torch.Tensor, int]:
+        """The parameter's bytes as a plain tensor, fetched and kept until the tensor is gone."""
+        core, stream = self.engine.core, self.engine.stream()
+        try:
+            lease = core.lease(self.id, 1, int(is_watched), stream)
+        except MemoryError as error:
+            raise self.engine.room_error(self, "using it outside its module", error) from None
+        return self.blob(lease), lease
+
+    def assign(self, value: torch.Tensor) -> None:
+        """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
+        if getattr(value, "_gm_slot", None) is self:
+            return  # `p.data = p.data` and the like
+        if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
+            raise GuardError(
+                f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
+                f"{self.dtype}, got {tuple(value.shape)} and {value.dtype}; to change either, "
+                "engine.close(), change the model, and manage() it again"
+            )
+        if value.device.type != self.device.type:
+            raise GuardError(
+                f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
+                f"{value.device}; engine.close() makes the model ordinary again"
+            )
+        target, _ = self.lease()
+        with torch.no_grad(), _plain_torch():
+            if value.data_ptr() != target.data_ptr():
+                target.copy_(value)
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        if not self.has_grad_home:
+            with _plain_torch():
+                torch.Tensor.grad.__set__(self.parameter, value)
+        elif value is None:
+            self.engine.core.grad_drop(self.id)
+        elif getattr(value, "_gm_slot", None) is self:
+            pass  # `p.grad = p.grad`
+        elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
+            raise GuardError(
+                f"{self.name}: its gradient has shape {self.shape} and {self.dtype}, got "
+                f"{tuple(value.shape)} and {value.dtype}"
+            )
+        else:
+            self.write_grad(value)
+
+    # ---- fields ----
+
+    def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
+        """The first bytes: from the parameter's own, with the rest that cast_model_ has kept."""
+        core = self.engine.core
+        if self.dtype not in FORMATS:
+            plain = values.to("cpu", self.dtype).contiguous()
+            core.write(self.id, _WEIGHT, plain.data_ptr())
+            return
+        if low is None:
+            master = values.to("cpu", torch.float32).contiguous()
+        else:
+            master = merge(values.to("cpu"), low.to("cpu")).contiguous()
+        core.write(self.id, _MASTER, master.data_ptr())
+
+    def read_weight(self) -> torch.Tensor:
+        """A CPU copy of the weight, in its dtype."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.engine.core.read(self.id, _WEIGHT, values.data_ptr())
+        return values
+
+    def read_master(self) -> torch.Tensor:
+        """A CPU copy: fp32 for what is trained, the weight itself for what is not."""
+        if not (self.has_low or self.dtype is torch.float32):
+            return self.read_weight()
+        values = torch.empty(self.shape, dtype=torch.float32)
+        self.engine.core.read(self.id, _MASTER, values.data_ptr())
+        return values
+
+    def write_master(self, values: torch.Tensor) -> None:
+        """Sets weight and master from values of any floating-point dtype (weight dtype if frozen)."""
+        if tuple(values.shape) != self.shape:
+            raise ValueError(f"{self.name} has shape {self.shape}, got {tuple(values.shape)}")
+        is_float = self.has_low or self.dtype is torch.float32
+        plain = values.detach().to("cpu", torch.float32 if is_float else self.dtype).contiguous()
+        self.engine.core.write(self.id, _MASTER if is_float else _WEIGHT, plain.data_ptr())
+
+    def read_grad(self) -> torch.Tensor:
+        """A copy on the engine's device, in the weight's dtype."""
+        dtype = self.engine.grad_dtype(self)
+        values = torch.empty(self.shape, dtype=dtype)
+        self.engine.core.read(self.id, _GRAD, values.data_ptr())
+        return values.to(self.device, self.dtype)
+
+    def write_grad(self, values: torch.Tensor) -> None:
+        dtype = self.engine.grad_dtype(self)
+        plain = values.detach().to("cpu", dtype).contiguous()
+        self.engine.core.write(self.id, _GRAD, plain.data_ptr())
+        self.engine.forget_norm()
+
+    def read_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
+        m, v = (torch.empty(self.shape, dtype=torch.float32) for _ in range(2))
+        self.engine.core.read(self.id, _M, m.data_ptr())
+        self.engine.core.read(self.id, _V, v.data_ptr())
+        return m, v
+
+    def write_moments(self, m: torch.Tensor, v: torch.Tensor, step: int) -> None:
+        for field, values in ((_M, m), (_V, v)):
+            if tuple(values.shape) != self.shape:
+                raise ValueError(
+                    f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
+                )
+            plain = values.detach().to("cpu", torch.float32).contiguous()
+            self.engine.core.write(self.id, field, plain.data_ptr())
+        self.adam_step = step
+
+
+def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a 16-bit weight and its low part (csrc/arith.h); CPU tensors.
+
+    An fp16 weight that is not its master's rounding was written since, and is the master.
+    """
+    if low.dtype is torch.float32:
+        is_rounding = low.half().view(torch.int16) == weight.view(torch.int16)
+        return torch.where(is_rounding, low, weight.float())
+    bits = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (bits + low.to(torch.int32)).view(torch.float32)
+
+
+def split_low(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """(key in HybridAdam's state, what `weight` lacks to be `master`): the inverse of merge."""
+    if weight.dtype is torch.float16:
+        return "master", master
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return "remainder", (master.view(torch.int32) - bits).to(torch.int16)

@@ -1,0 +1,91 @@
+"""Model state in and out: what `model.state_dict()` and `load_state_dict()` do on a managed model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GuardError
+from gemini_strategy.guard import GuardedTensor, is_guarded
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["install", "model_state_dict"]
+
+
+def install(engine: Engine, model: nn.Module) -> list[Any]:
+    """Hooks every module that owns parameters; returns the handles."""
+    owners = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
+    saves = [m._register_state_dict_hook(_SaveHook(engine)) for m in owners]
+    loads = [
+        m._register_load_state_dict_pre_hook(_LoadHook(engine), with_module=True) for m in owners
+    ]
+    return saves + loads
+
+
+def model_state_dict(engine: Engine, masters: bool) -> dict[str, Any]:
+    """See Engine.model_state_dict."""
+    copies: dict[int, torch.Tensor] = {}
+    result = engine.model.state_dict(keep_vars=True)
+    for key, value in result.items():
+        slot = getattr(value, "_gm_slot", None)
+        if slot is not None:
+            if slot.id not in copies:
+                copies[slot.id] = slot.read_master() if masters else slot.read_weight()
+            result[key] = copies[slot.id]
+        elif isinstance(value, torch.Tensor):
+            result[key] = value.detach().to("cpu", copy=True)
+    return result
+
+
+class _StateHook:
+    """A state-dict hook that copies as nothing: a deep copy of a managed model is unmanaged."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StateHook:
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+class _SaveHook(_StateHook):
+    """Replaces the guarded entries of one module's state by CPU copies; tied ones share a copy."""
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for name in module._parameters:
+            value = state.get(prefix + name)
+            if type(value) is not GuardedTensor:
+                continue
+            slot = value._gm_slot
+            twins = (state.get(n) for n in slot.names)
+            plain = [t for t in twins if type(t) is torch.Tensor and tuple(t.shape) == slot.shape]
+            state[prefix + name] = plain[0] if plain else slot.read_weight()
+
+
+class _LoadHook(_StateHook):
+    """Loads fp32 values into masters exactly, before torch copies the rounded weights."""
+
+    def __call__(
+        self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if self.engine is None:
+            return
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if not is_guarded(parameter) or not isinstance(value, torch.Tensor):
+                continue
+            slot = parameter._gm_slot
+            if metadata.get("assign_to_params_buffers", False):
+                raise GuardError(
+                    f"{slot.name}: load_state_dict(assign=True) would replace a managed parameter; use "
+                    "assign=False, or load before manage()"
+                )
+            if slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
+                slot.write_master(value)
+                state[prefix + name] = slot.read_weight()
