@@ -62,6 +62,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
         )
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise GeminiError(f"{name} is not initialized yet: run one forward pass before manage()")
+    if parameter.is_inference():
+        raise GeminiError(
+            f"{name} was made under torch.inference_mode(): such parameters cannot be trained; build or "
+            "load the model outside it"
+        )
     if parameter.is_meta:
         raise GeminiError(
             f"{name} is on the meta device: materialize the model (model.to_empty() and its weights) "
