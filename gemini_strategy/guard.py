@@ -403,6 +403,7 @@ def close_side_doors() -> None:
         (torch, "tensor"),
         (torch, "as_tensor"),
         (torch, "asarray"),
+        (torch.Tensor, "new_tensor"),
         (torch.utils.dlpack, "to_dlpack"),
         (torch.utils, "swap_tensors"),
     ):
@@ -411,22 +412,30 @@ def close_side_doors() -> None:
             setattr(owner, name, _checked(original, is_refused=name == "swap_tensors"))
 
 
+def _guarded_in(values: Any) -> Iterator[Any]:
+    """Guarded tensors in nested lists and tuples, as torch.tensor takes them."""
+    for value in values:
+        if isinstance(value, _Guarded):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _guarded_in(value)
+
+
 def _checked(original: Any, is_refused: bool) -> Any:
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for item in args:
-            if not isinstance(item, _Guarded):
-                continue
-            if is_refused:
-                raise GuardError(
-                    f"{item._gm_slot.name}: {original.__name__} would replace its storage"
-                )
-            with torch.no_grad():
-                return _serve(original, args, kwargs)
-        return original(*args, **kwargs)
+        found = next(_guarded_in(args), None)
+        if found is None:
+            return original(*args, **kwargs)
+        if is_refused:
+            raise GuardError(
+                f"{found._gm_slot.name}: {original.__name__} would replace its storage"
+            )
+        with torch.no_grad():
+            return _serve(original, args, kwargs)
 
     checked._gm_original = original
-    torch.jit._builtins._register_builtin(checked, f"aten::{original.__name__}")
+    torch.jit._builtins._register_builtin(checked, f"aten::{original.__name__}")  # for scripts
     return checked
 
 

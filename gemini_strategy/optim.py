@@ -367,7 +367,9 @@ class HybridAdam(torch.optim.Optimizer):
             grad.data_ptr(),
             [(0, p.numel(), scalars)],
         )
-        if p.device.type == "cuda":
+        if p.numel() == 0:
+            pass  # nothing to compute; it counts as stepped, as in torch
+        elif p.device.type == "cuda":
             _C.adam_cuda(p.device.index, _stream(p.device), *arguments)
         else:
             _C.adam_host(*arguments)

@@ -30,7 +30,7 @@ class Door:
     name: str
     walk: Callable[[Plain], Any]
     refusable: bool = False
-    needs_all: bool = False  # one operation on all weights: a tight budget may refuse it by name
+    needs_all: bool = False  # shows all weights at once: a tight budget may refuse it by name
 
     def __repr__(self) -> str:
         return self.name

@@ -106,12 +106,12 @@ def _total_norm(run: Plain) -> Any:
     return nn.utils.get_total_norm(params(run))
 
 
-@door(READS)
+@door(READS, needs_all=True)
 def _loop(run: Plain) -> Any:
     return [(p.norm(), p.clone(), p.sum().item()) for p in run.model.parameters()]
 
 
-@door(READS)
+@door(READS, needs_all=True)
 def _named_loop(run: Plain) -> Any:
     return {n: (p.float() ** 2).sum().sqrt() for n, p in run.model.named_parameters()}
 
