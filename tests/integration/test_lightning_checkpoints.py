@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+
+import gemini_strategy as gs
+from gemini_strategy.lightning import strategy_class
 from lightning_case import (
     TREES,
     fit,
@@ -21,9 +24,6 @@ from lightning_case import (
     same_training,
     unwrapped,
 )
-
-import gemini_strategy as gs
-from gemini_strategy.lightning import strategy_class
 
 ALL_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+import gemini_strategy as gs
+from gemini_strategy.lightning import strategy_class
 from lightning_case import (
     PRECISIONS,
     TREES,
@@ -18,9 +21,6 @@ from lightning_case import (
     same_adam,
     same_training,
 )
-
-import gemini_strategy as gs
-from gemini_strategy.lightning import strategy_class
 
 
 def compare(

@@ -10,10 +10,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
 
 import gemini_strategy as gs
 import gemini_strategy.lightning as adapter
+from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
 
 
 def other(tree: str) -> str:

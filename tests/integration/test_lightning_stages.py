@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+import gemini_strategy as gs
 from lightning_case import (
     PRECISIONS,
     TREES,
@@ -27,10 +31,6 @@ from lightning_case import (
     same_training,
     unwrapped,
 )
-from torch import nn
-from torchmetrics import MeanMetric
-
-import gemini_strategy as gs
 
 
 def keep_masters(module: Any, optimizer: Any) -> None:
