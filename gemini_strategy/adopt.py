@@ -12,7 +12,7 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.guard import guarded_class
-from gemini_strategy.hooks import Unit
+from gemini_strategy.hooks import Unit, is_compiled
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.slot import FORMATS, Slot
 
@@ -36,7 +36,8 @@ class _FoundUnit:
 def _find_units(model: nn.Module) -> list[_FoundUnit]:
     """The modules that directly own parameters, in registration order.
 
-    nn.MultiheadAttention uses its out_proj's weight itself, so the two are one unit.
+    nn.MultiheadAttention uses its out_proj's weight itself, so the two are one unit. A compiled module is
+    one unit with everything in it: hooks have no place inside a graph.
     """
     units = []
     absorbed: set[int] = set()
@@ -44,6 +45,12 @@ def _find_units(model: nn.Module) -> list[_FoundUnit]:
         if id(module) in absorbed:
             continue
         prefix = f"{name}." if name else ""
+        if is_compiled(module):
+            absorbed.update(id(child) for child in module.modules())
+            named = module.named_parameters(remove_duplicate=False)
+            owned = [(prefix + n, p) for n, p in named]
+            units += [_FoundUnit(name, module, owned)] if owned else []
+            continue
         owned = [(prefix + n, p) for n, p in module._parameters.items() if p is not None]
         if isinstance(module, nn.MultiheadAttention):
             absorbed.add(id(module.out_proj))

@@ -50,7 +50,7 @@ _FACT_GETTERS = """
     shape dtype device layout ndim is_leaf requires_grad grad_fn is_cuda is_cpu is_sparse is_sparse_csr
     is_quantized is_meta is_mps is_xpu is_xla is_mkldnn is_nested is_ipu is_hpu is_vulkan is_maia is_mtia
     is_ort itemsize nbytes names name output_nr _version _backward_hooks _post_accumulate_grad_hooks
-    retains_grad _base volatile _cdata
+    retains_grad _base volatile _cdata grad_dtype
 """
 _FACT_METHODS = """
     size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex

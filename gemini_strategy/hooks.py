@@ -34,7 +34,7 @@ from gemini_strategy.slot import Slot
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["RootForward", "SavedTensorNet", "Unit"]
+__all__ = ["RootForward", "SavedTensorNet", "Unit", "is_compiled"]
 
 _use_count = torch._C._storage_Use_Count
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -225,8 +225,14 @@ class _RunningNode:
         self.addresses: list[int] = []  # what it has touched
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs a compiled graph (torch.compile(module) or module.compile())."""
+    # torch.compile's wrapper is known by its child: importing its class costs over a second.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
 class Unit:
-    """A module that directly owns managed parameters."""
+    """A module that directly owns managed parameters, or a compiled module with all of its own."""
 
     def __init__(self, engine: Engine, index: int, name: str, slots: list[Slot]) -> None:
         self.engine = engine
@@ -236,12 +242,18 @@ class Unit:
         self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
         self._frames: list[tuple[bool, list[torch.Tensor]] | None] = []
         self._handles: list[Any] = []
+        self._is_compiled = False
 
     @property
     def is_entered(self) -> bool:
         return bool(self._frames)
 
     def install(self, module: nn.Module) -> None:
+        self._is_compiled = is_compiled(module)
+        if module._compiled_call_impl is not None:  # it would compile hooks too: enter around it
+            module._compiled_call_impl = _CompiledCall(self, module._compiled_call_impl)
+            self._handles = [_Restore(module)]
+            return
         self._handles = [
             module.register_forward_pre_hook(_Enter(self), prepend=True),
             module.register_forward_hook(_Leave(self), always_call=True),
@@ -264,7 +276,9 @@ class Unit:
         for slot in self.slots:
             slot.open_count += 1
             if slot.open_count == 1:
-                slot.parameter.__class__ = open_class(slot.plain_class)
+                # Compiled code is specialized on plain parameters.
+                plain = slot.plain_class
+                slot.parameter.__class__ = plain if self._is_compiled else open_class(plain)
                 slot.version = slot.parameter._version
         has_net = torch.is_grad_enabled()
         if has_net and not engine.net.push():
@@ -312,6 +326,32 @@ class Unit:
                 self.engine.hold(slot)
 
 
+class _CompiledCall:
+    """A compiled `module.__call__` with its unit entered around it."""
+
+    def __init__(self, unit: Unit, call: Any) -> None:
+        self.unit = unit
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.unit.enter()
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self.unit.leave()
+
+
+class _Restore:
+    """Takes a _CompiledCall away again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def remove(self) -> None:
+        if isinstance(self.module._compiled_call_impl, _CompiledCall):
+            self.module._compiled_call_impl = self.module._compiled_call_impl.call
+
+
 class _UnitHook:
     """A hook object that copies as nothing: a deep copy of a managed model is unmanaged."""
 
@@ -327,6 +367,10 @@ class _UnitHook:
 
 class _Enter(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise GuardError(
+                "a managed module cannot be traced; compile the submodule before manage()"
+            )
         if self.unit is not None:
             self.unit.enter()
 
