@@ -41,7 +41,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gemini_strategy as gs
 from gemini_strategy.lightning import GeminiStrategy
 
-BYTES_PER_PARAMETER = {"32-true": 12, "bf16-true": 12, "bf16-mixed": 12, "16-mixed": 14}
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+BYTES_PER_PARAMETER = 12  # in each of them: weight and remainder 4, Adam's moments 8
 ACCUMULATE = 2  # micro-batches per optimizer step
 CLIP = 1.0  # largest gradient norm
 FILE_END = "<|file|>"
@@ -292,7 +293,7 @@ def continue_text(module: CausalLM, text: Text, prompt: str, tokens: int) -> str
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             do_sample=True,
-            temperature=0.7,
+            temperature=0.6,
             top_k=20,
         )
     return text.tokenizer.decode(out[0].tolist())
@@ -306,7 +307,7 @@ def fp32_masters(p: Tensor, state: dict[str, Tensor]) -> Tensor:
     if "remainder" in state:
         high = p.detach().view(torch.int16).to(torch.int32) << 16
         return (high + state["remainder"].to(torch.int32)).view(torch.float32)
-    return state["master"] if "master" in state else p.detach()
+    return p.detach()
 
 
 def train_unmanaged(
@@ -320,7 +321,8 @@ def train_unmanaged(
     )
     for index, ids in enumerate(tqdm(batches, desc="No budget", disable=quiet, mininterval=2.0)):
         began = time.perf_counter()
-        loss = module.loss(ids.to(device))
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision.endswith("mixed")):
+            loss = module.loss(ids.to(device))
         module.losses.append(loss.item())
         (loss / ACCUMULATE).backward()
         if (index + 1) % ACCUMULATE == 0:
@@ -377,11 +379,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision",
         default="auto",
-        choices=["auto", *BYTES_PER_PARAMETER],
+        choices=["auto", *PRECISIONS],
         help="default: bf16-true, or 32-true on a processor where that is faster",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompt", default="def ", help="what the trained model continues")
+    parser.add_argument(
+        "--prompt", default="def __init__(self", help="what the trained model continues"
+    )
     parser.add_argument("--no-proof", action="store_true", help="skip the run without Gemini")
     return parser.parse_args()
 
@@ -433,17 +437,19 @@ def main() -> int:
     headline(2, "Model: a Llama from Hugging Face transformers, random weights")
     module = build()
     parameters = sum(p.numel() for p in module.parameters())
-    training_state = parameters * BYTES_PER_PARAMETER[precision]
-    budget = gs.parse_bytes(
-        float(size.budget) if size.budget.replace(".", "", 1).isdigit() else size.budget,
-        training_state,
-        "--budget",
-    )
+    training_state = parameters * BYTES_PER_PARAMETER
+    is_fraction = size.budget.replace(".", "", 1).isdigit()
+    try:
+        budget = gs.parse_bytes(
+            float(size.budget) if is_fraction else size.budget, training_state, "--budget"
+        )
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     line("parameters", f"{parameters / 1e6:.1f} M ({size.layers} layers of {size.hidden})")
     line("precision", f"{precision} ({reason})")
     line(
         "training state",
-        f"{mb(training_state)}: {BYTES_PER_PARAMETER[precision]} bytes per parameter",
+        f"{mb(training_state)}: {BYTES_PER_PARAMETER} bytes per parameter",
     )
     line("device", "CPU (device memory is simulated)" if device.type == "cpu" else str(device))
     line("device budget", f"{mb(budget)}, {budget / training_state:.0%} of the training state")

@@ -79,7 +79,7 @@ def _data_attribute(run: Plain) -> Any:
     return data.sum(), data.clone(), data.mean().item()
 
 
-@door(READS)
+@door(READS, needs_all=True)
 def _two_parameters_in_one_operation(run: Plain) -> Any:
     return param(run, "blocks.0.1.weight") + param(run, "blocks.2.1.weight"), param(run) @ param(
         run, OTHER
