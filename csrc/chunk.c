@@ -13,6 +13,7 @@
  * block is destroyed every range that still shows it is poisoned.  So a range always shows something. */
 #include "chunk.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -117,7 +118,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             piece *p = piece_at(chunks, id, (gm_piece)kind);
             p->bytes = options->piece_bytes[id][kind];
             p->n_blocks = (uint32_t)(gm_round_up(p->bytes, block_bytes) / block_bytes);
-            if (home) {
+            if (options->has_homes) {
                 p->home = home;
                 home += gm_round_up(p->bytes, 4096);
             }
@@ -153,7 +154,7 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     chunks->device = options->device;
     chunks->n_chunks = options->n_chunks;
     chunks->is_strict = options->is_strict;
-    chunks->has_homes = options->homes != NULL;
+    chunks->has_homes = options->has_homes;
     chunks->limit = options->device_limit;
     size_t n = options->n_chunks ? options->n_chunks : 1;
     chunks->pieces = calloc(n * GM_N_PIECES, sizeof *chunks->pieces);
@@ -347,7 +348,6 @@ static gm_status create_block(gm_chunks *chunks)
     size_t bytes = (size_t)chunks->n_blocks * chunks->device->block_bytes;
     if (bytes > chunks->stats.device_peak_bytes) {
         chunks->stats.device_peak_bytes = bytes;
-        chunks->stats.n_blocks_peak = chunks->n_blocks;
     }
     return GM_OK;
 }
@@ -489,15 +489,16 @@ static gm_status make_resident(gm_chunks *chunks, piece *p)
                 chunks->free_blocks[chunks->n_free++] = p->blocks[b];
             }
             p->is_mapped = false;
+            (void)device->ops->poison(device, p->address, p->n_blocks);
             return status;
         }
         p->is_mapped = true;
         GM_TRY(device->ops->event_record(device, p->ready, chunks->copies));
         p->has_ready = true;
         chunks->stats.fetches++;
-        chunks->stats.fetched_bytes += p->home ? p->bytes : 0;
+        chunks->stats.fetched_bytes += chunks->has_homes ? p->bytes : 0;
     }
-    piece_move(p, p->home ? CLEAN : DIRTY);
+    piece_move(p, chunks->has_homes ? CLEAN : DIRTY);
     return GM_OK;
 }
 
@@ -507,11 +508,27 @@ gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream
     if (!is_resident(p)) {
         GM_TRY(make_resident(chunks, p));
     }
-    if (p->has_ready) { /* invariant 6 */
-        GM_TRY(chunks->device->ops->event_wait(chunks->device, p->ready, stream));
-    }
+    GM_TRY(gm_chunks_wait_ready(chunks, id, kind, stream)); /* invariant 6 */
     p->pins++;
     p->last_use = ++chunks->clock;
+    return GM_OK;
+}
+
+gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = piece_at(chunks, id, kind);
+    return p->has_ready ? chunks->device->ops->event_wait(chunks->device, p->ready, stream) : GM_OK;
+}
+
+/* `idle` comes to mean: every reader so far, on whatever stream, and what `stream` has now. */
+static gm_status mark_idle(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    gm_device *device = chunks->device;
+    if (p->has_idle) {
+        GM_TRY(device->ops->event_wait(device, p->idle, stream));
+    }
+    GM_TRY(device->ops->event_record(device, p->idle, stream));
+    p->has_idle = true;
     return GM_OK;
 }
 
@@ -521,8 +538,7 @@ gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stre
     if (p->pins == 0) {
         return GM_FAIL(GM_ERR_STATE, "chunk %u: unpinned more often than pinned", id);
     }
-    GM_TRY(chunks->device->ops->event_record(chunks->device, p->idle, stream));
-    p->has_idle = true;
+    GM_TRY(mark_idle(chunks, p, stream));
     p->pins--;
     p->last_use = ++chunks->clock;
     return GM_OK;
@@ -543,13 +559,16 @@ gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     return p->has_ready ? chunks->device->ops->event_sync(chunks->device, p->ready) : GM_OK;
 }
 
-gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind)
+gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
 {
     gm_device *device = chunks->device;
     piece *p = piece_at(chunks, id, kind);
     GM_ASSERT(p->state != DIRTY);
     if (p->state != CLEAN || p->n_blocks == 0) {
         return GM_OK;
+    }
+    if (p->pins > 0) {
+        GM_TRY(mark_idle(chunks, p, stream));
     }
     if (p->has_idle) { /* the refresh must not overtake the last reader */
         GM_TRY(device->ops->event_wait(device, p->idle, chunks->copies));
@@ -558,7 +577,7 @@ gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind)
     GM_TRY(device->ops->event_record(device, p->ready, chunks->copies));
     p->has_ready = true;
     chunks->stats.fetched_bytes += p->bytes;
-    return GM_OK;
+    return p->pins > 0 ? gm_chunks_wait_ready(chunks, id, kind, stream) : GM_OK;
 }
 
 gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset,
@@ -575,16 +594,12 @@ gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, s
 gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset, size_t bytes,
                          void *dst)
 {
-    gm_device *device = chunks->device;
     piece *p = piece_at(chunks, id, kind);
     GM_ASSERT(offset + bytes <= p->bytes);
     if (bytes == 0) {
         return GM_OK;
     }
     if (p->state != DIRTY) {
-        if (p->has_ready) { /* a home is never rewritten while a copy from or to it is in flight */
-            GM_TRY(device->ops->event_sync(device, p->ready));
-        }
         memcpy(dst, p->home + offset, bytes);
         return GM_OK;
     }
@@ -592,7 +607,7 @@ gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t o
 }
 
 gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset,
-                          size_t bytes, const void *src)
+                          size_t bytes, const void *src, gm_stream stream)
 {
     gm_device *device = chunks->device;
     piece *p = piece_at(chunks, id, kind);
@@ -601,6 +616,9 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
         return GM_OK;
     }
     if (is_resident(p)) {
+        if (p->pins > 0) { /* its readers have not been marked yet */
+            GM_TRY(device->ops->stream_sync(device, stream));
+        }
         GM_TRY(wait_idle(chunks, p));
         GM_TRY(device->ops->copy_h2d(device, p->address + offset, src, bytes, chunks->copies));
         GM_TRY(device->ops->event_record(device, p->ready, chunks->copies));
@@ -615,15 +633,30 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
 
 gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
 {
-    for (int kind = 0; kind < GM_N_PIECES; kind++) {
-        piece *p = piece_at(chunks, id, (gm_piece)kind);
-        if (!is_resident(p)) {
-            GM_TRY(make_resident(chunks, p));
+    gm_status status = GM_OK;
+    int n_pinned = 0;
+    while (n_pinned < GM_N_PIECES && status == GM_OK) {
+        piece *p = piece_at(chunks, id, (gm_piece)n_pinned);
+        status = is_resident(p) ? GM_OK : make_resident(chunks, p);
+        if (status == GM_OK) { /* none of the three makes room for another */
+            p->pins++;
+            p->last_use = ++chunks->clock;
+            n_pinned++;
         }
-        p->last_use = ++chunks->clock;
     }
-    chunks->is_settled[id] = true;
-    return GM_OK;
+    while (n_pinned-- > 0) {
+        piece_at(chunks, id, (gm_piece)n_pinned)->pins--;
+    }
+    if (status == GM_OK) {
+        chunks->is_settled[id] = true;
+    } else if (chunks->has_homes) { /* not by half; the text of the first error is what counts */
+        char text[512];
+        snprintf(text, sizeof text, "%s", gm_last_error());
+        GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
+        GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
+        return GM_FAIL(status, "%s", text);
+    }
+    return status;
 }
 
 gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes)
@@ -664,7 +697,7 @@ gm_status gm_chunks_check(const gm_chunks *chunks)
                 return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped",
                                id);
             }
-            if (p->state == CLEAN && !p->home) {
+            if (p->state == CLEAN && !chunks->has_homes) {
                 return GM_FAIL(GM_ERR_STATE, "invariant 5: chunk %u is clean without a home", id);
             }
             for (uint32_t b = 0; b < p->n_blocks; b++) {

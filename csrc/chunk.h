@@ -26,6 +26,7 @@ typedef struct gm_chunks_options {
     gm_device *device; /* borrowed; outlives the table */
     uint32_t n_chunks;
     const size_t (*piece_bytes)[GM_N_PIECES]; /* (n_chunks,) bytes of each piece; 0 = none */
+    bool has_homes;                           /* false: all pieces stay resident */
     uint8_t *homes;      /* the arena, gm_chunks_home_bytes() long; NULL: all resident */
     size_t device_limit; /* bytes of blocks */
     bool is_strict;      /* evicting maps the range to poison */
@@ -34,7 +35,7 @@ typedef struct gm_chunks_options {
 typedef struct gm_chunks_stats {
     uint64_t fetches, evictions, fetched_bytes, evicted_bytes; /* evicted: written back D2H */
     size_t device_bytes, device_peak_bytes;                    /* of blocks */
-    uint32_t n_blocks, n_blocks_peak;
+    uint32_t n_blocks;
 } gm_chunks_stats;
 
 /* Bytes of arena that the pieces' homes take. */
@@ -57,6 +58,8 @@ uint32_t gm_chunks_pins(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* Makes the piece resident, readable by work that `stream` gets from now on, and pins it.  Evicts others
  * (least recently used first, settled chunks last) when the limit asks for it; GM_ERR_NOMEM has the numbers. */
 gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* Orders work that `stream` gets from now on behind the fetch of a pinned piece. */
+gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* Ends one pin; the piece may be overwritten once `stream` passes this point. */
 gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* The device copy was or will be written by work on the stream it is pinned for. */
@@ -69,8 +72,9 @@ gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece piece);
 uint8_t *gm_chunks_home(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* Makes the home current and waits for copies from it, so that the host may rewrite it. */
 gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* The home was rewritten by the host: a resident copy is refreshed behind its last reader. */
-gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The home was rewritten by the host: a resident copy is refreshed behind its last reader;
+ * of a pinned one the readers are on `stream`, before and after. */
+gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 
 /* The authoritative bytes, wherever they are; the host waits.  `bytes` may be 0. */
 gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
@@ -79,7 +83,7 @@ gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t 
 gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
                                 size_t bytes, void *dst);
 gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
-                          size_t bytes, const void *src);
+                          size_t bytes, const void *src, gm_stream stream);
 
 /* A settled chunk has weights, states and gradient on the device and is evicted last (which unsettles it). */
 gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id);

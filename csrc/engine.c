@@ -41,6 +41,14 @@ static void engine_free(gm_engine *engine)
     if (!engine) {
         return;
     }
+    if (engine->chunks) { /* nothing that still runs may lose its memory */
+        (void)gm_engine_sync_grads(engine);
+        for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+            if (lease->is_pinned) {
+                (void)engine->device->ops->stream_sync(engine->device, lease->stream);
+            }
+        }
+    }
     gm_chunks_free(engine->chunks);
     while (engine->leases) {
         gm_lease *lease = engine->leases;
@@ -66,9 +74,15 @@ static void engine_free(gm_engine *engine)
     free(engine->unit_chunks);
     free(engine->unit_begin);
     free(engine->touched);
+    free(engine->touched_stream);
     free(engine->is_touched);
     pthread_mutex_destroy(&engine->lock);
     free(engine);
+}
+
+void gm_engine_ref(gm_engine *engine)
+{
+    atomic_fetch_add(&engine->references, 1);
 }
 
 void gm_engine_unref(gm_engine *engine)
@@ -184,9 +198,10 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     uint32_t n = gm_layout_n_chunks(engine->layout);
     size_t (*bytes)[GM_N_PIECES] = calloc(n ? n : 1, sizeof *bytes);
     engine->touched = calloc(n ? n : 1, sizeof *engine->touched);
+    engine->touched_stream = calloc(n ? n : 1, sizeof *engine->touched_stream);
     engine->is_touched = calloc(n ? n : 1, sizeof *engine->is_touched);
     gm_status status = GM_OK;
-    if (!bytes || !engine->touched || !engine->is_touched) {
+    if (!bytes || !engine->touched || !engine->touched_stream || !engine->is_touched) {
         status = GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u chunks", n);
         goto done;
     }
@@ -222,6 +237,7 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
         .device = engine->device,
         .n_chunks = n,
         .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes,
+        .has_homes = has_homes,
         .homes = has_homes ? gm_arena_base(engine->arena) : NULL,
         .device_limit = limit,
         .is_strict = options->is_strict,
@@ -239,6 +255,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
 {
     gm_engine *engine = calloc(1, sizeof *engine);
     if (!engine) {
+        options->device->ops->free(options->device);
         return GM_FAIL(GM_ERR_NOMEM, "HOST: engine: %zu bytes", sizeof *engine);
     }
     pthread_mutex_init(&engine->lock, NULL);
@@ -293,11 +310,10 @@ static gm_status fail_dead(const gm_engine *engine)
 }
 
 /* Every public call starts here: one caller at a time, no dead engine, ended leases first. */
-gm_status gm_engine_begin_call(gm_engine *engine, gm_stream stream)
+gm_status gm_engine_begin_call(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
-    gm_status status =
-        engine->dead == GM_OK ? gm_lease_process_ended(engine, stream) : fail_dead(engine);
+    gm_status status = engine->dead == GM_OK ? gm_lease_process_ended(engine) : fail_dead(engine);
     if (status != GM_OK) {
         pthread_mutex_unlock(&engine->lock);
     }
@@ -342,7 +358,7 @@ static gm_status check_unit(const gm_engine *engine, uint32_t unit)
 gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream)
 {
     GM_TRY(check_unit(engine, unit));
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status = GM_OK;
     uint32_t i = engine->unit_begin[unit];
     for (; i < engine->unit_begin[unit + 1] && status == GM_OK; i++) {
@@ -359,7 +375,7 @@ gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream)
 gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
 {
     GM_TRY(check_unit(engine, unit));
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status = GM_OK;
     for (uint32_t i = engine->unit_begin[unit]; i < engine->unit_begin[unit + 1]; i++) {
         gm_status one = gm_engine_unpin_weights(engine, engine->unit_chunks[i], stream);
@@ -370,15 +386,18 @@ gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
 
 gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream)
 {
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     uint32_t chunk = gm_chunks_at(engine->chunks, address);
     gm_status status = GM_OK;
     if (chunk == UINT32_MAX) {
         status = GM_FAIL(GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
-    } else if (!engine->is_touched[chunk]) {
+    } else if (engine->is_touched[chunk]) {
+        status = gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, stream);
+    } else {
         status = gm_engine_pin_weights(engine, chunk, stream);
         if (status == GM_OK) {
             engine->is_touched[chunk] = true;
+            engine->touched_stream[engine->n_touched] = stream;
             engine->touched[engine->n_touched++] = chunk;
         }
     }
@@ -390,12 +409,13 @@ uint32_t gm_engine_n_touched(const gm_engine *engine)
     return engine->n_touched;
 }
 
-gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep, gm_stream stream)
+gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
 {
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status = GM_OK;
     while (engine->n_touched > n_keep) {
         uint32_t chunk = engine->touched[--engine->n_touched];
+        gm_stream stream = engine->touched_stream[engine->n_touched];
         engine->is_touched[chunk] = false;
         gm_status one = gm_engine_unpin_weights(engine, chunk, stream);
         status = status == GM_OK ? one : status;
@@ -420,7 +440,7 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
 
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
 {
-    GM_TRY(gm_engine_begin_call(engine, 0));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status = gm_engine_sync_grads(engine);
     size_t limit = chunk_limit(engine), needed = reserve_bytes;
     if (engine->policy != GM_POLICY_AUTO || status != GM_OK) {
@@ -430,6 +450,7 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
     for (uint32_t id = 0; id < n; id++) {
         needed += gm_engine_chunk_bytes(engine, id);
     }
+    status = gm_chunks_set_limit(engine->chunks, limit, NULL);
     for (uint32_t id = 0; id < n && status == GM_OK; id++) {
         const gm_engine_param *spec = gm_chunk_spec(engine, id);
         uint64_t numel = gm_layout_chunk(engine->layout, id)->numel;
@@ -442,8 +463,11 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
             break;
         }
         if (spec->has_moments && !gm_chunks_is_settled(engine->chunks, id)) {
-            status = gm_chunks_set_limit(engine->chunks, limit, NULL);
-            status = status == GM_OK ? gm_chunks_settle(engine->chunks, id) : status;
+            status = gm_chunks_settle(engine->chunks, id);
+            if (status == GM_ERR_NOMEM) { /* the device is fuller than the budget says */
+                status = GM_OK;
+                break;
+            }
         }
     }
     return gm_engine_end_call(engine, status);
@@ -490,7 +514,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
 
 gm_status gm_engine_check(gm_engine *engine)
 {
-    GM_TRY(gm_engine_begin_call(engine, 0));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status = gm_chunks_check(engine->chunks);
     for (uint32_t id = 0; status == GM_OK && id < gm_layout_n_chunks(engine->layout); id++) {
         bool state = gm_chunks_is_resident(engine->chunks, id, GM_STATE);

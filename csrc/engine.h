@@ -27,7 +27,7 @@ typedef struct gm_engine_param {
 typedef enum gm_policy { GM_POLICY_AUTO, GM_POLICY_CPU, GM_POLICY_CUDA } gm_policy;
 
 typedef struct gm_engine_options {
-    gm_device *device;   /* owned from a successful gm_engine_new on */
+    gm_device *device;   /* owned from the call on, also when it fails */
     gm_workers *workers; /* borrowed, may be NULL */
     const gm_engine_param *params;
     uint32_t n_params;
@@ -66,6 +66,7 @@ typedef struct gm_engine_stats {
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy
  * "cuda" does not fit the budget. */
 gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out);
+void gm_engine_ref(gm_engine *engine);
 void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
 
 /* Where a parameter's bytes are shown, for life. */
@@ -80,7 +81,7 @@ gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream);
 /* Pins the chunk whose weights are at `address` until gm_engine_release_touched: what a backward node needs. */
 gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream);
 /* Ends all but the `n_keep` oldest of these pins. */
-gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep, gm_stream stream);
+gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep);
 uint32_t gm_engine_n_touched(const gm_engine *engine);
 
 /* Takes a gradient (device memory, contiguous, numel elements): first is copied, later ones are added. */
@@ -104,7 +105,8 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
 /* Whole fields of one parameter, to and from host memory; the host waits.  WEIGHT and GRAD in their
  * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight. */
 gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, void *dst);
-gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src);
+gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src,
+                          gm_stream stream);
 
 /* A lease keeps what a tensor shows.  is_pinned: the chunk stays resident until the end of the lease (the
  * guard); otherwise the lease only keeps the address range alive (a parameter's own storage).
@@ -119,10 +121,10 @@ uintptr_t gm_lease_address(const gm_lease *lease);
 
 /* The unit wrote the parameter in place while entered.  GM_ERR_STATE when the old bytes are gone and the
  * master can therefore not be kept (16-bit weights whose home is not current). */
-gm_status gm_engine_note_write(gm_engine *engine, uint32_t param);
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stream);
 
 /* Ended leases are processed at every call; this is such a call that does nothing else. */
-gm_status gm_engine_drain(gm_engine *engine, gm_stream stream);
+gm_status gm_engine_drain(gm_engine *engine);
 /* Gives room of `bytes` to others: evicts as needed; false when the budget does not allow it. */
 bool gm_engine_reserve(gm_engine *engine, size_t bytes);
 /* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */

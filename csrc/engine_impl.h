@@ -22,6 +22,7 @@ struct gm_lease {
     gm_lease *next;
     uint32_t param;
     bool is_pinned;
+    gm_stream stream; /* where its tensor is used */
     atomic_bool is_watched, is_ended;
     void *old; /* the weight's bytes when last compared; NULL unless watched */
 };
@@ -46,7 +47,8 @@ struct gm_engine {
     uint32_t *unit_chunks; /* chunk ids, unit after unit, each chunk once per unit */
     uint32_t *unit_begin;  /* (n_units + 1,) */
     uint32_t n_units;
-    uint32_t *touched; /* (n_chunks,) pinned by touch */
+    uint32_t *touched;         /* (n_chunks,) pinned by touch */
+    gm_stream *touched_stream; /* (n_chunks,) of each of these pins */
     uint32_t n_touched;
     bool *is_touched; /* (n_chunks,) */
     gm_lease *leases;
@@ -94,8 +96,7 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
 enum { GM_STAGING_BYTES = 16 << 20 };
 
 /* engine.c */
-gm_status gm_engine_begin_call(gm_engine *engine,
-                               gm_stream stream); /* locks; drains ended leases */
+gm_status gm_engine_begin_call(gm_engine *engine); /* locks; drains ended leases */
 gm_status gm_engine_end_call(gm_engine *engine,
                              gm_status status); /* unlocks; passes the status on */
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
@@ -115,10 +116,10 @@ typedef struct gm_slice {
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field);
 /* The weight now holds new bytes (`weight`), before it held `old`: the master follows. */
 gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
-                             const void *weight);
+                             const void *weight, gm_stream stream);
 
 /* lease.c */
-gm_status gm_lease_process_ended(gm_engine *engine, gm_stream stream);
+gm_status gm_lease_process_ended(gm_engine *engine);
 /* Finds what was written through watched leases since the last look. */
 gm_status gm_lease_poll_watched(gm_engine *engine);
 /* The engine itself has written weights: later looks compare with what is there now. */

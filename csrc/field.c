@@ -31,10 +31,11 @@ static gm_status read_slice(gm_engine *engine, const gm_param *p, gm_field field
     return gm_chunks_read(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, dst);
 }
 
-static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field field, const void *src)
+static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
+                             gm_stream stream)
 {
     gm_slice s = gm_field_slice(engine, p, field);
-    return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src);
+    return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src, stream);
 }
 
 /* Two scratch arrays for one parameter: weight and low part. */
@@ -74,15 +75,16 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
     return status;
 }
 
-static gm_status write_master(gm_engine *engine, const gm_param *p, const float *src)
+static gm_status write_master(gm_engine *engine, const gm_param *p, const float *src,
+                              gm_stream stream)
 {
     uint8_t *weight, *low;
     GM_TRY(scratch_new(p, &weight, &low));
     gm_status status;
     gm_split_host(p->spec.format, src, weight, low, p->spec.numel, engine->workers);
-    status = write_slice(engine, p, GM_FIELD_WEIGHT, weight);
+    status = write_slice(engine, p, GM_FIELD_WEIGHT, weight, stream);
     if (status == GM_OK && p->spec.has_low) {
-        status = write_slice(engine, p, GM_FIELD_MASTER, low);
+        status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
     }
     free(weight);
     free(low);
@@ -91,7 +93,7 @@ static gm_status write_master(gm_engine *engine, const gm_param *p, const float 
 
 /* The weight now holds new bytes (`weight`), before it held `old`: the master follows. */
 gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
-                             const void *weight)
+                             const void *weight, gm_stream stream)
 {
     if (!p->spec.has_low) {
         return GM_OK;
@@ -104,13 +106,14 @@ gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *o
     gm_status status = read_slice(engine, p, GM_FIELD_MASTER, low);
     if (status == GM_OK) {
         (void)gm_reconcile_host(p->spec.format, old, weight, low, p->spec.numel);
-        status = write_slice(engine, p, GM_FIELD_MASTER, low);
+        status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
     }
     free(low);
     return status;
 }
 
-static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *src)
+static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *src,
+                              gm_stream stream)
 {
     uint8_t *old = malloc(p->spec.numel * p->spec.weight_bytes + 1);
     if (!old) {
@@ -118,8 +121,8 @@ static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *
                        (unsigned long long)p->spec.numel);
     }
     gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, old);
-    status = status == GM_OK ? gm_field_reset_low(engine, p, old, src) : status;
-    status = status == GM_OK ? write_slice(engine, p, GM_FIELD_WEIGHT, src) : status;
+    status = status == GM_OK ? gm_field_reset_low(engine, p, old, src, stream) : status;
+    status = status == GM_OK ? write_slice(engine, p, GM_FIELD_WEIGHT, src, stream) : status;
     free(old);
     return status;
 }
@@ -139,7 +142,7 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
     GM_TRY(gm_engine_check_param(engine, id));
     const gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
-    GM_TRY(gm_engine_begin_call(engine, 0));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status =
         field == GM_FIELD_GRAD ? gm_engine_sync_grads(engine) : gm_lease_poll_watched(engine);
     if (status == GM_OK && p->spec.numel > 0) {
@@ -149,18 +152,19 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
     return gm_engine_end_call(engine, status);
 }
 
-gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src)
+gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
+                          gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
-    GM_TRY(gm_engine_begin_call(engine, 0));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_status status = gm_engine_sync_grads(engine);
     status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
     if (status == GM_OK && p->spec.numel > 0) {
-        status = field == GM_FIELD_MASTER   ? write_master(engine, p, src)
-                 : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src)
-                                            : write_slice(engine, p, field, src);
+        status = field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)
+                 : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src, stream)
+                                            : write_slice(engine, p, field, src, stream);
     }
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         p->has_grad = true;
@@ -169,33 +173,41 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     return gm_engine_end_call(engine, status);
 }
 
-gm_status gm_engine_note_write(gm_engine *engine, uint32_t id)
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
-    GM_TRY(gm_engine_begin_call(engine, 0));
-    gm_status status = GM_OK;
+    GM_TRY(gm_engine_begin_call(engine));
     uint32_t chunk = p->place.chunk;
-    if (p->spec.has_low && gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
-        status =
+    if (p->spec.numel == 0) {
+        return gm_engine_end_call(engine, GM_OK);
+    }
+    if (!p->spec.has_low) {
+        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
+        return gm_engine_end_call(engine, GM_OK);
+    }
+    if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
+        return gm_engine_end_call(
+            engine,
             GM_FAIL(GM_ERR_STATE,
                     "a 16-bit weight was written in place inside its unit while its chunk had no "
-                    "current home, so its fp32 master cannot follow");
-    } else if (p->spec.has_low && p->spec.numel > 0) {
-        uint8_t *weight = malloc(p->spec.numel * p->spec.weight_bytes);
-        gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
-        status = weight ? gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes,
-                                                weight)
-                        : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
-        if (status ==
-            GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
-            uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
-            status = gm_field_reset_low(engine, p, home, weight);
+                    "current home, so its fp32 master cannot follow"));
+    }
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    uint8_t *weight = malloc(s.bytes);
+    gm_status status =
+        weight ? engine->device->ops->stream_sync(engine->device, stream) /* the write itself */
+               : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+    if (status == GM_OK) {
+        status = gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight);
+    }
+    if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
+        uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
+        status = gm_field_reset_low(engine, p, home, weight, stream);
+        if (status == GM_OK) {
             memcpy(home, weight, s.bytes);
         }
-        free(weight);
-    } else {
-        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
     }
+    free(weight);
     return gm_engine_end_call(engine, status);
 }

@@ -31,7 +31,7 @@ static gm_status reconcile_lease(gm_engine *engine, gm_lease *lease)
     gm_status status =
         gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
-        status = gm_field_reset_low(engine, p, lease->old, weight);
+        status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
         gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
         memcpy(lease->old, weight, s.bytes);
     }
@@ -39,12 +39,18 @@ static gm_status reconcile_lease(gm_engine *engine, gm_lease *lease)
     return status;
 }
 
-/* The writes of streams that we do not know must have passed before bytes are compared. */
+/* Writes must have passed before bytes are compared: the tensor's stream's and the default one's. */
+static gm_status wait_for_writes(gm_engine *engine, const gm_lease *lease)
+{
+    GM_TRY(engine->device->ops->stream_sync(engine->device, lease->stream));
+    return engine->device->ops->stream_sync(engine->device, 0);
+}
+
 gm_status gm_lease_poll_watched(gm_engine *engine)
 {
     for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
         if (lease->is_pinned && atomic_load(&lease->is_watched)) {
-            GM_TRY(engine->device->ops->stream_sync(engine->device, 0));
+            GM_TRY(wait_for_writes(engine, lease));
             GM_TRY(reconcile_lease(engine, lease));
         }
     }
@@ -61,7 +67,7 @@ gm_status gm_lease_renew_snapshots(gm_engine *engine)
     return GM_OK;
 }
 
-gm_status gm_lease_process_ended(gm_engine *engine, gm_stream stream)
+gm_status gm_lease_process_ended(gm_engine *engine)
 {
     gm_lease **link = &engine->leases;
     while (*link) {
@@ -72,10 +78,11 @@ gm_status gm_lease_process_ended(gm_engine *engine, gm_stream stream)
         }
         uint32_t chunk = engine->params[lease->param].place.chunk;
         if (lease->is_pinned && atomic_load(&lease->is_watched)) {
-            GM_TRY(engine->device->ops->stream_sync(engine->device, stream));
+            GM_TRY(wait_for_writes(engine, lease));
             GM_TRY(reconcile_lease(engine, lease));
         }
         bool was_pinned = lease->is_pinned;
+        gm_stream stream = lease->stream;
         *link = lease->next;
         free(lease->old);
         free(lease);
@@ -99,10 +106,11 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
         return GM_FAIL(GM_ERR_NOMEM, "HOST: lease of %llu elements",
                        (unsigned long long)p->spec.numel);
     }
-    *lease = (gm_lease){.engine = engine, .param = id, .is_pinned = is_pinned, .old = old};
+    *lease = (gm_lease){
+        .engine = engine, .param = id, .is_pinned = is_pinned, .stream = stream, .old = old};
     atomic_init(&lease->is_watched, is_watched);
     atomic_init(&lease->is_ended, false);
-    gm_status status = gm_engine_begin_call(engine, stream);
+    gm_status status = gm_engine_begin_call(engine);
     if (status != GM_OK) {
         free(old);
         free(lease);
@@ -148,8 +156,8 @@ uintptr_t gm_lease_address(const gm_lease *lease)
     return gm_engine_address(lease->engine, lease->param);
 }
 
-gm_status gm_engine_drain(gm_engine *engine, gm_stream stream)
+gm_status gm_engine_drain(gm_engine *engine)
 {
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     return gm_engine_end_call(engine, GM_OK);
 }

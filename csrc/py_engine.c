@@ -276,8 +276,10 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
         return NULL;
     }
     gm_status status;
+    gm_engine_ref(engine); /* close() on another thread must not take it away */
     Py_BEGIN_ALLOW_THREADS
     status = call(engine, v);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     return finish(status);
 }
@@ -296,19 +298,34 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
 NUMBER_METHOD(enter, 2, gm_engine_enter(engine, (uint32_t)v[0], v[1]))
 NUMBER_METHOD(leave, 2, gm_engine_leave(engine, (uint32_t)v[0], v[1]))
 NUMBER_METHOD(touch, 2, gm_engine_touch(engine, (uintptr_t)v[0], v[1]))
-NUMBER_METHOD(release_touched, 2, gm_engine_release_touched(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(release_touched, 1, gm_engine_release_touched(engine, (uint32_t)v[0]))
 NUMBER_METHOD(grad_put, 4,
               gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
                                  (gm_dtype)v[2], v[3]))
 NUMBER_METHOD(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
-NUMBER_METHOD(note_write, 1, gm_engine_note_write(engine, (uint32_t)v[0]))
+NUMBER_METHOD(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
 NUMBER_METHOD(read, 3,
               gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], (void *)(uintptr_t)v[2]))
-NUMBER_METHOD(write, 3,
-              gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1],
-                              (const void *)(uintptr_t)v[2]))
-NUMBER_METHOD(drain, 1, gm_engine_drain(engine, v[0]))
+NUMBER_METHOD(write, 4,
+              gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1], (const void *)(uintptr_t)v[2],
+                              v[3]))
 NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
+
+static PyObject *core_drain(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    gm_status status;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_engine_drain(engine);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return finish(status);
+}
 
 static PyObject *core_n_touched(core *self, PyObject *unused)
 {
@@ -386,8 +403,10 @@ static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args
     }
     gm_status status;
     gm_lease *lease = NULL;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     status = gm_lease_new(engine, (uint32_t)v[0], v[1] != 0, v[2] != 0, v[3], &lease);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     if (status != GM_OK) {
         return gm_py_raise(status);
@@ -434,8 +453,10 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
     }
     gm_status status;
     gm_sumsq sum;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     status = gm_engine_sumsq(engine, ids, n, &sum, stream);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     free(ids);
     if (status != GM_OK) {
@@ -479,8 +500,10 @@ static PyObject *core_step(core *self, PyObject *args)
         updates[i] = (gm_update){.param = id, .hyper = h};
     }
     gm_status status;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     status = gm_engine_step(engine, updates, (uint32_t)n, stream);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     free(updates);
     return finish(status);
@@ -494,7 +517,9 @@ static PyObject *core_stats(core *self, PyObject *unused)
         return NULL;
     }
     gm_engine_stats s;
+    Py_BEGIN_ALLOW_THREADS
     gm_engine_get_stats(engine, &s);
+    Py_END_ALLOW_THREADS
     Py_ssize_t budget = s.device_budget_bytes == SIZE_MAX ? -1 : (Py_ssize_t)s.device_budget_bytes;
     return Py_BuildValue(
         "{s:K,s:K,s:K,s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:I,s:I,s:I,s:I,s:K}", "fetches",
@@ -512,7 +537,14 @@ static PyObject *core_check(core *self, PyObject *unused)
 {
     (void)unused;
     gm_engine *engine = engine_of(self);
-    return engine ? finish(gm_engine_check(engine)) : NULL;
+    if (!engine) {
+        return NULL;
+    }
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_engine_check(engine);
+    Py_END_ALLOW_THREADS
+    return finish(status);
 }
 
 /* chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes; params: (numel, weight_bytes, kind). */
@@ -566,18 +598,17 @@ static PyMethodDef core_methods[] = {
     METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream)"),
     METHOD("leave", core_leave, METH_FASTCALL, "leave(unit, stream)"),
     METHOD("touch", core_touch, METH_FASTCALL, "touch(address, stream)"),
-    METHOD("release_touched", core_release_touched, METH_FASTCALL,
-           "release_touched(n_keep, stream)"),
+    METHOD("release_touched", core_release_touched, METH_FASTCALL, "release_touched(n_keep)"),
     METHOD("n_touched", core_n_touched, METH_NOARGS, "n_touched() -> int"),
     METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
     METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
     METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
     METHOD("grad_sumsq", core_grad_sumsq, METH_VARARGS,
            "grad_sumsq(params, stream) -> (sum, n_nonfinite)"),
-    METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param)"),
+    METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
     METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
-    METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address)"),
-    METHOD("drain", core_drain, METH_FASTCALL, "drain(stream)"),
+    METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
+    METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),

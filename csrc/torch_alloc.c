@@ -129,7 +129,7 @@ void *gm_torch_alloc(size_t size, int device, void *stream)
         return NULL;
     }
     if (reserve(d, size)) {
-        hold(d, size); /* at once: the engine must not give this room away */
+        hold(d, size); /* before the slow call: from here on the engine counts it */
         if (api->cuMemAlloc(&address, size) != CUDA_SUCCESS) {
             atomic_fetch_sub(&d->held_bytes, size);
             address = 0;

@@ -83,7 +83,7 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, g
                              gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     gm_param *p = &engine->params[id];
     gm_status status;
     if (!p->spec.has_grad) {
@@ -105,7 +105,7 @@ bool gm_engine_has_grad(const gm_engine *engine, uint32_t id)
 gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    GM_TRY(gm_engine_begin_call(engine, 0));
+    GM_TRY(gm_engine_begin_call(engine));
     engine->params[id].has_grad = false;
     return gm_engine_end_call(engine, GM_OK);
 }
@@ -166,7 +166,7 @@ gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n,
     for (uint32_t i = 0; i < n; i++) {
         GM_TRY(gm_engine_check_param(engine, params[i]));
     }
-    GM_TRY(gm_engine_begin_call(engine, stream));
+    GM_TRY(gm_engine_begin_call(engine));
     return gm_engine_end_call(engine, sumsq(engine, params, n, out, stream));
 }
 
@@ -212,7 +212,7 @@ static gm_status update_on_device(gm_engine *engine, uint32_t chunk, const gm_ad
 
 /* The update runs at home; a resident copy of the weights is refreshed afterwards. */
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, const gm_adam_range *ranges,
-                                size_t n)
+                                size_t n, gm_stream stream)
 {
     for (int piece = 0; piece < GM_N_PIECES; piece++) {
         GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, (gm_piece)piece));
@@ -221,8 +221,8 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, const gm_adam
                                   gm_chunks_home(engine->chunks, chunk, GM_STATE),
                                   gm_chunks_home(engine->chunks, chunk, GM_GRAD), ranges, n);
     GM_TRY(gm_adam_host(&args, engine->workers));
-    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT));
-    return gm_chunks_home_written(engine->chunks, chunk, GM_STATE);
+    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, stream));
+    return gm_chunks_home_written(engine->chunks, chunk, GM_STATE, stream);
 }
 
 static int compare_updates(const void *a, const void *b)
@@ -232,14 +232,8 @@ static int compare_updates(const void *a, const void *b)
 }
 
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n,
-                          gm_adam_range *ranges, gm_stream stream)
+                          gm_adam_range *ranges, bool *is_done, gm_stream stream)
 {
-    GM_TRY(gm_engine_sync_grads(engine));
-    GM_TRY(gm_lease_poll_watched(engine));
-    bool *is_done = calloc(gm_layout_n_chunks(engine->layout) + (size_t)1, sizeof *is_done);
-    if (!is_done) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
-    }
     gm_status status = GM_OK;
     for (uint32_t i = 0; i < n && status == GM_OK; i++) {
         uint32_t chunk = engine->params[updates[i].param].place.chunk;
@@ -263,9 +257,8 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
         }
         status = gm_chunks_is_settled(engine->chunks, chunk)
                      ? update_on_device(engine, chunk, ranges, n_ranges, stream)
-                     : update_at_home(engine, chunk, ranges, n_ranges);
+                     : update_at_home(engine, chunk, ranges, n_ranges, stream);
     }
-    free(is_done);
     return status == GM_OK ? gm_lease_renew_snapshots(engine) : status;
 }
 
@@ -284,19 +277,27 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     }
     gm_update *sorted = malloc((n ? n : 1) * sizeof *sorted);
     gm_adam_range *ranges = malloc((n ? n : 1) * sizeof *ranges);
-    if (!sorted || !ranges) {
+    bool *is_done = calloc(gm_layout_n_chunks(engine->layout) + (size_t)1, sizeof *is_done);
+    if (!sorted || !ranges || !is_done) {
         free(sorted);
         free(ranges);
+        free(is_done);
         return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
     }
     if (n) {
         memcpy(sorted, updates, n * sizeof *sorted);
         qsort(sorted, n, sizeof *sorted, compare_updates);
     }
-    gm_status status = gm_engine_begin_call(engine, stream);
-    if (status == GM_OK) {
-        status = run_step(engine, sorted, n, ranges, stream);
-        if (status != GM_OK) { /* invariant 5 */
+    gm_status status = gm_engine_begin_call(engine);
+    if (status == GM_OK) { /* nothing is written before these three have passed */
+        status = engine->device->ops->stream_sync(engine->device, stream);
+        status = status == GM_OK ? gm_engine_sync_grads(engine) : status;
+        status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
+        bool has_begun = status == GM_OK;
+        if (has_begun) {
+            status = run_step(engine, sorted, n, ranges, is_done, stream);
+        }
+        if (status != GM_OK && has_begun) { /* invariant 5 */
             engine->dead = status;
             snprintf(engine->dead_text, sizeof engine->dead_text, "%s", gm_last_error());
         }
@@ -304,5 +305,6 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     }
     free(sorted);
     free(ranges);
+    free(is_done);
     return status;
 }

@@ -126,7 +126,7 @@ class _TakeGrad:
 class Adoption:
     """One model on its way into an engine. Nothing of the model changes before `fill`."""
 
-    def __init__(self, engine: Engine, groups: dict[int, dict[str, Any]]) -> None:
+    def __init__(self, engine: Engine, groups: set[int]) -> None:
         self._engine = engine
         self._units = _find_units(engine.model)
         self.slots: list[Slot] = []
@@ -139,24 +139,27 @@ class Adoption:
                     continue
                 _check_parameter(name, parameter, engine.device)
                 self._index[id(parameter)] = len(self.slots)
-                group = groups.get(id(parameter))
-                self.slots.append(self._new_slot(name, parameter, dtypes[parameter], group))
+                is_grouped = id(parameter) in groups
+                self.slots.append(self._new_slot(name, parameter, dtypes[parameter], is_grouped))
 
     def _new_slot(
-        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, group: dict[str, Any] | None
+        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, is_grouped: bool
     ) -> Slot:
         slot = Slot(self._engine, len(self.slots), name, parameter)
         slot.dtype = dtype
         slot.device = self._engine.device
-        slot.group = group
         is_trained = parameter.requires_grad and self._engine.optimizer is not None
         if parameter.requires_grad and dtype not in FORMATS:
             raise GeminiError(
                 f"{name} is {dtype} and trainable: fp32, bf16 and fp16 are supported; give a precision, "
                 "or freeze it"
             )
+        if dtype is torch.float16 and is_trained and parameter.grad is not None:
+            raise GeminiError(
+                f"{name} has a gradient already, without the loss scale of fp16: zero_grad() first"
+            )
         slot.has_low = parameter.requires_grad and dtype is not torch.float32
-        slot.has_moments = is_trained and group is not None
+        slot.has_moments = is_trained and is_grouped
         slot.has_grad_home = is_trained
         return slot
 
@@ -213,6 +216,11 @@ class Adoption:
                 take = _TakeGrad(slot)
                 with _plain_torch():
                     handles.append(slot.parameter.register_post_accumulate_grad_hook(take))
+                    # First of all: the user's own hooks then find the gradient where it is kept.
+                    hooks = slot.parameter._post_accumulate_grad_hooks
+                    items = list(hooks.items())
+                    hooks.clear()
+                    hooks.update([items[-1], *items[:-1]])
         units = []
         for index, found in enumerate(self._units):
             slots = list(dict.fromkeys(self.slots[self._index[id(p)]] for _, p in found.owned))

@@ -88,25 +88,30 @@ class Engine:
         self._in_backward = False
         self._held: dict[int, tuple[Slot, int, int]] = {}
         self._steps = self._skipped = 0
-        adoption = Adoption(self, takeover.check(optimizer, model) if optimizer else {})
+        grouped = takeover.check(optimizer, model) if optimizer is not None else set()
+        adoption = Adoption(self, grouped)
         self._slots = adoption.slots
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
         self._memory = DeviceMemory(device)
         try:
-            self.core = self._new_core(adoption)
+            self._make_core(adoption)
         except BaseException:
             self._memory.close()
             raise
         self._units, self._handles = adoption.fill()
         self._handles += state.install(self, model)
         self.net = SavedTensorNet(self, self._slots)
-        if optimizer is not None:
-            takeover.install(self, optimizer)
         self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
-        self._settle()
+        try:
+            if optimizer is not None:
+                takeover.install(self, optimizer)
+            self._settle()
+        except BaseException:  # as it was: original dtypes, from the exact masters
+            self._give_back({s: s.read_master().to(s.original_dtype) for s in self._slots})
+            raise
 
-    def _new_core(self, adoption: Adoption) -> Any:
+    def _make_core(self, adoption: Adoption) -> None:
         settings = self._settings
         specs = adoption.specs()
         kinds = list(dict.fromkeys(spec[1:] for spec in specs))
@@ -132,7 +137,6 @@ class Engine:
         )
         if settings.device_budget >= 0 and settings.policy != "cuda":
             adoption.check_floor(settings.device_budget, settings.device_budget - external)
-        return self.core
 
     def _settle(self) -> None:
         """Uses what is left on the device for optimizer states ("auto")."""
@@ -177,14 +181,15 @@ class Engine:
 
     def _poll_held(self) -> None:
         for slot, lease, version in list(self._held.values()):
-            if torch._C._storage_Use_Count(slot.storage) > slot.base_count + slot.view_tokens:
-                continue
-            del self._held[slot.id]
             with _plain_torch():
                 now = slot.parameter._version
-            if now != version:
+            if now != version:  # written through the view since
+                slot.epoch += now - version
+                self._held[slot.id] = (slot, lease, now)
                 self.note_write(slot)
-            self.core.lease_end(lease)
+            if torch._C._storage_Use_Count(slot.storage) <= slot.base_count + slot.view_tokens:
+                del self._held[slot.id]
+                self.core.lease_end(lease)
 
     def hold(self, slot: Slot) -> None:
         """Keeps a chunk resident while a view of `slot`'s parameter lives; see hooks.py."""
@@ -194,9 +199,9 @@ class Engine:
             self._held[slot.id] = (slot, self.core.lease(slot.id, 1, 0, self.stream()), version)
 
     def note_write(self, slot: Slot) -> None:
-        slot.epoch += 1
+        """The weight was written in place while its chunk was pinned: the master follows."""
         try:
-            self.core.note_write(slot.id)
+            self.core.note_write(slot.id, self.stream())
         except GeminiError as error:
             raise GuardError(
                 f"{slot.name}: {error}; write it outside its module's forward, or inside "
@@ -348,18 +353,22 @@ class Engine:
         self._check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
+        return self.optimizer.step(closure)  # with its hooks; it comes back to _step
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        self._check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.recover()
-        slots = [
-            p._gm_slot
+        work = [
+            (self.slot_of(p), group)
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if self.core.has_grad(p._gm_slot.id)
+            if self.core.has_grad(self.slot_of(p).id)
         ]
-        if not slots:
+        if not work:
             return loss
         divisor = 1.0
         if self.scaler is not None:
@@ -371,13 +380,12 @@ class Engine:
                 self._clip_factor = 1.0
                 return loss
         updates = [
-            (s.id, *takeover.hyperparameters(s.group), s.adam_step + 1, *takeover.mode(s.group))
+            (slot.id, *takeover.hyperparameters(group), slot.adam_step + 1, *takeover.mode(group))
             + (divisor, self._clip_factor)
-            for s in slots
+            for slot, group in work
         ]
-        order = [(u[0], *u[1:6], *u[6:]) for u in updates]
-        self.core.step(order, self.stream())
-        for slot in slots:
+        self.core.step(updates, self.stream())
+        for slot, _ in work:
             slot.adam_step += 1
             slot.epoch += 1
         if self.scaler is not None:
@@ -403,7 +411,7 @@ class Engine:
             if not slot.has_grad_home or not self.core.has_grad(slot.id):
                 continue
             if set_to_none:
-                self.core.grad_drop(slot.id)
+                slot.drop_grad()
             else:
                 slot.write_grad(torch.zeros(slot.shape))
 
@@ -486,7 +494,7 @@ class Engine:
             if not self.closed:
                 for slot in written:  # what was written is kept, and said
                     self.note_write(slot)
-                self.core.drain(self.stream())
+                self.core.drain()
         if written:
             raise GuardError(
                 f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
@@ -572,27 +580,31 @@ class Engine:
         if dtype not in (None, torch.float32):
             raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
         self.recover()
+        is_fp32 = dtype is torch.float32
+        values = {s: s.read_master() if is_fp32 else s.read_weight() for s in self._slots}
+        if self.optimizer is not None:
+            takeover.release(self, self.optimizer, is_fp32)
+        self._give_back(values)
+
+    def _give_back(self, values: dict[Slot, torch.Tensor]) -> None:
+        """Invariant 3: every parameter ordinary, with these values, and nothing of ours left behind."""
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        grads = {
+            slot: (slot.read_grad().float() / scale)
+            for slot in self._slots
+            if slot.has_grad_home and self.core.has_grad(slot.id)
+        }
         for unit in self._units:
             unit.remove()
         self._root.remove()
         for handle in self._handles:
             handle.remove()
-        restored = []
-        for slot in self._slots:
-            values = slot.read_master() if dtype is torch.float32 else slot.read_weight()
-            has_grad = slot.has_grad_home and self.core.has_grad(slot.id)
-            grad = slot.read_grad() if has_grad else None
-            restored.append((slot, values, grad))
-        if self.optimizer is not None:
-            takeover.release(self, self.optimizer, dtype is torch.float32)
-        for slot, values, grad in restored:
+        for slot, value in values.items():
             parameter = slot.parameter
             parameter.__class__ = slot.plain_class
-            parameter.data = values.to(slot.original_device)
-            if slot.has_grad_home:
-                parameter.grad = (
-                    None if grad is None else grad.to(values.dtype).to(parameter.device)
-                )
+            parameter.data = value.to(slot.original_device)
+            if slot in grads:
+                parameter.grad = grads[slot].to(value.dtype).to(parameter.device)
             del parameter._gm_slot
         for _, lease, _ in self._held.values():
             self.core.lease_end(lease)

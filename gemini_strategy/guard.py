@@ -147,14 +147,10 @@ def _open_in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             raise GuardError(
                 f"{tensor._gm_slot.name}: p.data and p.detach() are not part of a graph"
             )
-    for tensor in named.values():
-        tensor.__class__ = open_class(tensor._gm_slot.plain_class)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        for tensor in named.values():
-            if tensor._gm_slot.open_count == 0 and not tensor._gm_slot.engine.closed:
-                tensor.__class__ = guarded_class(tensor._gm_slot.plain_class)
+    with _plain_torch():
+        edges = {key: torch.autograd.graph.get_gradient_edge(t) for key, t in named.items()}
+    args, kwargs = tree_map(lambda item: edges.get(id(item), item), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,7 +200,7 @@ def _serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = tree_map(settle, result)
     for key, (shown, lease, original, version) in leased.items():
         is_written = shown._version != version
-        if is_written and isinstance(original, nn.Parameter):
+        if is_written and getattr(original, "_gm_counts", True):
             original._gm_slot.epoch += 1
         if not is_written and key not in escaped:
             original._gm_slot.engine.core.lease_unwatch(lease)
@@ -275,12 +271,16 @@ class GuardedTensor(_Guarded, torch.Tensor):
     """`p.data` or `p.detach()` of a managed parameter: guarded like the parameter itself."""
 
 
-def _alias(slot: Slot) -> torch.Tensor:
-    """What `p.data` and `p.detach()` are: as guarded as the parameter, without gradient."""
+def _alias(slot: Slot, counts: bool) -> torch.Tensor:
+    """What `p.data` and `p.detach()` are: as guarded as the parameter, without gradient.
+
+    Writes through `p.detach()` count for autograd's check of versions, those through `p.data` do not.
+    """
     plain = slot.blob(slot.engine.core.lease(slot.id, 0, 0, 0))
     with torch.inference_mode(False), _plain_torch():
         alias = torch.Tensor._make_subclass(GuardedTensor, plain, False)
     alias._gm_slot = slot
+    alias._gm_counts = counts
     return alias
 
 
@@ -321,10 +321,10 @@ def _type(slot: Slot, owner: torch.Tensor, dtype: Any = None, **kwargs: Any) -> 
 
 
 _SPECIAL: dict[Any, Any] = {
-    torch.Tensor.data.__get__: lambda slot, owner: _alias(slot),
+    torch.Tensor.data.__get__: lambda slot, owner: _alias(slot, False),
     torch.Tensor.data.__set__: _set_data,
-    torch.Tensor.detach: lambda slot, owner: _alias(slot),
-    torch.detach: lambda slot, owner: _alias(slot),
+    torch.Tensor.detach: lambda slot, owner: _alias(slot, True),
+    torch.detach: lambda slot, owner: _alias(slot, True),
     torch.Tensor.grad.__get__: lambda slot, owner: (
         _grad_of(slot) if isinstance(owner, nn.Parameter) else None
     ),
@@ -479,7 +479,17 @@ class HeldGrad(torch.Tensor):
                 HeldGrad, slot.shape, dtype=slot.dtype, device=slot.device
             )
         grad._gm_slot = slot
+        grad._gm_dropped = False
         return grad
+
+    def read(self) -> torch.Tensor:
+        """A copy of the gradient."""
+        if self._gm_dropped:
+            raise GuardError(
+                f"{self._gm_slot.name}: this gradient was dropped (zero_grad, or p.grad = None); clone it "
+                "to keep it"
+            )
+        return self._gm_slot.read_grad()
 
     @classmethod
     def __torch_dispatch__(
@@ -488,13 +498,13 @@ class HeldGrad(torch.Tensor):
         return _dispatch_grads(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self._gm_slot.read_grad(), memo)
+        return copy.deepcopy(self.read(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._gm_slot.read_grad().__reduce_ex__(protocol)
+        return self.read().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return repr(self._gm_slot.read_grad())
+        return repr(self.read())
 
 
 def _dispatch_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -507,12 +517,7 @@ def _dispatch_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if not isinstance(item, HeldGrad):
             return item
         if id(item) not in values:
-            slot = item._gm_slot
-            if not slot.engine.core.has_grad(slot.id):
-                raise GuardError(
-                    f"{slot.name}: this gradient was dropped (zero_grad or a new pass)"
-                )
-            values[id(item)] = (slot.read_grad(), item)
+            values[id(item)] = (item.read(), item)
         return values[id(item)][0]
 
     written: list[HeldGrad] = []

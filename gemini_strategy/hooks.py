@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import types
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from gemini_strategy.slot import Slot
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["RootForward", "SavedTensorNet", "Unit", "is_compiled"]
+__all__ = ["RootForward", "SavedTensorNet", "Unit", "is_compiled", "keep_nets_on_top"]
 
 _use_count = torch._C._storage_Use_Count
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -47,6 +48,43 @@ _current_node = torch._C._current_autograd_node
 _current_task = torch._C._current_graph_task_id
 
 
+_thread = threading.local()
+
+
+def _active_nets() -> list[SavedTensorNet]:
+    """The nets pushed on this thread, innermost last."""
+    if not hasattr(_thread, "nets"):
+        _thread.nets = []
+    return _thread.nets
+
+
+def keep_nets_on_top() -> None:
+    """Makes `saved_tensors_hooks` that start inside a unit go below its net.
+
+    Such hooks (save_on_cpu, checkpointing of a part of a forward) would get the unit's weights: one that
+    returns its tensor would save them without a token. The net delegates everything else to them. Done once
+    per process, by the first manage(); outside units nothing changes.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    if hasattr(hooks, "_gm_enter"):
+        return
+    hooks._gm_enter, hooks._gm_exit = hooks.__enter__, hooks.__exit__
+
+    def enter(self: Any) -> Any:
+        result = hooks._gm_enter(self)
+        nets = _active_nets()
+        self._gm_net = nets[-1] if nets and nets[-1].push() else None
+        return result
+
+    def leave(self: Any, *args: object) -> Any:
+        if getattr(self, "_gm_net", None) is not None:
+            self._gm_net.pop()
+            self._gm_net = None
+        return hooks._gm_exit(self, *args)
+
+    hooks.__enter__, hooks.__exit__ = enter, leave
+
+
 class _Token:
     """A saved tensor on managed bytes."""
 
@@ -57,12 +95,12 @@ class _Token:
         self.is_view = tensor is not slot.parameter
         self.tensor = tensor.detach() if self.is_view else tensor
         self.address = address
-        self.epoch = slot.epoch
+        self.epoch = slot.epoch_now()
         if self.is_view:
             slot.view_tokens += 1
 
     def check(self) -> None:
-        if self.epoch != self.slot.epoch:
+        if self.epoch != self.slot.epoch_now():
             raise RuntimeError(_MODIFIED.format(f"{self.slot.name} (parameter)"))
 
     def __del__(self) -> None:
@@ -122,9 +160,11 @@ class SavedTensorNet:
             top = self._outer[-1]
         self._outer.append(top)
         _push_hooks(self.pack, self.unpack)
+        _active_nets().append(self)
         return True
 
     def pop(self) -> None:
+        _active_nets().pop()
         self._outer.pop()
         _pop_hooks()
 
@@ -161,10 +201,10 @@ class SavedTensorNet:
         """The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what
         it has unpacked may go meanwhile, and comes back."""
         frame = self._running[-1] if self._running else None
-        if frame is None or frame.node is not _current_node() or not frame.addresses:
+        if frame is None or frame.node != _node_key(_current_node()) or not frame.addresses:
             return saved.unpack(saved.packed)
         addresses, frame.addresses = frame.addresses, []
-        self._engine.core.release_touched(frame.n_before, self._engine.stream())
+        self._engine.core.release_touched(frame.n_before)
         tensor = saved.unpack(saved.packed)
         for address in addresses:
             self.touch(address)
@@ -173,7 +213,7 @@ class SavedTensorNet:
     def touch(self, address: int) -> None:
         """Makes the chunk at `address` readable for the running node."""
         core, stream = self._engine.core, self._engine.stream()
-        node, task = _current_node(), _current_task()
+        node, task = _node_key(_current_node()), _current_task()
         if not self._follow(node, task):
             self._running.append(_RunningNode(task, node, core.n_touched()))
         self._running[-1].addresses.append(address)
@@ -183,7 +223,7 @@ class SavedTensorNet:
             slot = self._slots[bisect_right(self._addresses, address) - 1]
             raise self._engine.room_error(slot, "a backward node that needs it", error) from None
 
-    def _follow(self, node: Any, task: int) -> bool:
+    def _follow(self, node: int, task: int) -> bool:
         """Unpins what earlier nodes of this task have touched; False if the task is new to us."""
         depth = len(self._running)
         while depth and self._running[depth - 1].task != task:
@@ -191,8 +231,8 @@ class SavedTensorNet:
         if depth == 0:
             return False
         del self._running[depth:]  # backwards nested in this task's last node have ended
-        if self._running[-1].node is not node:
-            self._engine.core.release_touched(self._running[-1].n_before, self._engine.stream())
+        if self._running[-1].node != node:
+            self._engine.core.release_touched(self._running[-1].n_before)
             self._running[-1].node = node
             self._running[-1].addresses = []
         return True
@@ -207,10 +247,15 @@ class SavedTensorNet:
             return
         node = _current_node()
         if node is not None:
-            self._follow(node, _current_task())
+            self._follow(_node_key(node), _current_task())
         else:
             self._running.clear()
-            self._engine.core.release_touched(0, self._engine.stream())
+            self._engine.core.release_touched(0)
+
+
+def _node_key(node: Any) -> int:
+    """A node's place in its thread's order of creation; -1 outside backward."""
+    return -1 if node is None else node._sequence_nr()
 
 
 class _RunningNode:
@@ -218,9 +263,9 @@ class _RunningNode:
 
     __slots__ = ("addresses", "n_before", "node", "task")
 
-    def __init__(self, task: int, node: Any, n_before: int) -> None:
+    def __init__(self, task: int, node: int, n_before: int) -> None:
         self.task = task
-        self.node = node
+        self.node = node  # its key: the node itself would keep the graph, and all of us, alive
         self.n_before = n_before  # chunks that nodes of enclosing backwards have touched
         self.addresses: list[int] = []  # what it has touched
 
@@ -272,7 +317,11 @@ class Unit:
             engine.core.enter(self.id, engine.stream())
         except MemoryError as error:
             raise engine.room_error(self.slots[0], f"module {self.name!r}", error) from None
-        watched = [s.lease()[0] for s in self.slots if self.watches_writes and s.has_low]
+        try:
+            watched = [s.lease()[0] for s in self.slots if self.watches_writes and s.has_low]
+        except BaseException:
+            engine.core.leave(self.id, engine.stream())
+            raise
         for slot in self.slots:
             slot.open_count += 1
             if slot.open_count == 1:
@@ -280,8 +329,8 @@ class Unit:
                 plain = slot.plain_class
                 slot.parameter.__class__ = plain if self._is_compiled else open_class(plain)
                 slot.version = slot.parameter._version
-        has_net = torch.is_grad_enabled()
-        if has_net and not engine.net.push():
+        has_net = engine.net.push()  # without grad too: the forward may turn it on
+        if not has_net and torch.is_grad_enabled():
             self._close()
             engine.core.leave(self.id, engine.stream())
             raise GuardError(
@@ -300,12 +349,13 @@ class Unit:
             engine.net.pop()
         if engine.closed:
             return
-        self._close()
-        if not watched:
-            self._find_writes()
-        self._hold_escaped()
-        del watched  # their leases compare the bytes
-        engine.core.leave(self.id, engine.stream())
+        try:
+            self._find_writes(is_compared=bool(watched))
+        finally:
+            self._close()
+            self._hold_escaped()
+            del watched, frame  # their leases compare the bytes
+            engine.core.leave(self.id, engine.stream())
 
     def _close(self) -> None:
         for slot in self.slots:
@@ -313,12 +363,14 @@ class Unit:
             if slot.open_count == 0:
                 slot.parameter.__class__ = guarded_class(slot.plain_class)
 
-    def _find_writes(self) -> None:
+    def _find_writes(self, is_compared: bool) -> None:
         for slot in self.slots:
             version = slot.parameter._version
             if version != slot.version:
+                slot.epoch += version - slot.version
                 slot.version = version
-                self.engine.note_write(slot)
+                if not is_compared or not slot.has_low:
+                    self.engine.note_write(slot)
 
     def _hold_escaped(self) -> None:
         for slot in self.slots:

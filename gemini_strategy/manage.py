@@ -9,6 +9,7 @@ from gemini_strategy import _C
 from gemini_strategy.engine import POLICIES, Engine, Settings
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.guard import close_side_doors
+from gemini_strategy.hooks import keep_nets_on_top
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 
@@ -151,6 +152,7 @@ def manage(
             "(gemini_strategy.engine_of(model)) before managing it again"
         )
     close_side_doors()
+    keep_nets_on_top()
     return Engine(model, optimizer, settings, scaler)
 
 

@@ -6,7 +6,7 @@ A parameter has as many names as it is tied to, but one slot, found as `paramete
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ class Slot:
         "engine",
         "epoch",
         "grad_view",
-        "group",
         "has_grad_home",
         "has_low",
         "has_moments",
@@ -44,8 +43,10 @@ class Slot:
         "names",
         "open_count",
         "original_device",
+        "original_dtype",
         "parameter",
         "plain_class",
+        "saved",
         "shape",
         "storage",
         "version",
@@ -63,15 +64,16 @@ class Slot:
         self.dtype = parameter.dtype  # the compute dtype, once managed
         self.device = parameter.device
         self.original_device = parameter.device
+        self.original_dtype = parameter.dtype
         self.has_low = self.has_moments = self.has_grad_home = False
-        self.group: dict[str, Any] | None = None  # its param_group in the optimizer
         self.adam_step = 0  # updates so far
-        self.epoch = 0  # changes of the weight that a graph built before must not survive
+        self.epoch = 0  # see epoch_now
         self.open_count = 0  # units that have entered and not left
         self.version = 0
         self.storage = 0  # address of its StorageImpl
         self.base_count = 0  # references to that storage when nothing shows it but the parameter
         self.view_tokens = 0  # views that autograd has saved, and that keep the storage too
+        self.saved: weakref.ref[torch.Tensor] | None = None  # its latest copy in a state dict
         self.grad_view: weakref.ref[torch.Tensor] | None = None
 
     def blob(self, lease: int) -> torch.Tensor:
@@ -91,8 +93,6 @@ class Slot:
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
-        if getattr(value, "_gm_slot", None) is self:
-            return  # `p.data = p.data` and the like
         if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
             raise GuardError(
                 f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
@@ -104,18 +104,20 @@ class Slot:
                 f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
                 f"{value.device}; engine.close() makes the model ordinary again"
             )
+        # A copy first: `value` may be guarded, a gradient of ours, or overlap with the target.
+        source = value.detach().clone()
         target, _ = self.lease()
-        with torch.no_grad(), _plain_torch():
-            if value.data_ptr() != target.data_ptr():
-                target.copy_(value)
+        with torch.no_grad():
+            target.copy_(source)
 
     def set_grad(self, value: torch.Tensor | None) -> None:
+        """`p.grad = value`."""
         if not self.has_grad_home:
             with _plain_torch():
                 torch.Tensor.grad.__set__(self.parameter, value)
         elif value is None:
-            self.engine.core.grad_drop(self.id)
-        elif getattr(value, "_gm_slot", None) is self:
+            self.drop_grad()
+        elif self.grad_view is not None and value is self.grad_view():
             pass  # `p.grad = p.grad`
         elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
             raise GuardError(
@@ -123,7 +125,21 @@ class Slot:
                 f"{tuple(value.shape)} and {value.dtype}"
             )
         else:
-            self.write_grad(value)
+            self.write_grad(value.detach().clone())
+
+    def drop_grad(self) -> None:
+        """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
+        view = self.grad_view() if self.grad_view is not None else None
+        if view is not None:
+            view._gm_dropped = True
+        self.grad_view = None
+        self.engine.core.grad_drop(self.id)
+
+    def epoch_now(self) -> int:
+        """Changes of the weight so far that a graph built before them must not survive."""
+        if not self.open_count:
+            return self.epoch
+        return self.epoch + self.parameter._version - self.version
 
     # ---- fields ----
 
@@ -132,13 +148,13 @@ class Slot:
         core = self.engine.core
         if self.dtype not in FORMATS:
             plain = values.to("cpu", self.dtype).contiguous()
-            core.write(self.id, _WEIGHT, plain.data_ptr())
+            core.write(self.id, _WEIGHT, plain.data_ptr(), self.engine.stream())
             return
         if low is None:
             master = values.to("cpu", torch.float32).contiguous()
         else:
             master = merge(values.to("cpu"), low.to("cpu")).contiguous()
-        core.write(self.id, _MASTER, master.data_ptr())
+        core.write(self.id, _MASTER, master.data_ptr(), self.engine.stream())
 
     def read_weight(self) -> torch.Tensor:
         """A CPU copy of the weight, in its dtype."""
@@ -160,7 +176,9 @@ class Slot:
             raise ValueError(f"{self.name} has shape {self.shape}, got {tuple(values.shape)}")
         is_float = self.has_low or self.dtype is torch.float32
         plain = values.detach().to("cpu", torch.float32 if is_float else self.dtype).contiguous()
-        self.engine.core.write(self.id, _MASTER if is_float else _WEIGHT, plain.data_ptr())
+        field = _MASTER if is_float else _WEIGHT
+        self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+        self.epoch += 1
 
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
@@ -172,7 +190,7 @@ class Slot:
     def write_grad(self, values: torch.Tensor) -> None:
         dtype = self.engine.grad_dtype(self)
         plain = values.detach().to("cpu", dtype).contiguous()
-        self.engine.core.write(self.id, _GRAD, plain.data_ptr())
+        self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 
     def read_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +207,7 @@ class Slot:
                     f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
                 )
             plain = values.detach().to("cpu", torch.float32).contiguous()
-            self.engine.core.write(self.id, field, plain.data_ptr())
+            self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
 
 

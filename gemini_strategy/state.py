@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,9 +64,11 @@ class _SaveHook(_StateHook):
             if type(value) is not GuardedTensor:
                 continue
             slot = value._gm_slot
-            twins = (state.get(n) for n in slot.names)
-            plain = [t for t in twins if type(t) is torch.Tensor and tuple(t.shape) == slot.shape]
-            state[prefix + name] = plain[0] if plain else slot.read_weight()
+            copy = slot.saved() if slot.saved is not None else None
+            if copy is None or not any(other is copy for other in state.values()):
+                copy = slot.read_weight()  # the first of its names in this state
+                slot.saved = weakref.ref(copy)
+            state[prefix + name] = copy
 
 
 class _LoadHook(_StateHook):

@@ -6,6 +6,7 @@ The object's class is swapped for a subclass that delegates, so that isinstance 
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,8 @@ _SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
 _REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
-def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, dict[str, Any]]:
-    """id(parameter) -> its group; refuses what the engine cannot do exactly.
+def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
+    """id() of the optimizer's parameters; refuses what the engine cannot do exactly.
 
     Raises:
         GeminiError: another kind of optimizer, an unsupported option, or parameters that are not the
@@ -52,7 +53,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, dict[
             "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
         )
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
-    groups: dict[int, dict[str, Any]] = {}
+    grouped: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
         for option in _REFUSED_OPTIONS:
             if group.get(option):
@@ -65,8 +66,29 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, dict[
                     f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
                     "the model's: build the optimizer from model.parameters()"
                 )
-            groups[id(parameter)] = group
-    return groups
+            grouped.add(id(parameter))
+    for parameter, entry in optimizer.state.items():
+        name = names.get(id(parameter))
+        if id(parameter) not in grouped:
+            raise GeminiError(
+                f"the optimizer has a state for {name or 'a parameter'} of shape {tuple(parameter.shape)}, which "
+                "is in none of its groups: build a new optimizer"
+            )
+        _check_entry(name, tuple(parameter.shape), entry)
+    return grouped
+
+
+def _check_entry(name: str | None, shape: tuple[int, ...], entry: dict[str, Any]) -> None:
+    if "exp_avg" not in entry:
+        return
+    if "step" not in entry or "exp_avg_sq" not in entry:
+        raise ValueError(f"{name}: its optimizer state lacks step or exp_avg_sq")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        if tuple(entry[moment].shape) != shape:
+            raise ValueError(
+                f"{name}: {moment} in the optimizer state has shape {tuple(entry[moment].shape)}, expected "
+                f"{shape}"
+            )
 
 
 def hyperparameters(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
@@ -91,7 +113,7 @@ class _Managed:
     """What a taken-over optimizer does instead of its own step."""
 
     def step(self, closure: Any = None) -> Any:
-        return self._gm_engine.step(closure)
+        return self._gm_engine._step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         engine = self._gm_engine
@@ -157,9 +179,10 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state into the engine and swaps its class."""
     for parameter, state in list(optimizer.state.items()):
         slot = engine.slot_of(parameter)
-        if "exp_avg" in state:
-            _load_entry(slot, state)
-    optimizer.state.clear()
+        if slot.has_moments:  # a frozen parameter's state stays where it is
+            if "exp_avg" in state:
+                _load_entry(slot, state)
+            del optimizer.state[parameter]
     optimizer._gm_engine = engine
     _swap_class(optimizer, _managed_class(type(optimizer)))
 
@@ -170,11 +193,14 @@ def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> 
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = engine.slot_of(parameter)
-            if slot.adam_step == 0:
+            is_ours = issubclass(plain, HybridAdam)
+            if is_ours and slot.has_low and slot.adam_step == 0 and not is_fp32:
+                low = split_low(slot.read_weight(), slot.read_master())[1]
+                parameter._gm_low = low.to(slot.original_device)
+            if slot.adam_step == 0 or not slot.has_moments:
                 continue
             m, v = slot.read_moments()
             state: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step))}
-            is_ours = issubclass(plain, HybridAdam)
             dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
             state["exp_avg"] = m.to(slot.original_device, dtype)
             state["exp_avg_sq"] = v.to(slot.original_device, dtype)
@@ -224,6 +250,7 @@ def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> No
     Raises:
         ValueError: groups or shapes do not match; nothing has been changed then.
     """
+    state = dict(state)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed
@@ -234,19 +261,18 @@ def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> No
             f"optimizer of {[len(g['params']) for g in groups]}"
         )
     work = []
-    for saved_group, group in zip(saved, groups, strict=True):
+    for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
+        for option in _REFUSED_OPTIONS:
+            if saved_group.get(option):
+                raise ValueError(
+                    f"param group {number} of the state dict: {option}=True is not supported"
+                )
         for key, parameter in zip(saved_group["params"], group["params"], strict=True):
             slot, entry = engine.slot_of(parameter), state["state"].get(key)
-            if entry is not None and "exp_avg" in entry:
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if tuple(entry[name].shape) != slot.shape:
-                        raise ValueError(
-                            f"{slot.name}: {name} in the state dict has shape "
-                            f"{tuple(entry[name].shape)}, expected {slot.shape}"
-                        )
+            _check_entry(slot.name, slot.shape, entry or {})
             work.append((slot, entry))
     for saved_group, group in zip(saved, groups, strict=True):
-        group.update({k: v for k, v in saved_group.items() if k != "params"})
+        group.update(copy.deepcopy({k: v for k, v in saved_group.items() if k != "params"}))
     for slot, entry in work:
         if not slot.has_moments:
             continue

@@ -60,7 +60,7 @@ static void write_home(world *w, uint32_t id, gm_piece piece)
 {
     CHECK(gm_chunks_claim_home(w->chunks, id, piece) == GM_OK);
     scribble(w, id, piece, gm_chunks_home(w->chunks, id, piece));
-    CHECK(gm_chunks_home_written(w->chunks, id, piece) == GM_OK);
+    CHECK(gm_chunks_home_written(w->chunks, id, piece, 0) == GM_OK);
 }
 
 static void step(world *w)
@@ -127,6 +127,7 @@ static void test_against_shadow(bool is_strict)
         .device = w->device,
         .n_chunks = N_CHUNKS,
         .piece_bytes = (const size_t (*)[GM_N_PIECES])w->bytes,
+        .has_homes = true,
         .homes = w->homes,
         .device_limit = 30 * 4096,
         .is_strict = is_strict,
@@ -169,7 +170,7 @@ static void test_without_homes(void)
     CHECK(gm_chunks_settle(chunks, 0) == GM_OK && gm_chunks_settle(chunks, 1) == GM_OK);
     uint8_t value = 7, read = 1;
     CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read) == GM_OK && read == 0);
-    CHECK(gm_chunks_write(chunks, 1, GM_STATE, 199, 1, &value) == GM_OK);
+    CHECK(gm_chunks_write(chunks, 1, GM_STATE, 199, 1, &value, 0) == GM_OK);
     CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read) == GM_OK && read == 7);
     CHECK(gm_chunks_evict(chunks, 0, GM_WEIGHT) == GM_ERR_STATE); /* nowhere to go */
     CHECK(gm_chunks_is_resident(chunks, 0, GM_WEIGHT) && gm_chunks_check(chunks) == GM_OK);
