@@ -9,6 +9,7 @@
  *   5. A piece's bytes are right in exactly one place, or in both and equal (CLEAN).
  *   6. Readers of a fetched piece wait for its `ready` event on their own stream.
  *
+ * Above the length budget because the state machine and its pool are one: who frees a block must know its piece.
  * Ranges keep their mapping after an eviction in aliased mode (another piece's bytes show there); before a
  * block is destroyed every range that still shows it is poisoned.  So a range always shows something. */
 #include "chunk.h"

@@ -416,14 +416,17 @@ def test_everything_is_given_back(how: str, mapping: str) -> None:
         once()
     gc.collect()
     files, maps, threads = _usage()
-    resident = _resident()
-    engines = [once() for _ in range(30)]
-    gc.collect()
-    assert [e() for e in engines] == [None] * 30
+    grown = []
+    for _ in range(3):  # malloc keeps some of what it had; a leak of 4 MiB each shows every time
+        resident = _resident()
+        engines = [once() for _ in range(30)]
+        gc.collect()
+        assert [e() for e in engines] == [None] * 30
+        grown.append(_resident() - resident)
     files_now, maps_now, threads_now = _usage()
     assert files_now <= files and threads_now <= threads
     assert maps_now <= maps + 10
-    assert _resident() <= resident + (40 << 20), "30 engines with 4 MiB of state each"
+    assert min(grown) <= 40 << 20, "30 engines with 4 MiB of state each"
 
 
 def test_failed_manage_gives_everything_back() -> None:
