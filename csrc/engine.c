@@ -34,6 +34,24 @@ static uint32_t kind_of(const gm_engine_param *spec)
     return 32 + log2;
 }
 
+static size_t piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece)
+{
+    const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, chunk);
+    const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
+    switch (piece) {
+    case GM_STATE: return gm_state_shape_of(spec, shape->numel).total;
+    case GM_GRAD:
+        return spec->has_grad ? shape->numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)) : 0;
+    default: return shape->numel * shape->weight_bytes;
+    }
+}
+
+/* The same as blocks. */
+static size_t piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece piece)
+{
+    return gm_chunks_block_bytes(engine->device, piece_bytes(engine, chunk, piece));
+}
+
 /* ---- life ---- */
 
 static void engine_free(gm_engine *engine)
@@ -207,14 +225,9 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     }
     size_t needed = 0;
     for (uint32_t id = 0; id < n; id++) {
-        const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, id);
-        const gm_engine_param *spec = gm_chunk_spec(engine, id);
-        bytes[id][GM_WEIGHT] = shape->numel * shape->weight_bytes;
-        bytes[id][GM_STATE] = gm_state_shape_of(spec, shape->numel).total;
-        bytes[id][GM_GRAD] =
-            spec->has_grad ? shape->numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)) : 0;
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
-            needed += gm_chunks_block_bytes(engine->device, bytes[id][piece]);
+            bytes[id][piece] = piece_bytes(engine, id, (gm_piece)piece);
+            needed += piece_blocks(engine, id, (gm_piece)piece);
         }
     }
     size_t limit = chunk_limit(engine);
@@ -293,8 +306,7 @@ uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t id)
 
 size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk)
 {
-    const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, chunk);
-    return gm_chunks_block_bytes(engine->device, shape->numel * shape->weight_bytes);
+    return piece_blocks(engine, chunk, GM_WEIGHT);
 }
 
 void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end)
@@ -452,17 +464,11 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
     }
     status = gm_chunks_set_limit(engine->chunks, limit, NULL);
     for (uint32_t id = 0; id < n && status == GM_OK; id++) {
-        const gm_engine_param *spec = gm_chunk_spec(engine, id);
-        uint64_t numel = gm_layout_chunk(engine->layout, id)->numel;
-        needed += gm_chunks_block_bytes(engine->device, gm_state_shape_of(spec, numel).total);
-        needed += spec->has_grad
-                      ? gm_chunks_block_bytes(engine->device,
-                                              numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)))
-                      : 0;
+        needed += piece_blocks(engine, id, GM_STATE) + piece_blocks(engine, id, GM_GRAD);
         if (needed > limit) {
             break;
         }
-        if (spec->has_moments && !gm_chunks_is_settled(engine->chunks, id)) {
+        if (gm_chunk_spec(engine, id)->has_moments && !gm_chunks_is_settled(engine->chunks, id)) {
             status = gm_chunks_settle(engine->chunks, id);
             if (status == GM_ERR_NOMEM) { /* the device is fuller than the budget says */
                 status = GM_OK;
@@ -493,17 +499,10 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .layout_hash = gm_layout_hash(engine->layout),
     };
     for (uint32_t id = 0; id < n; id++) {
-        const gm_engine_param *spec = gm_chunk_spec(engine, id);
-        uint64_t numel = gm_layout_chunk(engine->layout, id)->numel;
-        out->weight_bytes += gm_engine_chunk_bytes(engine, id);
-        out->state_bytes +=
-            gm_engine_chunk_bytes(engine, id) +
-            gm_chunks_block_bytes(engine->device, gm_state_shape_of(spec, numel).total);
-        out->state_bytes +=
-            spec->has_grad
-                ? gm_chunks_block_bytes(engine->device,
-                                        numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)))
-                : 0;
+        out->weight_bytes += piece_blocks(engine, id, GM_WEIGHT);
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            out->state_bytes += piece_blocks(engine, id, (gm_piece)piece);
+        }
         out->n_settled += gm_chunks_is_settled(engine->chunks, id);
     }
     for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
