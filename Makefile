@@ -4,6 +4,7 @@
 # make check      format, lint, strict warnings, sanitizers
 # make build      compiles the extension in place      make format   rewrites the sources' layout
 # make bench-adam times the optimizer's arithmetic     make clean    removes what was built
+# make bench-offload CASE=A compares training under a budget with the run that has it all (GPU)
 #
 # PYTHON names the interpreter that .venv is made from (3.11 or newer); GEMINI_CUDA=0 skips nvcc.
 
@@ -17,7 +18,7 @@ C_SOURCES := $(wildcard csrc/*.[ch] csrc/kernels/* tests/c/*.[ch])
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test test-c test-gpu check build format bench-adam clean
+.PHONY: demo test test-c test-gpu check build format bench-adam bench-offload clean
 .DEFAULT_GOAL := demo
 
 demo: build
@@ -87,6 +88,12 @@ format: $(READY)
 
 bench-adam: build
 	@$(PY) benchmarks/bench_adam.py
+
+# Like test-gpu: this machine's python3 and torch. CASE: A, A48, B, C or full; OUT: a .jsonl file.
+bench-offload: export PYTHONPATH := $(CURDIR)
+bench-offload:
+	@GEMINI_CUDA=1 $(PYTHON) setup.py --quiet build_ext --inplace
+	@$(PYTHON) benchmarks/bench_offload.py --preset $(or $(CASE),A) $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf build dist *.egg-info gemini_strategy/*.so .pytest_cache .ruff_cache .hypothesis lightning_logs

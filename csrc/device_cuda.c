@@ -1,16 +1,15 @@
-/* device_cuda.c - gm_device on CUDA: the driver's virtual memory calls, streams, events, copies and
- * our kernels, in the primary context of one GPU (the one that torch uses).
+/* device_cuda.c - gm_device on CUDA: the driver's virtual memory calls in the primary context of one
+ * GPU (the one that torch uses), and the device's life.  Streams, events, copies and kernels are in
+ * device_cuda_stream.c, host calls in device_cuda_host.c.
  *
  * Invariants
- *   1. Every operation pushes the primary context and pops it: calls come from the caller's thread
- *      and from autograd's, whose current context must be left as it was found.
+ *   1. Every operation runs in the primary context and leaves the thread's current context as it was
+ *      found: calls come from the caller's thread and from autograd's.
  *   2. granule[] of a range mirrors the driver's page tables: a mapping occupies one FIRST granule
  *      and REST granules up to block_bytes, and is mapped and unmapped as a whole.
  *   3. A failed map leaves the whole span unmapped, never partly mapped.
  *   4. Poisoned ranges show one shared block, which is refilled with 0xff at each poison(): a stray
- *      write into an evicted range cannot turn poison into data for later readers.
- *
- * Above the length budget because a device is one table of operations over one private struct. */
+ *      write into an evicted range cannot turn poison into data for later readers. */
 #include "device.h"
 
 #ifdef GM_WITH_CUDA
@@ -18,49 +17,46 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda_driver.h"
-#include "kernels.h"
-
-#define CHECK(call) gm_cuda_check((call), #call, __FILE__, __LINE__)
+#include "device_cuda_impl.h"
 
 enum { UNMAPPED = 0, FIRST = 1, REST = 2 };
 
-typedef struct cuda_range {
+struct cuda_range {
     uintptr_t addr;
     size_t bytes;
     uint8_t *granule; /* (bytes / granularity,) UNMAPPED, FIRST or REST */
-} cuda_range;
+};
 
-typedef struct cuda_device {
-    gm_device base; /* first: a gm_device * is a cuda_device * */
-    const gm_cuda_api *api;
-    int ordinal;
-    CUdevice device;
-    CUcontext context;
-    CUmemAllocationProp allocation;
-    CUmemAccessDesc access;
-    gm_kernels *kernels;
-    CUstream stream;       /* for the fill of the poison block only */
-    gm_block poison;       /* 0 until first needed */
-    uintptr_t poison_view; /* where the fill writes */
-    cuda_range *ranges;    /* sorted by addr */
-    size_t n_ranges, capacity;
-} cuda_device;
+/* ---- context ---- */
 
-static cuda_device *self(gm_device *dev)
+gm_status gm_cuda_enter_anyway(cuda_device *d, bool *is_pushed)
 {
-    return (cuda_device *)dev;
+    CUcontext current = NULL;
+    *is_pushed = false;
+    /* torch has made our context current in nearly every thread: asking is cheaper than pushing */
+    if (d->api->cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == d->context) {
+        return GM_OK;
+    }
+    GM_TRY(CHECK(d->api->cuCtxPushCurrent(d->context)));
+    *is_pushed = true;
+    return GM_OK;
 }
 
-static gm_status enter(cuda_device *d)
+gm_status gm_cuda_enter(cuda_device *d, bool *is_pushed)
 {
-    return CHECK(d->api->cuCtxPushCurrent(d->context));
+    if (atomic_load_explicit(&d->has_failed, memory_order_acquire)) {
+        *is_pushed = false;
+        return GM_FAIL(GM_ERR_DEVICE, "%s", d->failure);
+    }
+    return gm_cuda_enter_anyway(d, is_pushed);
 }
 
-static void leave(cuda_device *d)
+void gm_cuda_leave(cuda_device *d, bool is_pushed)
 {
     CUcontext popped;
-    (void)d->api->cuCtxPopCurrent(&popped);
+    if (is_pushed) {
+        (void)d->api->cuCtxPopCurrent(&popped);
+    }
 }
 
 /* ---- address ranges and blocks ---- */
@@ -214,16 +210,13 @@ static gm_status range_new(cuda_device *d, size_t bytes, uintptr_t *out)
 
 static gm_status cuda_range_new(gm_device *dev, size_t bytes, uintptr_t *out)
 {
-    cuda_device *d = self(dev);
+    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
     if (bytes == 0 || bytes % dev->granularity != 0) {
         return GM_FAIL(GM_ERR_ARG, "range_new: %zu bytes is not a positive multiple of %zu", bytes,
                        dev->granularity);
     }
-    GM_TRY(enter(d));
-    gm_status status = range_new(d, bytes, out);
-    leave(d);
-    return status;
+    IN_CONTEXT(d, range_new(d, bytes, out));
 }
 
 static void range_free(cuda_device *d, uintptr_t addr)
@@ -242,12 +235,9 @@ static void range_free(cuda_device *d, uintptr_t addr)
 
 static void cuda_range_free(gm_device *dev, uintptr_t addr, size_t bytes)
 {
-    cuda_device *d = self(dev);
+    cuda_device *d = gm_cuda_self(dev);
     (void)bytes; /* the table knows */
-    if (enter(d) == GM_OK) {
-        range_free(d, addr);
-        leave(d);
-    }
+    FREE_IN_CONTEXT(d, range_free(d, addr));
 }
 
 static gm_status block_new(cuda_device *d, gm_block *out)
@@ -270,30 +260,23 @@ static gm_status block_new(cuda_device *d, gm_block *out)
 
 static gm_status cuda_block_new(gm_device *dev, gm_block *out)
 {
-    cuda_device *d = self(dev);
+    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    GM_TRY(enter(d));
-    gm_status status = block_new(d, out);
-    leave(d);
-    return status;
+    IN_CONTEXT(d, block_new(d, out));
 }
 
 static void cuda_block_free(gm_device *dev, gm_block block)
 {
-    cuda_device *d = self(dev);
-    if (block != 0 && enter(d) == GM_OK) {
-        (void)d->api->cuMemRelease(block);
-        leave(d);
+    cuda_device *d = gm_cuda_self(dev);
+    if (block != 0) {
+        FREE_IN_CONTEXT(d, (void)d->api->cuMemRelease(block));
     }
 }
 
 static gm_status cuda_map(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n)
 {
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = map_span(d, addr, blocks, 1, n, "map");
-    leave(d);
-    return status;
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, map_span(d, addr, blocks, 1, n, "map"));
 }
 
 static gm_status unmap_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
@@ -307,11 +290,8 @@ static gm_status unmap_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
 
 static gm_status cuda_unmap(gm_device *dev, uintptr_t addr, size_t n_blocks)
 {
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = unmap_span(d, addr, n_blocks);
-    leave(d);
-    return status;
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, unmap_span(d, addr, n_blocks));
 }
 
 static void drop_poison(cuda_device *d)
@@ -351,200 +331,15 @@ static gm_status poison_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
 
 static gm_status cuda_poison(gm_device *dev, uintptr_t addr, size_t n_blocks)
 {
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = poison_span(d, addr, n_blocks);
-    leave(d);
-    return status;
-}
-
-/* ---- streams and events ---- */
-
-static CUstream stream_of(gm_stream stream)
-{
-    return (CUstream)(uintptr_t)stream;
-}
-
-static CUevent event_of(gm_event event)
-{
-    return (CUevent)(uintptr_t)event;
-}
-
-/* Non-blocking: torch's default stream is the legacy one, which would otherwise order everything. */
-static gm_status cuda_stream_new(gm_device *dev, gm_stream *out)
-{
-    cuda_device *d = self(dev);
-    CUstream stream = NULL;
-    *out = 0;
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
-    leave(d);
-    *out = (gm_stream)(uintptr_t)stream;
-    return status;
-}
-
-static void cuda_stream_free(gm_device *dev, gm_stream stream)
-{
-    cuda_device *d = self(dev);
-    if (stream != 0 && enter(d) == GM_OK) {
-        (void)d->api->cuStreamDestroy(stream_of(stream));
-        leave(d);
-    }
-}
-
-static gm_status cuda_stream_sync(gm_device *dev, gm_stream stream)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuStreamSynchronize(stream_of(stream)));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_event_new(gm_device *dev, gm_event *out)
-{
-    cuda_device *d = self(dev);
-    CUevent event = NULL;
-    *out = 0;
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
-    leave(d);
-    *out = (gm_event)(uintptr_t)event;
-    return status;
-}
-
-static void cuda_event_free(gm_device *dev, gm_event event)
-{
-    cuda_device *d = self(dev);
-    if (event != 0 && enter(d) == GM_OK) {
-        (void)d->api->cuEventDestroy(event_of(event));
-        leave(d);
-    }
-}
-
-static gm_status cuda_event_record(gm_device *dev, gm_event event, gm_stream stream)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuEventRecord(event_of(event), stream_of(stream)));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_event_wait(gm_device *dev, gm_event event, gm_stream stream)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status =
-        CHECK(d->api->cuStreamWaitEvent(stream_of(stream), event_of(event), CU_EVENT_WAIT_DEFAULT));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_event_sync(gm_device *dev, gm_event event)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuEventSynchronize(event_of(event)));
-    leave(d);
-    return status;
-}
-
-/* ---- copies ---- */
-
-static gm_status cuda_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
-                               gm_stream s)
-{
-    cuda_device *d = self(dev);
-    if (bytes == 0) {
-        return GM_OK;
-    }
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuMemcpyHtoDAsync((CUdeviceptr)dst, src, bytes, stream_of(s)));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t bytes, gm_stream s)
-{
-    cuda_device *d = self(dev);
-    if (bytes == 0) {
-        return GM_OK;
-    }
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuMemcpyDtoHAsync(dst, (CUdeviceptr)src, bytes, stream_of(s)));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t src, size_t bytes,
-                               gm_stream s)
-{
-    cuda_device *d = self(dev);
-    if (bytes == 0) {
-        return GM_OK;
-    }
-    GM_TRY(enter(d));
-    gm_status status =
-        CHECK(d->api->cuMemcpyDtoDAsync((CUdeviceptr)dst, (CUdeviceptr)src, bytes, stream_of(s)));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_fill(gm_device *dev, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
-{
-    cuda_device *d = self(dev);
-    if (bytes == 0) {
-        return GM_OK;
-    }
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuMemsetD8Async((CUdeviceptr)dst, byte, bytes, stream_of(s)));
-    leave(d);
-    return status;
-}
-
-/* ---- arithmetic ---- */
-
-static gm_status cuda_adam(gm_device *dev, const gm_adam_args *args, gm_stream s)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = gm_kernels_adam(d->kernels, args, stream_of(s));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_stream s)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = gm_kernels_grad_add(d->kernels, args, stream_of(s));
-    leave(d);
-    return status;
-}
-
-static gm_status cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
-                            gm_sumsq *sum, gm_stream s)
-{
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = gm_kernels_sumsq(d->kernels, data, dtype, numel, sum, stream_of(s));
-    leave(d);
-    return status;
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, poison_span(d, addr, n_blocks));
 }
 
 /* ---- host memory, figures ---- */
 
-static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
+static gm_status pin(cuda_device *d, void *base, size_t bytes)
 {
-    cuda_device *d = self(dev);
-    if (bytes == 0) {
-        return GM_OK;
-    }
-    GM_TRY(enter(d));
     CUresult result = d->api->cuMemHostRegister(base, bytes, CU_MEMHOSTREGISTER_PORTABLE);
-    gm_status status = gm_cuda_check(result, "cuMemHostRegister", __FILE__, __LINE__);
-    leave(d);
     if (result == CUDA_ERROR_OUT_OF_MEMORY) {
         return GM_FAIL(
             GM_ERR_NOMEM,
@@ -552,25 +347,30 @@ static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
             "on locked memory (ulimit -l)",
             bytes);
     }
-    return status;
+    return gm_cuda_check(result, "cuMemHostRegister", __FILE__, __LINE__);
+}
+
+static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    IN_CONTEXT(d, pin(d, base, bytes));
 }
 
 static void cuda_unpin(gm_device *dev, void *base)
 {
-    cuda_device *d = self(dev);
-    if (base && enter(d) == GM_OK) {
-        (void)d->api->cuMemHostUnregister(base);
-        leave(d);
+    cuda_device *d = gm_cuda_self(dev);
+    if (base) {
+        FREE_IN_CONTEXT(d, (void)d->api->cuMemHostUnregister(base));
     }
 }
 
 static gm_status cuda_memory(gm_device *dev, size_t *free_bytes, size_t *total_bytes)
 {
-    cuda_device *d = self(dev);
-    GM_TRY(enter(d));
-    gm_status status = CHECK(d->api->cuMemGetInfo(free_bytes, total_bytes));
-    leave(d);
-    return status;
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, CHECK(d->api->cuMemGetInfo(free_bytes, total_bytes)));
 }
 
 /* ---- life ---- */
@@ -590,10 +390,13 @@ static void cuda_free(gm_device *dev)
     if (!dev) {
         return;
     }
-    cuda_device *d = self(dev);
-    if (enter(d) == GM_OK) {
+    cuda_device *d = gm_cuda_self(dev);
+    bool is_pushed;
+    bool is_entered = gm_cuda_enter_anyway(d, &is_pushed) == GM_OK;
+    gm_cuda_host_queue_free(d->host_queue); /* first, and always: its thread uses the device */
+    if (is_entered) {
         close_device(d);
-        leave(d);
+        gm_cuda_leave(d, is_pushed);
     }
     (void)d->api->cuDevicePrimaryCtxRelease(d->device);
     free(d->ranges);
@@ -610,21 +413,23 @@ static const gm_device_ops cuda_ops = {
     .map = cuda_map,
     .poison = cuda_poison,
     .unmap = cuda_unmap,
-    .stream_new = cuda_stream_new,
-    .stream_free = cuda_stream_free,
-    .stream_sync = cuda_stream_sync,
-    .event_new = cuda_event_new,
-    .event_free = cuda_event_free,
-    .event_record = cuda_event_record,
-    .event_wait = cuda_event_wait,
-    .event_sync = cuda_event_sync,
-    .copy_h2d = cuda_copy_h2d,
-    .copy_d2h = cuda_copy_d2h,
-    .copy_d2d = cuda_copy_d2d,
-    .fill = cuda_fill,
-    .adam = cuda_adam,
-    .grad_add = cuda_grad_add,
-    .sumsq = cuda_sumsq,
+    .stream_new = gm_cuda_stream_new,
+    .stream_free = gm_cuda_stream_free,
+    .stream_sync = gm_cuda_stream_sync,
+    .event_new = gm_cuda_event_new,
+    .event_free = gm_cuda_event_free,
+    .event_record = gm_cuda_event_record,
+    .event_wait = gm_cuda_event_wait,
+    .event_sync = gm_cuda_event_sync,
+    .event_elapsed = gm_cuda_event_elapsed,
+    .host_call = gm_cuda_host_call,
+    .copy_h2d = gm_cuda_copy_h2d,
+    .copy_d2h = gm_cuda_copy_d2h,
+    .copy_d2d = gm_cuda_copy_d2d,
+    .fill = gm_cuda_fill,
+    .adam = gm_cuda_adam,
+    .grad_add = gm_cuda_grad_add,
+    .sumsq = gm_cuda_sumsq,
     .pin = cuda_pin,
     .unpin = cuda_unpin,
     .memory = cuda_memory,
@@ -689,13 +494,14 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
         free(d);
         return status;
     }
-    status = enter(d);
+    bool is_pushed;
+    status = gm_cuda_enter(d, &is_pushed);
     if (status == GM_OK) {
         status = open_device(d, block_bytes);
         if (status != GM_OK) {
             close_device(d);
         }
-        leave(d);
+        gm_cuda_leave(d, is_pushed);
     }
     if (status != GM_OK) {
         (void)d->api->cuDevicePrimaryCtxRelease(d->device);

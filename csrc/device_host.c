@@ -3,7 +3,8 @@
  *
  * Blocks are pieces of one memfd, and address ranges are mapped onto them with mmap, so aliasing is
  * real: two ranges on one block show the same bytes.  Streams run at once, on the calling thread
- * and the pool; hence an event is reached when it is recorded, and waiting costs nothing.
+ * and the pool; hence an event is reached when it is recorded, and waiting costs nothing.  A timed
+ * event carries the clock of that moment.
  *
  * 1. Block b is the file's bytes [(b - 1) * block_bytes, b * block_bytes); it has pages of its own
  *    from block_new to block_free (given at once, where the kernel can), and none otherwise.
@@ -18,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "device.h"
@@ -33,6 +35,14 @@ typedef struct address_range {
     size_t bytes;
 } address_range;
 
+/* Timed events are TIMED + a slot's index; others are plain numbers. */
+#define TIMED ((gm_event)1 << 63)
+
+typedef struct timed_event {
+    bool is_used, is_recorded;
+    double seconds; /* of the monotonic clock, at the latest record */
+} timed_event;
+
 typedef struct host_device {
     gm_device base; /* first: a gm_device * is a host_device * */
     gm_workers *pool;
@@ -47,6 +57,8 @@ typedef struct host_device {
     address_range *ranges; /* (n_ranges,) ascending, apart from each other */
     size_t n_ranges, range_capacity;
 
+    timed_event *timed; /* (n_timed,) */
+    size_t n_timed;
     uint64_t n_streams, n_events; /* alive */
     uint64_t last_id;             /* of streams and events; never used twice */
 } host_device;
@@ -348,25 +360,60 @@ static gm_status host_stream_sync(gm_device *base, gm_stream stream)
     return check_owner(as_host(base));
 }
 
-static gm_status host_event_new(gm_device *base, gm_event *out)
+static gm_status timed_event_new(host_device *dev, gm_event *out)
+{
+    size_t slot = 0;
+    while (slot < dev->n_timed && dev->timed[slot].is_used) {
+        slot++;
+    }
+    if (slot == dev->n_timed) {
+        size_t n = dev->n_timed ? 2 * dev->n_timed : 16;
+        timed_event *grown = realloc(dev->timed, n * sizeof *grown);
+        if (!grown) {
+            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu events", n);
+        }
+        memset(&grown[dev->n_timed], 0, (n - dev->n_timed) * sizeof *grown);
+        dev->timed = grown;
+        dev->n_timed = n;
+    }
+    dev->timed[slot] = (timed_event){.is_used = true};
+    *out = TIMED + slot;
+    return GM_OK;
+}
+
+static gm_status host_event_new(gm_device *base, bool is_timed, gm_event *out)
 {
     host_device *dev = as_host(base);
+    if (is_timed) {
+        GM_TRY(timed_event_new(dev, out));
+    } else {
+        *out = ++dev->last_id;
+    }
     dev->n_events++;
-    *out = ++dev->last_id;
     return GM_OK;
+}
+
+/* The slot of a timed event; NULL for any other. */
+static timed_event *timed_of(const host_device *dev, gm_event event)
+{
+    bool is_timed = event >= TIMED && event - TIMED < dev->n_timed;
+    return is_timed && dev->timed[event - TIMED].is_used ? &dev->timed[event - TIMED] : NULL;
 }
 
 static void host_event_free(gm_device *base, gm_event event)
 {
     host_device *dev = as_host(base);
-    GM_ASSERT(event != 0 && event <= dev->last_id && dev->n_events > 0);
-    (void)event;
+    timed_event *timed = timed_of(dev, event);
+    GM_ASSERT((timed || (event != 0 && event <= dev->last_id)) && dev->n_events > 0);
+    if (timed) {
+        timed->is_used = false;
+    }
     dev->n_events--;
 }
 
 static gm_status check_event(const host_device *dev, gm_event event)
 {
-    if (event == 0 || event > dev->last_id) {
+    if ((event == 0 || event > dev->last_id) && !timed_of(dev, event)) {
         return GM_FAIL(GM_ERR_ARG, "host device: %llu is not an event", (unsigned long long)event);
     }
     return check_owner(dev);
@@ -376,7 +423,15 @@ static gm_status host_event_record(gm_device *base, gm_event event, gm_stream st
 {
     GM_ASSERT(stream <= as_host(base)->last_id);
     (void)stream;
-    return check_event(as_host(base), event);
+    GM_TRY(check_event(as_host(base), event));
+    timed_event *timed = timed_of(as_host(base), event);
+    if (timed) { /* all earlier work is done, so now is when the event is reached */
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        timed->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+        timed->is_recorded = true;
+    }
+    return GM_OK;
 }
 
 static gm_status host_event_wait(gm_device *base, gm_event event, gm_stream stream)
@@ -389,6 +444,31 @@ static gm_status host_event_wait(gm_device *base, gm_event event, gm_stream stre
 static gm_status host_event_sync(gm_device *base, gm_event event)
 {
     return check_event(as_host(base), event);
+}
+
+static gm_status host_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds)
+{
+    host_device *dev = as_host(base);
+    const timed_event *from = timed_of(dev, start), *to = timed_of(dev, end);
+    if (!from || !to) {
+        return GM_FAIL(GM_ERR_ARG, "host device: event %llu is not a timed event",
+                       (unsigned long long)(from ? end : start));
+    }
+    if (!from->is_recorded || !to->is_recorded) {
+        return GM_FAIL(GM_ERR_STATE, "host device: timed event %llu was never recorded",
+                       (unsigned long long)((from->is_recorded ? end : start) - TIMED));
+    }
+    *seconds = to->seconds - from->seconds;
+    return GM_OK;
+}
+
+static gm_status host_host_call(gm_device *base, void (*fn)(void *context), void *context,
+                                gm_stream stream)
+{
+    (void)stream;
+    GM_TRY(check_owner(as_host(base)));
+    fn(context);
+    return GM_OK;
 }
 
 /* ---- copies ---- */
@@ -464,11 +544,16 @@ static gm_status host_adam(gm_device *base, const gm_adam_args *args, gm_stream 
     return gm_adam_host(args, as_host(base)->pool);
 }
 
-static gm_status host_grad_add(gm_device *base, const gm_grad_add_args *args, gm_stream s)
+static gm_status host_grad_add(gm_device *base, const gm_grad_add_args *args, gm_sumsq *sum,
+                               gm_stream s)
 {
     (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_grad_add_host(args, as_host(base)->pool);
+    if (sum) {
+        memset(sum, 0, sizeof *sum);
+        gm_sumsq_host(args->dst, args->dst_dtype, args->numel, sum, as_host(base)->pool);
+    }
     return GM_OK;
 }
 
@@ -508,10 +593,13 @@ static void host_free(gm_device *base)
     if (!dev) {
         return;
     }
-    GM_ASSERT(dev->n_used == 0 && dev->n_ranges == 0 && dev->n_streams == 0 && dev->n_events == 0);
+    /* In a forked child blocks stay: they are the parent's. */
+    GM_ASSERT(dev->owner != getpid() || (dev->n_used == 0 && dev->n_ranges == 0));
+    GM_ASSERT(dev->n_streams == 0 && dev->n_events == 0);
     if (dev->fd >= 0) {
         close(dev->fd);
     }
+    free(dev->timed);
     free(dev->ranges);
     free(dev->is_used);
     free(dev);
@@ -535,6 +623,8 @@ static const gm_device_ops host_ops = {
     .event_record = host_event_record,
     .event_wait = host_event_wait,
     .event_sync = host_event_sync,
+    .event_elapsed = host_event_elapsed,
+    .host_call = host_host_call,
     .copy_h2d = host_copy_h2d,
     .copy_d2h = host_copy_d2h,
     .copy_d2d = host_copy_d2d,

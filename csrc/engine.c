@@ -1,16 +1,18 @@
-/* engine.c - the engine's life, serving units on demand, and its share of the device; see engine.h.
- * Gradients and the update are in update.c, parameters' fields in field.c, leases in lease.c.
+/* engine.c - the engine's life, entering and leaving units, and its share of the device; see engine.h.
+ * Passes and ticks are in pass.c, the plan in replay.c, gradients in gather.c, the step in update.c, parameters'
+ * fields in field.c, leases in lease.c.
  *
- * Invariants (of all four files)
+ * Invariants (of all these files)
  *   1. A parameter's bytes are valid from enter to leave of its unit, from touch to release_touched, and
  *      for the life of a pinned lease; outside, its range may show anything (aliased) or faults (strict).
- *   2. A chunk is settled, or its states and gradient are used at home: never half of each.
- *   3. A gradient that is copied home asynchronously is read by the host only after gm_engine_sync_grads().
+ *   2. While a plan is followed, enter, leave, touch and the taking of a gradient allocate nothing, map nothing and
+ *      do not wait; what they did of that is counted (n_replay_waits).
+ *   3. Order between streams and the host is kept by the fences of chunk.c and by nothing else.
  *   4. Before a master is read, updated or saved, what was written through watched leases is reconciled.
  *   5. After an error inside a step the engine is dead: every call returns that first error.
- *
- * The host may wait in: eviction and write-back (chunk.c), gm_engine_sync_grads, accumulate_at_home, sumsq,
- * step, read, write, and the processing of watched leases. */
+ *   6. A chunk's pending update is issued before its bytes are used (update.c).
+ *   7. Device bytes = blocks of the plan + sums + what others of this process hold, each at its peak: the
+ *      sum that the plan keeps within the budget. */
 #include "engine_impl.h"
 
 #include <stdio.h>
@@ -34,7 +36,7 @@ static uint32_t kind_of(const gm_engine_param *spec)
     return 32 + log2;
 }
 
-static size_t piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece)
+size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
     const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, chunk);
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
@@ -49,7 +51,7 @@ static size_t piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piec
 /* The same as blocks. */
 static size_t piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
-    return gm_chunks_block_bytes(engine->device, piece_bytes(engine, chunk, piece));
+    return gm_chunks_block_bytes(engine->device, gm_engine_piece_bytes(engine, chunk, piece));
 }
 
 /* ---- life ---- */
@@ -60,26 +62,28 @@ static void engine_free(gm_engine *engine)
         return;
     }
     if (engine->chunks) { /* nothing that still runs may lose its memory */
-        (void)gm_engine_sync_grads(engine);
         for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
             if (lease->is_pinned) {
                 (void)engine->device->ops->stream_sync(engine->device, lease->stream);
             }
         }
     }
+    if (engine->chunks && engine->host_stream) { /* tasks read the engine */
+        (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+        (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
+    }
     gm_chunks_free(engine->chunks);
+    gm_plan_free(engine->plan);
     while (engine->leases) {
         gm_lease *lease = engine->leases;
         engine->leases = lease->next;
         free(lease->old);
         free(lease);
     }
-    if (engine->sums) {
-        engine->device->ops->range_free(engine->device, engine->sums, engine->device->block_bytes);
-    }
-    if (engine->sums_block) {
-        engine->device->ops->block_free(engine->device, engine->sums_block);
-    }
+    gm_timeline_free(engine->timeline);
+    gm_pass_free(engine);
+    gm_update_free(engine);
+    gm_gather_free(engine);
     if (engine->is_pinned_arena) {
         engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
     }
@@ -93,6 +97,7 @@ static void engine_free(gm_engine *engine)
     free(engine->unit_begin);
     free(engine->touched);
     free(engine->touched_stream);
+    free(engine->touched_tick);
     free(engine->is_touched);
     pthread_mutex_destroy(&engine->lock);
     free(engine);
@@ -169,7 +174,8 @@ static gm_status index_units(gm_engine *engine, const gm_engine_options *options
 /* The homes, pinned, with a staging area behind them; checked against the host budget before allocating. */
 static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_budget)
 {
-    size_t staging = engine->device->is_host ? 0 : GM_STAGING_BYTES;
+    size_t sums = (engine->n_params + (size_t)1) * sizeof(gm_sumsq);
+    size_t staging = engine->device->is_host ? 0 : GM_STAGING_BYTES + sums;
     if (home_bytes > host_budget) {
         return GM_FAIL(
             GM_ERR_NOMEM,
@@ -185,29 +191,19 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
     }
     if (staging) {
         engine->staging = (uint8_t *)gm_arena_base(engine->arena) + home_bytes;
+        engine->sums_home = (gm_sumsq *)(void *)(engine->staging + GM_STAGING_BYTES);
     }
     return GM_OK;
 }
 
-static gm_status make_sums(gm_engine *engine)
-{
-    gm_device *device = engine->device;
-    if (device->is_host) {
-        return GM_OK;
-    }
-    GM_TRY(device->ops->range_new(device, device->block_bytes, &engine->sums));
-    GM_TRY(device->ops->block_new(device, &engine->sums_block));
-    return device->ops->map(device, engine->sums, &engine->sums_block, 1);
-}
-
 /* The bytes of blocks that chunks may take now. */
-static size_t chunk_limit(const gm_engine *engine)
+size_t gm_engine_chunk_limit(const gm_engine *engine)
 {
     if (engine->budget == SIZE_MAX) {
         return SIZE_MAX;
     }
     size_t outside = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
-    outside += engine->sums ? engine->device->block_bytes : 0;
+    outside += engine->n_sums_blocks * engine->device->block_bytes;
     return engine->budget > outside ? engine->budget - outside : 0;
 }
 
@@ -217,20 +213,22 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     size_t (*bytes)[GM_N_PIECES] = calloc(n ? n : 1, sizeof *bytes);
     engine->touched = calloc(n ? n : 1, sizeof *engine->touched);
     engine->touched_stream = calloc(n ? n : 1, sizeof *engine->touched_stream);
+    engine->touched_tick = calloc(n ? n : 1, sizeof *engine->touched_tick);
     engine->is_touched = calloc(n ? n : 1, sizeof *engine->is_touched);
     gm_status status = GM_OK;
-    if (!bytes || !engine->touched || !engine->touched_stream || !engine->is_touched) {
+    if (!bytes || !engine->touched || !engine->touched_stream || !engine->touched_tick ||
+        !engine->is_touched) {
         status = GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u chunks", n);
         goto done;
     }
     size_t needed = 0;
     for (uint32_t id = 0; id < n; id++) {
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
-            bytes[id][piece] = piece_bytes(engine, id, (gm_piece)piece);
+            bytes[id][piece] = gm_engine_piece_bytes(engine, id, (gm_piece)piece);
             needed += piece_blocks(engine, id, (gm_piece)piece);
         }
     }
-    size_t limit = chunk_limit(engine);
+    size_t limit = gm_engine_chunk_limit(engine);
     bool has_homes = options->policy != GM_POLICY_CUDA;
     if (!has_homes && needed > limit) {
         status =
@@ -240,12 +238,11 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
                     needed, limit);
         goto done;
     }
-    if (has_homes) {
-        GM_TRY_GOTO(status, done,
-                    make_arena(engine,
-                               gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n),
-                               options->host_budget));
-    }
+    GM_TRY_GOTO(status, done,
+                make_arena(engine,
+                           has_homes ? gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n)
+                                     : 0,
+                           options->host_budget));
     gm_chunks_options chunk_options = {
         .device = engine->device,
         .n_chunks = n,
@@ -273,18 +270,27 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     }
     pthread_mutex_init(&engine->lock, NULL);
     atomic_init(&engine->references, 1);
+    atomic_init(&engine->has_ended_lease, false);
+    atomic_init(&engine->host_adam_ns, 0);
+    atomic_init(&engine->async_status, GM_OK);
     engine->device = options->device;
     engine->workers = options->workers;
     engine->policy = options->policy;
     engine->is_grad_f32 = options->is_grad_f32;
+    engine->is_strict = options->is_strict;
+    engine->rates = options->rates;
+    engine->state_share = options->state_share;
+    engine->slack_bytes = options->slack_bytes;
     engine->budget = options->device_budget;
     engine->outside_bytes = options->outside_bytes;
     engine->outside_context = options->outside_context;
     gm_status status;
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
     GM_TRY_GOTO(status, fail, index_units(engine, options));
-    GM_TRY_GOTO(status, fail, make_sums(engine));
+    GM_TRY_GOTO(status, fail, gm_gather_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
+    GM_TRY_GOTO(status, fail, gm_update_new(engine));
+    GM_TRY_GOTO(status, fail, gm_pass_new(engine));
     *out = engine;
     return GM_OK;
 fail:
@@ -321,10 +327,21 @@ static gm_status fail_dead(const gm_engine *engine)
     return GM_FAIL(engine->dead, "the engine is closed by an earlier error: %s", engine->dead_text);
 }
 
+gm_status gm_engine_die(gm_engine *engine, gm_status status)
+{
+    engine->dead = status;
+    snprintf(engine->dead_text, sizeof engine->dead_text, "%s", gm_last_error());
+    return status;
+}
+
 /* Every public call starts here: one caller at a time, no dead engine, ended leases first. */
 gm_status gm_engine_begin_call(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
+    gm_status async = (gm_status)atomic_load(&engine->async_status);
+    if (async != GM_OK && engine->dead == GM_OK) {
+        (void)gm_engine_die(engine, GM_FAIL(async, "an update on the host failed"));
+    }
     gm_status status = engine->dead == GM_OK ? gm_lease_process_ended(engine) : fail_dead(engine);
     if (status != GM_OK) {
         pthread_mutex_unlock(&engine->lock);
@@ -342,8 +359,18 @@ gm_status gm_engine_end_call(gm_engine *engine, gm_status status)
 
 gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
-    if (engine->outside_bytes && !gm_chunks_is_resident(engine->chunks, chunk, GM_WEIGHT)) {
-        GM_TRY(gm_chunks_set_limit(engine->chunks, chunk_limit(engine), NULL));
+    GM_TRY(gm_update_issue(engine, chunk)); /* invariant 6 */
+    if (gm_chunks_is_resident(engine->chunks, chunk, GM_WEIGHT)) {
+        return gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+    }
+    if (engine->plan) {
+        gm_status status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+        if (status != GM_ERR_NOMEM) {
+            return status;
+        } /* its blocks are in use: this pass is not the one that was planned */
+        GM_TRY(gm_replay_leave_plan(engine));
+    } else if (engine->outside_bytes) {
+        GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
     }
     return gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
 }
@@ -351,7 +378,8 @@ gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream str
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_WEIGHT, stream));
-    if (engine->policy == GM_POLICY_CPU && gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0) {
+    if (engine->policy == GM_POLICY_CPU && !engine->plan &&
+        gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0) {
         return gm_chunks_evict(engine->chunks, chunk, GM_WEIGHT);
     }
     return GM_OK;
@@ -367,53 +395,100 @@ static gm_status check_unit(const gm_engine *engine, uint32_t unit)
     return unit < engine->n_units ? GM_OK : GM_FAIL(GM_ERR_ARG, "unit %u does not exist", unit);
 }
 
-gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream)
+/* Invariant 2: what the host waited for, or mapped, since the last look. */
+static uint64_t count_waits(const gm_engine *engine)
 {
-    GM_TRY(check_unit(engine, unit));
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(engine->chunks, &stats);
+    return stats.n_host_waits + stats.n_maps;
+}
+
+static gm_status begin_replay_call(gm_engine *engine, gm_stream stream)
+{
     GM_TRY(gm_engine_begin_call(engine));
+    engine->stream = stream;
+    engine->pass_waits = count_waits(engine);
+    return GM_OK;
+}
+
+static gm_status end_replay_call(gm_engine *engine, gm_status status)
+{
+    if (engine->is_following) {
+        engine->n_replay_waits += count_waits(engine) - engine->pass_waits;
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bool in_backward)
+{
     gm_status status = GM_OK;
     uint32_t i = engine->unit_begin[unit];
     for (; i < engine->unit_begin[unit + 1] && status == GM_OK; i++) {
-        status = gm_engine_pin_weights(engine, engine->unit_chunks[i], stream);
+        uint32_t chunk = engine->unit_chunks[i];
+        status = in_backward ? gm_update_check_reuse(engine, chunk) : GM_OK;
+        status = status == GM_OK ? gm_engine_pin_weights(engine, chunk, stream) : status;
     }
     if (status != GM_OK) { /* all or nothing; the first error's text is what counts */
         for (i--; i-- > engine->unit_begin[unit];) {
             (void)gm_chunks_unpin(engine->chunks, engine->unit_chunks[i], GM_WEIGHT, stream);
         }
     }
-    return gm_engine_end_call(engine, status);
+    return status;
+}
+
+gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)
+{
+    GM_TRY(check_unit(engine, unit));
+    GM_TRY(begin_replay_call(engine, stream));
+    gm_status status = gm_pass_enter(engine, unit, stream, flags);
+    if (status == GM_OK) {
+        status = pin_unit(engine, unit, stream, (flags & GM_ENTER_IN_BACKWARD) != 0);
+    }
+    if (status == GM_OK) {
+        engine->n_entered++;
+        gm_pass_start_timer(engine, stream);
+    }
+    return end_replay_call(engine, status);
 }
 
 gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
 {
     GM_TRY(check_unit(engine, unit));
-    GM_TRY(gm_engine_begin_call(engine));
+    GM_TRY(begin_replay_call(engine, stream));
     gm_status status = GM_OK;
     for (uint32_t i = engine->unit_begin[unit]; i < engine->unit_begin[unit + 1]; i++) {
         gm_status one = gm_engine_unpin_weights(engine, engine->unit_chunks[i], stream);
         status = status == GM_OK ? one : status;
     }
-    return gm_engine_end_call(engine, status);
+    engine->n_entered -= engine->n_entered > 0;
+    gm_book_release(engine->book, engine->unit_tick[unit]);
+    return end_replay_call(engine, status);
+}
+
+static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
+{
+    uint32_t chunk = gm_chunks_at(engine->chunks, address);
+    if (chunk == UINT32_MAX) {
+        return GM_FAIL(GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
+    }
+    GM_TRY(gm_update_check_reuse(engine, chunk));
+    if (engine->is_touched[chunk]) {
+        return gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, stream);
+    }
+    GM_TRY(gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream));
+    GM_TRY(gm_engine_pin_weights(engine, chunk, stream));
+    engine->is_touched[chunk] = true;
+    engine->touched_stream[engine->n_touched] = stream;
+    engine->touched_tick[engine->n_touched] = engine->tick;
+    engine->touched[engine->n_touched++] = chunk;
+    gm_pass_start_timer(engine, stream);
+    return GM_OK;
 }
 
 gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream)
 {
-    GM_TRY(gm_engine_begin_call(engine));
-    uint32_t chunk = gm_chunks_at(engine->chunks, address);
-    gm_status status = GM_OK;
-    if (chunk == UINT32_MAX) {
-        status = GM_FAIL(GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
-    } else if (engine->is_touched[chunk]) {
-        status = gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, stream);
-    } else {
-        status = gm_engine_pin_weights(engine, chunk, stream);
-        if (status == GM_OK) {
-            engine->is_touched[chunk] = true;
-            engine->touched_stream[engine->n_touched] = stream;
-            engine->touched[engine->n_touched++] = chunk;
-        }
-    }
-    return gm_engine_end_call(engine, status);
+    GM_TRY(begin_replay_call(engine, stream));
+    return end_replay_call(engine, touch(engine, address, stream));
 }
 
 uint32_t gm_engine_n_touched(const gm_engine *engine)
@@ -429,6 +504,7 @@ gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
         uint32_t chunk = engine->touched[--engine->n_touched];
         gm_stream stream = engine->touched_stream[engine->n_touched];
         engine->is_touched[chunk] = false;
+        gm_book_release(engine->book, engine->touched_tick[engine->n_touched]);
         gm_status one = gm_engine_unpin_weights(engine, chunk, stream);
         status = status == GM_OK ? one : status;
     }
@@ -440,9 +516,14 @@ gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
 bool gm_engine_reserve(gm_engine *engine, size_t bytes)
 {
     pthread_mutex_lock(&engine->lock);
-    size_t limit = chunk_limit(engine), held = 0;
+    size_t limit = gm_engine_chunk_limit(engine), held = 0;
     bool has_room = limit == SIZE_MAX;
     if (!has_room && limit >= bytes) {
+        gm_chunks_stats stats;
+        gm_chunks_get_stats(engine->chunks, &stats);
+        if (stats.device_bytes > limit - bytes) { /* more than was measured: the plan asks too much */
+            (void)gm_replay_leave_plan(engine);
+        }
         has_room = gm_chunks_set_limit(engine->chunks, limit - bytes, &held) == GM_OK &&
                    held <= limit - bytes;
     }
@@ -453,10 +534,10 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
 {
     GM_TRY(gm_engine_begin_call(engine));
-    gm_status status = gm_engine_sync_grads(engine);
-    size_t limit = chunk_limit(engine), needed = reserve_bytes;
-    if (engine->policy != GM_POLICY_AUTO || status != GM_OK) {
-        return gm_engine_end_call(engine, status);
+    gm_status status = GM_OK;
+    size_t limit = gm_engine_chunk_limit(engine), needed = reserve_bytes;
+    if (engine->policy != GM_POLICY_AUTO || engine->plan) {
+        return gm_engine_end_call(engine, GM_OK);
     }
     uint32_t n = gm_layout_n_chunks(engine->layout);
     for (uint32_t id = 0; id < n; id++) {
@@ -468,7 +549,7 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
         if (needed > limit) {
             break;
         }
-        if (gm_chunk_spec(engine, id)->has_moments && !gm_chunks_is_settled(engine->chunks, id)) {
+        if (gm_chunk_spec(engine, id)->has_moments) {
             status = gm_chunks_settle(engine->chunks, id);
             if (status == GM_ERR_NOMEM) { /* the device is fuller than the budget says */
                 status = GM_OK;
@@ -497,13 +578,23 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .n_chunks = n,
         .n_blocks = stats.n_blocks,
         .layout_hash = gm_layout_hash(engine->layout),
+        .host_adam_seconds = (double)atomic_load(&engine->host_adam_ns) * 1e-9,
+        .n_plans = engine->n_plans,
+        .n_breaks = engine->n_breaks,
+        .n_deviations = engine->n_deviations,
+        .n_replay_waits = engine->n_replay_waits,
+        .n_traces = gm_book_n_traces(engine->book),
+        .n_pending = engine->n_pending,
+        .outside_peak_bytes = engine->outside_peak_bytes,
+        .is_planned = engine->plan != NULL,
     };
     for (uint32_t id = 0; id < n; id++) {
         out->weight_bytes += piece_blocks(engine, id, GM_WEIGHT);
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
             out->state_bytes += piece_blocks(engine, id, (gm_piece)piece);
         }
-        out->n_settled += gm_chunks_is_settled(engine->chunks, id);
+        out->n_settled += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
+                          piece_blocks(engine, id, GM_STATE) > 0;
     }
     for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
         out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
@@ -511,16 +602,44 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
     pthread_mutex_unlock(&engine->lock);
 }
 
+const gm_plan *gm_engine_plan(const gm_engine *engine)
+{
+    return engine->plan;
+}
+
+gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = engine->timeline
+                           ? GM_FAIL(GM_ERR_STATE, "a timeline is being recorded already")
+                           : gm_timeline_new(engine->device, capacity, &engine->timeline);
+    if (status == GM_OK) {
+        gm_chunks_set_timeline(engine->chunks, engine->timeline);
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    *out = engine->timeline;
+    engine->timeline = NULL;
+    gm_chunks_set_timeline(engine->chunks, NULL);
+    gm_status status = *out ? gm_timeline_finish(*out)
+                            : GM_FAIL(GM_ERR_STATE, "no timeline is being recorded");
+    return gm_engine_end_call(engine, status);
+}
+
+uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t id)
+{
+    return id < engine->n_params
+               ? atomic_load(&engine->chunk_states[engine->params[id].place.chunk].n_immediate)
+               : 0;
+}
+
 gm_status gm_engine_check(gm_engine *engine)
 {
     GM_TRY(gm_engine_begin_call(engine));
     gm_status status = gm_chunks_check(engine->chunks);
-    for (uint32_t id = 0; status == GM_OK && id < gm_layout_n_chunks(engine->layout); id++) {
-        bool state = gm_chunks_is_resident(engine->chunks, id, GM_STATE);
-        bool grad = gm_chunks_is_resident(engine->chunks, id, GM_GRAD);
-        if (gm_chunks_is_settled(engine->chunks, id) != (state && grad)) {
-            status = GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is half settled", id);
-        }
-    }
     return gm_engine_end_call(engine, status);
 }

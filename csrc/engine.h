@@ -11,6 +11,8 @@
 #include "arith.h"
 #include "base.h"
 #include "device.h"
+#include "plan.h"
+#include "timeline.h"
 
 typedef struct gm_engine gm_engine; /* opaque */
 typedef struct gm_lease gm_lease;   /* opaque */
@@ -23,8 +25,6 @@ typedef struct gm_engine_param {
     bool has_moments;      /* Adam's m and v */
     bool has_grad;         /* the engine takes its gradient */
 } gm_engine_param;
-
-typedef enum gm_policy { GM_POLICY_AUTO, GM_POLICY_CPU, GM_POLICY_CUDA } gm_policy;
 
 typedef struct gm_engine_options {
     gm_device *device;   /* owned from the call on, also when it fails */
@@ -40,6 +40,9 @@ typedef struct gm_engine_options {
     gm_policy policy;
     bool is_strict;
     bool is_grad_f32; /* gradients are kept in fp32 instead of the weight's dtype */
+    gm_rates rates;      /* h2d 0: unknown, and nothing is planned */
+    double state_share;  /* gm_plan_input */
+    size_t slack_bytes;  /* device bytes that a plan leaves free within the budget */
     /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
     size_t (*outside_bytes)(void *context);
     void *outside_context;
@@ -61,6 +64,13 @@ typedef struct gm_engine_stats {
     size_t weight_bytes; /* weights of all chunks, as blocks */
     uint32_t n_chunks, n_blocks, n_settled, n_leases;
     uint64_t layout_hash;
+    double host_adam_seconds; /* of updates on the host, so far */
+    uint64_t n_plans, n_breaks; /* adopted; left because of memory or a pass that was not planned */
+    uint64_t n_deviations;      /* passes that left their trace */
+    uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
+    uint32_t n_traces, n_pending;
+    size_t outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
+    bool is_planned;
 } gm_engine_stats;
 
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy
@@ -76,7 +86,9 @@ uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
 size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk);
 void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end);
 
-gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream);
+/* What the calling thread is doing when it enters a unit. */
+enum { GM_ENTER_IN_BACKWARD = 1, GM_ENTER_GRAD = 2 };
+gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
 gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream);
 /* Pins the chunk whose weights are at `address` until gm_engine_release_touched: what a backward node needs. */
 gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream);
@@ -98,9 +110,18 @@ typedef struct gm_update {
     uint32_t param;
     gm_adam_hyper hyper;
 } gm_update;
-/* One optimizer step for the parameters named (each with a gradient and moments).  An error in the middle
- * closes the engine: every later call returns it. */
+/* One optimizer step for the parameters named (each with a gradient and moments).  Returns without waiting for the
+ * device; whoever needs the result is ordered behind it.  An error in the middle closes the engine: every later
+ * call returns it. */
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
+/* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
+ * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
+ * gm_engine_step with the same updates, and gm_engine_disarm after a failure of the backward: it closes the
+ * engine if weights have been updated already. */
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
+gm_status gm_engine_disarm(gm_engine *engine, bool has_failed);
+/* How often updates inside a backward have changed the parameter; takes no lock. */
+uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
 
 /* Whole fields of one parameter, to and from host memory; the host waits.  WEIGHT and GRAD in their
  * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight. */
@@ -130,6 +151,13 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes);
 /* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
-gm_status gm_engine_check(gm_engine *engine); /* the invariants of chunk.c and engine.c */
+/* The plan that is followed, or NULL; valid until the next step or pass.  And the seconds of compute of one step
+ * as measured, 0 before there is a plan. */
+const gm_plan *gm_engine_plan(const gm_engine *engine);
+/* Logs from now on what is done and when it runs; the log is the caller's at the end, also when that fails
+ * (*out may then be NULL). */
+gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity);
+gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out);
+gm_status gm_engine_check(gm_engine *engine); /* the invariants of chunk.c */
 
 #endif

@@ -1,5 +1,5 @@
-/* engine_impl.h - what engine.c, field.c and lease.c share: the engine's body and the helpers that each
- * offers the others.  Everything here expects the engine's lock to be held. */
+/* engine_impl.h - what the engine's files share: its body and the helpers that each offers the others.
+ * Everything here expects the engine's lock to be held. */
 #ifndef GM_ENGINE_IMPL_H
 #define GM_ENGINE_IMPL_H
 
@@ -10,11 +10,16 @@
 #include "engine.h"
 #include "hostmem.h"
 #include "layout.h"
+#include "plan.h"
+#include "trace.h"
 
 typedef struct gm_param {
     gm_engine_param spec;
     gm_param_place place;
-    bool has_grad; /* a gradient has arrived since the last drop */
+    bool has_grad;    /* a gradient has arrived since the last drop */
+    bool has_sum;     /* sums[] holds the sum of squares of that gradient */
+    bool is_used_up;  /* an immediate update has taken that gradient; its bytes are gone */
+    uint64_t arrival; /* the pass in which the last gradient arrived */
 } gm_param;
 
 struct gm_lease {
@@ -27,6 +32,36 @@ struct gm_lease {
     void *old; /* the weight's bytes when last compared; NULL unless watched */
 };
 
+/* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step while the host
+ * update of the last one has not run yet. */
+typedef struct gm_task {
+    gm_engine *engine;
+    gm_adam_args args;
+    gm_adam_range *ranges; /* (the chunk's parameters,) */
+    size_t n_ranges;
+    atomic_bool is_running; /* issued as a host call that has not ended */
+} gm_task;
+
+typedef struct gm_chunk_state {
+    uint32_t first_param, n_params; /* in engine->chunk_params */
+    uint32_t n_arrived;             /* of them, gradients in this pass */
+    uint32_t n_held;                /* of them, has_grad */
+    uint64_t arrival;               /* the pass that n_arrived counts */
+    uint64_t updated;               /* the pass whose backward has updated the chunk */
+    atomic_ullong n_immediate;      /* updates inside a backward, so far */
+    bool is_pending;                /* task[] waits to be issued */
+    bool is_armed;                  /* task[] is ready for an immediate update */
+    gm_task task[2];
+} gm_chunk_state;
+
+/* What happened since the last step, for the next plan. */
+typedef struct gm_runs {
+    uint32_t trace[GM_TRACES_KEPT];
+    uint64_t hash[GM_TRACES_KEPT];
+    uint32_t count[GM_TRACES_KEPT];
+    uint32_t n;
+} gm_runs;
+
 struct gm_engine {
     pthread_mutex_t lock;
     atomic_uint references;
@@ -35,7 +70,7 @@ struct gm_engine {
     gm_layout *layout;
     gm_chunks *chunks;
     gm_arena *arena;
-    bool is_pinned_arena;
+    bool is_pinned_arena, is_strict;
     gm_policy policy;
     bool is_grad_f32;
     size_t budget;
@@ -49,15 +84,47 @@ struct gm_engine {
     uint32_t n_units;
     uint32_t *touched;         /* (n_chunks,) pinned by touch */
     gm_stream *touched_stream; /* (n_chunks,) of each of these pins */
+    uint32_t *touched_tick;    /* (n_chunks,) */
     uint32_t n_touched;
     bool *is_touched; /* (n_chunks,) */
     gm_lease *leases;
+    atomic_bool has_ended_lease; /* one of them may have ended since they were last processed */
 
-    bool has_pending_grads; /* copies home in flight on pending_stream */
-    gm_stream pending_stream;
-    uint8_t *staging; /* pinned, GM_STAGING_BYTES; NULL on the host device */
-    uintptr_t sums;   /* device memory for one gm_sumsq; 0 on the host device */
-    gm_block sums_block;
+    /* the step */
+    gm_chunk_state *chunk_states; /* (n_chunks,) */
+    uint32_t *chunk_params;       /* (n_params,) chunk after chunk */
+    gm_adam_range *ranges;        /* (2, n_params) behind the tasks */
+    uint32_t n_pending, next_pending; /* chunks pending; where the search for the next one starts */
+    gm_stream update_stream, host_stream;
+    gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
+    uint64_t n_steps;
+    bool is_armed, wants_immediate, has_repeats;
+    atomic_ullong host_adam_ns;
+    atomic_int async_status;
+
+    /* gradients and their norm */
+    bool wants_sums;
+    uint8_t *staging;     /* pinned, GM_STAGING_BYTES; NULL on the host device */
+    gm_sumsq *sums;       /* (n_params + 1,) device memory; the last one is scratch */
+    gm_sumsq *sums_home;  /* (n_params + 1,) pinned host memory */
+    gm_block *sums_blocks;
+    size_t n_sums_blocks;
+
+    /* passes, traces, the plan */
+    gm_book *book;
+    gm_plan *plan; /* followed; NULL: on demand */
+    gm_rates rates;
+    double state_share;
+    size_t slack_bytes, outside_peak_bytes;
+    uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
+    bool is_pass_open, is_pass_grad, has_pass_backward, is_following;
+    uint32_t pass_first_unit, tick, n_entered;
+    uint64_t n_passes, pass_waits;
+    gm_runs runs;
+    bool wants_plan;
+    uint64_t n_plans, n_deviations, n_replay_waits, n_breaks;
+    struct gm_tick_timer *timer; /* see pass.c */
+    gm_timeline *timeline;       /* NULL: off */
 
     gm_status dead; /* GM_OK, or the first error inside a step */
     char dead_text[512];
@@ -102,9 +169,39 @@ gm_status gm_engine_end_call(gm_engine *engine,
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
 gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
+size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
+size_t gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
+/* The engine is closed from now on, with this as the cause; returns status. */
+gm_status gm_engine_die(gm_engine *engine, gm_status status);
 
-/* update.c: the host waits for gradients on their way home */
-gm_status gm_engine_sync_grads(gm_engine *engine);
+/* pass.c */
+gm_status gm_pass_new(gm_engine *engine);
+void gm_pass_free(gm_engine *engine);
+gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
+void gm_pass_start_timer(gm_engine *engine, gm_stream stream); /* the tick's own work begins */
+gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
+void gm_pass_end(gm_engine *engine);
+/* Measured times go into the traces; the host waits. */
+void gm_pass_resolve_times(gm_engine *engine);
+
+/* replay.c */
+gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick);
+/* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
+void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
+gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
+gm_status gm_replay_plan(gm_engine *engine);       /* plans and adopts, if there is something to plan */
+
+/* update.c */
+gm_status gm_update_new(gm_engine *engine);
+void gm_update_free(gm_engine *engine);
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk);   /* its pending update, if any */
+gm_status gm_update_issue_all(gm_engine *engine);               /* every pending update */
+gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
+gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
+
+/* gather.c */
+gm_status gm_gather_new(gm_engine *engine);
+void gm_gather_free(gm_engine *engine);
 
 /* field.c */
 typedef struct gm_slice {

@@ -137,14 +137,27 @@ static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
     return GM_OK;
 }
 
+static gm_status check_grad(const gm_param *p, uint32_t id, gm_field field)
+{
+    return field == GM_FIELD_GRAD && p->is_used_up
+               ? GM_FAIL(GM_ERR_STATE,
+                         "the gradient of parameter %u was used up by the update inside "
+                         "backward(step=True); read it after a backward without step=True",
+                         id)
+               : GM_OK;
+}
+
 gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *dst)
 {
     GM_TRY(gm_engine_check_param(engine, id));
     const gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
     GM_TRY(gm_engine_begin_call(engine));
-    gm_status status =
-        field == GM_FIELD_GRAD ? gm_engine_sync_grads(engine) : gm_lease_poll_watched(engine);
+    gm_status status = check_grad(p, id, field);
+    if (status == GM_OK && field != GM_FIELD_GRAD) {
+        status = gm_lease_poll_watched(engine);
+        status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
+    }
     if (status == GM_OK && p->spec.numel > 0) {
         status = field == GM_FIELD_MASTER ? read_master(engine, p, dst)
                                           : read_slice(engine, p, field, dst);
@@ -159,15 +172,17 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
     GM_TRY(gm_engine_begin_call(engine));
-    gm_status status = gm_engine_sync_grads(engine);
-    status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
+    gm_status status = gm_lease_poll_watched(engine);
+    status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
     if (status == GM_OK && p->spec.numel > 0) {
         status = field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)
                  : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src, stream)
                                             : write_slice(engine, p, field, src, stream);
     }
     if (status == GM_OK && field == GM_FIELD_GRAD) {
+        engine->chunk_states[p->place.chunk].n_held += !p->has_grad;
         p->has_grad = true;
+        p->has_sum = p->is_used_up = false;
     }
     status = status == GM_OK ? gm_lease_renew_snapshots(engine) : status;
     return gm_engine_end_call(engine, status);
@@ -202,6 +217,9 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
         status = gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight);
     }
     if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
+        status = gm_chunks_claim_home(engine->chunks, chunk, GM_WEIGHT);
+    }
+    if (status == GM_OK) {
         uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
         status = gm_field_reset_low(engine, p, home, weight, stream);
         if (status == GM_OK) {

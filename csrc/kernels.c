@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "kernels/args.h"
@@ -23,8 +24,9 @@ struct gm_kernels {
     CUmodule module;
     CUfunction adam[N_DTYPES][2]; /* by format; gradient in fp32 or in the format's dtype */
     CUfunction grad_add[N_DTYPES][N_DTYPES]; /* by dst, src */
+    CUfunction grad_add_sumsq[N_DTYPES][N_DTYPES];
     CUfunction sumsq[N_DTYPES];
-    uint32_t sumsq_blocks; /* as many as run at once */
+    uint32_t sumsq_blocks, grad_sum_blocks; /* as many as run at once */
 };
 
 enum { GRAD_F32 = 0, GRAD_SAME = 1 };
@@ -51,21 +53,11 @@ static gm_status load(gm_kernels *k)
         {GM_F16, GRAD_F32, "gm_adam_f16_grad_f32"},
         {GM_F16, GRAD_SAME, "gm_adam_f16"},
     };
-    static const char *const grad_add[N_DTYPES][N_DTYPES] = {
-        [GM_F32] = {[GM_F32] = "gm_grad_add_f32_f32",
-                    [GM_BF16] = "gm_grad_add_f32_bf16",
-                    [GM_F16] = "gm_grad_add_f32_f16"},
-        [GM_BF16] = {[GM_F32] = "gm_grad_add_bf16_f32",
-                     [GM_BF16] = "gm_grad_add_bf16_bf16",
-                     [GM_F16] = "gm_grad_add_bf16_f16"},
-        [GM_F16] = {[GM_F32] = "gm_grad_add_f16_f32",
-                    [GM_BF16] = "gm_grad_add_f16_bf16",
-                    [GM_F16] = "gm_grad_add_f16_f16"},
-    };
-    static const char *const sumsq[N_DTYPES] = {
-        [GM_F32] = "gm_sumsq_f32", [GM_BF16] = "gm_sumsq_bf16", [GM_F16] = "gm_sumsq_f16"};
+    static const char *const dtypes[N_DTYPES] = {
+        [GM_F32] = "f32", [GM_BF16] = "bf16", [GM_F16] = "f16"};
     CUdevice device;
     int n_multiprocessors = 0;
+    char name[64];
     GM_TRY(gm_cuda(&k->api));
     GM_CU(k->api->cuCtxGetDevice(&device));
     GM_CU(k->api->cuDeviceGetAttribute(&n_multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
@@ -83,11 +75,16 @@ static gm_status load(gm_kernels *k)
     }
     for (size_t dst = 0; dst < N_DTYPES; dst++) {
         for (size_t src = 0; src < N_DTYPES; src++) {
-            GM_TRY(get_function(k, grad_add[dst][src], &k->grad_add[dst][src]));
+            (void)snprintf(name, sizeof name, "gm_grad_add_%s_%s", dtypes[dst], dtypes[src]);
+            GM_TRY(get_function(k, name, &k->grad_add[dst][src]));
+            (void)snprintf(name, sizeof name, "gm_grad_add_sumsq_%s_%s", dtypes[dst], dtypes[src]);
+            GM_TRY(get_function(k, name, &k->grad_add_sumsq[dst][src]));
         }
-        GM_TRY(get_function(k, sumsq[dst], &k->sumsq[dst]));
+        (void)snprintf(name, sizeof name, "gm_sumsq_%s", dtypes[dst]);
+        GM_TRY(get_function(k, name, &k->sumsq[dst]));
     }
     k->sumsq_blocks = GM_SUMSQ_BLOCKS_PER_SM * (uint32_t)n_multiprocessors;
+    k->grad_sum_blocks = GM_GRAD_SUM_BLOCKS_PER_SM * (uint32_t)n_multiprocessors;
     return GM_OK;
 }
 
@@ -250,15 +247,48 @@ gm_status gm_kernels_adam(gm_kernels *k, const gm_adam_args *args, CUstream stre
     return launch_adam(k, args, &batch, stream);
 }
 
-gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, CUstream stream)
+static gm_status check_sum(const char *what, const gm_sumsq *sum)
+{
+    if (!sum || (uintptr_t)sum % 16 != 0) {
+        return GM_FAIL(GM_ERR_ARG, "%s: the sum is at %p, which is not 16-byte aligned", what,
+                       (const void *)sum);
+    }
+    return GM_OK;
+}
+
+static gm_status launch_grad_sum(gm_kernels *k, const gm_grad_add_args *args,
+                                 const gm_grad_add_batch *add, gm_sumsq *sum, CUstream stream)
+{
+    _Static_assert(sizeof(gm_grad_sum_batch) <= 4096, "kernel parameters");
+    int64_t elements = add->numel - add->origin;
+    gm_grad_sum_batch batch = {.add = *add,
+                               .n_tiles = (uint32_t)((elements + GM_GRAD_SUM_TILE_ELEMENTS - 1) /
+                                                     GM_GRAD_SUM_TILE_ELEMENTS),
+                               .sum = sum};
+    uint32_t n_blocks = batch.n_tiles < k->grad_sum_blocks ? batch.n_tiles : k->grad_sum_blocks;
+    if (n_blocks != 1) { /* one block overwrites; several (or none) need zeros */
+        GM_CU(k->api->cuMemsetD8Async((CUdeviceptr)(uintptr_t)sum, 0, sizeof *sum, stream));
+    }
+    if (n_blocks == 0) {
+        return GM_OK;
+    }
+    return launch(k, k->grad_add_sumsq[args->dst_dtype][args->src_dtype], n_blocks, &batch, stream);
+}
+
+gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_sumsq *sum,
+                              CUstream stream)
 {
     _Static_assert(sizeof(gm_grad_add_batch) <= 4096, "kernel parameters");
     if (!is_dtype(args->dst_dtype) || !is_dtype(args->src_dtype)) {
         return GM_FAIL(GM_ERR_ARG, "grad_add: dtypes %d and %d: one is not known",
                        (int)args->dst_dtype, (int)args->src_dtype);
     }
+    if (sum) {
+        GM_TRY(check_sum("grad_add", sum));
+    }
     if (args->numel == 0) {
-        return GM_OK;
+        const gm_grad_add_batch nothing = {.numel = 0};
+        return sum ? launch_grad_sum(k, args, &nothing, sum, stream) : GM_OK;
     }
     size_t dst_bytes = gm_dtype_bytes(args->dst_dtype), src_bytes = gm_dtype_bytes(args->src_dtype);
     GM_TRY(check_pointer("grad_add: dst", args->dst, dst_bytes));
@@ -274,6 +304,9 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, CUstr
                                .is_aligned = is_aligned(args->dst, dst_bytes, origin) &&
                                              is_aligned(args->src, src_bytes, origin),
                                .accumulate = args->accumulate};
+    if (sum) {
+        return launch_grad_sum(k, args, &batch, sum, stream);
+    }
     CUfunction function = k->grad_add[args->dst_dtype][args->src_dtype];
     return launch(k, function, n_tiles(batch.numel - origin), &batch, stream);
 }
@@ -285,10 +318,7 @@ gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size
     if (!is_dtype(dtype)) {
         return GM_FAIL(GM_ERR_ARG, "sumsq: dtype %d is not known", (int)dtype);
     }
-    if (!sum || (uintptr_t)sum % 16 != 0) {
-        return GM_FAIL(GM_ERR_ARG, "sumsq: the sum is at %p, which is not 16-byte aligned",
-                       (void *)sum);
-    }
+    GM_TRY(check_sum("sumsq", sum));
     if (numel == 0) {
         return GM_OK;
     }

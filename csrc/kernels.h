@@ -11,7 +11,9 @@ typedef struct gm_kernels gm_kernels; /* opaque; a loaded module of the current 
 gm_status gm_kernels_new(gm_kernels **out); /* loads the embedded fatbin into the current context */
 void gm_kernels_free(gm_kernels *kernels);
 gm_status gm_kernels_adam(gm_kernels *k, const gm_adam_args *args, CUstream stream);
-gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, CUstream stream);
+/* sum: NULL, or overwritten with the exact sum of squares of the results. */
+gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_sumsq *sum,
+                              CUstream stream);
 gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size_t numel,
                            gm_sumsq *sum, CUstream stream);
 

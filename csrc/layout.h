@@ -18,6 +18,9 @@
 
 typedef struct gm_layout gm_layout; /* opaque */
 
+/* What a chunk consists of; each piece is moved and placed by itself. */
+typedef enum gm_piece { GM_WEIGHT = 0, GM_STATE = 1, GM_GRAD = 2, GM_N_PIECES = 3 } gm_piece;
+
 typedef struct gm_param_spec {
     uint64_t numel;        /* may be 0 */
     uint32_t kind;         /* parameters of equal kind may share a chunk */

@@ -67,7 +67,7 @@ gm_status gm_lease_renew_snapshots(gm_engine *engine)
     return GM_OK;
 }
 
-gm_status gm_lease_process_ended(gm_engine *engine)
+static gm_status process_ended(gm_engine *engine)
 {
     gm_lease **link = &engine->leases;
     while (*link) {
@@ -91,6 +91,21 @@ gm_status gm_lease_process_ended(gm_engine *engine)
         }
     }
     return GM_OK;
+}
+
+/* Every call asks; every parameter's storage is a lease: they are walked only after one has ended. */
+gm_status gm_lease_process_ended(gm_engine *engine)
+{
+    if (!atomic_load(&engine->has_ended_lease)) {
+        return GM_OK;
+    }
+    atomic_store(&engine->has_ended_lease,
+                 false); /* first: one that ends meanwhile is seen later */
+    gm_status status = process_ended(engine);
+    if (status != GM_OK) {
+        atomic_store(&engine->has_ended_lease, true);
+    }
+    return status;
 }
 
 gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_watched,
@@ -143,6 +158,7 @@ void gm_lease_end(gm_lease *lease)
 {
     gm_engine *engine = lease->engine; /* the lease may be freed once is_ended shows */
     atomic_store(&lease->is_ended, true);
+    atomic_store(&engine->has_ended_lease, true);
     gm_engine_unref(engine);
 }
 

@@ -17,5 +17,6 @@ struct gm_workers;
 struct gm_workers *gm_py_workers(void);
 
 extern PyMethodDef gm_py_arith_methods[]; /* py_arith.c */
+extern PyMethodDef gm_py_rates_methods[]; /* py_rates.c */
 
 #endif

@@ -3,29 +3,14 @@
  * The GIL is released around every call that may copy, compute or wait. */
 #include "py_engine.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
-#include "layout.h"
+#include "device_chaos.h"
+#include "py_core.h"
+#include "py_plan.h"
 #include "torch_abi.h"
 #include "torch_alloc.h"
-#include "workers.h"
-
-/* What others of this process hold on the device: torch's pool, counted by our allocator, and the rest
- * (driver context, modules, memory from before), told by Python. */
-typedef struct outside {
-    int ordinal; /* -1 on the host device */
-    atomic_size_t external_bytes;
-} outside;
-
-typedef struct core {
-    PyObject_HEAD gm_engine *engine; /* NULL after close() */
-    gm_workers *workers;             /* owned when the caller chose a thread count, else NULL */
-    outside *around;
-    uint32_t n_params;
-} core;
 
 static size_t outside_bytes(void *context)
 {
@@ -38,13 +23,29 @@ static bool reserve_for_torch(void *context, size_t bytes)
     return gm_engine_reserve(context, bytes);
 }
 
-static gm_engine *engine_of(core *self)
+static PyTypeObject *core_type;
+
+gm_engine *gm_py_engine_of(core *self)
 {
     if (!self->engine) {
         (void)GM_FAIL(GM_ERR_STATE, "this engine is closed: call gemini_strategy.manage() again");
         gm_py_raise(GM_ERR_STATE);
     }
     return self->engine;
+}
+
+bool gm_py_core_is_closed(PyObject *object)
+{
+    return !object || Py_TYPE(object) != core_type || !((core *)object)->engine;
+}
+
+gm_engine *gm_py_core_engine(PyObject *object)
+{
+    if (!object || Py_TYPE(object) != core_type) {
+        PyErr_SetString(PyExc_TypeError, "a Core is wanted");
+        return NULL;
+    }
+    return gm_py_engine_of((core *)object);
 }
 
 /* ---- construction ---- */
@@ -87,7 +88,7 @@ static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
 }
 
 /* A sequence of non-negative integers; *out has room for one more than *out_n. */
-static int parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n)
+int gm_py_parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n)
 {
     Py_ssize_t n = PySequence_Size(sequence);
     uint32_t *ids = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *ids);
@@ -116,7 +117,13 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
                              size_t block_bytes)
 {
     gm_device *device;
-    if (ordinal < 0) {
+    const char *chaos = getenv("GEMINI_CHAOS");
+    if (ordinal < 0 && chaos && *chaos) {
+        gm_chaos_options how;
+        GM_TRY(gm_chaos_parse(chaos, &how));
+        GM_TRY(gm_device_chaos_new(block_bytes, options->workers, &how, &device));
+        self->chaos = device;
+    } else if (ordinal < 0) {
         GM_TRY(gm_device_host_new(block_bytes, options->workers, &device));
     } else {
         GM_TRY(gm_device_cuda_new(ordinal, block_bytes, &device));
@@ -132,15 +139,21 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     static char *names[] = {"ordinal",        "params",      "unit_params",   "unit_begin",
                             "chunk_bytes",    "block_bytes", "device_budget", "host_budget",
                             "policy",         "is_strict",   "is_grad_f32",   "threads",
-                            "external_bytes", NULL};
+                            "external_bytes", "rates",       "state_share",   "slack_bytes",
+                            NULL};
     PyObject *params, *unit_params, *unit_begin;
     int ordinal, policy, is_strict, is_grad_f32;
     unsigned int threads;
-    Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOOOnnnnippIn", names, &ordinal, &params,
+    Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
+    double state_share;
+    gm_rates rates;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOOOnnnnippIn(ddddddddd)dn", names, &ordinal, &params,
                                      &unit_params, &unit_begin, &chunk_bytes, &block_bytes,
                                      &device_budget, &host_budget, &policy, &is_strict,
-                                     &is_grad_f32, &threads, &external_bytes)) {
+                                     &is_grad_f32, &threads, &external_bytes, &rates.h2d,
+                                     &rates.d2h, &rates.h2d_both, &rates.d2h_both, &rates.host_adam,
+                                     &rates.host_adam_beside, &rates.h2d_beside, &rates.d2h_beside,
+                                     &rates.device_adam, &state_share, &slack_bytes)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -152,11 +165,14 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .policy = (gm_policy)policy,
         .is_strict = is_strict,
         .is_grad_f32 = is_grad_f32,
+        .rates = rates,
+        .state_share = state_share,
+        .slack_bytes = (size_t)slack_bytes,
     };
     uint32_t *ids = NULL, *begins = NULL, n_ids = 0, n_begins = 0;
     gm_engine_param *table = NULL;
     if (!self || !(table = parse_params(params, &options.n_params)) ||
-        parse_ids(unit_params, &ids, &n_ids) < 0 || parse_ids(unit_begin, &begins, &n_begins) < 0) {
+        gm_py_parse_ids(unit_params, &ids, &n_ids) < 0 || gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0) {
         goto fail;
     }
     self->around = calloc(1, sizeof *self->around);
@@ -214,6 +230,7 @@ static void core_release(core *self)
         }
         gm_engine *engine = self->engine;
         self->engine = NULL;
+        self->chaos = NULL;
         Py_BEGIN_ALLOW_THREADS
         gm_engine_unref(engine);
         Py_END_ALLOW_THREADS
@@ -240,7 +257,7 @@ static void core_dealloc(core *self)
 
 /* ---- calls with integer arguments ---- */
 
-static int parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
+int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
                          Py_ssize_t n_wanted, unsigned long long *out)
 {
     if (n_args != n_wanted) {
@@ -256,7 +273,7 @@ static int parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_a
     return 0;
 }
 
-static PyObject *finish(gm_status status)
+PyObject *gm_py_finish(gm_status status)
 {
     if (status != GM_OK) {
         return gm_py_raise(status);
@@ -271,8 +288,8 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
                               Py_ssize_t n_args, Py_ssize_t n_wanted)
 {
     unsigned long long v[4];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers(name, args, n_args, n_wanted, v) < 0) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers(name, args, n_args, n_wanted, v) < 0) {
         return NULL;
     }
     gm_status status;
@@ -281,7 +298,7 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
     status = call(engine, v);
     gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
-    return finish(status);
+    return gm_py_finish(status);
 }
 
 /* One method of that kind: the C call as an expression of engine and v[]. */
@@ -295,7 +312,8 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
         return call_numbers(self, #name, call_##name, args, n_args, n_wanted);         \
     }
 
-NUMBER_METHOD(enter, 2, gm_engine_enter(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(enter, 3, gm_engine_enter(engine, (uint32_t)v[0], v[1], (uint32_t)v[2]))
+NUMBER_METHOD(disarm, 1, gm_engine_disarm(engine, v[0] != 0))
 NUMBER_METHOD(leave, 2, gm_engine_leave(engine, (uint32_t)v[0], v[1]))
 NUMBER_METHOD(touch, 2, gm_engine_touch(engine, (uintptr_t)v[0], v[1]))
 NUMBER_METHOD(release_touched, 1, gm_engine_release_touched(engine, (uint32_t)v[0]))
@@ -314,7 +332,7 @@ NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 static PyObject *core_drain(core *self, PyObject *unused)
 {
     (void)unused;
-    gm_engine *engine = engine_of(self);
+    gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
     }
@@ -324,30 +342,77 @@ static PyObject *core_drain(core *self, PyObject *unused)
     status = gm_engine_drain(engine);
     gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
-    return finish(status);
+    return gm_py_finish(status);
 }
 
 static PyObject *core_n_touched(core *self, PyObject *unused)
 {
     (void)unused;
-    gm_engine *engine = engine_of(self);
+    gm_engine *engine = gm_py_engine_of(self);
     return engine ? PyLong_FromUnsignedLong(gm_engine_n_touched(engine)) : NULL;
 }
 
 static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("has_grad", args, n_args, 1, v) < 0) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("has_grad", args, n_args, 1, v) < 0) {
         return NULL;
     }
     return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
 }
 
+/* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
+static PyObject *core_chaos_faults(core *self, PyObject *unused)
+{
+    (void)unused;
+    uint32_t n = 0;
+    const char *first = "";
+    if (!gm_py_engine_of(self)) {
+        return NULL;
+    }
+    gm_status status = self->chaos ? gm_device_chaos_faults(self->chaos, &n, &first) : GM_OK;
+    return status == GM_OK ? Py_BuildValue("Is", (unsigned int)n, first) : gm_py_raise(status);
+}
+
+/* plan_info() -> dict, or None while units are served on demand */
+static PyObject *core_plan_info(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    const gm_plan *plan = gm_engine_plan(engine);
+    gm_engine_stats stats;
+    gm_engine_get_stats(engine, &stats);
+    return plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
+}
+
+NUMBER_METHOD(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
+
+/* timeline_end() -> list of dicts */
+static PyObject *core_timeline_end(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    gm_timeline *timeline = NULL;
+    if (!engine) {
+        return NULL;
+    }
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_engine_timeline_end(engine, &timeline);
+    Py_END_ALLOW_THREADS
+    PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
+    gm_timeline_free(timeline);
+    return entries;
+}
+
 static PyObject *core_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    if (!engine_of(self) || parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
+    if (!gm_py_engine_of(self) || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
         return NULL;
     }
     atomic_store(&self->around->external_bytes, (size_t)v[0]);
@@ -357,8 +422,8 @@ static PyObject *core_set_external(core *self, PyObject *const *args, Py_ssize_t
 static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("address", args, n_args, 1, v) < 0) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("address", args, n_args, 1, v) < 0) {
         return NULL;
     }
     if (v[0] >= self->n_params) {
@@ -370,8 +435,8 @@ static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_ar
 static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("chunk", args, n_args, 1, v) < 0) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("chunk", args, n_args, 1, v) < 0) {
         return NULL;
     }
     if (v[0] >= self->n_params) {
@@ -385,7 +450,7 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
 static PyObject *core_weight_span(core *self, PyObject *unused)
 {
     (void)unused;
-    gm_engine *engine = engine_of(self);
+    gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
     }
@@ -397,8 +462,8 @@ static PyObject *core_weight_span(core *self, PyObject *unused)
 static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[4];
-    gm_engine *engine = engine_of(self);
-    if (!engine || parse_numbers("lease", args, n_args, 4, v) < 0) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("lease", args, n_args, 4, v) < 0) {
         return NULL;
     }
     gm_status status;
@@ -417,7 +482,7 @@ static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args
 static PyObject *core_lease_end(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    if (parse_numbers("lease_end", args, n_args, 1, v) < 0) {
+    if (gm_py_parse_numbers("lease_end", args, n_args, 1, v) < 0) {
         return NULL;
     }
     (void)self;
@@ -428,7 +493,7 @@ static PyObject *core_lease_end(core *self, PyObject *const *args, Py_ssize_t n_
 static PyObject *core_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    if (parse_numbers("lease_unwatch", args, n_args, 1, v) < 0) {
+    if (gm_py_parse_numbers("lease_unwatch", args, n_args, 1, v) < 0) {
         return NULL;
     }
     (void)self;
@@ -436,107 +501,10 @@ static PyObject *core_lease_unwatch(core *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-/* ---- the step ---- */
-
-/* grad_sumsq(params, stream) -> (sum of squares as a double, non-finite elements) */
-static PyObject *core_grad_sumsq(core *self, PyObject *args)
-{
-    PyObject *sequence;
-    unsigned long long stream;
-    gm_engine *engine = engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OK", &sequence, &stream)) {
-        return NULL;
-    }
-    uint32_t *ids, n;
-    if (parse_ids(sequence, &ids, &n) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    gm_sumsq sum;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_sumsq(engine, ids, n, &sum, stream);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    free(ids);
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return Py_BuildValue("dK", gm_sumsq_value(&sum), (unsigned long long)(sum.n_inf + sum.n_nan));
-}
-
-/* step(updates, stream); updates: sequence of (param, lr, beta1, beta2, eps, weight_decay, step, adamw,
- * bias_correction, grad_divisor, clip_factor). */
-static PyObject *core_step(core *self, PyObject *args)
-{
-    PyObject *sequence;
-    unsigned long long stream;
-    gm_engine *engine = engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OK", &sequence, &stream)) {
-        return NULL;
-    }
-    Py_ssize_t n = PySequence_Size(sequence);
-    gm_update *updates = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *updates);
-    if (!updates) {
-        return n < 0 ? NULL : PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned int id;
-        long long step;
-        int adamw, bias_correction;
-        gm_adam_hyper h;
-        int is_parsed = item && PyArg_ParseTuple(item, "IdddddLppdd", &id, &h.lr, &h.beta1,
-                                                 &h.beta2, &h.eps, &h.weight_decay, &step, &adamw,
-                                                 &bias_correction, &h.grad_divisor, &h.clip_factor);
-        Py_XDECREF(item);
-        if (!is_parsed) {
-            free(updates);
-            return NULL;
-        }
-        h.step = step;
-        h.adamw = adamw;
-        h.bias_correction = bias_correction;
-        updates[i] = (gm_update){.param = id, .hyper = h};
-    }
-    gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_step(engine, updates, (uint32_t)n, stream);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    free(updates);
-    return finish(status);
-}
-
-static PyObject *core_stats(core *self, PyObject *unused)
-{
-    (void)unused;
-    gm_engine *engine = engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    gm_engine_stats s;
-    Py_BEGIN_ALLOW_THREADS
-    gm_engine_get_stats(engine, &s);
-    Py_END_ALLOW_THREADS
-    Py_ssize_t budget = s.device_budget_bytes == SIZE_MAX ? -1 : (Py_ssize_t)s.device_budget_bytes;
-    return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:I,s:I,s:I,s:I,s:K}", "fetches",
-        (unsigned long long)s.fetches, "evictions", (unsigned long long)s.evictions,
-        "fetched_bytes", (unsigned long long)s.fetched_bytes, "evicted_bytes",
-        (unsigned long long)s.evicted_bytes, "device_bytes", (Py_ssize_t)s.device_bytes,
-        "device_peak_bytes", (Py_ssize_t)s.device_peak_bytes, "device_budget_bytes", budget,
-        "host_bytes", (Py_ssize_t)s.host_bytes, "state_bytes", (Py_ssize_t)s.state_bytes,
-        "weight_bytes", (Py_ssize_t)s.weight_bytes, "chunks", (unsigned int)s.n_chunks, "blocks",
-        (unsigned int)s.n_blocks, "settled_chunks", (unsigned int)s.n_settled, "leases",
-        (unsigned int)s.n_leases, "layout_hash", (unsigned long long)s.layout_hash);
-}
-
 static PyObject *core_check(core *self, PyObject *unused)
 {
     (void)unused;
-    gm_engine *engine = engine_of(self);
+    gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
     }
@@ -544,58 +512,21 @@ static PyObject *core_check(core *self, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     status = gm_engine_check(engine);
     Py_END_ALLOW_THREADS
-    return finish(status);
-}
-
-/* chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes; params: (numel, weight_bytes, kind). */
-static PyObject *chunk_search(PyObject *module, PyObject *args)
-{
-    (void)module;
-    PyObject *sequence;
-    Py_ssize_t min_bytes, range_bytes;
-    unsigned int n_grids;
-    if (!PyArg_ParseTuple(args, "OnnI", &sequence, &min_bytes, &range_bytes, &n_grids)) {
-        return NULL;
-    }
-    Py_ssize_t n = PySequence_Size(sequence);
-    gm_param_spec *specs = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *specs);
-    if (!specs) {
-        return n < 0 ? NULL : PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned long long numel;
-        unsigned int weight_bytes, kind;
-        int is_parsed = item && PyArg_ParseTuple(item, "KII", &numel, &weight_bytes, &kind);
-        Py_XDECREF(item);
-        if (!is_parsed) {
-            free(specs);
-            return NULL;
-        }
-        specs[i] = (gm_param_spec){.numel = numel, .weight_bytes = weight_bytes, .kind = kind};
-    }
-    size_t chunk_bytes = 0;
-    gm_status status = gm_layout_search(specs, (uint32_t)n, (size_t)min_bytes, (size_t)range_bytes,
-                                        n_grids, &chunk_bytes);
-    free(specs);
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return PyLong_FromSize_t(chunk_bytes);
+    return gm_py_finish(status);
 }
 
 static PyObject *torch_abi_init(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return finish(gm_torch_abi_init());
+    return gm_py_finish(gm_torch_abi_init());
 }
 
 #define METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
 static PyMethodDef core_methods[] = {
-    METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream)"),
+    METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream, flags)"),
     METHOD("leave", core_leave, METH_FASTCALL, "leave(unit, stream)"),
     METHOD("touch", core_touch, METH_FASTCALL, "touch(address, stream)"),
     METHOD("release_touched", core_release_touched, METH_FASTCALL, "release_touched(n_keep)"),
@@ -603,7 +534,7 @@ static PyMethodDef core_methods[] = {
     METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
     METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
     METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
-    METHOD("grad_sumsq", core_grad_sumsq, METH_VARARGS,
+    METHOD("grad_sumsq", gm_py_grad_sumsq, METH_VARARGS,
            "grad_sumsq(params, stream) -> (sum, n_nonfinite)"),
     METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
     METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
@@ -618,15 +549,21 @@ static PyMethodDef core_methods[] = {
            "lease(param, is_pinned, is_watched, stream) -> lease"),
     METHOD("lease_end", core_lease_end, METH_FASTCALL, "lease_end(lease)"),
     METHOD("lease_unwatch", core_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease)"),
-    METHOD("step", core_step, METH_VARARGS, "step(updates, stream)"),
-    METHOD("stats", core_stats, METH_NOARGS, "stats() -> dict"),
+    METHOD("step", gm_py_step, METH_VARARGS, "step(updates, stream)"),
+    METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
+    METHOD("disarm", core_disarm, METH_FASTCALL, "disarm(has_failed)"),
+    METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
+    METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
+    METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
+    METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
+    METHOD("stats", gm_py_stats, METH_NOARGS, "stats() -> dict"),
     METHOD("check", core_check, METH_NOARGS, "check(): raises if an invariant is broken"),
     METHOD("close", core_close, METH_NOARGS, "close(): idempotent"),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef module_methods[] = {
-    METHOD("chunk_search", chunk_search, METH_VARARGS,
+    METHOD("chunk_search", gm_py_chunk_search, METH_VARARGS,
            "chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes"),
     METHOD("torch_abi_init", torch_abi_init, METH_NOARGS,
            "registers gemini::blob; torch must be loaded"),
@@ -650,13 +587,9 @@ static PyType_Spec core_spec = {
 
 int gm_py_engine_init(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&core_spec);
-    if (!type) {
-        return -1;
-    }
-    int result = PyModule_AddObjectRef(module, "Core", type);
-    Py_DECREF(type);
-    if (result < 0 || PyModule_AddFunctions(module, module_methods) < 0) {
+    core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
+    if (!core_type || PyModule_AddObjectRef(module, "Core", (PyObject *)core_type) < 0 ||
+        PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;
     }
     return PyModule_AddIntConstant(module, "HOST_GRANULARITY", (long)gm_device_host_granularity());

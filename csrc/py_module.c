@@ -3,6 +3,7 @@
 #include "py_common.h"
 
 #include "py_engine.h"
+#include "py_unit.h"
 #include "workers.h"
 
 static PyObject *gemini_error, *memory_error, *device_error;
@@ -51,7 +52,8 @@ static int fetch_errors(void)
 static int module_exec(PyObject *module)
 {
     if (fetch_errors() < 0 || PyModule_AddFunctions(module, gm_py_arith_methods) < 0 ||
-        gm_py_engine_init(module) < 0) {
+        PyModule_AddFunctions(module, gm_py_rates_methods) < 0 || gm_py_engine_init(module) < 0 ||
+        gm_py_slot_init(module) < 0 || gm_py_unit_init(module) < 0 || gm_py_net_init(module) < 0) {
         return -1;
     }
 #ifdef GM_WITH_CUDA

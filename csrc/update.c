@@ -1,183 +1,78 @@
-/* update.c - from gradient to weight: taking gradients as they arrive, their exact norm, and the step.
+/* update.c - the optimizer's step, chunk by chunk: prepared as tasks, issued when the plan says so or when somebody
+ * needs the result, run on the device or on the host, ordered by fences alone.
  *
- * A settled chunk keeps its gradient on the device and is updated there; any other chunk's gradient goes
- * home and is updated at home, after which a resident copy of its weights is refreshed. */
-#include "engine_impl.h"
-
-#include <stdio.h>
+ * Invariants
+ *   1. A chunk with a pending update is updated before anything reads its weights or states, or writes its gradient.
+ *   2. Everything that can be refused is refused before the first task is prepared.
+ *   3. A task is rewritten only when its last run has ended.
+ *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
+ *      new weights where the gradient of the old ones is meant.  If it happens the engine dies with that text.
+ *
+ * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-gm_status gm_engine_sync_grads(gm_engine *engine)
+#include "engine_impl.h"
+
+enum { ISSUED_AT_ONCE = 8 }; /* pending updates that step() itself issues: the pipeline starts */
+
+static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
-    if (engine->has_pending_grads) {
-        GM_TRY(engine->device->ops->stream_sync(engine->device, engine->pending_stream));
-        engine->has_pending_grads = false;
-    }
-    return GM_OK;
+    return engine->plan ? gm_plan_place(engine->plan, chunk, piece) : NULL;
 }
 
-/* Device memory -> home through the staging area, converting and adding on the host, slice by slice. */
-static gm_status accumulate_at_home(gm_engine *engine, gm_grad_add_args *args, gm_stream stream)
+gm_status gm_update_new(gm_engine *engine)
 {
-    gm_device *device = engine->device;
-    size_t src_bytes = gm_dtype_bytes(args->src_dtype), dst_bytes = gm_dtype_bytes(args->dst_dtype);
-    size_t slice = GM_STAGING_BYTES / src_bytes, numel = args->numel;
-    uintptr_t src = (uintptr_t)args->src;
-    uint8_t *dst = args->dst;
-    GM_TRY(gm_engine_sync_grads(engine));
-    for (size_t done = 0; done < numel; done += slice) {
-        args->numel = numel - done < slice ? numel - done : slice;
-        GM_TRY(device->ops->copy_d2h(device, engine->staging, src + done * src_bytes,
-                                     args->numel * src_bytes, stream));
-        GM_TRY(device->ops->stream_sync(device, stream));
-        args->src = engine->staging;
-        args->dst = dst + done * dst_bytes;
-        gm_grad_add_host(args, engine->workers);
+    uint32_t n = gm_layout_n_chunks(engine->layout), first = 0;
+    engine->chunk_states = calloc((size_t)n + 1, sizeof *engine->chunk_states);
+    engine->chunk_params = calloc((size_t)engine->n_params + 1, sizeof *engine->chunk_params);
+    engine->ranges = calloc(2 * (size_t)engine->n_params + 1, sizeof *engine->ranges);
+    if (!engine->chunk_states || !engine->chunk_params || !engine->ranges) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: tasks of %u chunks", n);
     }
-    return GM_OK;
-}
-
-static gm_status put_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
-                          gm_stream stream)
-{
-    gm_device *device = engine->device;
-    gm_dtype home_dtype = gm_grad_dtype(engine, &p->spec);
-    size_t offset = p->place.offset * gm_dtype_bytes(home_dtype);
-    gm_grad_add_args args = {
-        .src = grad,
-        .dst_dtype = home_dtype,
-        .src_dtype = dtype,
-        .numel = p->spec.numel,
-        .accumulate = p->has_grad,
-    };
-    uint32_t chunk = p->place.chunk;
-    if (gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
-        GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GRAD, stream));
-        args.dst = (void *)(gm_chunks_address(engine->chunks, chunk, GM_GRAD) + offset);
-        gm_status status = device->ops->grad_add(device, &args, stream);
-        gm_chunks_note_write(engine->chunks, chunk, GM_GRAD);
-        gm_status unpinned = gm_chunks_unpin(engine->chunks, chunk, GM_GRAD, stream);
-        return status == GM_OK ? unpinned : status;
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        engine->chunk_states[engine->params[id].place.chunk].n_params++;
     }
-    args.dst = gm_chunks_home(engine->chunks, chunk, GM_GRAD) + offset;
-    if (device->is_host) {
-        gm_grad_add_host(&args, engine->workers);
-        return GM_OK;
-    }
-    if (p->has_grad || dtype != home_dtype) {
-        return accumulate_at_home(engine, &args, stream);
-    }
-    if (engine->has_pending_grads && engine->pending_stream != stream) {
-        GM_TRY(gm_engine_sync_grads(engine));
-    }
-    /* On the caller's stream: the gradient is torch's memory and may be reused behind this copy. */
-    GM_TRY(device->ops->copy_d2h(device, args.dst, (uintptr_t)grad,
-                                 args.numel * gm_dtype_bytes(dtype), stream));
-    engine->has_pending_grads = true;
-    engine->pending_stream = stream;
-    return GM_OK;
-}
-
-gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, gm_dtype dtype,
-                             gm_stream stream)
-{
-    GM_TRY(gm_engine_check_param(engine, id));
-    GM_TRY(gm_engine_begin_call(engine));
-    gm_param *p = &engine->params[id];
-    gm_status status;
-    if (!p->spec.has_grad) {
-        status = GM_FAIL(GM_ERR_ARG, "parameter %u takes no gradient", id);
-    } else {
-        status = p->spec.numel ? put_grad(engine, p, grad, dtype, stream) : GM_OK;
-    }
-    if (status == GM_OK) {
-        p->has_grad = true;
-    }
-    return gm_engine_end_call(engine, status);
-}
-
-bool gm_engine_has_grad(const gm_engine *engine, uint32_t id)
-{
-    return id < engine->n_params && engine->params[id].has_grad;
-}
-
-gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
-{
-    GM_TRY(gm_engine_check_param(engine, id));
-    GM_TRY(gm_engine_begin_call(engine));
-    engine->params[id].has_grad = false;
-    return gm_engine_end_call(engine, GM_OK);
-}
-
-static gm_status sumsq_on_device(gm_engine *engine, const uint32_t *params, uint32_t n,
-                                 gm_sumsq *out, gm_stream stream)
-{
-    gm_device *device = engine->device;
-    GM_TRY(device->ops->fill(device, engine->sums, 0, sizeof *out, stream));
-    for (uint32_t i = 0; i < n; i++) {
-        const gm_param *p = &engine->params[params[i]];
-        uint32_t chunk = p->place.chunk;
-        if (!p->has_grad || p->spec.numel == 0 ||
-            !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
-            continue;
+    for (uint32_t chunk = 0; chunk < n; chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->first_param = first;
+        for (int turn = 0; turn < 2; turn++) {
+            state->task[turn].engine = engine;
+            state->task[turn].ranges = &engine->ranges[2 * first + (uint32_t)turn * state->n_params];
         }
-        gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
-        GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GRAD, stream));
-        const void *data = (const void *)(gm_chunks_address(engine->chunks, chunk, GM_GRAD) +
-                                          p->place.offset * gm_dtype_bytes(dtype));
-        gm_status status = device->ops->sumsq(device, data, dtype, p->spec.numel,
-                                              (gm_sumsq *)engine->sums, stream);
-        gm_status unpinned = gm_chunks_unpin(engine->chunks, chunk, GM_GRAD, stream);
-        GM_TRY(status == GM_OK ? unpinned : status);
+        first += state->n_params;
+        state->n_params = 0;
     }
-    GM_TRY(device->ops->copy_d2h(device, out, engine->sums, sizeof *out, stream));
-    return device->ops->stream_sync(device, stream);
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        gm_chunk_state *state = &engine->chunk_states[engine->params[id].place.chunk];
+        engine->chunk_params[state->first_param + state->n_params++] = id;
+    }
+    GM_TRY(engine->device->ops->stream_new(engine->device, &engine->update_stream));
+    return engine->device->ops->stream_new(engine->device, &engine->host_stream);
 }
 
-static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
-                       gm_stream stream)
+void gm_update_free(gm_engine *engine)
 {
-    memset(out, 0, sizeof *out);
-    if (!engine->device->is_host) {
-        GM_TRY(sumsq_on_device(engine, params, n, out, stream));
+    if (engine->update_stream) {
+        engine->device->ops->stream_free(engine->device, engine->update_stream);
     }
-    GM_TRY(gm_engine_sync_grads(engine));
-    for (uint32_t i = 0; i < n; i++) {
-        const gm_param *p = &engine->params[params[i]];
-        uint32_t chunk = p->place.chunk;
-        bool is_resident = gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD);
-        if (!p->has_grad || p->spec.numel == 0 || (is_resident && !engine->device->is_host)) {
-            continue;
-        }
-        gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
-        const uint8_t *base =
-            is_resident ? (const uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_GRAD)
-                        : gm_chunks_home(engine->chunks, chunk, GM_GRAD);
-        gm_sumsq_host(base + p->place.offset * gm_dtype_bytes(dtype), dtype, p->spec.numel, out,
-                      engine->workers);
+    if (engine->host_stream) {
+        engine->device->ops->stream_free(engine->device, engine->host_stream);
     }
-    return GM_OK;
+    free(engine->chunk_states);
+    free(engine->chunk_params);
+    free(engine->ranges);
 }
 
-gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
-                          gm_stream stream)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        GM_TRY(gm_engine_check_param(engine, params[i]));
-    }
-    GM_TRY(gm_engine_begin_call(engine));
-    return gm_engine_end_call(engine, sumsq(engine, params, n, out, stream));
-}
+/* ---- running one update ---- */
 
-/* ---- the step ---- */
-
-static gm_adam_args adam_args(const gm_engine *engine, uint32_t chunk, uint8_t *weight,
-                              uint8_t *state, uint8_t *grad, const gm_adam_range *ranges, size_t n)
+static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t *weight,
+                       uint8_t *state, uint8_t *grad)
 {
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
     gm_state_shape shape = gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->numel);
-    return (gm_adam_args){
+    task->args = (gm_adam_args){
         .format = spec->format,
         .grad_dtype = gm_grad_dtype(engine, spec),
         .weight = weight,
@@ -185,45 +80,201 @@ static gm_adam_args adam_args(const gm_engine *engine, uint32_t chunk, uint8_t *
         .m = (float *)(void *)(state + shape.m),
         .v = (float *)(void *)(state + shape.v),
         .grad = grad,
-        .ranges = ranges,
-        .n_ranges = n,
+        .ranges = task->ranges,
+        .n_ranges = task->n_ranges,
     };
 }
 
-/* Weights, states and gradient are on the device: the update runs there, on the caller's stream. */
-static gm_status update_on_device(gm_engine *engine, uint32_t chunk, const gm_adam_range *ranges,
-                                  size_t n, gm_stream stream)
+/* Weights, states and gradient are on the device. */
+static gm_status update_on_device(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->update_stream;
+    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->stream));
+    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, stream));
+    set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
+               (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
+               (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
+    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk,
+                                       GM_STATE, gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
+    gm_timeline_end(engine->timeline, entry, stream);
+    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, stream));
+    if (gm_chunks_pins(chunks, chunk, GM_WEIGHT) > 0) { /* who shows them may read on */
+        GM_TRY(gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->stream));
+    }
+    const gm_place *weight = place_of(engine, chunk, GM_WEIGHT);
+    const gm_place *state = place_of(engine, chunk, GM_STATE);
+    if (state && !state->is_resident) { /* on its way as soon as it is there: the ring turns */
+        GM_TRY(gm_chunks_send_home(chunks, chunk, GM_STATE));
+    }
+    return weight && !weight->is_resident ? gm_chunks_send_home(chunks, chunk, GM_WEIGHT) : GM_OK;
+}
+
+static void run_host_task(void *context)
+{
+    gm_task *task = context;
+    gm_engine *engine = task->engine;
+    struct timespec start, end;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    gm_status status = gm_adam_host(&task->args, engine->workers);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    atomic_fetch_add(&engine->host_adam_ns,
+                     (unsigned long long)((end.tv_sec - start.tv_sec) * 1000000000LL +
+                                          (end.tv_nsec - start.tv_nsec)));
+    if (status != GM_OK) {
+        atomic_store(&engine->async_status, (int)status);
+    }
+    atomic_store(&task->is_running, false);
+}
+
+static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
     for (int piece = 0; piece < GM_N_PIECES; piece++) {
-        GM_TRY(gm_chunks_pin(engine->chunks, chunk, (gm_piece)piece, stream));
+        gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
+                       gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), piece != GM_GRAD,
+                       stream);
     }
-    gm_adam_args args =
-        adam_args(engine, chunk, (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_WEIGHT),
-                  (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_STATE),
-                  (uint8_t *)gm_chunks_address(engine->chunks, chunk, GM_GRAD), ranges, n);
-    GM_TRY(engine->device->ops->adam(engine->device, &args, stream));
-    gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
-    gm_chunks_note_write(engine->chunks, chunk, GM_STATE);
+}
+
+static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->host_stream;
     for (int piece = 0; piece < GM_N_PIECES; piece++) {
-        GM_TRY(gm_chunks_unpin(engine->chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
+    }
+    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
+    set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
+               gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
+    note_task(engine, chunk, stream);
+    atomic_store(&task->is_running, true);
+    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk,
+                                       GM_STATE, gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    gm_status status =
+        engine->device->ops->host_call(engine->device, run_host_task, task, stream);
+    gm_timeline_end(engine->timeline, entry, stream);
+    if (status != GM_OK) {
+        atomic_store(&task->is_running, false);
+        return status;
+    }
+    GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
+    gm_chunks_discard(chunks, chunk, GM_STATE); /* stale; under a placement it goes for nothing */
+    GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->stream));
+    return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->stream);
+}
+
+/* Whether all three pieces are or can come onto the device, without waiting. */
+static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
+{
+    gm_chunks *chunks = engine->chunks;
+    if (engine->plan) {
+        gm_class class = gm_plan_class(engine->plan, chunk);
+        *out = class == GM_CLASS_R || class == GM_CLASS_S1 || class == GM_CLASS_S2;
+    } else {
+        *out = gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
+               gm_chunks_is_resident(chunks, chunk, GM_GRAD);
+    }
+    for (int piece = 0; *out && piece < GM_N_PIECES; piece++) {
+        GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));
     }
     return GM_OK;
 }
 
-/* The update runs at home; a resident copy of the weights is refreshed afterwards. */
-static gm_status update_at_home(gm_engine *engine, uint32_t chunk, const gm_adam_range *ranges,
-                                size_t n, gm_stream stream)
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 {
-    for (int piece = 0; piece < GM_N_PIECES; piece++) {
-        GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, (gm_piece)piece));
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    if (!state->is_pending) {
+        return GM_OK;
     }
-    gm_adam_args args = adam_args(engine, chunk, gm_chunks_home(engine->chunks, chunk, GM_WEIGHT),
-                                  gm_chunks_home(engine->chunks, chunk, GM_STATE),
-                                  gm_chunks_home(engine->chunks, chunk, GM_GRAD), ranges, n);
-    GM_TRY(gm_adam_host(&args, engine->workers));
-    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, stream));
-    return gm_chunks_home_written(engine->chunks, chunk, GM_STATE, stream);
+    state->is_pending = false;
+    engine->n_pending--;
+    gm_task *task = &state->task[engine->n_steps & 1];
+    if (task->n_ranges == 0) {
+        return GM_OK;
+    }
+    bool is_on_device;
+    gm_status status = bring_to_device(engine, chunk, &is_on_device);
+    if (status == GM_OK) {
+        status = is_on_device ? update_on_device(engine, chunk, task)
+                              : update_at_home(engine, chunk, task);
+    }
+    return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
+
+static gm_status issue_some(gm_engine *engine, uint32_t most)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    const uint32_t *order = engine->plan ? gm_plan_update_order(engine->plan) : NULL;
+    for (; engine->n_pending > 0 && engine->next_pending < n && most > 0; engine->next_pending++) {
+        uint32_t chunk = order ? order[engine->next_pending] : engine->next_pending;
+        most -= engine->chunk_states[chunk].is_pending;
+        GM_TRY(gm_update_issue(engine, chunk));
+    }
+    return GM_OK;
+}
+
+gm_status gm_update_issue_all(gm_engine *engine)
+{
+    if (engine->n_pending > 0) {
+        engine->next_pending = 0; /* the order may have changed with the plan */
+        GM_TRY(issue_some(engine, UINT32_MAX));
+    }
+    GM_ASSERT(engine->n_pending == 0);
+    return GM_OK;
+}
+
+/* ---- immediate updates ---- */
+
+gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
+{
+    if (engine->is_armed && engine->chunk_states[chunk].updated == engine->n_passes) {
+        return gm_engine_die(
+            engine,
+            GM_FAIL(GM_ERR_STATE,
+                    "weights that backward(step=True) has already updated are used again in the "
+                    "same backward (a detached use, or a gradient that comes in parts): call "
+                    "backward without step=True for this model"));
+    }
+    return GM_OK;
+}
+
+static void make_pending(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    GM_ASSERT(!state->is_pending);
+    state->is_armed = false;
+    state->is_pending = true;
+    engine->n_pending++;
+}
+
+gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    if (!state->is_armed) {
+        return gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream);
+    }
+    make_pending(engine, chunk);
+    state->updated = engine->n_passes;
+    atomic_fetch_add(&state->n_immediate, 1);
+    GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
+    GM_TRY(gm_update_issue(engine, chunk)); /* unless the plan just did */
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
+    }
+    gm_chunks_discard(engine->chunks, chunk, GM_GRAD);
+    return GM_OK;
+}
+
+/* ---- the step ---- */
 
 static int compare_updates(const void *a, const void *b)
 {
@@ -231,80 +282,201 @@ static int compare_updates(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
-static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n,
-                          gm_adam_range *ranges, bool *is_done, gm_stream stream)
+static gm_status check_updates(const gm_engine *engine, const gm_update *updates, uint32_t n,
+                               bool needs_grads)
 {
-    gm_status status = GM_OK;
-    for (uint32_t i = 0; i < n && status == GM_OK; i++) {
-        uint32_t chunk = engine->params[updates[i].param].place.chunk;
-        if (is_done[chunk]) {
-            continue;
-        }
-        is_done[chunk] = true;
-        size_t n_ranges = 0;
-        for (uint32_t k = i; k < n && status == GM_OK; k++) {
-            const gm_param *p = &engine->params[updates[k].param];
-            if (p->place.chunk != chunk || p->spec.numel == 0) {
-                continue;
-            }
-            gm_adam_range *range = &ranges[n_ranges++];
-            range->begin = p->place.offset;
-            range->end = p->place.offset + p->spec.numel;
-            status = gm_adam_scalars_init(&updates[k].hyper, &range->scalars);
-        }
-        if (status != GM_OK || n_ranges == 0) {
-            continue;
-        }
-        status = gm_chunks_is_settled(engine->chunks, chunk)
-                     ? update_on_device(engine, chunk, ranges, n_ranges, stream)
-                     : update_at_home(engine, chunk, ranges, n_ranges, stream);
-    }
-    return status == GM_OK ? gm_lease_renew_snapshots(engine) : status;
-}
-
-gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
-{
-    for (uint32_t i = 0; i < n;
-         i++) { /* everything that can be refused is refused before the first write */
+    for (uint32_t i = 0; i < n; i++) {
         GM_TRY(gm_engine_check_param(engine, updates[i].param));
         const gm_param *p = &engine->params[updates[i].param];
-        if (!p->spec.has_moments || !p->has_grad) {
+        if (!p->spec.has_moments || (needs_grads && !p->has_grad)) {
             return GM_FAIL(GM_ERR_ARG, "parameter %u has no %s", updates[i].param,
-                           p->has_grad ? "moments" : "gradient");
+                           p->spec.has_moments ? "gradient" : "moments");
         }
         gm_adam_scalars scalars;
         GM_TRY(gm_adam_scalars_init(&updates[i].hyper, &scalars));
     }
-    gm_update *sorted = malloc((n ? n : 1) * sizeof *sorted);
-    gm_adam_range *ranges = malloc((n ? n : 1) * sizeof *ranges);
-    bool *is_done = calloc(gm_layout_n_chunks(engine->layout) + (size_t)1, sizeof *is_done);
-    if (!sorted || !ranges || !is_done) {
-        free(sorted);
-        free(ranges);
-        free(is_done);
+    return GM_OK;
+}
+
+/* The task of the coming step, empty.  Invariant 3. */
+static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
+{
+    gm_task *task = &engine->chunk_states[chunk].task[engine->n_steps & 1];
+    if (atomic_load(&task->is_running)) {
+        GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_STATE));
+    }
+    task->n_ranges = 0;
+    *out = task;
+    return GM_OK;
+}
+
+static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper *hyper)
+{
+    if (p->spec.numel == 0) {
+        return GM_OK;
+    }
+    gm_adam_range *range = &task->ranges[task->n_ranges++];
+    range->begin = p->place.offset;
+    range->end = p->place.offset + p->spec.numel;
+    return gm_adam_scalars_init(hyper, &range->scalars);
+}
+
+/* Tasks for every chunk that has any of the updates (sorted by parameter); those that an immediate update has
+ * done already are left out. */
+static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
+{
+    for (uint32_t i = 0; i < n; i++) { /* empty first: a chunk's parameters need not be neighbours */
+        const gm_param *p = &engine->params[updates[i].param];
+        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+        gm_task *task;
+        if (!p->is_used_up && !state->is_pending && !state->is_armed) {
+            GM_TRY(prepare_task(engine, p->place.chunk, &task));
+            make_pending(engine, p->place.chunk);
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const gm_param *p = &engine->params[updates[i].param];
+        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+        if (!p->is_used_up) {
+            GM_TRY(add_range(&state->task[engine->n_steps & 1], p, &updates[i].hyper));
+        }
+    }
+    for (uint32_t i = 0; arm && i < n; i++) {
+        gm_chunk_state *state = &engine->chunk_states[engine->params[updates[i].param].place.chunk];
+        engine->n_pending -= state->is_pending;
+        state->is_armed |= state->is_pending;
+        state->is_pending = false;
+    }
+    return GM_OK;
+}
+
+static void disarm(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].is_armed = false;
+    }
+    engine->is_armed = false;
+}
+
+static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    GM_TRY(gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+    if (engine->is_armed) {
+        disarm(engine); /* what was not complete in backward becomes pending now, with the same numbers */
+    } else {
+        engine->n_steps++;
+    }
+    GM_TRY(prepare_tasks(engine, updates, n, false));
+    engine->next_pending = 0;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        if (gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) { /* shown: read without asking */
+            GM_TRY(gm_update_issue(engine, chunk));
+        }
+    }
+    bool is_planned = engine->plan != NULL;
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        is_planned = is_planned && !(lease->is_pinned && atomic_load(&lease->is_watched));
+    }
+    GM_TRY(issue_some(engine, is_planned ? ISSUED_AT_ONCE : UINT32_MAX));
+    return gm_lease_renew_snapshots(engine);
+}
+
+static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **out)
+{
+    *out = malloc((n ? n : 1) * sizeof **out);
+    if (!*out) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
     }
     if (n) {
-        memcpy(sorted, updates, n * sizeof *sorted);
-        qsort(sorted, n, sizeof *sorted, compare_updates);
+        memcpy(*out, updates, n * sizeof **out);
+        qsort(*out, n, sizeof **out, compare_updates);
     }
-    gm_status status = gm_engine_begin_call(engine);
-    if (status == GM_OK) { /* nothing is written before these three have passed */
-        status = engine->device->ops->stream_sync(engine->device, stream);
-        status = status == GM_OK ? gm_engine_sync_grads(engine) : status;
-        status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
-        bool has_begun = status == GM_OK;
-        if (has_begun) {
-            status = run_step(engine, sorted, n, ranges, is_done, stream);
+    return GM_OK;
+}
+
+/* Gradients that an immediate update has used up cannot be stepped a second time. */
+static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    for (uint32_t i = 0; !engine->is_armed && i < n; i++) {
+        if (engine->params[updates[i].param].is_used_up) {
+            return GM_FAIL(GM_ERR_STATE,
+                           "the gradient of parameter %u was used up by the update inside "
+                           "backward(step=True): call zero_grad() and backward before this step",
+                           updates[i].param);
         }
-        if (status != GM_OK && has_begun) { /* invariant 5 */
-            engine->dead = status;
-            snprintf(engine->dead_text, sizeof engine->dead_text, "%s", gm_last_error());
+    }
+    return GM_OK;
+}
+
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+{
+    gm_update *sorted;
+    GM_TRY(check_updates(engine, updates, n, true));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_engine_begin_call(engine);
+    if (status == GM_OK) { /* nothing is written before these have passed */
+        engine->stream = stream;
+        status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
+        if (status == GM_OK) {
+            status = run_step(engine, sorted, n);
+            if (status != GM_OK && engine->dead == GM_OK) {
+                status = gm_engine_die(engine, status);
+            }
+        }
+        if (status == GM_OK) {
+            gm_pass_end(engine);
+            (void)gm_replay_plan(engine); /* without one the engine goes on, on demand */
         }
         (void)gm_engine_end_call(engine, status);
     }
     free(sorted);
-    free(ranges);
-    free(is_done);
     return status;
+}
+
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
+{
+    gm_update *sorted;
+    *out = false;
+    GM_TRY(check_updates(engine, updates, n, false));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_engine_begin_call(engine);
+    if (status == GM_OK) {
+        engine->wants_immediate = !engine->has_repeats;
+        bool has_watched = false;
+        for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+            has_watched |= lease->is_pinned && atomic_load(&lease->is_watched);
+        }
+        *out = engine->plan && engine->wants_immediate && !has_watched && !engine->is_armed;
+        if (*out) {
+            status = gm_update_issue_all(engine);
+            engine->n_steps++;
+            status = status == GM_OK ? prepare_tasks(engine, sorted, n, true) : status;
+            engine->is_armed = status == GM_OK;
+            engine->n_passes++; /* arrivals are counted from here */
+        }
+        (void)gm_engine_end_call(engine, status);
+    }
+    free(sorted);
+    return status;
+}
+
+gm_status gm_engine_disarm(gm_engine *engine, bool has_failed)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    bool has_updated = false;
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        has_updated |= engine->params[id].is_used_up;
+    }
+    gm_status status = GM_OK;
+    if (engine->is_armed && has_failed && has_updated) {
+        status = gm_engine_die(engine,
+                               GM_FAIL(GM_ERR_STATE,
+                                       "backward(step=True) failed after it had updated some of "
+                                       "the weights"));
+    } else if (engine->is_armed && has_failed) {
+        disarm(engine);
+        engine->n_steps--;
+    }
+    return gm_engine_end_call(engine, status);
 }

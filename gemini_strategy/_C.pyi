@@ -1,10 +1,15 @@
 """The C core; see the files named in each section."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 BUILT_WITH_CUDA: int
 DEBUG: int
 HOST_GRANULARITY: int
+
+# ---- rates of this machine (csrc/py_rates.c); ordinal -1 is the host device ----
+
+def rates_measure(ordinal: int, threads: int, block_bytes: int, /) -> dict[str, float]: ...
 
 # ---- arithmetic (csrc/py_arith.c) ----
 # dtypes and weight formats: 0 fp32, 1 bf16, 2 fp16; tensors are addresses; sums are opaque bytes
@@ -89,7 +94,7 @@ class Core:
         threads: int,
         external_bytes: int,
     ) -> Core: ...
-    def enter(self, unit: int, stream: int, /) -> None: ...
+    def enter(self, unit: int, stream: int, flags: int, /) -> None: ...
     def leave(self, unit: int, stream: int, /) -> None: ...
     def touch(self, address: int, stream: int, /) -> None: ...
     def release_touched(self, n_keep: int, /) -> None: ...
@@ -121,3 +126,54 @@ class Core:
     def stats(self) -> dict[str, int]: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
+
+# ---- units and saved tensors (csrc/py_unit.c, csrc/py_net.c): bases of classes in slot.py and hooks.py ----
+
+class Slot:
+    engine: Any
+    net: Any
+    parameter: Any
+    dtype: Any
+    id: int
+    format: int
+    plain_class: type
+    open_class: type
+    guarded_class: type
+    open_count: int
+    version: int
+    epoch: int
+    storage: int
+    base_count: int
+    view_tokens: int
+    def epoch_now(self) -> int: ...
+
+class Unit:
+    engine: Any
+    id: int
+    watches_writes: bool
+    is_compiled: bool
+    @property
+    def is_entered(self) -> bool: ...
+    def start(self, net: Net, slots: tuple[Slot, ...], /) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+
+class Net:
+    def start(
+        self,
+        engine: Any,
+        core: Core,
+        held: dict[int, Any],
+        slots: tuple[Slot, ...],
+        ordinal: int,
+        mark: Callable[[Any], None] | None,
+        /,
+    ) -> None: ...
+    def push(self) -> bool: ...
+    def pop(self) -> None: ...
+    def pack(self, tensor: Any, /) -> Any: ...
+    def unpack(self, packed: Any, /) -> Any: ...
+    def settle(self) -> None: ...
+
+def active_net() -> Net | None: ...
+def take_grad(parameter: Any, /) -> None: ...

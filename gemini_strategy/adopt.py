@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
-from gemini_strategy.guard import guarded_class
-from gemini_strategy.hooks import Unit, is_compiled
+from gemini_strategy.guard import guarded_class, open_class
+from gemini_strategy.hooks import MarkedUnit, Unit, is_compiled, wants_marks
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.slot import FORMATS, Slot
 
@@ -104,25 +104,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
         )
 
 
-class _TakeGrad:
-    """The accumulation hook of one parameter: its gradient goes to the engine (invariant 3).
-
-    The slot is held weakly: torch keeps the hook where Python's cycle collector does not look, and a
-    strong reference would keep model and engine alive for ever. The engine holds the slot.
-    """
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = weakref.ref(slot)
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        with _plain_torch():
-            grad = torch.Tensor.grad.__get__(parameter)
-            torch.Tensor.grad.__set__(parameter, None)
-        slot = self._slot()
-        if grad is not None and slot is not None:
-            slot.engine.take_grad(slot, grad)
-
-
 class Adoption:
     """One model on its way into an engine. Nothing of the model changes before `fill`."""
 
@@ -147,6 +128,7 @@ class Adoption:
     ) -> Slot:
         slot = Slot(self._engine, len(self.slots), name, parameter)
         slot.dtype = dtype
+        slot.format = FORMATS.get(dtype, 0)
         slot.device = self._engine.device
         is_trained = parameter.requires_grad and self._engine.optimizer is not None
         if parameter.requires_grad and dtype not in FORMATS:
@@ -213,18 +195,19 @@ class Adoption:
         for slot in self.slots:
             self._fill_slot(slot)
             if slot.has_grad_home:
-                take = _TakeGrad(slot)
                 with _plain_torch():
-                    handles.append(slot.parameter.register_post_accumulate_grad_hook(take))
+                    handle = slot.parameter.register_post_accumulate_grad_hook(_C.take_grad)
+                    handles.append(handle)
                     # First of all: the user's own hooks then find the gradient where it is kept.
                     hooks = slot.parameter._post_accumulate_grad_hooks
                     items = list(hooks.items())
                     hooks.clear()
                     hooks.update([items[-1], *items[:-1]])
+        unit_class = MarkedUnit if wants_marks(self._engine) else Unit
         units = []
         for index, found in enumerate(self._units):
             slots = list(dict.fromkeys(self.slots[self._index[id(p)]] for _, p in found.owned))
-            unit = Unit(self._engine, index, found.name, slots)
+            unit = unit_class(self._engine, index, found.name, slots)
             is_renormed = isinstance(found.module, nn.Embedding | nn.EmbeddingBag)
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)
@@ -245,7 +228,9 @@ class Adoption:
         parameter.data = slot.blob(core.lease(slot.id, 0, 0, 0))
         slot.storage = parameter.untyped_storage()._cdata
         slot.base_count = torch._C._storage_Use_Count(slot.storage)
+        slot.open_class = open_class(slot.plain_class)
+        slot.guarded_class = guarded_class(slot.plain_class)
         parameter._gm_slot = slot
-        parameter.__class__ = guarded_class(slot.plain_class)
+        parameter.__class__ = slot.guarded_class
         if grad is not None:
             slot.set_grad(grad.to(slot.device, slot.dtype))

@@ -53,6 +53,7 @@ class Settings:
     convert_inputs: bool
     force_outputs_fp32: bool
     threads: int
+    rates: tuple[float, ...]
 
 
 class Engine:
@@ -88,9 +89,11 @@ class Engine:
         self._in_backward = False
         self._held: dict[int, tuple[Slot, int, int]] = {}
         self._steps = self._skipped = 0
+        self._armed: dict[int, tuple[Any, ...]] | None = None
         grouped = takeover.check(optimizer, model) if optimizer is not None else set()
         adoption = Adoption(self, grouped)
         self._slots = adoption.slots
+        self._slots_by_id = {slot.id: slot for slot in self._slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
         self._memory = DeviceMemory(device)
@@ -134,18 +137,19 @@ class Engine:
             is_grad_f32=settings.is_grad_f32,
             threads=settings.threads,
             external_bytes=external,
+            rates=settings.rates,
+            state_share=1.0 if settings.margin is None else settings.margin,
+            slack_bytes=self._memory.slack_bytes(settings.device_budget),
         )
         if settings.device_budget >= 0 and settings.policy != "cuda":
             adoption.check_floor(settings.device_budget, settings.device_budget - external)
 
     def _settle(self) -> None:
-        """Uses what is left on the device for optimizer states ("auto")."""
-        if self._settings.policy != "auto":
-            return
-        if self.device.type == "cuda" and self._steps == 0:
-            return  # the activations are not known yet
+        """Before there is a plan: uses what is left on the host device for optimizer states ("auto")."""
+        if self._settings.policy != "auto" or self.device.type == "cuda":
+            return  # on CUDA the activations are not known yet
         stats = self.core.stats()
-        reserve = self._memory.expected_growth()
+        reserve = 0
         margin = self._settings.margin
         if margin is not None and stats["device_budget_bytes"] >= 0:
             spare = stats["device_budget_bytes"] - reserve - stats["weight_bytes"]
@@ -155,15 +159,12 @@ class Engine:
         self.core.settle(reserve)
 
     def _refresh_memory(self) -> None:
-        """After a step: what others hold now, and on the first ones what chunks may use."""
+        """Before a step, which may plan: what others hold on the device now."""
         if self.device.type != "cuda":
             return
-        is_settled = self._steps > 2
-        self._memory.trim(is_settled)
+        self._memory.trim(self._steps > 2)
         chunk_bytes = self.core.stats()["device_bytes"]
         self.core.set_external_bytes(self._memory.external_bytes(chunk_bytes))
-        if not is_settled:
-            self._settle()
 
     # ---- what hooks call ----
 
@@ -238,7 +239,11 @@ class Engine:
             grad = grad.float()
         grad = grad.contiguous()
         self._sumsq = None
-        self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
+        self.net.settle()  # the node that used the weights is done: they may be updated
+        try:
+            self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
+        except RuntimeError as error:
+            raise GeminiError(f"{slot.name}: {error}") from None
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""
@@ -264,10 +269,47 @@ class Engine:
 
     # ---- training ----
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """`loss.backward()`, with the loss multiplied by the loss scale in "16-mixed"."""
-        with self.accept_scaled():
+    def backward(self, loss: torch.Tensor, *, step: bool = False, **kwargs: Any) -> None:
+        """`loss.backward()`, with the loss multiplied by the loss scale in "16-mixed".
+
+        Args:
+            loss: a 0-dim tensor.
+            step: this backward ends the step: `optimizer.step()` comes next, with nothing between that
+                reads or changes gradients (no clipping). Weights may then be updated inside backward, as
+                soon as their gradients are complete; the gradients are used up. See `ends_step`.
+        """
+        with self.accept_scaled(), self.ends_step() if step else contextlib.nullcontext():
             self.scale(loss).backward(**kwargs)
+
+    @contextlib.contextmanager
+    def ends_step(self) -> Iterator[None]:
+        """Inside, a backward ends the step: for loops that call backward themselves.
+
+        Updates then overlap with backward where the plan can do that exactly; otherwise nothing changes.
+        With a loss scaler it has no effect. The bits are those of the same loop without it.
+
+        Raises:
+            GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
+        """
+        self._check_open()
+        if self.optimizer is None or self.scaler is not None or self._clip_factor != 1.0:
+            yield
+            return
+        updates = [
+            self._update(self.slot_of(p), group, 1.0)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if self.slot_of(p).has_grad_home
+        ]
+        if self.core.arm(updates):
+            self._armed = {update[0]: update for update in updates}
+        try:
+            yield
+        except BaseException:
+            if self._armed is not None:
+                self._armed = None
+                self.core.disarm(1)
+            raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale; itself without one. Backward belongs into `accept_scaled`."""
@@ -379,12 +421,11 @@ class Engine:
                 self._skipped += 1
                 self._clip_factor = 1.0
                 return loss
-        updates = [
-            (slot.id, *takeover.hyperparameters(group), slot.adam_step + 1, *takeover.mode(group))
-            + (divisor, self._clip_factor)
-            for slot, group in work
-        ]
+        updates = [self._update(slot, group, divisor) for slot, group in work]
+        self._refresh_memory()
+        self._check_armed(updates)
         self.core.step(updates, self.stream())
+        self._armed = None
         for slot, _ in work:
             slot.adam_step += 1
             slot.epoch += 1
@@ -392,8 +433,23 @@ class Engine:
             self.scaler.update(False)
         self._clip_factor = 1.0
         self._steps += 1
-        self._refresh_memory()
         return loss
+
+    def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
+        """One parameter's part of a step, as the core takes it."""
+        numbers = (*takeover.hyperparameters(group), slot.adam_step + 1, *takeover.mode(group))
+        return (slot.id, *numbers, divisor, self._clip_factor)
+
+    def _check_armed(self, updates: list[tuple[Any, ...]]) -> None:
+        """The numbers of updates made inside backward must be those of the step that they belong to."""
+        for update in updates if self._armed is not None else ():
+            if self._armed.get(update[0]) != update:
+                self.core.disarm(1)
+                raise GeminiError(
+                    f"{self._slots_by_id[update[0]].name}: hyperparameters or the clip factor changed between "
+                    "backward(step=True) and step(), when weights had been updated already; change them "
+                    "before backward, or call backward without step=True"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
@@ -566,6 +622,21 @@ class Engine:
             "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
             "parameters": sum(math.prod(s.shape) for s in self._slots),
             **self.core.stats(),
+            **self._predictions(),
+        }
+
+    def _predictions(self) -> dict[str, float]:
+        """What the plan foretells: seconds of a step, of compute in it, of perfect overlap; peaks in bytes."""
+        plan = self.core.plan_info()
+        if plan is None:
+            return {}
+        core = self.core.stats()
+        return {
+            "predicted_step_seconds": plan["step_seconds"],
+            "predicted_bound_seconds": plan["bound_seconds"],
+            "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
+            "predicted_host_peak_bytes": core["host_bytes"],
+            "compute_seconds": plan["compute_seconds"],
         }
 
     def close(self, dtype: torch.dtype | None = None) -> None:

@@ -11,9 +11,12 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.guard import close_side_doors
 from gemini_strategy.hooks import keep_nets_on_top
 from gemini_strategy.precision import LossScaler, Precision
+from gemini_strategy.rates import REFERENCE, machine_rates
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 
 __all__ = ["engine_of", "manage"]
+
+RATES = tuple(REFERENCE)  # in the order of gm_rates
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -117,11 +120,13 @@ def manage(
         )
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r} must be at least 1")
+    where = _find_device(device)
+    rates = machine_rates(where.index if where.type == "cuda" else None, threads or 0)
     settings = Settings(
-        device=_find_device(device),
+        device=where,
         precision=Precision(precision),
         policy=placement_policy,
-        device_budget=_parse_device_budget(device_budget, _find_device(device)),
+        device_budget=_parse_device_budget(device_budget, where),
         host_budget=(
             -1
             if host_budget is None
@@ -136,6 +141,7 @@ def manage(
         convert_inputs=convert_inputs,
         force_outputs_fp32=force_outputs_fp32,
         threads=threads or 0,
+        rates=tuple(rates[name] for name in RATES),
     )
     scaler = LossScaler(
         initial_scale,

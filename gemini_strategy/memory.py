@@ -16,6 +16,7 @@ from gemini_strategy.errors import GeminiError
 
 __all__ = ["DeviceMemory"]
 
+_LEAST_SLACK = 64 << 20
 _DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
 
 # CUDA device index -> the memory of its engine
@@ -32,7 +33,6 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._peak = 0
         self._trimmed_bytes = 0
         if device.type != "cuda":
             return
@@ -63,12 +63,11 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._device)
         return max(total - free - chunk_bytes - self._pool.bytes(), 0) + _DRIVER_RESERVE
 
-    def expected_growth(self) -> int:
-        """Bytes by which torch's memory has been larger than now, with room for the driver."""
+    def slack_bytes(self, device_budget: int) -> int:
+        """What a plan leaves free within the budget, for torch's memory to grow a little without a new plan."""
         if self._pool is None:
             return 0
-        self._peak = max(self._peak, self._pool.peak_bytes())
-        return max(self._peak - self._pool.bytes(), 0) + _DRIVER_RESERVE
+        return max(_LEAST_SLACK, device_budget // 128)
 
     def trim(self, is_settled: bool) -> None:
         """Between steps: gives back what torch merely caches, once it holds more than it did.

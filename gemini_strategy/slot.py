@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from gemini_strategy import _C
 from gemini_strategy.errors import GuardError
 
 if TYPE_CHECKING:
@@ -23,34 +24,33 @@ _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
 _plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
-class Slot:
-    """What the engine knows of one managed parameter; `parameter._gm_slot`."""
+class Slot(_C.Slot):
+    """What the engine knows of one managed parameter; `parameter._gm_slot`.
+
+    Of the core's Slot, which units and backward nodes use, are:
+
+    * engine, net, parameter, id; dtype: the compute dtype, once managed; format: its number.
+    * plain_class, open_class, guarded_class: of the parameter, inside its unit, outside.
+    * open_count: units that have entered and not left.
+    * version: of the parameter, when it was opened or last looked at; epoch: see `epoch_now()`.
+    * storage: the address of its StorageImpl. base_count: references to it when nothing shows it but the
+      parameter; view_tokens: views that autograd has saved, and that keep the storage too.
+    """
 
     __slots__ = (
         "__weakref__",
         "adam_step",
-        "base_count",
         "device",
-        "dtype",
-        "engine",
-        "epoch",
         "grad_view",
         "has_grad_home",
         "has_low",
         "has_moments",
-        "id",
         "name",
         "names",
-        "open_count",
         "original_device",
         "original_dtype",
-        "parameter",
-        "plain_class",
         "saved",
         "shape",
-        "storage",
-        "version",
-        "view_tokens",
     )
 
     def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
@@ -61,18 +61,12 @@ class Slot:
         self.parameter = parameter
         self.plain_class = type(parameter)
         self.shape = tuple(parameter.shape)
-        self.dtype = parameter.dtype  # the compute dtype, once managed
+        self.dtype = parameter.dtype
         self.device = parameter.device
         self.original_device = parameter.device
         self.original_dtype = parameter.dtype
         self.has_low = self.has_moments = self.has_grad_home = False
         self.adam_step = 0  # updates so far
-        self.epoch = 0  # see epoch_now
-        self.open_count = 0  # units that have entered and not left
-        self.version = 0
-        self.storage = 0  # address of its StorageImpl
-        self.base_count = 0  # references to that storage when nothing shows it but the parameter
-        self.view_tokens = 0  # views that autograd has saved, and that keep the storage too
         self.saved: weakref.ref[torch.Tensor] | None = None  # its latest copy in a state dict
         self.grad_view: weakref.ref[torch.Tensor] | None = None
 
@@ -134,12 +128,6 @@ class Slot:
             view._gm_dropped = True
         self.grad_view = None
         self.engine.core.grad_drop(self.id)
-
-    def epoch_now(self) -> int:
-        """Changes of the weight so far that a graph built before them must not survive."""
-        if not self.open_count:
-            return self.epoch
-        return self.epoch + self.parameter._version - self.version
 
     # ---- fields ----
 

@@ -17,6 +17,11 @@
 #define GM_SUMSQ_BLOCKS_PER_SM 4
 #define GM_SUMSQ_BLOCK_VECTORS (GM_BLOCK_THREADS * GM_SUMSQ_UNROLL)
 
+/* grad_add with a sum: eights that a thread keeps in flight, and blocks of a multiprocessor. */
+#define GM_GRAD_SUM_EIGHTS        2
+#define GM_GRAD_SUM_BLOCKS_PER_SM 5
+#define GM_GRAD_SUM_TILE_ELEMENTS (GM_TILE_ELEMENTS * GM_GRAD_SUM_EIGHTS)
+
 /* One range of Adam, cut into tiles.  Tiles start at `origin` <= begin, chosen so that the threads of
  * a tile start at 16-byte boundaries; elements before begin and from end on are not touched. */
 typedef struct gm_adam_piece {
@@ -44,6 +49,13 @@ typedef struct gm_grad_add_batch {
     int64_t numel;
     uint32_t is_aligned, accumulate;
 } gm_grad_add_batch;
+
+/* A launch of one block overwrites *sum, a larger one adds to it. */
+typedef struct gm_grad_sum_batch {
+    gm_grad_add_batch add;
+    uint32_t n_tiles; /* of GM_GRAD_SUM_TILE_ELEMENTS */
+    gm_sumsq *sum;
+} gm_grad_sum_batch;
 
 /* Elements of data are head | n_vectors x 16 bytes | tail; the vectors are 16-byte aligned. */
 typedef struct gm_sumsq_batch {

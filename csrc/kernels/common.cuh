@@ -24,9 +24,11 @@ static __device__ __forceinline__ float gm_canonical(float value)
     return gm_is_nan_bits(__float_as_uint(value)) ? __uint_as_float(0x7fc00000u) : value;
 }
 
-/* An element type: Bits as stored, exact conversion to fp32, conversion from fp32 (nearest even). */
+/* An element type: Bits as stored, bits of its significand (the implicit one included), exact conversion
+ * to fp32, conversion from fp32 (nearest even). */
 struct gm_type_f32 {
     typedef uint32_t Bits;
+    static constexpr uint32_t SIGNIFICAND = 24;
     static __device__ __forceinline__ float load(Bits bits)
     {
         return __uint_as_float(bits);
@@ -39,6 +41,7 @@ struct gm_type_f32 {
 
 struct gm_type_bf16 {
     typedef uint16_t Bits;
+    static constexpr uint32_t SIGNIFICAND = 8;
     static __device__ __forceinline__ float load(Bits bits)
     {
         return __uint_as_float((uint32_t)bits << 16);
@@ -53,6 +56,7 @@ struct gm_type_bf16 {
 
 struct gm_type_f16 {
     typedef uint16_t Bits;
+    static constexpr uint32_t SIGNIFICAND = 11;
     static __device__ __forceinline__ float load(Bits bits)
     {
         return __half2float(__ushort_as_half(bits));

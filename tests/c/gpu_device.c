@@ -1,128 +1,24 @@
 /* gpu_device.c - the CUDA device and its kernels against the host: aliasing loses no word, poison
  * reads as NaN, wrong calls are refused by name, and Adam, gradient addition and the sum of squares
- * give the host's bits.  Needs a GPU.
+ * give the host's bits; host calls keep their place in their stream.  Needs a GPU.
  *
  *     gpu_device            the tests
  *     gpu_device --short    fewer visits and elements, for a memory checker
- *     gpu_device --rates    bytes per second of the kernels and of a copy */
+ *     gpu_device --fault    a kernel reads what is not mapped, and a host call follows it */
 #define _POSIX_C_SOURCE 200809L
 
-#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
-#include "arith.h"
-#include "check.h"
 #include "cuda_driver.h"
-#include "device.h"
-#include "format.h"
+#include "gpu_check.h"
 #include "torch_alloc.h"
-
-#define MIB ((size_t)1 << 20)
 
 static bool is_short;
 static gm_workers *workers;
-static uint64_t seed = 1;
-
-/* ---- device memory for tests: a range with blocks of its own ---- */
-
-typedef struct memory {
-    uintptr_t addr;
-    size_t bytes, n_blocks;
-    gm_block *blocks;
-} memory;
-
-static memory memory_new(gm_device *dev, size_t bytes)
-{
-    memory m = {.bytes = gm_round_up(bytes ? bytes : 1, dev->block_bytes)};
-    m.n_blocks = m.bytes / dev->block_bytes;
-    m.blocks = calloc(m.n_blocks, sizeof *m.blocks);
-    CHECK(m.blocks);
-    CHECK_OK(dev->ops->range_new(dev, m.bytes, &m.addr));
-    for (size_t i = 0; i < m.n_blocks; i++) {
-        CHECK_OK(dev->ops->block_new(dev, &m.blocks[i]));
-    }
-    CHECK_OK(dev->ops->map(dev, m.addr, m.blocks, m.n_blocks));
-    return m;
-}
-
-static void memory_free(gm_device *dev, memory *m)
-{
-    dev->ops->range_free(dev, m->addr, m->bytes);
-    for (size_t i = 0; i < m->n_blocks; i++) {
-        dev->ops->block_free(dev, m->blocks[i]);
-    }
-    free(m->blocks);
-}
-
-static void put(gm_device *dev, uintptr_t dst, const void *src, size_t bytes)
-{
-    CHECK_OK(dev->ops->copy_h2d(dev, dst, src, bytes, 0));
-    CHECK_OK(dev->ops->stream_sync(dev, 0));
-}
-
-static void get(gm_device *dev, void *dst, uintptr_t src, size_t bytes)
-{
-    CHECK_OK(dev->ops->copy_d2h(dev, dst, src, bytes, 0));
-    CHECK_OK(dev->ops->stream_sync(dev, 0));
-}
-
-/* ---- values: every kind that arithmetic could treat differently ---- */
-
-enum { N_KINDS = 8 };
-
-static uint32_t special_bits(uint64_t random)
-{
-    static const uint32_t bits[] = {
-        0,          0x80000000, 1,          0x807fffff, 0x00800000, 0x7f800000,
-        0xff800000, 0x7fc00001, 0xff923456, 0x7f7fffff, 0x3f800000, 0x3f80ffff,
-        0x33000000, 0x33000001, 0x477fefff, 0x477ff000, 0x38800000, 0x387fffff,
-    };
-    return bits[random % (sizeof bits / sizeof *bits)];
-}
-
-/* A sum of uniform numbers: bell-shaped, as gradients and weights are. */
-static float bell(uint64_t random)
-{
-    double sum = 0;
-    for (int i = 0; i < 4; i++) {
-        sum += (double)((random >> (16 * i)) & 0xffff) / 65536.0 - 0.5;
-    }
-    return (float)sum;
-}
-
-static uint32_t value_bits(int kind)
-{
-    uint64_t r = next_random(&seed);
-    uint32_t low = (uint32_t)r;
-    switch (kind) {
-    case 0: return low; /* any bits */
-    case 1: return gm_f32_bits(bell(r));
-    case 2: return gm_f32_bits(bell(r) * 1e-4f);
-    case 3: return r >> 61 ? gm_f32_bits(bell(r)) : special_bits(low);
-    case 4: return r >> 62 ? 0 : gm_f32_bits(bell(r));                         /* mostly zeros */
-    case 5: return low & 0x807fffffu;                                          /* denormals */
-    case 6: return (low & 0x807fffffu) | (uint32_t)(r >> 63 ? 20 : 200) << 23; /* two scales */
-    default:
-        return (low & 0x807fffffu) | (uint32_t)((r >> 40) % 255) << 23; /* every finite scale */
-    }
-}
-
-static void fill(void *data, gm_dtype dtype, size_t numel, int kind)
-{
-    for (size_t i = 0; i < numel; i++) {
-        uint32_t bits = value_bits(kind);
-        if (dtype == GM_F32) {
-            ((uint32_t *)data)[i] = bits;
-        } else if (dtype == GM_BF16) {
-            ((uint16_t *)data)[i] = (uint16_t)(bits >> 16);
-        } else {
-            ((uint16_t *)data)[i] = kind == 0 ? (uint16_t)bits : gm_bits_to_f16(bits);
-        }
-    }
-}
 
 /* ---- mapping ---- */
 
@@ -157,17 +53,17 @@ static void check_aliasing_loses_nothing(void)
     CHECK_OK(ops->stream_new(dev, &fetch));
     CHECK_OK(ops->stream_new(dev, &compute));
     CHECK_OK(ops->stream_new(dev, &evict));
-    CHECK_OK(ops->event_new(dev, &fetched));
-    CHECK_OK(ops->event_new(dev, &computed));
+    CHECK_OK(ops->event_new(dev, false, &fetched));
+    CHECK_OK(ops->event_new(dev, false, &computed));
     CHECK_OK(ops->range_new(dev, N_CHUNKS * chunk_bytes, &chunks));
     for (size_t s = 0; s < N_SLOTS; s++) {
-        CHECK_OK(ops->event_new(dev, &slot_free[s]));
+        CHECK_OK(ops->event_new(dev, false, &slot_free[s]));
         for (size_t b = 0; b < BLOCKS; b++) {
             CHECK_OK(ops->block_new(dev, &blocks[s][b]));
         }
     }
     for (size_t c = 0; c < N_CHUNKS; c++) {
-        CHECK_OK(ops->event_new(dev, &home_current[c]));
+        CHECK_OK(ops->event_new(dev, false, &home_current[c]));
         CHECK_OK(ops->map(dev, chunks + c * chunk_bytes, blocks[c % N_SLOTS], BLOCKS));
     }
     for (size_t visit = 0; visit < n_visits; visit++) {
@@ -180,7 +76,7 @@ static void check_aliasing_loses_nothing(void)
         CHECK_OK(ops->event_record(dev, fetched, fetch));
         CHECK_OK(ops->event_wait(dev, fetched, compute));
         gm_grad_add_args add = {(void *)addr, (const void *)steps.addr, GM_F32, GM_F32, n, true};
-        CHECK_OK(ops->grad_add(dev, &add, compute));
+        CHECK_OK(ops->grad_add(dev, &add, NULL, compute));
         CHECK_OK(ops->event_record(dev, computed, compute));
         CHECK_OK(ops->event_wait(dev, computed, evict));
         CHECK_OK(ops->copy_d2h(dev, home, addr, chunk_bytes, evict));
@@ -396,23 +292,6 @@ static void twin_check(gm_device *dev, twin *t, const char *what)
     }
 }
 
-static gm_adam_scalars some_scalars(bool adamw, int64_t step)
-{
-    gm_adam_hyper hyper = {.lr = 1e-3,
-                           .beta1 = 0.9,
-                           .beta2 = 0.999,
-                           .eps = step % 2 ? 1e-8 : 0.0,
-                           .weight_decay = 0.1,
-                           .step = step,
-                           .adamw = adamw,
-                           .bias_correction = step % 3 != 0,
-                           .grad_divisor = step % 5 ? 1.0 : 1024.0,
-                           .clip_factor = step % 7 ? 1.0 : 0.37};
-    gm_adam_scalars scalars;
-    CHECK_OK(gm_adam_scalars_init(&hyper, &scalars));
-    return scalars;
-}
-
 /* Ranges of all lengths with gaps between some of them. */
 static size_t make_ranges(gm_adam_range *ranges, size_t capacity, size_t numel, bool adamw)
 {
@@ -522,38 +401,6 @@ static void check_adam(gm_device *dev)
     CHECK_OK(dev->ops->adam(dev, &bad, 0));
 }
 
-static void check_grad_add(gm_device *dev)
-{
-    static const size_t skews[][2] = {{0, 0}, {3, 3}, {0, 1}, {5, 2}};
-    for (int dst = 0; dst < 3; dst++) {
-        for (int src = 0; src < 3; src++) {
-            for (int kind = 0; kind < N_KINDS; kind++) {
-                const size_t *skew = skews[kind % 4];
-                size_t numel = kind == 7 ? 3 : 20011;
-                size_t dst_bytes = gm_dtype_bytes((gm_dtype)dst);
-                size_t src_bytes = gm_dtype_bytes((gm_dtype)src);
-                twin d = twin_new(dev, numel * dst_bytes, skew[0] * dst_bytes);
-                twin s = twin_new(dev, numel * src_bytes, skew[1] * src_bytes);
-                fill(twin_host(&d), (gm_dtype)dst, numel, kind);
-                fill(twin_host(&s), (gm_dtype)src, numel, kind);
-                twin_send(dev, &d);
-                twin_send(dev, &s);
-                for (int accumulate = 1; accumulate >= 0; accumulate--) {
-                    gm_grad_add_args args = {twin_device(&d), twin_device(&s), (gm_dtype)dst,
-                                             (gm_dtype)src,   numel,           accumulate != 0};
-                    CHECK_OK(dev->ops->grad_add(dev, &args, 0));
-                    args.dst = twin_host(&d);
-                    args.src = twin_host(&s);
-                    gm_grad_add_host(&args, workers);
-                    twin_check(dev, &d, accumulate ? "grad_add: sum" : "grad_add: copy");
-                }
-                twin_free(dev, &d);
-                twin_free(dev, &s);
-            }
-        }
-    }
-}
-
 /* Equal sums may have different pending carries. */
 static void check_same_sum(gm_device *dev, uintptr_t addr, const gm_sumsq *expected,
                            const char *what)
@@ -567,6 +414,66 @@ static void check_same_sum(gm_device *dev, uintptr_t addr, const gm_sumsq *expec
                 gm_sumsq_value(&b));
         exit(1);
     }
+}
+
+static void check_grad_add_case(gm_device *dev, gm_dtype dst, gm_dtype src, int kind, size_t numel,
+                                const size_t skew[2], uintptr_t sum)
+{
+    size_t dst_bytes = gm_dtype_bytes(dst), src_bytes = gm_dtype_bytes(src);
+    twin d = twin_new(dev, numel * dst_bytes, skew[0] * dst_bytes);
+    twin s = twin_new(dev, numel * src_bytes, skew[1] * src_bytes);
+    fill(twin_host(&d), dst, numel, kind);
+    fill(twin_host(&s), src, numel, kind);
+    twin_send(dev, &d);
+    twin_send(dev, &s);
+    /* into nothing or into what is there, without and with the sum of squares of the results */
+    for (int mode = 3; mode >= 0; mode--) {
+        const bool accumulate = mode & 1, has_sum = mode & 2;
+        gm_grad_add_args args = {twin_device(&d), twin_device(&s), dst, src, numel, accumulate};
+        CHECK_OK(dev->ops->fill(dev, sum, 0xff, sizeof(gm_sumsq), 0)); /* it is overwritten */
+        CHECK_OK(dev->ops->grad_add(dev, &args, has_sum ? (gm_sumsq *)sum : NULL, 0));
+        args.dst = twin_host(&d);
+        args.src = twin_host(&s);
+        gm_grad_add_host(&args, workers);
+        twin_check(dev, &d, accumulate ? "grad_add: sum" : "grad_add: copy");
+        if (has_sum) {
+            gm_sumsq expected = {.n_inf = 0};
+            gm_sumsq_host(twin_host(&d), dst, numel, &expected, workers);
+            check_same_sum(dev, sum, &expected, "grad_add: sum of squares");
+        }
+    }
+    twin_free(dev, &d);
+    twin_free(dev, &s);
+}
+
+static void check_grad_add(gm_device *dev)
+{
+    static const size_t skews[][2] = {{0, 0}, {3, 3}, {0, 1}, {5, 2}, {8, 8}, {7, 0}};
+    /* one block and several, whole tiles and parts, and more tiles than blocks */
+    static const size_t lengths[] = {0, 1, 3, 8, 31, 2048, 4095, 4096, 4097, 8192, 20011, 49999};
+    enum { N_SKEWS = sizeof skews / sizeof *skews, N_LENGTHS = sizeof lengths / sizeof *lengths };
+    memory sum = memory_new(dev, sizeof(gm_sumsq));
+    for (int dst = 0; dst < 3; dst++) {
+        for (int src = 0; src < 3; src++) {
+            const gm_dtype to = (gm_dtype)dst, from = (gm_dtype)src;
+            for (int kind = 0; kind < N_KINDS; kind++) {
+                check_grad_add_case(dev, to, from, kind, 20011, skews[kind % N_SKEWS], sum.addr);
+            }
+            for (size_t i = 0; i < N_LENGTHS; i++) {
+                for (size_t s = 0; s < N_SKEWS; s += is_short ? 2 : 1) {
+                    int kind = (int)(i + s) % N_KINDS;
+                    check_grad_add_case(dev, to, from, kind, lengths[i], skews[s], sum.addr);
+                }
+            }
+            if (!is_short) {
+                check_grad_add_case(dev, to, from, 3, 5000011, skews[src % 2], sum.addr);
+            }
+        }
+    }
+    gm_grad_add_args args = {(void *)sum.addr, (void *)sum.addr, GM_F32, GM_F32, 1, false};
+    check_refused(dev->ops->grad_add(dev, &args, (gm_sumsq *)(sum.addr + 8), 0), GM_ERR_ARG,
+                  "16-byte");
+    memory_free(dev, &sum);
 }
 
 static void check_sumsq(gm_device *dev)
@@ -620,10 +527,200 @@ static void check_long_sumsq(gm_device *dev)
         CHECK_OK(dev->ops->sumsq(dev, (void *)data.addr, (gm_dtype)dtype, part * n_parts / 2,
                                  (gm_sumsq *)sum.addr, 0));
         check_same_sum(dev, sum.addr, &expected, "long sumsq");
+        gm_grad_add_args add = {(void *)data.addr, (void *)data.addr,  (gm_dtype)dtype,
+                                (gm_dtype)dtype,   part * n_parts / 2, false};
+        CHECK_OK(dev->ops->grad_add(dev, &add, (gm_sumsq *)sum.addr, 0));
+        check_same_sum(dev, sum.addr, &expected, "long grad_add");
         memory_free(dev, &data);
         memory_free(dev, &sum);
     }
     free(host);
+}
+
+/* ---- host calls ---- */
+
+/* Numbers that travel device -> host -> device on one stream; each visit to the host adds one. */
+typedef struct chain {
+    uint32_t *host;
+    size_t n;
+    uint32_t expected;
+    atomic_size_t n_calls;
+} chain;
+
+static void add_one(void *context)
+{
+    chain *c = context;
+    for (size_t i = 0; i < c->n; i++) {
+        CHECK(c->host[i] == c->expected);
+        c->host[i]++;
+    }
+    c->expected++;
+    atomic_fetch_add(&c->n_calls, 1);
+}
+
+/* Three streams, each with a chain, and now and then one waits for another: copies and calls keep their
+ * order though the host issues them without waiting. */
+static void check_host_call_order(const char *path)
+{
+    enum { N_STREAMS = 3, N = 4096 };
+    const size_t n_visits = is_short ? 60 : 6000;
+    gm_device *dev = NULL;
+    gm_stream streams[N_STREAMS];
+    gm_event event;
+    memory device[N_STREAMS];
+    chain chains[N_STREAMS];
+    size_t visits[N_STREAMS] = {0};
+    uint32_t *host = aligned_alloc(4096, N_STREAMS * N * 4);
+    CHECK(host);
+    memset(host, 0, N_STREAMS * N * 4);
+    use_host_calls(path);
+    CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
+    const gm_device_ops *ops = dev->ops;
+    CHECK_OK(ops->pin(dev, host, N_STREAMS * N * 4));
+    CHECK_OK(ops->event_new(dev, false, &event));
+    for (size_t i = 0; i < N_STREAMS; i++) {
+        CHECK_OK(ops->stream_new(dev, &streams[i]));
+        device[i] = memory_new(dev, N * 4);
+        CHECK_OK(ops->fill(dev, device[i].addr, 0, N * 4, streams[i]));
+        chains[i] = (chain){.host = host + i * N, .n = N};
+    }
+    for (size_t visit = 0; visit < n_visits; visit++) {
+        uint64_t r = next_random(&seed);
+        size_t i = r % N_STREAMS;
+        chain *c = &chains[i];
+        if ((r >> 8) % 4 == 0) {
+            CHECK_OK(ops->event_record(dev, event, streams[(r >> 16) % N_STREAMS]));
+            CHECK_OK(ops->event_wait(dev, event, streams[i]));
+        }
+        CHECK_OK(ops->copy_d2h(dev, c->host, device[i].addr, N * 4, streams[i]));
+        CHECK_OK(ops->host_call(dev, add_one, c, streams[i]));
+        CHECK_OK(ops->copy_h2d(dev, device[i].addr, c->host, N * 4, streams[i]));
+        visits[i]++;
+    }
+    for (size_t i = 0; i < N_STREAMS; i++) {
+        CHECK_OK(ops->stream_sync(dev, streams[i]));
+        CHECK(atomic_load(&chains[i].n_calls) == visits[i]);
+        memset(chains[i].host, 0xff, N * 4);
+        get(dev, chains[i].host, device[i].addr, N * 4);
+        for (size_t k = 0; k < N; k++) {
+            CHECK(chains[i].host[k] == visits[i]);
+        }
+        ops->stream_free(dev, streams[i]);
+        memory_free(dev, &device[i]);
+    }
+    ops->event_free(dev, event);
+    ops->unpin(dev, host);
+    ops->free(dev);
+    free(host);
+}
+
+static void count_slowly(void *context)
+{
+    atomic_size_t *n = context;
+    nap(*n == 0 ? 50000 : 100);
+    atomic_fetch_add(n, 1);
+}
+
+/* Far more calls than the queue begins with, all outstanding behind a slow one; then the device goes. */
+static void check_host_call_shutdown(const char *path)
+{
+    const size_t n_calls = is_short ? 40 : 900;
+    atomic_size_t n = 0;
+    gm_device *dev = NULL;
+    gm_stream stream;
+    use_host_calls(path);
+    CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
+    CHECK_OK(dev->ops->stream_new(dev, &stream));
+    for (size_t i = 0; i < n_calls; i++) {
+        CHECK_OK(dev->ops->host_call(dev, count_slowly, &n, stream));
+    }
+    dev->ops->stream_free(dev, stream);
+    dev->ops->free(dev);
+    CHECK(atomic_load(&n) == n_calls);
+    use_host_calls("elsewhere");
+    CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
+    check_refused(dev->ops->host_call(dev, count_slowly, &n, 0), GM_ERR_ARG, "GEMINI_HOST_CALL");
+    dev->ops->free(dev);
+}
+
+static void sleep_20ms(void *context)
+{
+    (void)context;
+    nap(20000);
+}
+
+static void check_elapsed(void)
+{
+    gm_device *dev = NULL;
+    gm_stream stream;
+    gm_event start, end, plain;
+    double elapsed = 0;
+    use_host_calls("");
+    CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
+    const gm_device_ops *ops = dev->ops;
+    CHECK_OK(ops->stream_new(dev, &stream));
+    CHECK_OK(ops->event_new(dev, true, &start));
+    CHECK_OK(ops->event_new(dev, true, &end));
+    CHECK_OK(ops->event_new(dev, false, &plain));
+    CHECK_OK(ops->event_record(dev, start, stream));
+    check_refused(ops->event_elapsed(dev, start, end, &elapsed), GM_ERR_ARG, "event_elapsed");
+    CHECK_OK(ops->host_call(dev, sleep_20ms, NULL, stream));
+    CHECK_OK(ops->event_record(dev, end, stream));
+    CHECK_OK(ops->event_record(dev, plain, stream));
+    CHECK_OK(ops->event_elapsed(dev, start, end, &elapsed));
+    CHECK(elapsed >= 0.02 && elapsed < 2);
+    check_refused(ops->event_elapsed(dev, start, plain, &elapsed), GM_ERR_ARG, "event_elapsed");
+    ops->event_free(dev, start);
+    ops->event_free(dev, end);
+    ops->event_free(dev, plain);
+    ops->stream_free(dev, stream);
+    ops->free(dev);
+}
+
+/* What ran before a host call failed: the call is dropped, nothing hangs, the device refuses to go on. */
+static void fault(void)
+{
+    gm_device *dev = NULL;
+    gm_stream stream;
+    uintptr_t nowhere = 0;
+    size_t a, b;
+    atomic_size_t n = 0;
+    alarm(60);
+    CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
+    CHECK_OK(dev->ops->stream_new(dev, &stream));
+    CHECK_OK(dev->ops->range_new(dev, 2 * MIB, &nowhere));
+    CHECK_OK(dev->ops->host_call(dev, count_slowly, &n, stream));
+    gm_grad_add_args args = {(void *)nowhere, (void *)nowhere, GM_F32, GM_F32, 999, true};
+    CHECK_OK(dev->ops->grad_add(dev, &args, NULL, stream));
+    (void)dev->ops->host_call(dev, count_slowly, &n, stream); /* may already know */
+    CHECK(dev->ops->stream_sync(dev, stream) == GM_ERR_DEVICE);
+    const bool is_thread = strcmp(getenv("GEMINI_HOST_CALL"), "thread") == 0;
+    do { /* the thread says so as soon as it has seen it, and from then on always */
+        nap(1000);
+        CHECK(dev->ops->memory(dev, &a, &b) == GM_ERR_DEVICE);
+    } while (is_thread && !strstr(gm_last_error(), "before a host call failed"));
+    dev->ops->stream_free(dev, stream);
+    dev->ops->range_free(dev, nowhere, 2 * MIB);
+    dev->ops->free(dev);
+    CHECK(atomic_load(&n) == 1);
+}
+
+/* In a process of its own: nothing of CUDA works there afterwards. */
+static void check_fault(const char *path)
+{
+    char program[4096];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program - 1);
+    CHECK(n > 0);
+    program[n] = 0;
+    use_host_calls(path);
+    pid_t child = fork();
+    if (child == 0) {
+        execl(program, program, "--fault", (char *)NULL);
+        _exit(127);
+    }
+    int status = 0;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 /* ---- torch's allocator ---- */
@@ -694,157 +791,16 @@ static void check_torch_alloc(gm_device *dev)
     CHECK(gm_torch_alloc_bytes(0) == 0);
 }
 
-/* ---- rates ---- */
-
-static double seconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-typedef void (*rate_fn)(gm_device *dev, void *context);
-
-static void print_rate(gm_device *dev, const char *name, double bytes, rate_fn fn, void *context)
-{
-    enum { REPEATS = 10, ROUNDS = 5 };
-    double best = 0;
-    fn(dev, context);
-    CHECK_OK(dev->ops->stream_sync(dev, 0));
-    for (int round = 0; round < ROUNDS; round++) {
-        double begin = seconds();
-        for (int i = 0; i < REPEATS; i++) {
-            fn(dev, context);
-        }
-        CHECK_OK(dev->ops->stream_sync(dev, 0));
-        double rate = REPEATS * bytes / (seconds() - begin);
-        best = rate > best ? rate : best;
-    }
-    printf("%-28s %6.3f TB/s\n", name, best * 1e-12);
-}
-
-static void run_adam(gm_device *dev, void *context)
-{
-    CHECK_OK(dev->ops->adam(dev, context, 0));
-}
-
-static void run_grad_add(gm_device *dev, void *context)
-{
-    CHECK_OK(dev->ops->grad_add(dev, context, 0));
-}
-
-typedef struct sumsq_call {
-    const void *data;
-    gm_dtype dtype;
-    size_t numel;
-    gm_sumsq *sum;
-} sumsq_call;
-
-static void run_sumsq(gm_device *dev, void *context)
-{
-    sumsq_call *call = context;
-    CHECK_OK(dev->ops->sumsq(dev, call->data, call->dtype, call->numel, call->sum, 0));
-}
-
-typedef struct copy_call {
-    uintptr_t dst, src;
-    size_t bytes;
-} copy_call;
-
-static void run_copy(gm_device *dev, void *context)
-{
-    copy_call *call = context;
-    CHECK_OK(dev->ops->copy_d2d(dev, call->dst, call->src, call->bytes, 0));
-}
-
-/* Fills device memory with bell-shaped numbers: a pattern of 64 MiB, again and again. */
-static void fill_device(gm_device *dev, uintptr_t addr, size_t bytes, gm_dtype dtype, bool positive)
-{
-    const size_t part = 64 * MIB;
-    uint8_t *host = malloc(part);
-    CHECK(host);
-    fill(host, dtype, part / gm_dtype_bytes(dtype), 1);
-    size_t width = gm_dtype_bytes(dtype);
-    for (size_t i = width - 1; positive && i < part; i += width) {
-        host[i] &= 0x7f;
-    }
-    for (size_t at = 0; at < bytes; at += part) {
-        put(dev, addr + at, host, bytes - at < part ? bytes - at : part);
-    }
-    free(host);
-}
-
-static void rates(gm_device *dev)
-{
-    const size_t n = (size_t)256 << 20;
-    memory weight = memory_new(dev, 4 * n), low = memory_new(dev, 4 * n);
-    memory m = memory_new(dev, 4 * n), v = memory_new(dev, 4 * n), grad = memory_new(dev, 4 * n);
-    memory sum = memory_new(dev, sizeof(gm_sumsq));
-    copy_call copy = {m.addr, v.addr, 4 * n};
-    print_rate(dev, "copy on the device", 8.0 * (double)n, run_copy, &copy);
-    enum { MANY = 256 };
-    gm_adam_range ranges[MANY];
-    for (size_t i = 0; i < MANY; i++) {
-        ranges[i] = (gm_adam_range){i * (n / MANY), (i + 1) * (n / MANY), some_scalars(true, 5)};
-    }
-    gm_adam_range whole = {0, n, some_scalars(true, 5)};
-    static const struct {
-        const char *name;
-        gm_dtype format;
-        double bytes;
-    } formats[] = {{"bf16", GM_BF16, 26}, {"f32", GM_F32, 28}, {"f16", GM_F16, 28}};
-    for (size_t i = 0; i < 3; i++) {
-        gm_dtype format = formats[i].format;
-        char name[64];
-        fill_device(dev, weight.addr, n * gm_dtype_bytes(format), format, false);
-        fill_device(dev, low.addr, n * (format == GM_F16 ? 4 : 2),
-                    format == GM_F16 ? GM_F32 : GM_BF16, false);
-        fill_device(dev, m.addr, 4 * n, GM_F32, false);
-        fill_device(dev, v.addr, 4 * n, GM_F32, true);
-        fill_device(dev, grad.addr, n * gm_dtype_bytes(format), format, false);
-        gm_adam_args args = {.format = format,
-                             .grad_dtype = format,
-                             .weight = (void *)weight.addr,
-                             .low = (void *)low.addr,
-                             .m = (void *)m.addr,
-                             .v = (void *)v.addr,
-                             .grad = (const void *)grad.addr,
-                             .ranges = &whole,
-                             .n_ranges = 1};
-        snprintf(name, sizeof name, "adam %s, one range", formats[i].name);
-        print_rate(dev, name, formats[i].bytes * (double)n, run_adam, &args);
-        args.ranges = ranges;
-        args.n_ranges = MANY;
-        snprintf(name, sizeof name, "adam %s, %d ranges", formats[i].name, MANY);
-        print_rate(dev, name, formats[i].bytes * (double)n, run_adam, &args);
-        sumsq_call sumsq = {(const void *)grad.addr, format, n, (gm_sumsq *)sum.addr};
-        snprintf(name, sizeof name, "sumsq %s", formats[i].name);
-        print_rate(dev, name, (double)(n * gm_dtype_bytes(format)), run_sumsq, &sumsq);
-        gm_grad_add_args add = {
-            (void *)weight.addr, (const void *)grad.addr, format, format, n, true};
-        snprintf(name, sizeof name, "grad_add %s", formats[i].name);
-        print_rate(dev, name, (double)(3 * n * gm_dtype_bytes(format)), run_grad_add, &add);
-    }
-    memory *all[] = {&weight, &low, &m, &v, &grad, &sum};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        memory_free(dev, all[i]);
-    }
-}
-
 int main(int argc, char **argv)
 {
     gm_device *dev = NULL;
-    bool wants_rates = argc > 1 && strcmp(argv[1], "--rates") == 0;
     setvbuf(stdout, NULL, _IOLBF, 0); /* a crash must not hide what passed */
     is_short = argc > 1 && strcmp(argv[1], "--short") == 0;
-    CHECK_OK(gm_workers_new(0, &workers));
-    if (wants_rates) {
-        CHECK_OK(gm_device_cuda_new(0, 64 * MIB, &dev));
-        rates(dev);
-        dev->ops->free(dev);
-        gm_workers_free(workers);
+    if (argc > 1 && strcmp(argv[1], "--fault") == 0) {
+        fault();
         return 0;
     }
+    CHECK_OK(gm_workers_new(0, &workers));
     check_mapping_errors();
     puts("mapping errors: ok");
     check_poison();
@@ -853,6 +809,17 @@ int main(int argc, char **argv)
     puts("threads: ok");
     check_aliasing_loses_nothing();
     puts("aliasing: ok");
+    static const char *const paths[] = {"thread", "callback"};
+    for (size_t i = 0; i < 2; i++) {
+        check_host_call_order(paths[i]);
+        check_host_call_shutdown(paths[i]);
+        if (!is_short) { /* a memory checker would report what is meant to fail */
+            check_fault(paths[i]);
+        }
+        printf("host calls, %s: ok\n", paths[i]);
+    }
+    check_elapsed();
+    puts("elapsed: ok");
     CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
     check_adam(dev);
     puts("adam: ok");

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds tests/c/gpu_device.c with the core's C files and kernels, and runs it on GPU 0: the tests, once
-# more under compute-sanitizer where that is installed, and the rates.  Needs CUDA_HOME or nvcc.
+# Builds tests/c/gpu_device.c and gpu_rates.c with the core's C files and kernels, and runs them on GPU 0: the tests,
+# once more under compute-sanitizer where that is installed, and the rates.  Needs CUDA_HOME or nvcc.
 #
 #     tests/c/run_gpu.sh [--build-only]
 set -euo pipefail
@@ -33,7 +33,7 @@ gm_fatbin:
 EOF
 
 objects=()
-for source in tests/c/gpu_device.c "$out/fatbin.S" csrc/{base,workers,isa,adam,adam_scalar,adam_avx2,adam_avx512,grad,grad_avx2,sumsq,sumsq_avx2,cuda_driver,device_cuda,kernels,torch_alloc}.c; do
+for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base,workers,isa,adam,adam_scalar,adam_avx2,adam_avx512,grad,grad_avx2,sumsq,sumsq_avx2,hostmem,rates,cuda_driver,device_cuda,device_cuda_stream,device_cuda_host,kernels,torch_alloc}.c; do
     extra=()
     if [ "$(uname -m)" = x86_64 ]; then
         case "$source" in
@@ -45,9 +45,14 @@ for source in tests/c/gpu_device.c "$out/fatbin.S" csrc/{base,workers,isa,adam,a
     "${cc[@]}" -std=c11 -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -Wall -Wextra \
         -Wconversion -Wshadow -Wstrict-prototypes -Werror -DGM_WITH_CUDA -DGM_DEBUG -Icsrc -isystem "$include" \
         "${extra[@]}" -c "$source" -o "$object"
-    objects+=("$object")
+    case "$source" in
+    tests/*) ;;
+    *) objects+=("$object") ;;
+    esac
 done
-"${cc[@]}" -pthread "${objects[@]}" -o "$out/gpu_device" -ldl -lm
+for program in gpu_device gpu_rates; do
+    "${cc[@]}" -pthread "$out/$program.o" "${objects[@]}" -o "$out/$program" -ldl -lm
+done
 [ "${1:-}" = --build-only ] && exit 0
 
 "$out/gpu_device"
@@ -56,4 +61,4 @@ if command -v compute-sanitizer >/dev/null; then
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 "$out/gpu_device" --short
     compute-sanitizer --tool racecheck --error-exitcode 9 "$out/gpu_device" --short
 fi
-"$out/gpu_device" --rates
+"$out/gpu_rates"

@@ -99,7 +99,7 @@ static void step(world *w)
         size_t held;
         CHECK(gm_chunks_set_limit(w->chunks, 60 * 4096, &held) == GM_OK);
         if (gm_chunks_settle(w->chunks, id) == GM_OK) {
-            CHECK(gm_chunks_is_settled(w->chunks, id));
+            CHECK(gm_chunks_is_resident(w->chunks, id, GM_STATE));
         }
         break;
     }

@@ -1,5 +1,6 @@
 /* test_device_host.c - the host device: aliasing loses no word, poison faults, freed blocks give
- * their memory back, a forked child cannot touch anything, and wrong calls are refused by name. */
+ * their memory back, a forked child cannot touch anything, timed events tell the time, and wrong calls are
+ * refused by name. */
 #define _GNU_SOURCE
 #include "device.h"
 #include "hostmem.h"
@@ -10,6 +11,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -65,7 +67,7 @@ static void check_aliasing_loses_nothing(gm_device *dev)
     gm_event landed;
     CHECK_OK(ops->stream_new(dev, &fetch));
     CHECK_OK(ops->stream_new(dev, &evict));
-    CHECK_OK(ops->event_new(dev, &landed));
+    CHECK_OK(ops->event_new(dev, false, &landed));
 
     gm_block blocks[N_SLOTS][BLOCKS_PER_CHUNK];
     for (size_t slot = 0; slot < N_SLOTS; slot++) {
@@ -288,13 +290,21 @@ static void check_arithmetic(gm_device *dev)
         grad[i] = 0.5f;
     }
     gm_grad_add_args add = {grad, grad, GM_F32, GM_F32, NUMEL, true};
-    CHECK_OK(ops->grad_add(dev, &add, 0));
+    CHECK_OK(ops->grad_add(dev, &add, NULL, 0));
     CHECK(grad[0] == 1 && grad[NUMEL - 1] == 1);
 
     gm_sumsq *sum = (gm_sumsq *)(grad + NUMEL);
     CHECK_OK(ops->sumsq(dev, grad, GM_F32, NUMEL, sum, 0));
     CHECK_OK(ops->sumsq(dev, grad, GM_F32, NUMEL, sum, 0));
     CHECK(gm_sumsq_value(sum) == 2 * NUMEL);
+    CHECK_OK(ops->grad_add(dev, &add, sum, 0)); /* overwritten, not added to */
+    CHECK(grad[0] == 2 && gm_sumsq_value(sum) == 4 * NUMEL);
+    add.accumulate = false;
+    for (size_t i = 0; i < NUMEL; i++) {
+        grad[i] = 1;
+    }
+    CHECK_OK(ops->grad_add(dev, &add, sum, 0));
+    CHECK(grad[0] == 1 && gm_sumsq_value(sum) == NUMEL);
 
     gm_adam_hyper hyper = {.lr = 0.25,
                            .beta1 = 0.5,
@@ -319,6 +329,45 @@ static void check_arithmetic(gm_device *dev)
     CHECK(weight[NUMEL - 1] == 1 && m[NUMEL - 1] == 0);
     ops->range_free(dev, addr, dev->block_bytes);
     ops->block_free(dev, block);
+}
+
+static void add_one(void *context)
+{
+    ++*(int *)context;
+}
+
+static void check_time_and_calls(gm_device *dev)
+{
+    const gm_device_ops *ops = dev->ops;
+    gm_event events[40];
+    double seconds;
+    for (int i = 0; i < 40; i++) {
+        CHECK_OK(ops->event_new(dev, i % 2 == 0, &events[i]));
+    }
+    CHECK(ops->event_elapsed(dev, events[0], events[38], &seconds) == GM_ERR_STATE);
+    CHECK_OK(ops->event_record(dev, events[0], 0));
+    struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
+    CHECK(nanosleep(&pause, NULL) == 0);
+    CHECK_OK(ops->event_record(dev, events[38], 0));
+    CHECK_OK(ops->event_record(dev, events[1], 0));
+    CHECK_OK(ops->event_elapsed(dev, events[0], events[38], &seconds));
+    CHECK(seconds >= 0.02 && seconds < 10);
+    CHECK_OK(ops->event_record(dev, events[0], 0)); /* the latest record counts */
+    CHECK_OK(ops->event_elapsed(dev, events[0], events[38], &seconds));
+    CHECK(seconds <= 0);
+    CHECK(ops->event_elapsed(dev, events[0], events[1], &seconds) == GM_ERR_ARG &&
+          strstr(gm_last_error(), "not a timed event"));
+    CHECK_OK(ops->event_wait(dev, events[38], 0));
+    ops->event_free(dev, events[38]);
+    CHECK(ops->event_record(dev, events[38], 0) == GM_ERR_ARG);
+    CHECK_OK(ops->event_new(dev, true, &events[38])); /* it was never recorded */
+    CHECK(ops->event_elapsed(dev, events[0], events[38], &seconds) == GM_ERR_STATE);
+    for (int i = 0; i < 40; i++) {
+        ops->event_free(dev, events[i]);
+    }
+    int n = 0;
+    CHECK_OK(ops->host_call(dev, add_one, &n, 0));
+    CHECK(n == 1); /* at once */
 }
 
 static void check_errors(gm_device *dev)
@@ -385,6 +434,7 @@ int main(void)
     check_aliasing_loses_nothing(dev);
     check_fork(dev);
     check_arithmetic(dev);
+    check_time_and_calls(dev);
     check_errors(dev);
     CHECK(file_bytes() == 0);
     dev->ops->free(dev);

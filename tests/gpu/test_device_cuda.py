@@ -1,4 +1,4 @@
-"""The CUDA device, its kernels and torch's allocator, exercised from C (tests/c/gpu_device.c)."""
+"""The CUDA device, its kernels, host calls and torch's allocator, exercised from C (tests/c/gpu_device.c)."""
 
 import subprocess
 from pathlib import Path
@@ -14,6 +14,7 @@ def test_device_program():
     subprocess.run(["bash", ROOT / "tests/c/run_gpu.sh", "--build-only"], check=True)
     done = subprocess.run([ROOT / "build/gpu/gpu_device"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in ("mapping errors", "poison", "threads", "aliasing", "adam", "grad_add", "sumsq",
-                 "torch_alloc", "long sumsq"):  # fmt: skip
+    for part in ("mapping errors", "poison", "threads", "aliasing", "host calls, thread",
+                 "host calls, callback", "elapsed", "adam", "grad_add", "sumsq", "torch_alloc",
+                 "long sumsq"):  # fmt: skip
         assert f"{part}: ok" in done.stdout

@@ -1,0 +1,430 @@
+"""Offloading: tokens per second under a device budget, beside the run in which everything fits.
+
+    python benchmarks/bench_offload.py --preset A [--only resident,gemini-auto-clip] [--out FILE]
+
+Each run is a process of its own. A run's name is SYSTEM[-POLICY][-clip]; the systems are
+  resident  no offload: bf16 weights, fp32 masters, torch's fused AdamW, all on the device
+  hybrid    no offload, HybridAdam's packed states (12 bytes per parameter); takes the place of
+            "resident" where that does not fit
+  gemini    under the budget, policy auto, cpu or cuda
+  fsdp2     PyTorch's fully_shard with CPUOffloadPolicy and fused CPU AdamW, one rank, no budget
+  deepspeed ZeRO-3 with parameters and optimizer on the CPU, where it is installed
+and "-clip" clips the gradients' norm at 1.0. Model, batches, activation checkpointing, AdamW's
+parameters and the first weights are the same in all of them.
+
+One JSON line per run on standard output, appended to --out; a table at the end on standard error.
+Times are medians over the measured steps, seconds between events of the compute stream. Ratios are
+of tokens/s, to the run of the same command with the same clipping if there is one. "of bound" is
+the step over the perfect-overlap bound that the engine computed, "of plan" over the time it foretold.
+"device_peak_bytes" is the driver's figure for the device from the first step on, warm-up included,
+less what was in use before the process began; "host_peak_rss_bytes" is the process's largest
+resident set, "host_used_peak_bytes" what the machine's available memory fell by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from measure import Peaks, host_used, open_driver_memory
+
+HERE = Path(__file__).resolve().parent
+SYSTEMS = ("resident", "hybrid", "gemini", "fsdp2", "deepspeed")
+POLICIES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the tokens of one step, and the device budget."""
+
+    title: str
+    model: str
+    sequences: int  # per micro-batch
+    length: int
+    micro_batches: int
+    budget: str
+    runs: tuple[str, ...]
+
+
+def _both(*names: str) -> tuple[str, ...]:
+    return tuple(run for name in names for run in (name, f"{name}-clip"))
+
+
+PRESETS = {
+    "A": Case(
+        "A: 3.44 G parameters, T = 16K, 24 GB",
+        "opt-3.4b",
+        16,
+        1024,
+        1,
+        "24GB",
+        _both("resident", "fsdp2", "deepspeed", "gemini-auto", "gemini-cpu"),
+    ),
+    "A48": Case(
+        "A': 3.44 G parameters, T = 16K, 48 GB",
+        "opt-3.4b",
+        16,
+        1024,
+        1,
+        "48GB",
+        _both("resident", "gemini-auto", "gemini-cpu"),
+    ),
+    "B": Case(
+        "B: 6.7 G parameters, T = 8K, 24 GB",
+        "opt-6.7b",
+        8,
+        1024,
+        1,
+        "24GB",
+        _both("resident", "gemini-auto", "gemini-cpu"),
+    ),
+    "C": Case(
+        "C: 6.7 G parameters, T = 32K in 4 micro-batches, 24 GB",
+        "opt-6.7b",
+        8,
+        1024,
+        4,
+        "24GB",
+        _both("resident", "gemini-auto", "gemini-cpu"),
+    ),
+    "full": Case(
+        "full: 3.44 G parameters, T = 16K, everything fits",
+        "opt-3.4b",
+        16,
+        1024,
+        1,
+        "130GB",
+        _both("resident", "hybrid", "gemini-auto", "gemini-cuda"),
+    ),
+    "tiny": Case(
+        "tiny: 0.2 M parameters, T = 256 in 2 micro-batches",
+        "tiny",
+        2,
+        64,
+        2,
+        "1500KB",
+        _both("resident", "hybrid", "fsdp2", "deepspeed", "gemini-auto", "gemini-cpu"),
+    ),
+}
+
+
+def parse_run(name: str) -> dict[str, Any]:
+    """{"system", "policy", "clip"} of a run's name; ValueError says what is wrong with it."""
+    parts = name.split("-")
+    clip = len(parts) > 1 and parts[-1] == "clip"
+    system, *rest = parts[:-1] if clip else parts
+    if system not in SYSTEMS:
+        raise ValueError(f"run {name!r}: there is no {system!r}; choose from {', '.join(SYSTEMS)}")
+    if (len(rest), system == "gemini") not in ((0, False), (1, True)):
+        raise ValueError(f"run {name!r}: a policy goes with gemini, as in gemini-auto")
+    if rest and rest[0] not in POLICIES:
+        raise ValueError(f"run {name!r}: policy {rest[0]!r}; choose from {', '.join(POLICIES)}")
+    return {"system": system, "policy": rest[0] if rest else None, "clip": clip}
+
+
+def budget_bytes(text: str) -> int | None:
+    """Bytes of "24GB" or "24GiB"; None for a share of a device that only the run knows."""
+    from gemini_strategy.sizes import parse_bytes
+
+    number = float(text) if text.replace(".", "", 1).isdigit() else None
+    return None if number is not None and number <= 1 else parse_bytes(number or text, 0, "budget")
+
+
+def command(args: argparse.Namespace) -> str:
+    """The command line; of the path of --out the last part, which means something elsewhere too."""
+    words = [arg.replace(str(args.out), args.out.name) if args.out else arg for arg in sys.argv]
+    return shlex.join([Path(sys.executable).name, *words])
+
+
+# ---- one run ----------------------------------------------------------------------------------
+
+
+def follow(stream: IO[str], peaks: Peaks) -> None:
+    """Counts memory for the phase that the run says it is in; passes on what else it prints."""
+    for line in stream:
+        if line.startswith("@phase "):
+            peaks.enter(line.split()[1])
+        else:
+            sys.stderr.write(line)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a run and whatever it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Starts one run, watches its memory, and returns its JSON line without ratios."""
+    driver = open_driver_memory(args.device)
+    sources: dict[str, Any] = {"host": host_used}
+    if driver is not None:
+        sources["device"] = driver.used
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "stderr"), "w+") as errors:
+        result_path = Path(folder, "result.json")
+        spec = {
+            **parse_run(name),
+            **asdict(case),
+            "device": args.device,
+            "steps": args.steps,
+            "warmup": args.warmup,
+            "threads": args.threads,
+            "result": str(result_path),
+            "sample_here": args.device.startswith("cuda") and driver is None,
+        }
+        spec_path = Path(folder, "run.json")
+        spec_path.write_text(json.dumps(spec), encoding="utf-8")
+        with Peaks(sources) as peaks:
+            began = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "loops.py"), str(spec_path)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+            reader = threading.Thread(target=follow, args=(process.stdout, peaks), daemon=True)
+            reader.start()
+            is_late = False
+            try:
+                process.wait(args.timeout)
+            except subprocess.TimeoutExpired:
+                is_late = True
+            finally:
+                end(process)
+            reader.join(5.0)
+            seconds = time.perf_counter() - began
+        errors.seek(0)
+        said = errors.read()
+        result: dict[str, Any] = {"available": True, "error": None}
+        if result_path.exists():
+            result = json.loads(result_path.read_text(encoding="utf-8"))
+        elif is_late:
+            result["error"] = f"still running after {args.timeout:g} s, ended; --timeout gives more"
+        else:
+            result["error"] = f"ended with code {process.returncode} (-9: the system killed it)"
+    if has_failed(result):
+        result["stderr_tail"] = said[-2000:]
+        sys.stderr.write(said[-4000:])
+    phases = result.pop("device_phases", None)
+    if driver is not None:
+        phases = {phase: peaks.above_start("device", phase) for phase in peaks.by_phase}
+    phases = phases or {}
+    in_steps = [phases[p] for p in ("warmup", "train") if phases.get(p) is not None]
+    source = "driver" if driver else "cuda" if phases else None
+    if args.device == "cpu" and "stats" in result:  # a simulated device: the engine alone knows it
+        in_steps, source = [result["stats"]["device_peak_bytes"]], "engine"
+    return {
+        "benchmark": "offload",
+        "case": args.preset,
+        "name": name,
+        "system": spec["system"],
+        "policy": spec["policy"],
+        "clip": spec["clip"],
+        "model": case.model,
+        "sequences": case.sequences,
+        "length": case.length,
+        "micro_batches": case.micro_batches,
+        "budget": case.budget if spec["system"] == "gemini" else None,
+        "budget_bytes": budget_bytes(case.budget) if spec["system"] == "gemini" else None,
+        "steps": args.steps,
+        "warmup": args.warmup,
+        **result,
+        "device_peak_bytes": max(in_steps) if in_steps else None,
+        "device_train_peak_bytes": phases.get("train"),
+        "device_setup_peak_bytes": phases.get("setup"),
+        "device_peak_source": source,
+        "host_used_peak_bytes": peaks.above_start("host"),
+        "run_seconds": seconds,
+        "command": command(args),
+    }
+
+
+# ---- all runs ---------------------------------------------------------------------------------
+
+
+def speed_of(lines: list[dict[str, Any]], systems: tuple[str, ...], clip: bool) -> float | None:
+    """Tokens/s of the first of `systems` that ran, with the same clipping if it ran so."""
+    for system in systems:
+        speeds = {
+            line["clip"]: line.get("tokens_per_s") for line in lines if line["system"] == system
+        }
+        speed = speeds.get(clip) or speeds.get(not clip)
+        if speed:
+            return speed
+    return None
+
+
+def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Compares a run with the resident one, with FSDP2 and with its own bound."""
+    speed, clip = line.get("tokens_per_s"), line["clip"]
+    bases = {"ratio_to_resident": ("resident", "hybrid"), "ratio_to_fsdp2": ("fsdp2",)}
+    for key, systems in bases.items():
+        base = speed_of([*lines, line], systems, clip)
+        line[key] = speed / base if speed and base else None
+    for of, measured, predicted in (
+        ("of_bound", "step_seconds", "predicted_bound_seconds"),
+        ("of_predicted_step", "step_seconds", "predicted_step_seconds"),
+        ("of_predicted_device_peak", "device_peak_bytes", "predicted_device_peak_bytes"),
+    ):
+        value, base = line.get(measured), line.get(predicted)
+        line[of] = value / base if value and base else None
+    line["budget_kept"] = None
+    if line["budget_bytes"] and line["device_peak_bytes"]:
+        line["budget_kept"] = line["device_peak_bytes"] <= line["budget_bytes"]
+
+
+def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every run in turn; each line is printed and kept as soon as it is there."""
+    lines: list[dict[str, Any]] = []
+    names = list(names)
+    for name in names:
+        print(f"{case.title}: {name}", file=sys.stderr, flush=True)
+        line = run_one(name, case, args)
+        add_ratios(line, lines)
+        lines.append(line)
+        text = json.dumps(line)
+        print(text, flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with open(args.out, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        packed = name.replace("resident", "hybrid")
+        if line["system"] == "resident" and line.get("is_out_of_memory") and packed not in names:
+            names.insert(names.index(name) + 1, packed)
+    return lines
+
+
+COLUMNS = (
+    "run",
+    "tokens/s",
+    "step s",
+    "min",
+    "max",
+    "of resident",
+    "of FSDP2",
+    "of bound",
+    "of plan",
+    "device GB",
+    "host GB",
+    "loss",
+)
+
+
+def cells(line: dict[str, Any]) -> list[str]:
+    """One row of the table."""
+
+    def show(key: str, form: str, scale: float = 1.0) -> str:
+        value = line.get(key)
+        return "" if value is None else format(value * scale, form)
+
+    return [
+        line["name"],
+        show("tokens_per_s", ",.0f"),
+        show("step_seconds", ".4f"),
+        show("step_seconds_min", ".4f"),
+        show("step_seconds_max", ".4f"),
+        show("ratio_to_resident", ".3f"),
+        show("ratio_to_fsdp2", ".2f"),
+        show("of_bound", ".2f"),
+        show("of_predicted_step", ".2f"),
+        show("device_peak_bytes", ".2f", 1e-9),
+        show("host_used_peak_bytes", ".1f", 1e-9),
+        show("loss", ".4f"),
+    ]
+
+
+def print_table(title: str, lines: list[dict[str, Any]]) -> None:
+    """The runs side by side, on standard error; then why some have no figures."""
+    show_rows(title, [cells(line) for line in lines])
+    for line in lines:
+        if line["error"]:
+            print(f"{line['name']}: {line['error'].splitlines()[0]}", file=sys.stderr)
+
+
+def show_rows(title: str, rows: list[list[str]]) -> None:
+    """A table by rich where there is rich, else columns of text."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(row[i]) for row in [list(COLUMNS), *rows]) for i in range(len(COLUMNS))]
+        for row in [[title], list(COLUMNS), *rows]:
+            text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+            print(text.rstrip(), file=sys.stderr)
+        return
+    table = Table(title=title)
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=column == "run")
+    for row in rows:
+        table.add_row(*row)
+    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table)
+
+
+def has_failed(line: dict[str, Any]) -> bool:
+    """Whether a run ended without figures that this machine could have given."""
+    return line["available"] and line["error"] is not None
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; a wrong run name ends here, before anything starts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="A")
+    parser.add_argument("--only", help="runs, separated by commas; default: the preset's")
+    parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N or cpu")
+    parser.add_argument("--budget", help="instead of the preset's, such as 32GB")
+    parser.add_argument("--sequences", type=int, help="per micro-batch, instead of the preset's")
+    parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
+    parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps (default 7)")
+    parser.add_argument(
+        "--warmup", type=int, default=4, help="steps before them (default 4; Gemini plans in them)"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="torch's; default: as torch has it")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per run (600)")
+    parser.add_argument("--out", type=Path, help="a .jsonl file to append to")
+    args = parser.parse_args()
+    args.runs = args.only.split(",") if args.only else list(PRESETS[args.preset].runs)
+    for name in args.runs:
+        try:
+            parse_run(name)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.steps < 1 or args.warmup < 0:
+        parser.error("--steps must be at least 1, --warmup at least 0")
+    return args
+
+
+def main() -> int:
+    """Runs what was asked for; 1 if a run failed that this machine could have made."""
+    args = parse_arguments()
+    changes = {
+        key: getattr(args, key)
+        for key in ("budget", "sequences", "length", "micro_batches")
+        if getattr(args, key) is not None
+    }
+    case = replace(PRESETS[args.preset], **changes)
+    if changes:
+        changed = ", ".join(f"{key} {value}" for key, value in changes.items())
+        case = replace(case, title=f"{case.title}, but {changed}")
+    lines = run_all(case, args.runs, args)
+    print_table(case.title, lines)
+    return int(any(map(has_failed, lines)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

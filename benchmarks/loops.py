@@ -1,0 +1,456 @@
+"""The training loops that bench_offload.py compares, one process each: `loops.py run.json`.
+
+Every loop trains the same model from the same bf16 values on the same batches with AdamW on
+fp32-precision masters and bf16 compute weights. They differ in who keeps what where, and in the
+rounding of the arithmetic; `arithmetic` in the result says which one it is. The file named on the
+command line holds the run's specification; the result goes to the file that it names.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from measure import Clock, Peaks, environment, own_peak_rss
+from models import SHAPES, Batches, build_model
+from torch import Tensor
+
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+MAX_NORM = 1.0
+SLICE_ELEMENTS = 256 << 20  # masters updated at once, so that few gradients exist in fp32
+
+
+class UnavailableError(Exception):
+    """This machine lacks what the loop needs; the text says what."""
+
+
+class Loop:
+    """One way to train: `model` after prepare(), then backward() and finish() in every step."""
+
+    arithmetic = ""
+    starts_on_device = True  # whether the model is built where it computes
+    dtype = torch.bfloat16
+
+    def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
+        self.spec, self.device, self.clip = spec, device, spec["clip"]
+        home = device if self.starts_on_device else torch.device("cpu")
+        self.model = build_model(SHAPES[spec["model"]], home, device, self.dtype)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def prepare(self) -> None:
+        """Makes the optimizer and whatever keeps the states."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """The mean over one micro-batch's tokens, from the model's own labels."""
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Accumulates gradients; `is_last`: the step's last micro-batch."""
+        loss.backward()
+
+    def finish(self) -> None:
+        """Clips if asked, updates, drops the gradients."""
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any]:
+        """What only this loop can tell, after the last step."""
+        return {}
+
+
+class Resident(Loop):
+    """Everything on the device: fp32 masters, torch's fused AdamW, bf16 copies to compute with."""
+
+    arithmetic = "torch.optim.AdamW(fused) on fp32 masters, bf16 gradients widened slice by slice"
+
+    def prepare(self) -> None:
+        self._slices: list[tuple[list[Tensor], list[Tensor], torch.optim.AdamW]] = []
+        weights: list[Tensor] = []
+        for parameter in self.model.parameters():
+            if weights and sum(w.numel() for w in weights) + parameter.numel() > SLICE_ELEMENTS:
+                self._add_slice(weights)
+                weights = []
+            weights.append(parameter)
+        self._add_slice(weights)
+
+    def _add_slice(self, weights: list[Tensor]) -> None:
+        masters = [w.detach().float() for w in weights]
+        self._slices.append((weights, masters, torch.optim.AdamW(masters, fused=True, **ADAM)))
+
+    def finish(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        with torch.no_grad():
+            for weights, masters, optimizer in self._slices:
+                for weight, master in zip(weights, masters, strict=True):
+                    master.grad = weight.grad.float()
+                    weight.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+                torch._foreach_copy_(weights, masters)
+
+    def report(self) -> dict[str, Any]:
+        return pass_memory(self)
+
+
+class Hybrid(Loop):
+    """Everything on the device: HybridAdam's packed states, 12 bytes per parameter."""
+
+    arithmetic = "gemini_strategy.HybridAdam on plain tensors, packed masters"
+
+    def prepare(self) -> None:
+        import gemini_strategy as gs
+
+        gs.cast_model_(self.model, "bf16-true")
+        self._optimizer = gs.HybridAdam(self.model.parameters(), **ADAM)
+
+    def finish(self) -> None:
+        if self.clip:
+            self._optimizer.clip_grad_norm_(MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def report(self) -> dict[str, Any]:
+        return pass_memory(self)
+
+
+class Gemini(Loop):
+    """Under a device budget."""
+
+    arithmetic = "gemini_strategy, packed masters"
+    starts_on_device = False
+
+    def prepare(self) -> None:
+        import gemini_strategy as gs
+
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
+        self.engine = gs.manage(
+            self.model,
+            self._optimizer,
+            device_budget=self.spec["budget"],
+            placement_policy=self.spec["policy"],
+            precision="bf16-true",
+            device=self.device,
+        )
+        says_step = "step" in inspect.signature(self.engine.backward).parameters
+        self._ends_step = says_step and not self.clip
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        if self._ends_step and is_last:
+            self.engine.backward(loss, step=True)
+        else:
+            loss.backward()
+
+    def finish(self) -> None:
+        if self.clip:
+            self.engine.clip_grad_norm_(MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def report(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        return {
+            "stats": stats,
+            "says_that_backward_ends_the_step": self._ends_step,
+            **{key: value for key, value in stats.items() if key.startswith("predicted_")},
+        }
+
+
+class FSDP2(Loop):
+    """fully_shard per block and root on one rank, parameters and optimizer on the CPU."""
+
+    arithmetic = "torch.optim.AdamW(fused, CPU) on fp32 shards, bf16 compute and reduction"
+    dtype = torch.float32
+
+    def prepare(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        on_gpu = self.device.type == "cuda"
+        self._folder = tempfile.TemporaryDirectory()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.FileStore(str(Path(self._folder.name) / "store"), 1),
+            rank=0,
+            world_size=1,
+        )
+        options = {
+            "mesh": init_device_mesh(self.device.type, (1,)),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
+        }
+        for block in self.model.model.decoder.layers:
+            fully_shard(block, **options)
+        fully_shard(self.model, **options)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def finish(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def report(self) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        self._folder.cleanup()
+        return {}
+
+
+class DeepSpeed(Loop):
+    """ZeRO-3 with parameters and optimizer on the CPU, pinned, one rank."""
+
+    arithmetic = "DeepSpeedCPUAdam on fp32 masters, bf16 compute"
+    starts_on_device = False
+
+    def prepare(self) -> None:
+        import deepspeed
+
+        # One rank, found without a launcher.
+        for name, value in {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29511",
+        }.items():
+            os.environ.setdefault(name, value)
+        pinned = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        config = {
+            "train_micro_batch_size_per_gpu": self.spec["sequences"],
+            "gradient_accumulation_steps": self.spec["micro_batches"],
+            "gradient_clipping": MAX_NORM if self.clip else 0.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": pinned,
+                "offload_param": pinned,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+            },
+            "optimizer": {"type": "AdamW", "params": dict(ADAM)},
+            "wall_clock_breakdown": False,
+        }
+        self.model, *_ = deepspeed.initialize(model=self.model, config=config)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        # The engine divides by the number of micro-batches itself; the loop has done so already.
+        self.model.backward(loss * self.spec["micro_batches"])
+        if not is_last:
+            self.model.step()
+
+    def finish(self) -> None:
+        self.model.step()
+
+
+LOOPS: dict[str, type[Loop]] = {
+    "resident": Resident,
+    "hybrid": Hybrid,
+    "gemini": Gemini,
+    "fsdp2": FSDP2,
+    "deepspeed": DeepSpeed,
+}
+
+
+def pass_memory(loop: Loop) -> dict[str, Any]:
+    """Device bytes that one micro-batch's pass takes beside weights, gradients and states.
+
+    Measured by torch's allocator in a pass whose gradients are dropped as they come, so one unit's
+    gradient at a time, and the tied embedding's during all of backward, is in the figure.
+    """
+    if loop.device.type != "cuda":
+        return {}
+    for parameter in loop.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    spec = loop.spec
+    batches = Batches(SHAPES[spec["model"]], spec["sequences"], spec["length"], 1, loop.device)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    base, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(2):  # the second finds the blocks that the first left
+        torch.cuda.reset_peak_memory_stats()
+        loss = loop.loss(batches(0, 0))
+        forward = torch.cuda.max_memory_allocated() - base
+        kept = torch.cuda.memory_allocated() - base
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        del loss
+    return {
+        "static_bytes": base,
+        "pass_forward_peak_bytes": forward,
+        "pass_kept_bytes": kept,
+        "pass_backward_peak_bytes": torch.cuda.max_memory_allocated() - base,
+        "pass_reserved_bytes": torch.cuda.max_memory_reserved() - reserved,
+    }
+
+
+def say_phase(name: str) -> None:
+    """Tells the process that reads the memory which part of the run begins."""
+    print(f"@phase {name}", flush=True)
+
+
+def check_available(system: str) -> None:
+    """Raises UnavailableError if the loop's library cannot be imported."""
+    if system == "deepspeed":
+        try:
+            import deepspeed  # noqa: F401
+        except Exception as error:
+            raise UnavailableError(f"import deepspeed: {type(error).__name__}: {error}") from None
+
+
+def train(loop: Loop, device: torch.device, enter: Any) -> dict[str, Any]:
+    """Warm-up and measured steps; times, losses, peaks."""
+    spec = loop.spec
+    steps, warmup, micro_batches = spec["steps"], spec["warmup"], spec["micro_batches"]
+    is_cuda = device.type == "cuda"
+    shape = SHAPES[spec["model"]]
+    batches = Batches(shape, spec["sequences"], spec["length"], micro_batches, device)
+    clock, losses = Clock(device), []
+    enter("warmup")
+    began = time.perf_counter()
+    warm_seconds = 0.0
+    for step in range(warmup + steps):
+        if step == warmup:
+            if is_cuda:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            warm_seconds = time.perf_counter() - began
+            enter("train")
+            began = time.perf_counter()
+            clock.mark("begin")
+        total = torch.zeros((), device=device)
+        for micro in range(micro_batches):
+            loss = loop.loss(batches(step, micro)) / micro_batches
+            total += loss.detach()
+            if step >= warmup:
+                clock.mark("forward")
+            loop.backward(loss, micro + 1 == micro_batches)
+            del loss
+            if step >= warmup:
+                clock.mark("backward")
+        loop.finish()
+        if step >= warmup:
+            clock.mark("update")
+        losses.append(total)
+    spans = clock.spans()
+    wall = time.perf_counter() - began
+    enter("after")
+
+    per_step: list[dict[str, float]] = [{}]
+    for name, seconds in spans:
+        per_step[-1][name] = per_step[-1].get(name, 0.0) + seconds
+        if name == "update":
+            per_step.append({})
+    per_step.pop()
+    seconds = [sum(parts.values()) for parts in per_step]
+    values = [loss.item() for loss in losses]
+    peaks = {}
+    if is_cuda:
+        peaks["torch_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        peaks["torch_reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
+        pinned = torch.cuda.host_memory_stats()
+        peaks["torch_pinned_peak_bytes"] = pinned.get("allocated_bytes.peak")
+    tokens = spec["sequences"] * spec["length"] * micro_batches
+    return {
+        "parameters": loop.parameters,
+        "tokens_per_step": tokens,
+        "step_seconds": median(seconds),
+        "step_seconds_min": min(seconds),
+        "step_seconds_max": max(seconds),
+        "wall_seconds_per_step": wall / steps,
+        "forward_seconds": median(parts["forward"] for parts in per_step),
+        "backward_seconds": median(parts["backward"] for parts in per_step),
+        "update_seconds": median(parts["update"] for parts in per_step),
+        "tokens_per_s": tokens / median(seconds),
+        "warmup_seconds": warm_seconds,
+        "loss": values[-1],
+        "losses": values,
+        "losses_finite": all(map(math.isfinite, values)),
+        **peaks,
+        "host_peak_rss_bytes": own_peak_rss(),
+    }
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """One run; what went wrong is part of the result."""
+    result: dict[str, Any] = {"available": True, "error": None}
+    device = torch.device(spec["device"])
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    if spec["threads"]:
+        torch.set_num_threads(spec["threads"])
+    peaks: Peaks | None = None
+    if spec["sample_here"]:  # the driver's figure as CUDA gives it, of the whole device
+
+        def used() -> int:
+            free, total = torch.cuda.mem_get_info(device)
+            return total - free
+
+        peaks = Peaks({"device": used})
+        peaks.before["device"] = 0
+        peaks.__enter__()
+
+    def enter(phase: str) -> None:
+        say_phase(phase)
+        if peaks is not None:
+            peaks.enter(phase)
+
+    try:
+        check_available(spec["system"])
+        enter("build")
+        began = time.perf_counter()
+        loop = LOOPS[spec["system"]](spec, device)
+        result["arithmetic"] = loop.arithmetic
+        result["build_seconds"] = time.perf_counter() - began
+        enter("setup")
+        began = time.perf_counter()
+        loop.prepare()
+        result["setup_seconds"] = time.perf_counter() - began
+        result |= train(loop, device, enter)
+        result |= loop.report()
+    except UnavailableError as reason:
+        result |= {"available": False, "error": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        result["error"] = f"{type(error).__name__}: {error}"
+        result["is_out_of_memory"] = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        result["host_peak_rss_bytes"] = own_peak_rss()
+    if peaks is not None:
+        peaks.__exit__(None, None, None)
+        result["device_phases"] = {
+            phase: seen["device"] for phase, seen in peaks.by_phase.items() if "device" in seen
+        }
+    result["environment"] = environment(device)
+    return result
+
+
+def main() -> None:
+    """Reads the specification, runs it, leaves the result beside it."""
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    result = run(spec)
+    Path(spec["result"]).write_text(json.dumps(result), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what a failed run left behind must not decide how this process ends
+
+
+if __name__ == "__main__":
+    main()

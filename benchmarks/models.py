@@ -1,0 +1,93 @@
+"""Models of the OPT family by width and depth, random weights, and token data: no network needed.
+
+Every run of a benchmark starts from the same bf16 values, whatever precision and device it keeps
+them in: they are drawn per parameter from a seed, on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+SEED = 20
+DISTINCT_BATCHES = 2  # few, so that the loss falls and a missing update shows in it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Width, depth and vocabulary of an OPT model; its feed-forward width is 4 times `hidden`."""
+
+    hidden: int
+    blocks: int
+    heads: int
+    vocabulary: int = 50272
+    positions: int = 2048
+
+
+SHAPES = {
+    "opt-3.4b": Shape(hidden=4096, blocks=16, heads=32),
+    "opt-6.7b": Shape(hidden=4096, blocks=32, heads=32),
+    "tiny": Shape(hidden=64, blocks=3, heads=4, vocabulary=512, positions=128),
+}
+
+
+def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: torch.dtype):
+    """OPTForCausalLM in training mode with activation checkpointing.
+
+    Args:
+        shape: its size.
+        home: where the parameters lie.
+        compute: where their values are drawn.
+        dtype: what they are kept in; the values are those of bf16.
+    """
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.blocks,
+        ffn_dim=4 * shape.hidden,
+        num_attention_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        word_embed_proj_dim=shape.hidden,
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model = OPTForCausalLM(config)
+    model.to(dtype).to_empty(device=home)
+    model.tie_weights()
+    generator = torch.Generator(compute).manual_seed(SEED)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.weight.fill_(1.0)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=compute)
+                parameter.copy_(values.normal_(0.0, 0.02, generator=generator))
+            elif name.endswith("bias"):
+                parameter.zero_()
+    if compute.type == "cuda":
+        torch.cuda.empty_cache()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+class Batches:
+    """Random token ids, drawn once on the device: `batches(step, micro)` is (sequences, length)."""
+
+    def __init__(
+        self, shape: Shape, sequences: int, length: int, micro_batches: int, device: torch.device
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(SEED + 1)
+        size = (DISTINCT_BATCHES, micro_batches, sequences, length)
+        self._ids = torch.randint(shape.vocabulary, size, generator=generator, device=device)
+
+    def __call__(self, step: int, micro: int) -> Tensor:
+        return self._ids[step % DISTINCT_BATCHES, micro]

@@ -1,0 +1,689 @@
+/* chunk_pool.c - the blocks behind the chunk table: the pool that serves on demand, and the placement of a plan.
+ * Invariants are in chunk.c.
+ *
+ * Ranges keep their mapping after an eviction (another piece's bytes show there) unless mapping is strict; before a
+ * block is destroyed every range that still shows it is poisoned.  So a range always shows something.
+ *
+ * The host waits in: eviction without a placement, adopt, leave_placement, set_limit (and what they call). */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "chunk_impl.h"
+
+static const gm_log_kind log_of_fetch[GM_N_PIECES] = {GM_LOG_FETCH, GM_LOG_STATE_IN,
+                                                      GM_LOG_GRAD_IN};
+
+/* ---- construction ---- */
+
+static gm_status make_fences(gm_device *device, piece *p)
+{
+    GM_TRY(device->ops->event_new(device, false, &p->filled.event));
+    GM_TRY(device->ops->event_new(device, false, &p->used.event));
+    GM_TRY(device->ops->event_new(device, false, &p->homed.event));
+    return device->ops->event_new(device, false, &p->home_used.event);
+}
+
+static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *options)
+{
+    gm_device *device = chunks->device;
+    size_t block_bytes = device->block_bytes, blocks_needed = 0;
+    uint8_t *home = options->homes;
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+            chunks->span_bytes[kind] += gm_round_up(options->piece_bytes[id][kind], block_bytes);
+        }
+        blocks_needed += chunks->span_bytes[kind] / block_bytes;
+        if (chunks->span_bytes[kind] > 0) {
+            GM_TRY(device->ops->range_new(device, chunks->span_bytes[kind], &chunks->span[kind]));
+        }
+    }
+    if (blocks_needed > UINT32_MAX - 1) {
+        return GM_FAIL(GM_ERR_ARG, "block_size %zu gives %zu blocks: choose a larger block_size",
+                       block_bytes, blocks_needed);
+    }
+    chunks->capacity = (uint32_t)blocks_needed;
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            p->bytes = options->piece_bytes[id][kind];
+            p->n_blocks = (uint32_t)(gm_round_up(p->bytes, block_bytes) / block_bytes);
+            if (options->has_homes) {
+                p->home = home;
+                home += gm_round_up(p->bytes, 4096);
+            }
+            GM_TRY(make_fences(device, p));
+            p->blocks = calloc(p->n_blocks ? p->n_blocks : 1, sizeof *p->blocks);
+            if (!p->blocks) {
+                return GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table: %u blocks", p->n_blocks);
+            }
+        }
+    }
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        uintptr_t address = chunks->span[kind];
+        for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+            piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            p->address = address;
+            address += (size_t)p->n_blocks * block_bytes;
+            if (p->n_blocks > 0) { /* torch makes tensors only on mapped addresses */
+                GM_TRY(device->ops->poison(device, p->address, p->n_blocks));
+            }
+        }
+    }
+    return GM_OK;
+}
+
+static gm_status make_streams(gm_chunks *chunks)
+{
+    gm_device *device = chunks->device;
+    GM_TRY(device->ops->stream_new(device, &chunks->in[GM_WEIGHT]));
+    GM_TRY(device->ops->stream_new(device, &chunks->in[GM_STATE]));
+    GM_TRY(device->ops->stream_new(device, &chunks->out[GM_WEIGHT]));
+    GM_TRY(device->ops->stream_new(device, &chunks->out[GM_STATE]));
+    chunks->in[GM_GRAD] = chunks->in[GM_STATE];
+    chunks->out[GM_GRAD] = chunks->out[GM_WEIGHT];
+    return GM_OK;
+}
+
+gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
+{
+    gm_status status;
+    gm_chunks *chunks = calloc(1, sizeof *chunks);
+    if (!chunks) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table: %zu bytes", sizeof *chunks);
+    }
+    chunks->device = options->device;
+    chunks->n_chunks = options->n_chunks;
+    chunks->is_strict = options->is_strict;
+    chunks->has_homes = options->has_homes;
+    chunks->limit = options->device_limit;
+    size_t n = options->n_chunks ? options->n_chunks : 1;
+    chunks->pieces = calloc(n * GM_N_PIECES, sizeof *chunks->pieces);
+    chunks->is_settled = calloc(n, sizeof *chunks->is_settled);
+    if (!chunks->pieces || !chunks->is_settled) {
+        status = GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table of %zu chunks", n);
+        goto fail;
+    }
+    GM_TRY_GOTO(status, fail, lay_out_pieces(chunks, options));
+    n = chunks->capacity ? chunks->capacity : 1;
+    chunks->blocks = calloc(n, sizeof *chunks->blocks);
+    chunks->free_blocks = calloc(n, sizeof *chunks->free_blocks);
+    chunks->holes = calloc(n, sizeof *chunks->holes);
+    chunks->scratch = calloc(n, sizeof *chunks->scratch);
+    chunks->owners = calloc(n, sizeof *chunks->owners);
+    if (!chunks->blocks || !chunks->free_blocks || !chunks->holes || !chunks->scratch ||
+        !chunks->owners) {
+        status = GM_FAIL(GM_ERR_NOMEM, "HOST: block table of %zu blocks", n);
+        goto fail;
+    }
+    GM_TRY_GOTO(status, fail, make_streams(chunks));
+    *out = chunks;
+    return GM_OK;
+fail:
+    gm_chunks_free(chunks); /* every member is NULL, 0 or live */
+    return status;
+}
+
+static void free_fence(gm_device *device, fence *f)
+{
+    if (f->event) {
+        device->ops->event_free(device, f->event);
+    }
+}
+
+void gm_chunks_free(gm_chunks *chunks)
+{
+    if (!chunks) {
+        return;
+    }
+    gm_device *device = chunks->device;
+    if (chunks->pieces) {
+        (void)gm_chunks_sync(chunks);
+    }
+    for (size_t i = 0; chunks->pieces && i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        piece *p = &chunks->pieces[i];
+        free_fence(device, &p->filled);
+        free_fence(device, &p->used);
+        free_fence(device, &p->homed);
+        free_fence(device, &p->home_used);
+        free(p->blocks);
+    }
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        if (chunks->span[kind]) {
+            device->ops->range_free(device, chunks->span[kind], chunks->span_bytes[kind]);
+        }
+    }
+    for (uint32_t i = 0; chunks->blocks && i < chunks->n_indices; i++) {
+        if (chunks->blocks[i]) {
+            device->ops->block_free(device, chunks->blocks[i]);
+        }
+    }
+    for (int kind = 0; kind < GM_GRAD; kind++) { /* gradients share the others' streams */
+        if (chunks->in[kind]) {
+            device->ops->stream_free(device, chunks->in[kind]);
+        }
+        if (chunks->out[kind]) {
+            device->ops->stream_free(device, chunks->out[kind]);
+        }
+    }
+    free(chunks->pieces);
+    free(chunks->is_settled);
+    free(chunks->blocks);
+    free(chunks->free_blocks);
+    free(chunks->holes);
+    free(chunks->scratch);
+    free(chunks->owners);
+    free(chunks);
+}
+
+/* ---- mapping ---- */
+
+static gm_status map_piece(gm_chunks *chunks, piece *p)
+{
+    for (uint32_t b = 0; b < p->n_blocks; b++) {
+        chunks->scratch[b] = chunks->blocks[p->blocks[b]];
+    }
+    chunks->stats.n_maps++;
+    GM_TRY(chunks->device->ops->map(chunks->device, p->address, chunks->scratch, p->n_blocks));
+    p->is_mapped = true;
+    return GM_OK;
+}
+
+static gm_status poison_piece(gm_chunks *chunks, piece *p)
+{
+    chunks->stats.n_maps++;
+    p->is_mapped = false;
+    return chunks->device->ops->poison(chunks->device, p->address, p->n_blocks);
+}
+
+/* Every range that shows a block from an earlier residence shows poison, before the block is destroyed. */
+static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
+{
+    if (chunks->is_strict) {
+        return GM_OK; /* evicted ranges show poison, never a block */
+    }
+    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        piece *p = &chunks->pieces[i];
+        bool shows = false;
+        for (uint32_t b = 0; p->is_mapped && !gm_is_resident(p) && b < p->n_blocks; b++) {
+            shows |= p->blocks[b] == index;
+        }
+        if (shows) {
+            GM_TRY(poison_piece(chunks, p));
+        }
+    }
+    return GM_OK;
+}
+
+/* Gives the memory of one free block back to the device. */
+static gm_status destroy_free_block(gm_chunks *chunks)
+{
+    uint32_t index = chunks->free_blocks[chunks->n_free - 1];
+    GM_TRY(forget_stale(chunks, index));
+    chunks->n_free--;
+    chunks->device->ops->block_free(chunks->device, chunks->blocks[index]);
+    chunks->blocks[index] = 0;
+    chunks->holes[chunks->n_holes++] = index;
+    chunks->n_blocks--;
+    return GM_OK;
+}
+
+static gm_status create_block(gm_chunks *chunks)
+{
+    gm_block block;
+    GM_TRY(chunks->device->ops->block_new(chunks->device, &block));
+    GM_ASSERT(chunks->n_blocks < chunks->capacity);
+    uint32_t index = chunks->n_holes ? chunks->holes[--chunks->n_holes] : chunks->n_indices++;
+    chunks->blocks[index] = block;
+    chunks->free_blocks[chunks->n_free++] = index;
+    chunks->n_blocks++;
+    size_t bytes = (size_t)chunks->n_blocks * chunks->device->block_bytes;
+    if (bytes > chunks->stats.device_peak_bytes) {
+        chunks->stats.device_peak_bytes = bytes;
+    }
+    return GM_OK;
+}
+
+static bool may_create_block(const gm_chunks *chunks)
+{
+    return ((size_t)chunks->n_blocks + 1) * chunks->device->block_bytes <= chunks->limit;
+}
+
+/* ---- the pool ---- */
+
+static void give_blocks_back(gm_chunks *chunks, const piece *p)
+{
+    for (uint32_t b = p->n_blocks; b-- > 0;) {
+        chunks->free_blocks[chunks->n_free++] = p->blocks[b];
+    }
+}
+
+gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (!gm_is_resident(p)) {
+        return GM_OK;
+    }
+    if (p->pins > 0) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be evicted", id);
+    }
+    if (!chunks->has_homes) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
+    }
+    GM_TRY(gm_chunks_send_home(chunks, id, kind));
+    if (!chunks->has_placement) {
+        GM_TRY(gm_piece_wait_idle(chunks, p)); /* invariant 4 */
+        if (chunks->is_strict && p->n_blocks > 0) {
+            GM_TRY(poison_piece(chunks, p));
+        }
+        give_blocks_back(chunks, p);
+    }
+    gm_timeline_mark(chunks->timeline, GM_LOG_DROPPED, id, kind);
+    gm_piece_move(p, HOME);
+    chunks->is_settled[id] = false;
+    chunks->stats.evictions++;
+    return GM_OK;
+}
+
+/* Evicts the piece that is needed last: the least recently used weights of a chunk that is not settled;
+ * then (the last settled first) the states and gradient of a chunk.  *out is false if nothing can go. */
+static gm_status evict_one(gm_chunks *chunks, bool *out)
+{
+    *out = false;
+    if (!chunks->has_homes) {
+        return GM_OK;
+    }
+    uint32_t victim = UINT32_MAX;
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        const piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
+        if (gm_is_resident(p) && p->pins == 0 && !chunks->is_settled[id] && p->n_blocks > 0 &&
+            (victim == UINT32_MAX ||
+             p->last_use < gm_piece_at(chunks, victim, GM_WEIGHT)->last_use)) {
+            victim = id;
+        }
+    }
+    if (victim != UINT32_MAX) {
+        *out = true;
+        return gm_chunks_evict(chunks, victim, GM_WEIGHT);
+    }
+    for (uint32_t id = chunks->n_chunks; id-- > 0;) {
+        const piece *state = gm_piece_at(chunks, id, GM_STATE);
+        const piece *grad = gm_piece_at(chunks, id, GM_GRAD);
+        bool is_here = chunks->is_settled[id] || gm_is_resident(state) || gm_is_resident(grad);
+        if (is_here && state->pins == 0 && grad->pins == 0) {
+            GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
+            GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
+            chunks->is_settled[id] = false;
+            *out = true; /* its weights may go next */
+            return GM_OK;
+        }
+    }
+    return GM_OK;
+}
+
+/* n blocks for one piece, by creating or by evicting. */
+static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
+{
+    while (chunks->n_free < n) {
+        if (may_create_block(chunks)) {
+            gm_status status = create_block(chunks);
+            if (status == GM_OK) {
+                continue;
+            }
+            if (status != GM_ERR_NOMEM) {
+                return status;
+            } /* the device itself is full: evict instead */
+        }
+        bool evicted;
+        GM_TRY(evict_one(chunks, &evicted));
+        if (!evicted) {
+            size_t block = chunks->device->block_bytes;
+            return GM_FAIL(
+                GM_ERR_NOMEM,
+                "DEVICE: %zu bytes wanted, %zu of the %zu bytes allowed for chunks are in "
+                "use at this moment and %zu are free; raise device_budget, or use a smaller "
+                "chunk_size",
+                (size_t)n * block, (size_t)(chunks->n_blocks - chunks->n_free) * block,
+                chunks->limit, (size_t)chunks->n_free * block);
+        }
+    }
+    for (uint32_t b = 0; b < n; b++) {
+        out[b] = chunks->free_blocks[--chunks->n_free];
+    }
+    return GM_OK;
+}
+
+static gm_status make_resident_from_pool(gm_chunks *chunks, piece *p, gm_piece kind)
+{
+    gm_device *device = chunks->device;
+    GM_TRY(take_blocks(chunks, p->n_blocks, p->blocks));
+    gm_status status = map_piece(chunks, p);
+    if (status == GM_OK && !p->home) { /* without a home the bytes start as zeros, as an arena's do */
+        status = device->ops->fill(device, p->address, 0, (size_t)p->n_blocks * device->block_bytes,
+                                   chunks->in[kind]);
+        status = status == GM_OK ? device->ops->stream_sync(device, chunks->in[kind]) : status;
+    } else if (status == GM_OK) {
+        status = gm_piece_fetch(chunks, p, kind, log_of_fetch[kind]);
+    }
+    if (status != GM_OK) { /* nothing half done: the blocks go back */
+        give_blocks_back(chunks, p);
+        (void)poison_piece(chunks, p);
+    }
+    return status;
+}
+
+/* ---- the placement ---- */
+
+static uint32_t index_of(const gm_chunks *chunks, const piece *p)
+{
+    return (uint32_t)(p - chunks->pieces);
+}
+
+/* Takes over the piece's own blocks, behind the fences of those that had them. */
+static gm_status take_placed_blocks(gm_chunks *chunks, piece *p, gm_stream stream, bool *out)
+{
+    uint32_t me = index_of(chunks, p);
+    *out = p->is_placed;
+    for (uint32_t b = 0; *out && b < p->n_blocks; b++) {
+        uint32_t owner = chunks->owners[p->blocks[b]];
+        const piece *last = owner == GM_NO_OWNER ? NULL : &chunks->pieces[owner];
+        *out = !last || last == p || !gm_is_resident(last) || last->pins == 0;
+    }
+    for (uint32_t b = 0; *out && b < p->n_blocks; b++) {
+        uint32_t owner = chunks->owners[p->blocks[b]];
+        chunks->owners[p->blocks[b]] = me;
+        if (owner == GM_NO_OWNER || owner == me) {
+            continue;
+        }
+        piece *last = &chunks->pieces[owner];
+        if (gm_is_resident(last)) {
+            GM_TRY(gm_chunks_evict(chunks, owner / GM_N_PIECES, (gm_piece)(owner % GM_N_PIECES)));
+        }
+        GM_TRY(gm_piece_order_takeover(chunks, last, stream));
+    }
+    return GM_OK;
+}
+
+gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
+                                 gm_stream stream, bool *out)
+{
+    *out = true;
+    if (p->n_blocks > 0 && chunks->has_placement) {
+        GM_TRY(take_placed_blocks(chunks, p, is_fetched ? chunks->in[kind] : stream, out));
+        if (!*out) {
+            return GM_OK;
+        }
+        GM_TRY(is_fetched ? gm_piece_fetch(chunks, p, kind, log_of_fetch[kind])
+                          : gm_piece_order_takeover(chunks, p, stream));
+    } else if (p->n_blocks > 0) {
+        GM_TRY(make_resident_from_pool(chunks, p, kind));
+    }
+    chunks->stats.fetches += p->n_blocks > 0 && is_fetched;
+    gm_piece_move(p, chunks->has_homes && is_fetched ? CLEAN : DIRTY);
+    return GM_OK;
+}
+
+gm_status gm_chunks_leave_placement(gm_chunks *chunks)
+{
+    if (!chunks->has_placement) {
+        return GM_OK;
+    }
+    GM_TRY(gm_chunks_sync(chunks)); /* invariant 4 falls to the host now */
+    chunks->has_placement = false;
+    for (uint32_t i = 0; i < chunks->n_indices; i++) {
+        chunks->owners[i] = GM_NO_OWNER;
+    }
+    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        piece *p = &chunks->pieces[i];
+        p->is_placed = false;
+        for (uint32_t b = 0; gm_is_resident(p) && b < p->n_blocks; b++) {
+            chunks->owners[p->blocks[b]] = (uint32_t)i;
+        }
+    }
+    chunks->n_free = 0;
+    for (uint32_t i = chunks->n_indices; i-- > 0;) {
+        if (chunks->blocks[i] && chunks->owners[i] == GM_NO_OWNER) {
+            chunks->free_blocks[chunks->n_free++] = i;
+        }
+    }
+    return GM_OK;
+}
+
+/* What may stay where it is under the plan: resident now and resident then. */
+static bool is_kept(const piece *p, const gm_place *place)
+{
+    return gm_is_resident(p) && place->is_resident && p->n_blocks > 0;
+}
+
+static gm_status evict_others(gm_chunks *chunks, const gm_plan *plan)
+{
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
+            GM_ASSERT(!place->is_resident || place->length == p->n_blocks);
+            if (gm_is_resident(p) && p->n_blocks > 0 && !is_kept(p, place)) {
+                if (p->pins > 0) {
+                    return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
+                }
+                GM_TRY(gm_chunks_evict(chunks, id, (gm_piece)kind));
+            }
+        }
+    }
+    return GM_OK;
+}
+
+/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, the rest are free or new ones. */
+static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t *physical,
+                               uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        physical[i] = UINT32_MAX;
+    }
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
+            for (uint32_t b = 0; is_kept(p, place) && b < p->n_blocks; b++) {
+                physical[place->base + (place->offset + b) % place->length] = p->blocks[b];
+            }
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (physical[i] != UINT32_MAX) {
+            continue;
+        }
+        if (chunks->n_free == 0) {
+            if (!may_create_block(chunks)) {
+                return GM_FAIL(GM_ERR_NOMEM, "DEVICE: a plan of %u blocks of %zu bytes exceeds %zu bytes",
+                               n, chunks->device->block_bytes, chunks->limit);
+            }
+            GM_TRY(create_block(chunks));
+        }
+        physical[i] = chunks->free_blocks[--chunks->n_free];
+    }
+    return GM_OK;
+}
+
+static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uint32_t *physical)
+{
+    for (uint32_t i = 0; i < chunks->n_indices; i++) {
+        chunks->owners[i] = GM_NO_OWNER;
+    }
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
+            p->is_placed = place->length > 0 && p->n_blocks > 0;
+            if (!p->is_placed) {
+                continue;
+            }
+            bool is_same = p->is_mapped;
+            for (uint32_t b = 0; b < p->n_blocks; b++) {
+                uint32_t index = physical[place->base + (place->offset + b) % place->length];
+                is_same = is_same && p->blocks[b] == index;
+                p->blocks[b] = index;
+                if (gm_is_resident(p)) {
+                    chunks->owners[index] = index_of(chunks, p);
+                }
+            }
+            if (!is_same) {
+                GM_TRY(map_piece(chunks, p));
+            }
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks)
+{
+    uint32_t n = gm_plan_n_blocks(plan);
+    GM_ASSERT(!chunks->is_strict);
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            if (p->pins > 0 && !is_kept(p, gm_plan_place(plan, id, (gm_piece)kind))) {
+                return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
+            }
+        }
+    }
+    uint32_t *physical = calloc(n ? n : 1, sizeof *physical);
+    if (!physical) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
+    }
+    gm_status status;
+    GM_TRY_GOTO(status, done, gm_chunks_leave_placement(chunks));
+    GM_TRY_GOTO(status, done, evict_others(chunks, plan));
+    GM_TRY_GOTO(status, done, gm_chunks_sync(chunks));
+    status = assign_blocks(chunks, plan, physical, n);
+    if (out_blocks) {
+        *out_blocks = chunks->n_blocks;
+    }
+    if (status != GM_OK) { /* what had been taken is free again */
+        for (uint32_t i = 0; i < chunks->n_indices; i++) {
+            chunks->owners[i] = GM_NO_OWNER;
+        }
+        chunks->has_placement = true;
+        char text[512];
+        snprintf(text, sizeof text, "%s", gm_last_error());
+        gm_status left = gm_chunks_leave_placement(chunks);
+        status = left == GM_OK ? GM_FAIL(status, "%s", text) : left;
+        goto done;
+    }
+    GM_TRY_GOTO(status, done, map_placement(chunks, plan, physical));
+    while (status == GM_OK && chunks->n_free > 0) {
+        status = destroy_free_block(chunks);
+    }
+    chunks->has_placement = status == GM_OK;
+done:
+    free(physical);
+    return status;
+}
+
+/* ---- limits ---- */
+
+gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
+{
+    gm_status status = GM_OK;
+    int n_pinned = 0;
+    bool is_done = true;
+    GM_ASSERT(!chunks->has_placement);
+    while (n_pinned < GM_N_PIECES && status == GM_OK) {
+        piece *p = gm_piece_at(chunks, id, (gm_piece)n_pinned);
+        status = gm_is_resident(p) ? GM_OK
+                                   : gm_piece_make_resident(chunks, p, (gm_piece)n_pinned, true, 0,
+                                                            &is_done);
+        if (status == GM_OK) { /* none of the three makes room for another */
+            p->pins++;
+            p->last_use = ++chunks->clock;
+            n_pinned++;
+        }
+    }
+    while (n_pinned-- > 0) {
+        gm_piece_at(chunks, id, (gm_piece)n_pinned)->pins--;
+    }
+    if (status == GM_OK) {
+        chunks->is_settled[id] = true;
+    } else if (chunks->has_homes) { /* not by half; the text of the first error is what counts */
+        char text[512];
+        snprintf(text, sizeof text, "%s", gm_last_error());
+        GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
+        GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
+        return GM_FAIL(status, "%s", text);
+    }
+    return status;
+}
+
+gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes)
+{
+    size_t block_bytes = chunks->device->block_bytes;
+    chunks->limit = device_limit;
+    if ((size_t)chunks->n_blocks * block_bytes > device_limit) {
+        GM_TRY(gm_chunks_leave_placement(chunks));
+    }
+    while ((size_t)chunks->n_blocks * block_bytes > device_limit) {
+        if (chunks->n_free > 0) {
+            GM_TRY(destroy_free_block(chunks));
+            continue;
+        }
+        bool evicted;
+        GM_TRY(evict_one(chunks, &evicted));
+        if (!evicted) {
+            break; /* pins hold the rest */
+        }
+    }
+    if (out_bytes) {
+        *out_bytes = (size_t)chunks->n_blocks * block_bytes;
+    }
+    return GM_OK;
+}
+
+/* ---- the checker ---- */
+
+static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t id)
+{
+    if (!gm_is_resident(p)) {
+        return p->pins == 0
+                   ? GM_OK
+                   : GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is pinned but not resident", id);
+    }
+    if (p->n_blocks > 0 && !p->is_mapped) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped", id);
+    }
+    if (p->state == CLEAN && !chunks->has_homes && p->n_blocks > 0) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 5: chunk %u is clean without a home", id);
+    }
+    for (uint32_t b = 0; b < p->n_blocks; b++) {
+        if (!chunks->blocks[p->blocks[b]]) {
+            return GM_FAIL(GM_ERR_STATE, "invariant 1: chunk %u owns a destroyed block", id);
+        }
+        if (chunks->has_placement && chunks->owners[p->blocks[b]] != index_of(chunks, p)) {
+            return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u has another owner",
+                           p->blocks[b], id);
+        }
+        for (uint32_t f = 0; !chunks->has_placement && f < chunks->n_free; f++) {
+            if (chunks->free_blocks[f] == p->blocks[b]) {
+                return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u is free",
+                               p->blocks[b], id);
+            }
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_chunks_check(const gm_chunks *chunks)
+{
+    size_t owned = 0;
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            GM_TRY(check_piece(chunks, p, id));
+            owned += gm_is_resident(p) ? p->n_blocks : 0;
+        }
+    }
+    if (!chunks->has_placement && owned + chunks->n_free != chunks->n_blocks) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 1: %zu owned + %u free blocks, %u exist", owned,
+                       chunks->n_free, chunks->n_blocks);
+    }
+    return GM_OK;
+}

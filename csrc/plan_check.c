@@ -1,0 +1,477 @@
+/* plan_check.c - replays a plan in a model of blocks and says what first goes wrong.
+ *
+ * Written from plan.h alone: it shares neither data nor code with what makes plans, so that a mistake there is not
+ * made here again.  What it demands:
+ * 1. Every piece has a place that fits its class; own blocks belong to one piece, rings to one kind.
+ * 2. A chunk's weights are on the device, newest, from a tick that takes them to its end, and its pending update is
+ *    issued before.
+ * 3. Blocks are overwritten only when what they show is not in use, not growing, and not the only copy.
+ * 4. A gradient that is added to is on the device when it grows; a pending one was consumed before.
+ * 5. What was pending when a pass began is not at its end. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "plan.h"
+
+#define NOBODY UINT32_MAX
+
+typedef struct gm_model_chunk {
+    bool is_stale;      /* the host has newer weights than the device */
+    bool is_pending;    /* an update is due */
+    bool was_pending;   /* when the pass began, and still */
+    bool is_spent;      /* updated with a gradient of the present pass */
+    bool has_home_grad; /* the gradient gathered so far is (also) at home */
+    bool is_grad_dirty; /* it is on the device alone */
+    bool is_growing;
+    uint32_t until;  /* weights are in use before this tick of the present pass */
+    uint32_t starts; /* tick of the present pass from which the gradient may grow */
+    uint32_t ends;   /* tick at which it is complete */
+} gm_model_chunk;
+
+typedef struct gm_model {
+    const gm_plan *plan;
+    const gm_plan_input *input;
+    gm_model_chunk *chunks;
+    uint32_t *shows;  /* (n_blocks,) piece: chunk * GM_N_PIECES + piece, or NOBODY */
+    uint32_t *region; /* (n_blocks,) who a block is given to: a piece, or a ring */
+    const gm_trace *trace;
+    uint32_t tick;
+} gm_model;
+
+static const char *const piece_names[] = {"weights", "states", "gradient"};
+
+#define VIOLATION(m, ...) violation((m), GM_FAIL(GM_ERR_STATE, __VA_ARGS__))
+
+/* Adds where it happened; the text of the failure is quoted. */
+static gm_status violation(const gm_model *m, gm_status status)
+{
+    if (!m->trace) {
+        return status;
+    }
+    return GM_FAIL(status, "plan, tick %u of %u: %s", m->tick, m->trace->n, gm_last_error());
+}
+
+static const gm_place *place_of(const gm_model *m, uint32_t chunk, uint32_t piece)
+{
+    return gm_plan_place(m->plan, chunk, (gm_piece)piece);
+}
+
+static uint32_t block_at(const gm_place *place, uint32_t j)
+{
+    return place->base + (uint32_t)(((uint64_t)place->offset + j) % place->length);
+}
+
+static bool is_on_device(const gm_model *m, uint32_t chunk, uint32_t piece)
+{
+    const gm_place *place = place_of(m, chunk, piece);
+    for (uint32_t j = 0; j < m->input->chunks[chunk].blocks[piece]; j++) {
+        if (place->length == 0 || m->shows[block_at(place, j)] != chunk * GM_N_PIECES + piece) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Invariant 1 for one piece. */
+static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
+{
+    const gm_plan_chunk *shape = &m->input->chunks[chunk];
+    const gm_place *place = place_of(m, chunk, piece);
+    gm_class cls = gm_plan_class(m->plan, chunk);
+    uint32_t blocks = shape->blocks[piece];
+    bool has_own_weights = cls == GM_CLASS_R || cls == GM_CLASS_S1 || cls == GM_CLASS_C1;
+    bool has_ring_states = cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
+    if (cls >= GM_N_CLASSES || (shape->must_reside && !has_own_weights)) {
+        return VIOLATION(m, "chunk %u may not be of class %d", chunk, (int)cls);
+    }
+    if (place->length == 0 || blocks == 0) {
+        bool is_needed =
+            piece == GM_WEIGHT || (piece == GM_STATE && (cls == GM_CLASS_R || has_ring_states));
+        if (blocks > 0 && is_needed && shape->bytes[piece] > 0) {
+            return VIOLATION(m, "chunk %u of class %d has no place for its %s", chunk, (int)cls,
+                             piece_names[piece]);
+        }
+        return GM_OK;
+    }
+    if (place->offset >= place->length || blocks > place->length ||
+        (uint64_t)place->base + place->length > gm_plan_n_blocks(m->plan)) {
+        return VIOLATION(m, "chunk %u: %u blocks of %s at %u in [%u, +%u) of %u blocks", chunk,
+                         blocks, piece_names[piece], place->offset, place->base, place->length,
+                         gm_plan_n_blocks(m->plan));
+    }
+    bool has_own = piece == GM_WEIGHT  ? has_own_weights
+                   : piece == GM_STATE ? cls == GM_CLASS_R
+                                       : place->is_resident;
+    if (place->is_resident != has_own || (piece == GM_STATE && !has_own && !has_ring_states) ||
+        (has_own && (place->length != blocks || place->offset != 0))) {
+        return VIOLATION(m, "chunk %u: the place of its %s does not fit class %d", chunk,
+                         piece_names[piece], (int)cls);
+    }
+    /* A ring is one region for all its pieces: it is named by its first piece. */
+    uint32_t mine = chunk * GM_N_PIECES + piece, first = m->region[place->base];
+    for (uint32_t j = 0; j < place->length; j++) {
+        uint32_t *region = &m->region[place->base + j];
+        bool is_shared = *region != NOBODY && !has_own && *region == first &&
+                         *region % GM_N_PIECES == piece &&
+                         !place_of(m, *region / GM_N_PIECES, piece)->is_resident &&
+                         place_of(m, *region / GM_N_PIECES, piece)->base == place->base &&
+                         place_of(m, *region / GM_N_PIECES, piece)->length == place->length;
+        if (*region != NOBODY && !is_shared) {
+            return VIOLATION(m, "block %u is given to the %s of chunk %u and the %s of chunk %u",
+                             place->base + j, piece_names[*region % GM_N_PIECES],
+                             *region / GM_N_PIECES, piece_names[piece], chunk);
+        }
+        *region = is_shared ? *region : mine;
+    }
+    return GM_OK;
+}
+
+/* The piece's blocks show it from now on.  Invariant 3. */
+static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
+{
+    const gm_place *place = place_of(m, chunk, piece);
+    uint32_t mine = chunk * GM_N_PIECES + piece;
+    if (place->length == 0) {
+        return VIOLATION(m, "the %s of chunk %u have no place on the device", piece_names[piece],
+                         chunk);
+    }
+    for (uint32_t j = 0; j < m->input->chunks[chunk].blocks[piece]; j++) {
+        uint32_t old = m->shows[block_at(place, j)];
+        if (old == mine || old == NOBODY) {
+            continue;
+        }
+        const gm_model_chunk *other = &m->chunks[old / GM_N_PIECES];
+        bool is_weight = old % GM_N_PIECES == GM_WEIGHT, is_grad = old % GM_N_PIECES == GM_GRAD;
+        if (is_weight && other->until > m->tick) {
+            return VIOLATION(m, "the %s of chunk %u overwrite weights of chunk %u, in use until %u",
+                             piece_names[piece], chunk, old / GM_N_PIECES, other->until);
+        }
+        if (is_grad && (other->is_growing || other->is_grad_dirty)) {
+            return VIOLATION(m, "the %s of chunk %u overwrite the gradient of chunk %u, which %s",
+                             piece_names[piece], chunk, old / GM_N_PIECES,
+                             other->is_growing ? "is growing" : "is nowhere else");
+        }
+    }
+    for (uint32_t j = 0; j < m->input->chunks[chunk].blocks[piece]; j++) {
+        m->shows[block_at(place, j)] = mine;
+    }
+    return GM_OK;
+}
+
+static void forget_grad(gm_model *m, uint32_t c)
+{
+    const gm_place *place = place_of(m, c, GM_GRAD);
+    for (uint32_t j = 0; j < m->input->chunks[c].blocks[GM_GRAD] && place->length > 0; j++) {
+        if (m->shows[block_at(place, j)] == c * GM_N_PIECES + GM_GRAD) {
+            m->shows[block_at(place, j)] = NOBODY;
+        }
+    }
+    m->chunks[c].has_home_grad = m->chunks[c].is_grad_dirty = false;
+}
+
+static bool is_host_class(const gm_model *m, uint32_t c)
+{
+    return gm_plan_class(m->plan, c) == GM_CLASS_C1 || gm_plan_class(m->plan, c) == GM_CLASS_C2;
+}
+
+static gm_status fetch(gm_model *m, uint32_t c)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    if ((is_on_device(m, c, GM_WEIGHT) && !chunk->is_stale) ||
+        (chunk->is_pending && is_host_class(m, c))) {
+        return GM_OK;
+    }
+    if (chunk->until > m->tick) {
+        return VIOLATION(m, "weights of chunk %u are copied over while in use", c);
+    }
+    GM_TRY(show(m, c, GM_WEIGHT));
+    chunk->is_stale = false;
+    return GM_OK;
+}
+
+static gm_status grad_in(gm_model *m, uint32_t c)
+{
+    if (m->chunks[c].has_home_grad && !is_on_device(m, c, GM_GRAD)) {
+        return show(m, c, GM_GRAD);
+    }
+    return GM_OK;
+}
+
+static gm_status grad_out(gm_model *m, uint32_t c)
+{
+    if (m->chunks[c].is_growing) {
+        return VIOLATION(m, "the gradient of chunk %u goes home while it grows", c);
+    }
+    if (m->chunks[c].is_grad_dirty) {
+        m->chunks[c].is_grad_dirty = false;
+        m->chunks[c].has_home_grad = true;
+    }
+    return GM_OK;
+}
+
+static gm_status update(gm_model *m, uint32_t c)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    gm_class cls = gm_plan_class(m->plan, c);
+    if (!chunk->is_pending) {
+        return GM_OK;
+    }
+    if (chunk->until > m->tick) {
+        return VIOLATION(m, "chunk %u is updated while its weights are in use", c);
+    }
+    if (is_host_class(m, c)) {
+        GM_TRY(grad_out(m, c));
+        chunk->is_stale = true;
+    } else {
+        GM_TRY(grad_in(m, c));
+        GM_TRY(fetch(m, c));
+        if (cls != GM_CLASS_R) {
+            GM_TRY(show(m, c, GM_STATE));
+        }
+    }
+    if (is_host_class(m, c) ? !chunk->has_home_grad : !is_on_device(m, c, GM_GRAD)) {
+        return VIOLATION(m, "the gradient of chunk %u is lost before its update", c);
+    }
+    chunk->is_spent = !chunk->was_pending;
+    chunk->is_pending = chunk->was_pending = false;
+    forget_grad(m, c);
+    return GM_OK;
+}
+
+static gm_status run_op(gm_model *m, const gm_op *op)
+{
+    gm_class cls;
+    if (op->chunk >= m->input->n_chunks) {
+        return VIOLATION(m, "operation %u on chunk %u of %u", op->kind, op->chunk,
+                         m->input->n_chunks);
+    }
+    cls = gm_plan_class(m->plan, op->chunk);
+    switch (op->kind) {
+    case GM_OP_FETCH: return fetch(m, op->chunk);
+    case GM_OP_GRAD_IN: return grad_in(m, op->chunk);
+    case GM_OP_GRAD_OUT: return grad_out(m, op->chunk);
+    case GM_OP_UPDATE: return update(m, op->chunk);
+    case GM_OP_STATE_IN:
+        if (cls != GM_CLASS_S1 && cls != GM_CLASS_S2) {
+            return VIOLATION(m, "states of chunk %u of class %d are not streamed", op->chunk,
+                             (int)cls);
+        }
+        return show(m, op->chunk, GM_STATE);
+    default: return VIOLATION(m, "operation of unknown kind %u", op->kind);
+    }
+}
+
+/* Invariant 2 for a chunk that the present tick takes. */
+static gm_status take(gm_model *m, uint32_t c, uint32_t until)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    if (chunk->is_spent) {
+        return VIOLATION(m, "chunk %u is used by the pass whose gradient has updated it", c);
+    }
+    if (chunk->was_pending) {
+        return VIOLATION(m, "chunk %u is used before its pending update", c);
+    }
+    if (!is_on_device(m, c, GM_WEIGHT) || (chunk->is_stale && chunk->until <= m->tick)) {
+        return VIOLATION(m, "chunk %u is used, but its weights are %s", c,
+                         chunk->is_stale ? "stale" : "not on the device");
+    }
+    until = until > m->tick + 1 ? until : m->tick + 1;
+    chunk->until = until > chunk->until ? until : chunk->until;
+    return GM_OK;
+}
+
+/* Invariant 4. */
+static gm_status start_grad(gm_model *m, uint32_t c)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    if (chunk->is_pending) {
+        return VIOLATION(m, "a gradient of chunk %u grows onto one that is pending", c);
+    }
+    if (chunk->has_home_grad && !is_on_device(m, c, GM_GRAD)) {
+        return VIOLATION(m, "the gradient of chunk %u is to be added to, but not on the device", c);
+    }
+    GM_TRY(show(m, c, GM_GRAD));
+    chunk->is_growing = true;
+    return GM_OK;
+}
+
+static void find_starts(gm_model *m)
+{
+    bool is_backward = false;
+    for (uint32_t c = 0; c < m->input->n_chunks; c++) {
+        m->chunks[c].starts = m->chunks[c].ends = GM_NO_TICK;
+        m->chunks[c].until = 0;
+        m->chunks[c].was_pending = m->chunks[c].is_pending;
+        m->chunks[c].is_spent = false;
+    }
+    for (uint32_t t = 0; t < m->trace->n; t++) {
+        const gm_tick *tick = &m->trace->ticks[t];
+        is_backward |= tick->kind != GM_TICK_ENTER;
+        if (tick->kind == GM_TICK_GRAD) {
+            m->chunks[tick->id].ends = t;
+            if (m->chunks[tick->id].starts == GM_NO_TICK) {
+                m->chunks[tick->id].starts = t;
+            }
+            continue;
+        }
+        uint32_t begin = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id] : 0;
+        uint32_t end = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id + 1] : 1;
+        for (uint32_t i = begin; i < end && is_backward; i++) {
+            uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
+            m->chunks[c].starts = m->chunks[c].starts == GM_NO_TICK ? t : m->chunks[c].starts;
+        }
+    }
+}
+
+static bool has_grad(const gm_model *m, uint32_t c)
+{
+    return m->input->chunks[c].bytes[GM_GRAD] > 0 && m->chunks[c].ends != GM_NO_TICK;
+}
+
+static gm_status run_tick(gm_model *m, bool is_last)
+{
+    const gm_tick *tick = &m->trace->ticks[m->tick];
+    uint32_t n_ops;
+    bool is_grad = tick->kind == GM_TICK_GRAD;
+    uint32_t begin = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id] : 0;
+    uint32_t end = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id + 1] : 1;
+    if (is_grad && m->chunks[tick->id].ends == m->tick && has_grad(m, tick->id)) {
+        gm_model_chunk *chunk = &m->chunks[tick->id];
+        if (!chunk->is_growing) {
+            GM_TRY(start_grad(m, tick->id));
+        }
+        chunk->is_growing = false;
+        chunk->is_grad_dirty = true;
+        chunk->is_pending =
+            is_last && m->input->when == GM_IMMEDIATE && m->input->chunks[tick->id].numel > 0;
+    }
+    const gm_op *ops = gm_plan_ops(m->plan, m->trace->hash, m->tick, &n_ops);
+    for (uint32_t i = 0; i < n_ops; i++) {
+        GM_TRY(run_op(m, &ops[i]));
+    }
+    for (uint32_t i = begin; i < end && !is_grad; i++) {
+        uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
+        GM_TRY(take(m, c, tick->until < m->trace->n ? tick->until : m->trace->n));
+    }
+    for (uint32_t i = begin; i < end && !is_grad; i++) {
+        uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
+        if (m->chunks[c].starts == m->tick && has_grad(m, c)) {
+            GM_TRY(start_grad(m, c));
+        }
+    }
+    return GM_OK;
+}
+
+static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
+{
+    m->trace = trace;
+    m->tick = 0;
+    if (!gm_plan_knows(m->plan, trace->hash)) {
+        return VIOLATION(m, "there is no schedule for this trace");
+    }
+    find_starts(m);
+    for (; m->tick < trace->n; m->tick++) {
+        GM_TRY(run_tick(m, is_last));
+    }
+    for (uint32_t c = 0; c < m->input->n_chunks; c++) {
+        gm_model_chunk *chunk = &m->chunks[c];
+        chunk->until = 0;
+        if (chunk->was_pending && trace->n > 0) { /* invariant 5 */
+            return VIOLATION(m, "the update of chunk %u was pending and still is", c);
+        }
+    }
+    if (is_last && m->input->when == GM_DEFERRED) {
+        for (uint32_t c = 0; c < m->input->n_chunks; c++) {
+            m->chunks[c].is_pending = (m->chunks[c].is_grad_dirty || m->chunks[c].has_home_grad) &&
+                                      m->input->chunks[c].numel > 0;
+        }
+    }
+    m->trace = NULL;
+    return GM_OK;
+}
+
+/* One step; of many equal passes three are as good as all. */
+static gm_status run_step(gm_model *m, bool is_with_evaluation)
+{
+    const gm_plan_input *input = m->input;
+    uint32_t last = UINT32_MAX;
+    for (uint32_t k = 0; k < input->n_traces; k++) {
+        if (input->traces[k]->has_backward && (!input->n_runs || input->n_runs[k] > 0)) {
+            last = k;
+        }
+    }
+    for (uint32_t k = 0; k < input->n_traces; k++) {
+        bool is_training = input->traces[k]->has_backward;
+        uint32_t n_runs = input->n_runs ? input->n_runs[k] : 1;
+        n_runs = !is_training ? 0 : n_runs > 3 ? 3 : n_runs;
+        for (uint32_t run = 0; run < n_runs; run++) {
+            GM_TRY(run_pass(m, input->traces[k], k == last && run + 1 == n_runs));
+        }
+    }
+    for (uint32_t k = 0; k < input->n_traces && is_with_evaluation; k++) {
+        if (!input->traces[k]->has_backward) {
+            GM_TRY(run_pass(m, input->traces[k], false));
+        }
+    }
+    return GM_OK;
+}
+
+static gm_status check_order(const gm_model *m, bool *seen)
+{
+    const uint32_t *order = gm_plan_update_order(m->plan);
+    for (uint32_t i = 0; i < m->input->n_chunks; i++) {
+        if (order[i] >= m->input->n_chunks || seen[order[i]]) {
+            return VIOLATION(m, "the order of updates has chunk %u twice or out of range",
+                             order[i]);
+        }
+        seen[order[i]] = true;
+    }
+    return GM_OK;
+}
+
+static gm_status run_check(gm_model *m)
+{
+    for (uint32_t c = 0; c < m->input->n_chunks; c++) {
+        for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+            GM_TRY(check_place(m, c, piece));
+            if (place_of(m, c, piece)->is_resident && piece != GM_GRAD) {
+                GM_TRY(show(m, c, piece));
+            }
+        }
+    }
+    for (int step = 0; step < 3; step++) {
+        GM_TRY(run_step(m, step != 1));
+    }
+    return GM_OK;
+}
+
+gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
+{
+    uint32_t n_blocks = gm_plan_n_blocks(plan);
+    gm_model m = {.plan = plan, .input = input};
+    if ((uint64_t)n_blocks * input->block_bytes > input->device_bytes) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "plan: %u blocks of %zu bytes are more than the %zu bytes allowed", n_blocks,
+                       input->block_bytes, input->device_bytes);
+    }
+    bool *seen = calloc((size_t)input->n_chunks + 1, sizeof *seen);
+    m.chunks = calloc((size_t)input->n_chunks + 1, sizeof *m.chunks);
+    m.shows = malloc(((size_t)n_blocks + 1) * sizeof *m.shows);
+    m.region = malloc(((size_t)n_blocks + 1) * sizeof *m.region);
+    gm_status status;
+    if (!seen || !m.chunks || !m.shows || !m.region) {
+        status = GM_FAIL(GM_ERR_NOMEM, "host: no room to check a plan of %u blocks", n_blocks);
+    } else {
+        memset(m.shows, 0xff, n_blocks * sizeof *m.shows);
+        memset(m.region, 0xff, n_blocks * sizeof *m.region);
+        status = check_order(&m, seen);
+        if (status == GM_OK) {
+            status = run_check(&m);
+        }
+    }
+    free(seen);
+    free(m.chunks);
+    free(m.shows);
+    free(m.region);
+    return status;
+}

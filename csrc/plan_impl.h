@@ -1,0 +1,112 @@
+/* plan_impl.h - what the plan's own files share: the problem as read from the traces, a plan under construction,
+ * and the steps from one to the other.  Nobody else includes it, but for the tests of the plan. */
+#ifndef GM_PLAN_IMPL_H
+#define GM_PLAN_IMPL_H
+
+#include "plan.h"
+
+/* A chunk's weights are needed in ticks [begin, end). */
+typedef struct gm_use {
+    uint32_t chunk, begin, end;
+} gm_use;
+
+/* What a trace asks for, whatever the plan. */
+typedef struct gm_course {
+    const gm_trace *trace;
+    uint32_t n, n_runs, backward; /* its first tick of backward; n: none */
+    gm_use *uses;                 /* (n_uses,) by begin; those of one chunk do not overlap */
+    uint32_t n_uses;
+    gm_use
+        *opens; /* (n_opens,) by begin: a gradient grows from begin on and is complete at end - 1 */
+    uint32_t n_opens;
+    uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
+    uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
+    /* (n_chunks,) the first tick from there on after which this pass does not use the weights; n: there is none */
+    uint32_t *settle;
+} gm_course;
+
+typedef struct gm_problem {
+    const gm_plan_input *input;
+    uint32_t n; /* chunks */
+    gm_course *courses;
+    uint32_t n_courses, main; /* main: the course that decides the order of everything */
+    uint32_t n_passes;        /* with backward, in one step */
+    uint32_t *order;          /* (n,) chunks by first use in main */
+    uint32_t *grad_order;     /* (n,) chunks by gradient's tick in main; those without at the end */
+    bool *is_trained;         /* (n,) has states, and a gradient in some course */
+    uint32_t n_blocks;        /* available */
+} gm_problem;
+
+/* Operations of one trace. */
+typedef struct gm_schedule {
+    uint64_t hash;
+    uint32_t n_ticks;
+    uint32_t *begin; /* (n_ticks + 1,) */
+    gm_op *ops;
+} gm_schedule;
+
+struct gm_plan {
+    uint32_t n, n_blocks, main_ticks;
+    uint8_t *class_of;          /* (n,) */
+    bool *is_late;              /* (n,) updated under the next pass's forward */
+    gm_place *places;           /* (n, GM_N_PIECES) */
+    uint32_t *order;            /* (n,) of updates */
+    uint32_t ring[GM_N_PIECES]; /* blocks */
+    gm_schedule *schedules;
+    uint32_t n_schedules;
+    gm_plan_info info;
+};
+
+/* What decides a plan beside the problem. */
+typedef struct gm_choice {
+    uint8_t *class_of;                /* (n,) */
+    bool *is_late, *is_grad_resident; /* (n,) */
+    uint32_t
+        depth[GM_N_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
+} gm_choice;
+
+static inline bool gm_is_streamed(uint32_t cls)
+{
+    return cls == GM_CLASS_S2 || cls == GM_CLASS_C2;
+}
+static inline bool gm_is_on_host(uint32_t cls)
+{
+    return cls == GM_CLASS_C1 || cls == GM_CLASS_C2;
+}
+static inline bool gm_is_state_streamed(uint32_t cls)
+{
+    return cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
+}
+/* Whether the gradient goes home at its tick. */
+bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk);
+
+/* plan_course.c */
+gm_status gm_problem_new(const gm_plan_input *input, gm_problem *out);
+void gm_problem_free(gm_problem *problem);
+gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
+                        gm_course *out);
+void gm_course_free(gm_course *course);
+
+/* plan_place.c: places every piece as chosen; weights and gradients that cannot share a ring become resident.
+ * plan->n_blocks may exceed what is available. */
+gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan);
+gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
+/* (n_uses,) the uses of a course, prolonged where an update on the device needs streamed weights until the
+ * gradient's tick.  `latest` is scratch, (n_chunks,). */
+void gm_plan_uses(const gm_plan *plan, const gm_plan_input *input, const gm_course *course,
+                  uint32_t *latest, gm_use *out);
+
+/* plan_schedule.c */
+gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
+                          gm_schedule *out);
+void gm_schedule_free(gm_schedule *schedule);
+
+/* plan_time.c: predicts the step; fills the seconds and bytes of plan->info. */
+gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
+
+/* plan_search.c: the best plan found, schedules of all courses included. */
+gm_status gm_plan_search(const gm_problem *problem, gm_plan **out);
+/* One plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there are. */
+gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);
+
+#endif

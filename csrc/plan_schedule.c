@@ -1,0 +1,486 @@
+/* plan_schedule.c - which operations are issued at which tick of a trace.
+ *
+ * 1. A fetch into a ring is issued no earlier than the tick at which the last use of every piece that it overwrites
+ *    has ended, and no later than the use that it serves.
+ * 2. Every chunk with states has an update no later than its first use, and before a gradient of this pass grows.
+ * 3. Operations of one tick go out in the order of gm_phase, those of one phase in the order of need. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "plan_impl.h"
+
+typedef enum gm_phase {
+    PHASE_GRAD_OUT,
+    PHASE_EARLY_UPDATE, /* on the host, or at the gradient's tick: a fetch may depend on it */
+    PHASE_FETCH,
+    PHASE_UPDATE,
+    PHASE_STATE_IN,
+    PHASE_GRAD_IN,
+    N_PHASES
+} gm_phase;
+
+typedef struct gm_note { /* an operation with its tick and phase */
+    uint32_t when;
+    gm_op op;
+} gm_note;
+
+typedef struct gm_writer {
+    const gm_problem *problem;
+    const gm_plan *plan;
+    const gm_course *course, *main;
+    gm_note *notes;
+    size_t n_notes, capacity;
+    uint32_t *update;        /* (n,) tick of the update in forward; GM_NO_TICK: no states */
+    uint32_t *order;         /* (n,) chunks by first use in this course */
+    uint32_t *owner, *until; /* scratch, (longest ring,) */
+    gm_use *uses, *list;     /* scratch, (most uses + 2 n,) */
+    uint32_t *latest;        /* scratch, (n,) */
+    uint32_t misfit;         /* a chunk whose place is taken when it is needed; GM_NO_TICK: none */
+    bool has_failed;
+} gm_writer;
+
+bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk)
+{
+    bool is_on_host = gm_is_on_host(plan->class_of[chunk]);
+    const gm_place *place = &plan->places[chunk * GM_N_PIECES + GM_GRAD];
+    if (place->is_resident) {
+        return is_on_host && problem->n_passes == 1;
+    }
+    return place->length > 0 && (plan->is_late[chunk] || is_on_host || problem->n_passes > 1);
+}
+
+void gm_schedule_free(gm_schedule *schedule)
+{
+    free(schedule->begin);
+    free(schedule->ops);
+    memset(schedule, 0, sizeof *schedule);
+}
+
+static void note(gm_writer *w, uint32_t tick, gm_phase phase, gm_op_kind kind, uint32_t chunk)
+{
+    if (w->n_notes == w->capacity) {
+        size_t capacity = 2 * w->capacity + 256;
+        gm_note *notes = realloc(w->notes, capacity * sizeof *notes);
+        if (!notes) {
+            w->has_failed = true;
+            return;
+        }
+        w->notes = notes;
+        w->capacity = capacity;
+    }
+    w->notes[w->n_notes++] = (gm_note){tick * N_PHASES + (uint32_t)phase, {(uint32_t)kind, chunk}};
+}
+
+static const gm_place *place_of(const gm_writer *w, uint32_t chunk, gm_piece piece)
+{
+    return &w->plan->places[chunk * GM_N_PIECES + piece];
+}
+
+static uint32_t blocks_of(const gm_writer *w, uint32_t chunk, gm_piece piece)
+{
+    return w->problem->input->chunks[chunk].blocks[piece];
+}
+
+/* A ring's blocks belong to nobody. */
+static void clear_ring(gm_writer *w, gm_piece piece)
+{
+    for (uint32_t i = 0; i < w->plan->ring[piece]; i++) {
+        w->owner[i] = UINT32_MAX;
+        w->until[i] = 0;
+    }
+}
+
+/* The chunk's piece is in use until tick `end`.  Gives the tick from which its blocks were free, or GM_NO_TICK when
+ * the piece was there already. */
+static uint32_t claim(gm_writer *w, gm_piece piece, uint32_t chunk, uint32_t end)
+{
+    const gm_place *place = place_of(w, chunk, piece);
+    uint32_t n = blocks_of(w, chunk, piece), free_from = 0, at = place->offset;
+    bool is_there = true;
+    for (uint32_t j = 0; j < n; j++) {
+        if (w->owner[at] != chunk) {
+            free_from = w->until[at] > free_from ? w->until[at] : free_from;
+            is_there = false;
+        }
+        at = at + 1 == place->length ? 0 : at + 1;
+    }
+    at = place->offset;
+    for (uint32_t j = 0; j < n; j++) {
+        w->until[at] = w->owner[at] == chunk && w->until[at] > end ? w->until[at] : end;
+        w->owner[at] = chunk;
+        at = at + 1 == place->length ? 0 : at + 1;
+    }
+    return is_there ? GM_NO_TICK : free_from;
+}
+
+/* What claim would give, changing nothing. */
+static uint32_t free_from(const gm_writer *w, gm_piece piece, uint32_t chunk)
+{
+    const gm_place *place = place_of(w, chunk, piece);
+    uint32_t n = blocks_of(w, chunk, piece), from = 0, at = place->offset;
+    for (uint32_t j = 0; j < n; j++) {
+        from = w->owner[at] != chunk && w->until[at] > from ? w->until[at] : from;
+        at = at + 1 == place->length ? 0 : at + 1;
+    }
+    return from;
+}
+
+static bool is_in_ring(const gm_writer *w, uint32_t chunk, gm_piece piece)
+{
+    const gm_place *place = place_of(w, chunk, piece);
+    return place->length > 0 && !place->is_resident;
+}
+
+/* How many updates are issued ahead of the first use that needs one: enough for the rings and the host's workers to
+ * be busy, few enough that a pass does not begin with all of them. */
+static uint32_t lookahead(const gm_writer *w)
+{
+    uint32_t n = 0, n_streamed = 0;
+    uint64_t blocks = 0;
+    for (uint32_t c = 0; c < w->plan->n; c++) {
+        n += w->update[c] != GM_NO_TICK;
+        if (is_in_ring(w, c, GM_STATE)) {
+            n_streamed++;
+            blocks += blocks_of(w, c, GM_STATE);
+        }
+    }
+    uint64_t held = blocks ? (uint64_t)w->plan->ring[GM_STATE] * n_streamed / blocks + 2 : 2;
+    uint64_t ahead = n_streamed ? held * n / n_streamed : 0;
+    ahead = ahead > 8 ? ahead : 8;
+    ahead = ahead > n / 8 ? ahead : n / 8;
+    return ahead > 64 ? (held > 64 ? (uint32_t)held : 64) : (uint32_t)ahead;
+}
+
+/* Streamed weights that this pass does not use: they borrow their place for an update before anybody else comes. */
+static bool is_passed_by(const gm_writer *w, uint32_t chunk)
+{
+    return w->course->first[chunk] == w->course->n && is_in_ring(w, chunk, GM_WEIGHT);
+}
+
+/* When pending updates are issued in forward, before fetches are known. */
+static void place_updates(gm_writer *w)
+{
+    const gm_course *course = w->course;
+    uint32_t n = w->plan->n, n_updates = 0, last = course->n - 1;
+    for (uint32_t c = 0; c < n; c++) {
+        w->update[c] = w->problem->input->chunks[c].numel > 0 ? 0 : GM_NO_TICK;
+    }
+    uint32_t ahead = lookahead(w);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t c = w->order[i];
+        if (w->update[c] == GM_NO_TICK) {
+            continue;
+        }
+        w->latest[n_updates] = course->first[c] < last ? course->first[c] : last;
+        uint32_t tick = n_updates < ahead ? 0 : w->latest[n_updates - ahead];
+        w->update[c] = is_passed_by(w, c) ? 0 : tick;
+        n_updates++;
+    }
+    /* A gradient that grows without a use before it must not meet the pending one. */
+    for (uint32_t i = 0; i < course->n_opens; i++) {
+        uint32_t c = course->opens[i].chunk;
+        if (w->update[c] != GM_NO_TICK && w->update[c] > course->opens[i].begin) {
+            w->update[c] = course->opens[i].begin;
+        }
+    }
+}
+
+/* The beginning of the next pass, whose first fetches go out at the end of this one. */
+static void write_tail_fetches(gm_writer *w)
+{
+    const gm_course *main = w->main;
+    for (uint32_t i = 0; i < main->n_uses; i++) {
+        const gm_use *use = &main->uses[i];
+        uint32_t c = use->chunk;
+        if (!is_in_ring(w, c, GM_WEIGHT)) {
+            continue;
+        }
+        /* What the host is going to update is stale until then. */
+        bool is_stale = w->plan->class_of[c] == GM_CLASS_C2 && w->problem->is_trained[c] &&
+                        w->plan->is_late[c] && w->problem->n_passes == 1;
+        if (free_from(w, GM_WEIGHT, c) >= w->course->n) {
+            return;
+        }
+        uint32_t from = claim(w, GM_WEIGHT, c, w->course->n + use->end);
+        if (from != GM_NO_TICK && !is_stale) {
+            note(w, from, PHASE_FETCH, GM_OP_FETCH, c);
+        }
+    }
+}
+
+static void write_fetches(gm_writer *w)
+{
+    const gm_course *course = w->course;
+    gm_plan_uses(w->plan, w->problem->input, course, w->latest, w->uses);
+    clear_ring(w, GM_WEIGHT);
+    for (uint32_t i = 0; i < course->n_uses; i++) {
+        const gm_use *use = &w->uses[i];
+        uint32_t c = use->chunk;
+        if (!is_in_ring(w, c, GM_WEIGHT)) {
+            continue;
+        }
+        uint32_t from = claim(w, GM_WEIGHT, c, use->end);
+        if (use->begin == course->first[c] && w->update[c] != GM_NO_TICK) {
+            uint32_t earliest = from == GM_NO_TICK ? 0 : from;
+            bool is_before = gm_is_on_host(w->plan->class_of[c]) ? w->update[c] > earliest
+                                                                 : w->update[c] < earliest;
+            w->update[c] = is_before ? earliest : w->update[c];
+        }
+        if (from != GM_NO_TICK && from > use->begin) {
+            w->misfit = c;
+        } else if (from != GM_NO_TICK) {
+            note(w, from, PHASE_FETCH, GM_OP_FETCH, c);
+        }
+    }
+    write_tail_fetches(w);
+}
+
+/* Copies of what the host has updated and that stays on the device. */
+static void write_refreshes(gm_writer *w)
+{
+    uint32_t ahead = 8, n = 0;
+    for (uint32_t i = 0; i < w->plan->n; i++) {
+        uint32_t c = w->order[i];
+        if (w->plan->class_of[c] != GM_CLASS_C1 || w->update[c] == GM_NO_TICK) {
+            continue;
+        }
+        uint32_t first =
+            w->course->first[c] < w->course->n ? w->course->first[c] : w->course->n - 1;
+        w->latest[n] = first;
+        uint32_t tick = n < ahead ? 0 : w->latest[n - ahead];
+        tick = tick > w->update[c] ? tick : w->update[c];
+        note(w, tick > first ? first : tick, PHASE_FETCH, GM_OP_FETCH, c);
+        n++;
+    }
+}
+
+static bool is_at_grad(const gm_writer *w, uint32_t chunk)
+{
+    return w->problem->input->when == GM_IMMEDIATE && !w->plan->is_late[chunk] &&
+           w->course->settle[chunk] < w->course->n && w->problem->input->chunks[chunk].numel > 0;
+}
+
+static void write_grad_ticks(gm_writer *w)
+{
+    for (uint32_t i = 0; i < w->course->n_opens; i++) {
+        uint32_t c = w->course->opens[i].chunk, tick = w->course->grad[c];
+        if (gm_is_out_at_grad(w->problem, w->plan, c)) {
+            note(w, tick, PHASE_GRAD_OUT, GM_OP_GRAD_OUT, c);
+        }
+        if (is_at_grad(w, c)) {
+            note(w, w->course->settle[c], PHASE_EARLY_UPDATE, GM_OP_UPDATE, c);
+            if (w->plan->class_of[c] == GM_CLASS_C1 && w->plan->ring[GM_WEIGHT] == 0) {
+                note(w, w->course->settle[c], PHASE_FETCH, GM_OP_FETCH, c);
+            }
+        }
+    }
+}
+
+static void write_updates(gm_writer *w)
+{
+    for (uint32_t i = 0; i < w->plan->n; i++) {
+        uint32_t c = w->order[i];
+        if (w->update[c] != GM_NO_TICK) {
+            bool is_early = gm_is_on_host(w->plan->class_of[c]) || is_passed_by(w, c);
+            note(w, w->update[c], is_early ? PHASE_EARLY_UPDATE : PHASE_UPDATE, GM_OP_UPDATE, c);
+        }
+    }
+}
+
+static int by_begin(const void *left, const void *right)
+{
+    const gm_use *a = left, *b = right;
+    if (a->begin != b->begin) {
+        return a->begin < b->begin ? -1 : 1;
+    }
+    return (a->end > b->end) - (a->end < b->end); /* `end` holds the place in the order of need */
+}
+
+/* The states' way through their ring: in the order of updates, each copy behind the update that frees its place. */
+static void write_states(gm_writer *w)
+{
+    const gm_course *course = w->course;
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < w->plan->n; i++) {
+        uint32_t c = w->order[i];
+        if (is_in_ring(w, c, GM_STATE) && w->problem->is_trained[c] && w->update[c] != GM_NO_TICK) {
+            if (w->plan->is_late[c]) {
+                w->list[n++] = (gm_use){c, w->update[c], i};
+            } else if (is_at_grad(w, c)) {
+                w->list[n++] = (gm_use){c, course->settle[c], i};
+            }
+        }
+    }
+    qsort(w->list, n, sizeof *w->list, by_begin);
+    clear_ring(w, GM_STATE);
+    bool is_sure = w->problem->n_passes == 1; /* every pass ends a step: what is updated is known */
+    uint32_t n_first = 0;
+    uint64_t filled = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t c = w->list[i].chunk;
+        uint32_t from = claim(w, GM_STATE, c, w->list[i].begin);
+        filled += blocks_of(w, c, GM_STATE);
+        n_first += filled <= w->plan->ring[GM_STATE];
+        bool is_first = filled <= w->plan->ring[GM_STATE];
+        if (from != GM_NO_TICK && from < w->list[i].begin && (is_sure || is_first)) {
+            note(w, from, PHASE_STATE_IN, GM_OP_STATE_IN, c);
+        }
+    }
+    /* The next pass's first ring-full, spread over the second half of backward. */
+    uint32_t half = course->backward + (course->n - course->backward) / 2;
+    for (uint32_t i = 0; i < n_first && course->backward < course->n; i++) {
+        uint32_t c = w->list[i].chunk;
+        if (!w->plan->is_late[c] || free_from(w, GM_STATE, c) >= course->n) {
+            break;
+        }
+        uint32_t from = claim(w, GM_STATE, c, course->n + w->list[i].begin);
+        uint32_t spread = half + (uint32_t)((uint64_t)(course->n - half) * i / (n_first + 1));
+        if (from != GM_NO_TICK) {
+            note(w, from > spread ? from : spread, PHASE_STATE_IN, GM_OP_STATE_IN, c);
+        }
+    }
+}
+
+/* Gradients that come back: to be added to, or for an update on the device. */
+static void write_grads_in(gm_writer *w)
+{
+    const gm_course *course = w->course;
+    uint32_t n = 0;
+    bool is_adding = w->problem->n_passes > 1;
+    for (uint32_t i = 0; i < w->plan->n; i++) {
+        uint32_t c = w->order[i];
+        if (is_in_ring(w, c, GM_GRAD) && w->problem->is_trained[c] && w->plan->is_late[c] &&
+            !gm_is_on_host(w->plan->class_of[c]) && w->update[c] != GM_NO_TICK) {
+            w->list[n++] = (gm_use){c, w->update[c], i};
+        }
+    }
+    for (uint32_t i = 0; i < course->n_opens; i++) {
+        if (place_of(w, course->opens[i].chunk, GM_GRAD)->length == 0) {
+            w->misfit = course->opens[i].chunk; /* made without a backward */
+        } else if (is_in_ring(w, course->opens[i].chunk, GM_GRAD)) {
+            w->list[n++] = (gm_use){course->opens[i].chunk, course->opens[i].begin, w->plan->n + i};
+        }
+    }
+    qsort(w->list, n, sizeof *w->list, by_begin);
+    clear_ring(w, GM_GRAD);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t c = w->list[i].chunk, begin = w->list[i].begin;
+        bool is_update = w->list[i].end < w->plan->n;
+        uint32_t end = is_update ? begin : course->opens[w->list[i].end - w->plan->n].end;
+        uint32_t from = claim(w, GM_GRAD, c, end);
+        if (is_update && !is_adding && from != GM_NO_TICK && from < begin) {
+            note(w, from, PHASE_GRAD_IN, GM_OP_GRAD_IN, c);
+        } else if (!is_update && from != GM_NO_TICK && from > begin) {
+            w->misfit = c;
+        } else if (!is_update && is_adding) {
+            from = from == GM_NO_TICK ? 0 : from;
+            if (w->update[c] != GM_NO_TICK && from < w->update[c]) {
+                from = w->update[c]; /* the pending update reads what the last step gathered */
+            }
+            note(w, from, PHASE_GRAD_IN, GM_OP_GRAD_IN, c);
+        }
+    }
+}
+
+static gm_status sort_notes(const gm_writer *w, gm_schedule *out)
+{
+    size_t n_keys = (size_t)w->course->n * N_PHASES;
+    uint32_t *count = calloc(n_keys + 1, sizeof *count);
+    out->begin = calloc((size_t)w->course->n + 1, sizeof *out->begin);
+    out->ops = calloc(w->n_notes + 1, sizeof *out->ops);
+    if (!count || !out->begin || !out->ops || w->has_failed) {
+        free(count);
+        gm_schedule_free(out);
+        return GM_FAIL(GM_ERR_NOMEM, "host: no room for %zu operations", w->n_notes);
+    }
+    for (size_t i = 0; i < w->n_notes; i++) {
+        count[w->notes[i].when + 1]++;
+    }
+    for (size_t i = 0; i < n_keys; i++) {
+        count[i + 1] += count[i];
+    }
+    for (uint32_t t = 0; t <= w->course->n; t++) {
+        out->begin[t] = count[(size_t)t * N_PHASES];
+    }
+    for (size_t i = 0; i < w->n_notes; i++) {
+        out->ops[count[w->notes[i].when]++] = w->notes[i].op;
+    }
+    free(count);
+    return GM_OK;
+}
+
+/* Chunks by first use in this course, equal ones in the plan's order. */
+static bool sort_chunks(gm_writer *w)
+{
+    const gm_course *course = w->course;
+    uint32_t *count = calloc((size_t)course->n + 2, sizeof *count);
+    if (!count) {
+        return false;
+    }
+    for (uint32_t c = 0; c < w->plan->n; c++) {
+        count[course->first[c] + 1]++;
+    }
+    for (uint32_t t = 0; t <= course->n; t++) {
+        count[t + 1] += count[t];
+    }
+    for (uint32_t i = 0; i < w->plan->n; i++) {
+        uint32_t c = w->plan->order[i];
+        w->order[count[course->first[c]]++] = c;
+    }
+    free(count);
+    return true;
+}
+
+gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
+                          gm_schedule *out)
+{
+    uint32_t n = plan->n, ring = 1;
+    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+        ring = plan->ring[piece] > ring ? plan->ring[piece] : ring;
+    }
+    gm_writer w = {.problem = problem,
+                   .plan = plan,
+                   .course = course,
+                   .main = &problem->courses[problem->main],
+                   .misfit = GM_NO_TICK,
+                   .update = calloc(n, sizeof(uint32_t)),
+                   .order = calloc(n, sizeof(uint32_t)),
+                   .owner = calloc(ring, sizeof(uint32_t)),
+                   .until = calloc(ring, sizeof(uint32_t)),
+                   .uses = calloc((size_t)course->n_uses + 1, sizeof(gm_use)),
+                   .list = calloc(2 * (size_t)n + 1, sizeof(gm_use)),
+                   .latest = calloc(n, sizeof(uint32_t))};
+    gm_status status = GM_OK;
+    *out = (gm_schedule){.hash = course->trace->hash, .n_ticks = course->n};
+    if (!w.update || !w.order || !w.owner || !w.until || !w.uses || !w.list || !w.latest ||
+        !sort_chunks(&w)) {
+        status = GM_FAIL(GM_ERR_NOMEM, "host: no room to schedule %u ticks", course->n);
+    } else if (course->n > UINT32_MAX / N_PHASES - 1) {
+        status = GM_FAIL(GM_ERR_NOMEM, "plan: a trace of %u ticks is too long", course->n);
+    } else {
+        if (course->n > 0) {
+            place_updates(&w);
+            write_fetches(&w);
+            write_refreshes(&w);
+            write_grad_ticks(&w);
+            write_updates(&w);
+            write_states(&w);
+            write_grads_in(&w);
+        }
+        status = w.misfit != GM_NO_TICK
+                     ? GM_FAIL(GM_ERR_STATE,
+                               "plan: chunk %u's place is taken when a pass of %u ticks needs it; "
+                               "plan anew with this trace",
+                               w.misfit, course->n)
+                     : sort_notes(&w, out);
+    }
+    free(w.update);
+    free(w.order);
+    free(w.owner);
+    free(w.until);
+    free(w.uses);
+    free(w.list);
+    free(w.latest);
+    free(w.notes);
+    return status;
+}

@@ -1,0 +1,169 @@
+/* plan_sim.c - runs nodes on lanes: at each moment every lane whose next node has nothing to wait for works, at the
+ * rate that the others leave it.
+ *
+ * 1. A node waits only for nodes issued before it, so the run always ends. */
+#include "plan_sim.h"
+
+#include <stdlib.h>
+
+/* What a copy and a call of the host cost beside their bytes. */
+#define COPY_SECONDS 8e-6
+#define HOST_SECONDS 3e-5
+
+void gm_sim_begin(gm_sim *sim)
+{
+    sim->n = sim->n_waits = 0;
+    sim->has_failed = false;
+    for (int lane = 0; lane < GM_N_LANES; lane++) {
+        sim->first[lane] = sim->last[lane] = GM_NO_NODE;
+    }
+}
+
+void gm_sim_free(gm_sim *sim)
+{
+    free(sim->nodes);
+    free(sim->waits);
+    *sim = (gm_sim){0};
+}
+
+static uint32_t first_wait(const gm_sim *sim)
+{
+    return sim->n ? sim->nodes[sim->n - 1].waits + sim->nodes[sim->n - 1].n_waits : 0;
+}
+
+void gm_sim_wait(gm_sim *sim, uint32_t node)
+{
+    if (node == GM_NO_NODE ||
+        (sim->n_waits > first_wait(sim) && sim->waits[sim->n_waits - 1] == node)) {
+        return;
+    }
+    if (sim->n_waits == sim->waits_capacity) {
+        uint32_t capacity = 2 * sim->waits_capacity + 256;
+        uint32_t *waits = realloc(sim->waits, capacity * sizeof *waits);
+        if (!waits) {
+            sim->has_failed = true;
+            return;
+        }
+        sim->waits = waits;
+        sim->waits_capacity = capacity;
+    }
+    sim->waits[sim->n_waits++] = node;
+}
+
+uint32_t gm_sim_add(gm_sim *sim, gm_lane lane, double work)
+{
+    uint32_t waits = first_wait(sim);
+    if (sim->n == sim->capacity) {
+        uint32_t capacity = 2 * sim->capacity + 256;
+        gm_node *nodes = realloc(sim->nodes, capacity * sizeof *nodes);
+        if (!nodes) {
+            sim->has_failed = true;
+            sim->n_waits = waits;
+            return GM_NO_NODE;
+        }
+        sim->nodes = nodes;
+        sim->capacity = capacity;
+    }
+    sim->nodes[sim->n] = (gm_node){.work = work,
+                                   .end = -1,
+                                   .waits = waits,
+                                   .n_waits = sim->n_waits - waits,
+                                   .next = GM_NO_NODE,
+                                   .lane = (uint32_t)lane};
+    if (sim->last[lane] == GM_NO_NODE) {
+        sim->first[lane] = sim->n;
+    } else {
+        sim->nodes[sim->last[lane]].next = sim->n;
+    }
+    sim->last[lane] = sim->n;
+    return sim->n++;
+}
+
+typedef struct gm_speed {
+    double rate[GM_N_LANES];
+} gm_speed;
+
+static gm_speed speed_of(const gm_rates *rates, const bool *is_busy)
+{
+    bool is_in = is_busy[GM_LANE_FETCH] || is_busy[GM_LANE_STATE];
+    bool is_out = is_busy[GM_LANE_EVICT] || is_busy[GM_LANE_STATE_OUT];
+    bool is_host = is_busy[GM_LANE_HOST], is_both = is_in && is_out;
+    double in = !is_both ? rates->h2d : is_host ? rates->h2d_beside : rates->h2d_both;
+    double out = !is_both ? rates->d2h : is_host ? rates->d2h_beside : rates->d2h_both;
+    double host = is_both           ? rates->host_adam_beside
+                  : is_in || is_out ? (rates->host_adam + rates->host_adam_beside) / 2
+                                    : rates->host_adam;
+    double device = is_busy[GM_LANE_COMPUTE] && is_busy[GM_LANE_UPDATE] ? 0.5 : 1.0;
+    double in_share = is_busy[GM_LANE_FETCH] && is_busy[GM_LANE_STATE] ? 0.5 : 1.0;
+    double out_share = is_busy[GM_LANE_EVICT] && is_busy[GM_LANE_STATE_OUT] ? 0.5 : 1.0;
+    return (gm_speed){
+        {device, device, in * in_share, in * in_share, out * out_share, out * out_share, host}};
+}
+
+/* What is left of a node once it runs, with its fixed cost. */
+static double whole_work(const gm_node *node, const gm_rates *rates)
+{
+    switch (node->lane) {
+    case GM_LANE_FETCH:
+    case GM_LANE_STATE: return node->work + COPY_SECONDS * rates->h2d;
+    case GM_LANE_EVICT:
+    case GM_LANE_STATE_OUT: return node->work + COPY_SECONDS * rates->d2h;
+    case GM_LANE_HOST: return node->work + HOST_SECONDS * rates->host_adam;
+    default: return node->work;
+    }
+}
+
+double gm_sim_run(gm_sim *sim, const gm_rates *rates)
+{
+    uint32_t head[GM_N_LANES], waited[GM_N_LANES] = {0};
+    double left[GM_N_LANES] = {0}, now = 0;
+    bool is_busy[GM_N_LANES] = {false};
+    if (sim->has_failed) {
+        return 0;
+    }
+    for (int lane = 0; lane < GM_N_LANES; lane++) {
+        head[lane] = sim->first[lane];
+    }
+    for (uint32_t n_done = 0; n_done < sim->n;) {
+        for (int lane = 0; lane < GM_N_LANES; lane++) {
+            if (is_busy[lane] || head[lane] == GM_NO_NODE) {
+                continue;
+            }
+            const gm_node *node = &sim->nodes[head[lane]];
+            while (waited[lane] < node->n_waits &&
+                   sim->nodes[sim->waits[node->waits + waited[lane]]].end >= 0) {
+                waited[lane]++;
+            }
+            if (waited[lane] == node->n_waits) {
+                is_busy[lane] = true;
+                left[lane] = whole_work(node, rates);
+            }
+        }
+        gm_speed speed = speed_of(rates, is_busy);
+        double step = -1;
+        int soonest = 0;
+        for (int lane = 0; lane < GM_N_LANES; lane++) {
+            double need = left[lane] / speed.rate[lane];
+            if (is_busy[lane] && (step < 0 || need < step)) {
+                step = need;
+                soonest = lane;
+            }
+        }
+        GM_ASSERT(step >= 0);
+        now += step;
+        for (int lane = 0; lane < GM_N_LANES; lane++) {
+            if (!is_busy[lane]) {
+                continue;
+            }
+            left[lane] -= step * speed.rate[lane];
+            if (lane == soonest || left[lane] <= 0) {
+                sim->nodes[head[lane]].end = now;
+                head[lane] = sim->nodes[head[lane]].next;
+                is_busy[lane] = false;
+                waited[lane] = 0;
+                n_done++;
+            }
+        }
+    }
+    return now;
+}

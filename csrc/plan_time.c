@@ -1,0 +1,442 @@
+/* plan_time.c - predicts a step: follows the schedules as the engine would, tick by tick, and lets plan_sim.c say when
+ * each copy, update and piece of compute would end.
+ *
+ * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the copy home of what
+ *    was there; a host update waits for its gradient, and a fetch for the host update; a device update waits for
+ *    weights, states and gradient; a deferred update waits for the end of the last backward, which has the norm.
+ * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "plan_impl.h"
+#include "plan_sim.h"
+
+#define MANY_NODES 40000u /* a step of more is followed twice instead of three times */
+
+typedef struct gm_item { /* one piece of one chunk */
+    uint32_t filled, used, homed;
+    bool is_there;
+} gm_item;
+
+typedef struct gm_load { /* what a part of a step asks of each resource */
+    double compute, in, out, host;
+} gm_load;
+
+typedef struct gm_replay {
+    const gm_problem *problem;
+    const gm_plan *plan;
+    gm_sim sim;
+    gm_item *items; /* (n, GM_N_PIECES) */
+    uint32_t *owner[GM_N_PIECES];
+    bool *is_pending, *is_stale, *has_home_grad, *is_dirty; /* (n,) */
+    uint32_t *use_pass, *use_end;                           /* (n,) */
+    uint32_t *node_of;           /* (ticks,) compute of each tick of the present pass */
+    uint32_t norm;               /* the end of the last backward */
+    uint32_t pass, tick, newest; /* newest: compute node */
+    double weight;               /* how many equal passes the present one stands for */
+    gm_load *load;
+} gm_replay;
+
+static gm_item *item(gm_replay *r, uint32_t chunk, gm_piece piece)
+{
+    return &r->items[chunk * GM_N_PIECES + piece];
+}
+
+static const gm_plan_chunk *chunk_of(const gm_replay *r, uint32_t chunk)
+{
+    return &r->problem->input->chunks[chunk];
+}
+
+/* The compute after which nobody reads the weights any more, as far as the pass has come. */
+static uint32_t last_reader(const gm_replay *r, uint32_t chunk)
+{
+    if (r->use_pass[chunk] == r->pass) {
+        uint32_t end = r->use_end[chunk] < r->tick ? r->use_end[chunk] : r->tick;
+        return end > 0 ? r->node_of[end - 1] : r->newest;
+    }
+    return r->items[chunk * GM_N_PIECES + GM_WEIGHT].used;
+}
+
+static void wait_for_owner(gm_replay *r, uint32_t chunk, gm_piece piece)
+{
+    const gm_item *old = item(r, chunk, piece);
+    gm_sim_wait(&r->sim, old->filled);
+    gm_sim_wait(&r->sim, old->used);
+    gm_sim_wait(&r->sim, old->homed);
+    if (piece == GM_WEIGHT) {
+        gm_sim_wait(&r->sim, last_reader(r, chunk));
+    }
+}
+
+/* The piece takes its blocks; the node added next waits for whoever had them. */
+static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
+{
+    const gm_place *place = &r->plan->places[chunk * GM_N_PIECES + piece];
+    wait_for_owner(r, chunk, piece);
+    if (!place->is_resident && place->length > 0) {
+        uint32_t n = chunk_of(r, chunk)->blocks[piece], at = place->offset;
+        uint32_t *owner = r->owner[piece], last = GM_NO_NODE;
+        for (uint32_t j = 0; j < n; j++) {
+            uint32_t old = owner[at];
+            if (old != chunk && old != last && old != UINT32_MAX) {
+                wait_for_owner(r, old, piece);
+                item(r, old, piece)->is_there = false;
+                last = old;
+            }
+            owner[at] = chunk;
+            at = at + 1 == place->length ? 0 : at + 1;
+        }
+    }
+    item(r, chunk, piece)->is_there = true;
+}
+
+static uint32_t copy_in(gm_replay *r, gm_lane lane, size_t bytes)
+{
+    r->load->in += r->weight * (double)bytes;
+    return gm_sim_add(&r->sim, lane, (double)bytes);
+}
+
+static uint32_t copy_out(gm_replay *r, gm_lane lane, size_t bytes)
+{
+    r->load->out += r->weight * (double)bytes;
+    return gm_sim_add(&r->sim, lane, (double)bytes);
+}
+
+static void fetch(gm_replay *r, uint32_t c)
+{
+    gm_item *w = item(r, c, GM_WEIGHT);
+    bool is_behind_update = r->is_pending[c] && gm_is_on_host(r->plan->class_of[c]);
+    if ((w->is_there && !r->is_stale[c]) || is_behind_update) {
+        return;
+    }
+    claim(r, c, GM_WEIGHT);
+    w->filled = copy_in(r, GM_LANE_FETCH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    r->is_stale[c] = false;
+}
+
+static void grad_out(gm_replay *r, uint32_t c)
+{
+    gm_item *g = item(r, c, GM_GRAD);
+    if (g->is_there && r->is_dirty[c]) {
+        gm_sim_wait(&r->sim, g->filled);
+        gm_sim_wait(&r->sim, g->homed);
+        g->homed = copy_out(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_GRAD]);
+        r->is_dirty[c] = false;
+        r->has_home_grad[c] = true;
+    }
+}
+
+static void grad_in(gm_replay *r, uint32_t c)
+{
+    gm_item *g = item(r, c, GM_GRAD);
+    if (!g->is_there && r->has_home_grad[c]) {
+        claim(r, c, GM_GRAD);
+        g->filled = copy_in(r, GM_LANE_STATE, chunk_of(r, c)->bytes[GM_GRAD]);
+    }
+}
+
+static void state_in(gm_replay *r, uint32_t c)
+{
+    gm_item *s = item(r, c, GM_STATE);
+    if (!s->is_there && gm_is_state_streamed(r->plan->class_of[c])) {
+        claim(r, c, GM_STATE);
+        s->filled = copy_in(r, GM_LANE_STATE, chunk_of(r, c)->bytes[GM_STATE]);
+    }
+}
+
+static void update_on_host(gm_replay *r, uint32_t c)
+{
+    gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
+    grad_out(r, c);
+    gm_sim_wait(&r->sim, r->norm);
+    gm_sim_wait(&r->sim, g->homed);
+    gm_sim_wait(&r->sim, w->homed);
+    gm_sim_wait(&r->sim, w->filled);
+    r->load->host += r->weight * (double)chunk_of(r, c)->numel;
+    uint32_t node = gm_sim_add(&r->sim, GM_LANE_HOST, (double)chunk_of(r, c)->numel);
+    w->homed = s->homed = g->used = node;
+    r->is_stale[c] = true;
+}
+
+static void update_on_device(gm_replay *r, uint32_t c)
+{
+    gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
+    uint32_t cls = r->plan->class_of[c];
+    double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
+    state_in(r, c);
+    grad_in(r, c);
+    fetch(r, c);
+    gm_sim_wait(&r->sim, r->norm);
+    gm_sim_wait(&r->sim, g->filled);
+    gm_sim_wait(&r->sim, w->filled);
+    gm_sim_wait(&r->sim, s->filled);
+    gm_sim_wait(&r->sim, last_reader(r, c));
+    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
+    r->load->compute += r->weight * seconds;
+    g->used = s->used = w->filled = s->filled = node;
+    if (gm_is_state_streamed(cls)) {
+        gm_sim_wait(&r->sim, node);
+        s->homed = copy_out(r, GM_LANE_STATE_OUT, chunk_of(r, c)->bytes[GM_STATE]);
+    }
+    if (gm_is_streamed(cls)) {
+        gm_sim_wait(&r->sim, node);
+        w->homed = copy_out(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    }
+}
+
+static void follow_op(gm_replay *r, const gm_op *op)
+{
+    uint32_t c = op->chunk;
+    switch ((gm_op_kind)op->kind) {
+    case GM_OP_FETCH: fetch(r, c); break;
+    case GM_OP_STATE_IN: state_in(r, c); break;
+    case GM_OP_GRAD_IN: grad_in(r, c); break;
+    case GM_OP_GRAD_OUT: grad_out(r, c); break;
+    case GM_OP_UPDATE:
+        if (r->is_pending[c]) {
+            r->is_pending[c] = false;
+            if (gm_is_on_host(r->plan->class_of[c])) {
+                update_on_host(r, c);
+            } else {
+                update_on_device(r, c);
+            }
+            r->has_home_grad[c] = false;
+            r->is_dirty[c] = false;
+            item(r, c, GM_GRAD)->is_there = false;
+        }
+        break;
+    }
+}
+
+/* A gradient of this pass begins to grow: the compute added next writes it. */
+static void open_grad(gm_replay *r, uint32_t c)
+{
+    if (r->plan->places[c * GM_N_PIECES + GM_GRAD].length == 0) {
+        return;
+    }
+    grad_in(r, c);
+    gm_item *g = item(r, c, GM_GRAD);
+    if (g->is_there) {
+        gm_sim_wait(&r->sim, g->filled);
+        gm_sim_wait(&r->sim, g->homed);
+    } else {
+        claim(r, c, GM_GRAD);
+    }
+}
+
+static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule *schedule,
+                        bool is_first, bool is_last, gm_load *loads)
+{
+    bool is_immediate = r->problem->input->when == GM_IMMEDIATE;
+    uint32_t next_use = 0, next_open = 0;
+    r->pass++;
+    for (uint32_t t = 0; t < course->n; t++) {
+        const gm_tick *tick = &course->trace->ticks[t];
+        r->tick = t;
+        r->load = &loads[is_first && t < course->backward ? 0 : 1];
+        if (tick->kind == GM_TICK_GRAD && course->grad[tick->id] == t &&
+            chunk_of(r, tick->id)->bytes[GM_GRAD] > 0) {
+            item(r, tick->id, GM_GRAD)->filled = r->newest;
+            item(r, tick->id, GM_GRAD)->is_there = true;
+            r->is_dirty[tick->id] = true;
+            r->is_pending[tick->id] = is_last && is_immediate && r->problem->is_trained[tick->id];
+        }
+        uint32_t n_before = r->sim.n;
+        for (uint32_t i = schedule->begin[t]; i < schedule->begin[t + 1]; i++) {
+            follow_op(r, &schedule->ops[i]);
+        }
+        uint32_t n_waits = r->sim.n_waits;
+        for (uint32_t use = next_use; use < course->n_uses && course->uses[use].begin == t; use++) {
+            fetch(r, course->uses[use].chunk);
+        }
+        for (uint32_t i = next_open; i < course->n_opens && course->opens[i].begin == t; i++) {
+            grad_in(r, course->opens[i].chunk);
+        }
+        for (; next_use < course->n_uses && course->uses[next_use].begin == t; next_use++) {
+            uint32_t c = course->uses[next_use].chunk;
+            gm_sim_wait(&r->sim, item(r, c, GM_WEIGHT)->filled);
+            r->use_pass[c] = r->pass;
+            r->use_end[c] = course->uses[next_use].end;
+        }
+        for (; next_open < course->n_opens && course->opens[next_open].begin == t; next_open++) {
+            open_grad(r, course->opens[next_open].chunk);
+        }
+        r->load->compute += r->weight * (double)tick->seconds;
+        bool is_free =
+            r->sim.n == n_before && r->sim.n_waits == n_waits && t > 0 && r->newest != GM_NO_NODE;
+        if (is_free) {
+            r->sim.nodes[r->newest].work += (double)tick->seconds;
+        } else {
+            r->newest = gm_sim_add(&r->sim, GM_LANE_COMPUTE, (double)tick->seconds);
+        }
+        r->node_of[t] = r->newest;
+    }
+    r->tick = course->n;
+    for (uint32_t c = 0; c < r->plan->n; c++) {
+        if (r->use_pass[c] == r->pass) {
+            item(r, c, GM_WEIGHT)->used = r->node_of[r->use_end[c] - 1];
+        }
+        if (is_last && !is_immediate && r->problem->is_trained[c]) {
+            r->is_pending[c] = true; /* the step came: all gradients of its passes are complete */
+        }
+    }
+    if (is_last && !is_immediate) {
+        r->norm = r->newest;
+    }
+}
+
+/* Follows one step.  Returns the seconds of passes that stand for several: to be added for the others. */
+static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *n_ends)
+{
+    uint32_t n_followed = 0;
+    *n_ends = 0;
+    for (uint32_t k = 0; k < r->problem->n_courses; k++) {
+        const gm_course *course = &r->problem->courses[k];
+        uint32_t n_runs = course->n_runs;
+        if (r->problem->n_passes == 0 && k == r->problem->main) {
+            n_runs = 1;
+        }
+        for (uint32_t run = 0; run < n_runs; run++) {
+            bool is_middle = run == 1 && n_runs > 3;
+            uint32_t stands_for = is_middle ? n_runs - 2 : 1;
+            r->weight = (double)stands_for;
+            bool is_last = n_followed + stands_for >= r->problem->n_passes;
+            follow_pass(r, course, &r->plan->schedules[k], n_followed == 0, is_last, loads);
+            n_followed += stands_for;
+            run += stands_for - 1;
+            ends[2 * *n_ends] = r->newest;
+            ends[2 * *n_ends + 1] = stands_for;
+            (*n_ends)++;
+        }
+    }
+}
+
+/* Seconds of two copies that share the link's both ways, and of the host beside them. */
+static void busy_seconds(const gm_rates *rates, const gm_load *load, double *in, double *out,
+                         double *host)
+{
+    double both_in = load->in / rates->h2d_both, both_out = load->out / rates->d2h_both;
+    double both = both_in < both_out ? both_in : both_out;
+    *in = both + (load->in - both * rates->h2d_both) / rates->h2d;
+    *out = both + (load->out - both * rates->d2h_both) / rates->d2h;
+    double beside = load->host / rates->host_adam_beside;
+    *host = beside <= both
+                ? beside
+                : both + (load->host - both * rates->host_adam_beside) / rates->host_adam;
+}
+
+static double most(double a, double b, double c, double d)
+{
+    double left = a > b ? a : b, right = c > d ? c : d;
+    return left > right ? left : right;
+}
+
+static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *loads, double step)
+{
+    const gm_rates *rates = &problem->input->rates;
+    gm_plan_info *info = &plan->info;
+    gm_load all = {loads[0].compute + loads[1].compute, loads[0].in + loads[1].in,
+                   loads[0].out + loads[1].out, loads[0].host + loads[1].host};
+    info->compute_seconds = all.compute;
+    info->h2d_bytes = (size_t)all.in;
+    info->d2h_bytes = (size_t)all.out;
+    busy_seconds(rates, &all, &info->h2d_seconds, &info->d2h_seconds, &info->host_seconds);
+    double busiest = most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds);
+    info->bound_seconds = busiest;
+    if (problem->input->when == GM_DEFERRED) {
+        info->bound_seconds = 0;
+        for (int part = 0; part < 2; part++) {
+            double in, out, host;
+            busy_seconds(rates, &loads[part], &in, &out, &host);
+            info->bound_seconds += most(loads[part].compute, in, out, host);
+        }
+    }
+    info->step_seconds = step > busiest ? step : busiest;
+}
+
+static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_replay *r)
+{
+    uint32_t n = problem->n, n_ticks = 1;
+    for (uint32_t k = 0; k < problem->n_courses; k++) {
+        n_ticks = problem->courses[k].n > n_ticks ? problem->courses[k].n : n_ticks;
+    }
+    *r = (gm_replay){.problem = problem, .plan = plan, .norm = GM_NO_NODE, .newest = GM_NO_NODE};
+    r->items = calloc((size_t)n * GM_N_PIECES, sizeof *r->items);
+    r->is_pending = calloc(n, sizeof(bool));
+    r->is_stale = calloc(n, sizeof(bool));
+    r->has_home_grad = calloc(n, sizeof(bool));
+    r->is_dirty = calloc(n, sizeof(bool));
+    r->use_pass = calloc(n, sizeof(uint32_t));
+    r->use_end = calloc(n, sizeof(uint32_t));
+    r->node_of = calloc(n_ticks, sizeof(uint32_t));
+    bool has_all = r->items && r->is_pending && r->is_stale && r->has_home_grad && r->is_dirty &&
+                   r->use_pass && r->use_end && r->node_of;
+    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+        r->owner[piece] = malloc(((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
+        has_all = has_all && r->owner[piece];
+        if (r->owner[piece]) {
+            memset(r->owner[piece], 0xff, ((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
+        }
+    }
+    if (!has_all) {
+        return GM_FAIL(GM_ERR_NOMEM, "host: no room to predict a plan of %u chunks", n);
+    }
+    for (uint32_t i = 0; i < n * GM_N_PIECES; i++) {
+        r->items[i] = (gm_item){GM_NO_NODE, GM_NO_NODE, GM_NO_NODE, plan->places[i].is_resident};
+    }
+    return GM_OK;
+}
+
+static void replay_free(gm_replay *r)
+{
+    gm_sim_free(&r->sim);
+    free(r->items);
+    free(r->is_pending);
+    free(r->is_stale);
+    free(r->has_home_grad);
+    free(r->is_dirty);
+    free(r->use_pass);
+    free(r->use_end);
+    free(r->node_of);
+    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+        free(r->owner[piece]);
+    }
+}
+
+gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan)
+{
+    gm_replay r;
+    gm_load loads[2];
+    uint32_t n_ends = 0;
+    size_t most_ends = 4 * (size_t)problem->n_courses + 1;
+    uint32_t *ends = calloc(2 * most_ends, sizeof *ends);
+    gm_status status = replay_new(problem, plan, &r);
+    if (status == GM_OK && !ends) {
+        status = GM_FAIL(GM_ERR_NOMEM, "host: no room for %zu passes", most_ends);
+    }
+    if (status == GM_OK) {
+        uint32_t before = GM_NO_NODE;
+        gm_sim_begin(&r.sim);
+        for (int cycle = 0; cycle < 3; cycle++) {
+            before = r.newest;
+            memset(loads, 0, sizeof loads);
+            follow_step(&r, loads, ends, &n_ends);
+            cycle += r.sim.n > MANY_NODES && cycle == 0 ? 1 : 0;
+        }
+        if (r.sim.has_failed) {
+            status = GM_FAIL(GM_ERR_NOMEM, "host: no room to predict %u operations", r.sim.n);
+        } else {
+            (void)gm_sim_run(&r.sim, &problem->input->rates);
+            double start = before == GM_NO_NODE ? 0 : r.sim.nodes[before].end, step = 0;
+            for (uint32_t i = 0; i < n_ends; i++) {
+                double end = r.sim.nodes[ends[2 * i]].end;
+                step += (end - start) * (double)ends[2 * i + 1];
+                start = end;
+            }
+            fill_info(problem, plan, loads, step);
+        }
+    }
+    replay_free(&r);
+    free(ends);
+    return status;
+}

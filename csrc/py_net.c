@@ -1,0 +1,652 @@
+/* py_net.c - the Python type Net, base of hooks.py's SavedTensorNet: packs and unpacks what autograd saves
+ * in a unit's forward; see [Note: backward without backward hooks] there.
+ *
+ * Invariants
+ *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own would have
+ *      got goes to them: `frames[n - 1]` has the pair that was on top.
+ *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks.
+ *   3. What was saved is handed out only in the version in which it was saved, as torch does itself.
+ *   4. No pointer into `frames` or `running` is kept across a call that may run Python or drop the GIL. */
+#include "py_unit.h"
+
+#include <stdlib.h>
+#include <structmember.h>
+
+#include "py_engine.h"
+#include "py_running.h"
+
+typedef struct outer {
+    PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
+    gm_py_net *below;        /* the thread's active net before */
+} outer;
+
+struct gm_py_net {
+    PyObject_HEAD PyObject *core, *engine, *held, *mark;
+    PyObject *pack, *unpack; /* our methods, bound once */
+    uintptr_t begin, end;    /* addresses of weights */
+    PyObject *slots;         /* a tuple, ordered by address */
+    uintptr_t *addresses;    /* of `slots` */
+    int ordinal;             /* -1 on the host device */
+    outer *frames;
+    size_t n_frames, frame_capacity;
+    gm_running running;
+};
+
+typedef enum saved_kind { SAVED_PLAIN, SAVED_TOKEN, SAVED_DELEGATED } saved_kind;
+
+/* A saved tensor.  Not tracked by the cycle collector: autograd, which holds it, is not either. */
+typedef struct saved {
+    PyObject_HEAD saved_kind kind;
+    bool is_view; /* a token of a view: it holds a reference to the parameter's storage */
+    PyObject
+        *tensor; /* detached, so that no node lives by its own output; what the user's pack gave */
+    PyObject *owner;   /* a token's slot, the user's unpack */
+    uintptr_t address; /* of a token */
+    long long version; /* of the tensor, of the slot's epoch; -1: not counted (inference) */
+} saved;
+
+PyTypeObject *gm_py_net_type;
+static PyTypeObject *saved_type;
+static _Thread_local gm_py_net *active; /* the innermost net pushed on this thread, a reference */
+
+/* ---- the engine behind it ---- */
+
+gm_engine *gm_py_net_engine(gm_py_net *net)
+{
+    return gm_py_core_engine(net->core);
+}
+
+bool gm_py_net_is_closed(gm_py_net *net)
+{
+    return gm_py_core_is_closed(net->core);
+}
+
+int gm_py_net_stream(gm_py_net *net, gm_stream *out)
+{
+    *out = 0;
+    if (net->ordinal < 0) {
+        return 0;
+    }
+    PyObject *index = PyLong_FromLong(net->ordinal);
+    PyObject *raw = index ? PyObject_CallFunctionObjArgs(gm_torch.raw_stream, index, NULL) : NULL;
+    Py_XDECREF(index);
+    if (!raw) {
+        return -1;
+    }
+    *out = PyLong_AsUnsignedLongLong(raw);
+    Py_DECREF(raw);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int release_touched(gm_py_net *net, uint32_t n_keep)
+{
+    gm_engine *engine = gm_py_net_engine(net);
+    if (!engine) {
+        return -1;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status, gm_engine_release_touched(engine, n_keep));
+    return gm_py_raised(status);
+}
+
+/* Of the slots, the last that begins at or before `address`, which is within the weights. */
+static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
+{
+    size_t low = 0, high = (size_t)PyTuple_Size(net->slots);
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (net->addresses[middle] <= address) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return (gm_py_slot *)PyTuple_GetItem(net->slots, (Py_ssize_t)low);
+}
+
+/* ---- nodes of backward ---- */
+
+static int long_of(PyObject *number, long long *out)
+{
+    if (!number) {
+        return -1;
+    }
+    *out = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* A node's place in its thread's order of creation; -1 outside backward. */
+static int node_key(long long *out)
+{
+    *out = -1;
+    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
+    if (!node) {
+        return -1;
+    }
+    int result = 0;
+    if (node != Py_None) {
+        result = long_of(PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL), out);
+    }
+    Py_DECREF(node);
+    return result;
+}
+
+/* Unpins what earlier nodes of this task have touched; 0 if the task is new to us, else 1. */
+static int follow(gm_py_net *net, long long node, long long task)
+{
+    uint32_t n_keep;
+    switch (gm_running_follow(&net->running, node, task, &n_keep)) {
+    case GM_FOLLOW_NEW: return 0;
+    case GM_FOLLOW_SAME: return 1;
+    case GM_FOLLOW_NEXT: return release_touched(net, n_keep) < 0 ? -1 : 1;
+    }
+    return -1; /* not reached */
+}
+
+/* Makes the chunk at `address` readable for the running node. */
+static int touch(gm_py_net *net, uintptr_t address)
+{
+    long long node, task;
+    gm_stream stream;
+    gm_engine *engine = gm_py_net_engine(net);
+    if (!engine || gm_py_net_stream(net, &stream) < 0 || node_key(&node) < 0 ||
+        long_of(PyObject_CallNoArgs(gm_torch.current_task), &task) < 0) {
+        return -1;
+    }
+    int is_known = follow(net, node, task);
+    if (is_known < 0) {
+        return -1;
+    }
+    bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
+    uint32_t n_before = gm_engine_n_touched(engine);
+    if ((is_new && !gm_running_push(&net->running, node, task, n_before)) ||
+        !gm_running_note(&net->running, address)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
+    PyObject *done = NULL;
+    if (status == GM_ERR_NOMEM) {
+        gm_py_raise(status);
+        return gm_py_explain((PyObject *)net, "no_room", (PyObject *)slot_at(net, address));
+    }
+    if (status != GM_OK) {
+        return gm_py_raised(status);
+    }
+    if (net->mark != Py_None) {
+        done = PyObject_CallFunctionObjArgs(net->mark, slot_at(net, address), NULL);
+        Py_XDECREF(done);
+        return done ? 0 : -1;
+    }
+    return 0;
+}
+
+/* Outside backward nothing is needed any more.  Inside, what earlier nodes have touched is not: a node may
+ * start with the recomputation of an activation, before it has unpacked any weight. */
+static int settle(gm_py_net *net)
+{
+    if (net->running.n == 0) {
+        return 0;
+    }
+    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
+    if (!node) {
+        return -1;
+    }
+    bool is_outside = node == Py_None;
+    Py_DECREF(node);
+    if (is_outside) {
+        gm_running_drop(&net->running, 0);
+        return release_touched(net, 0);
+    }
+    long long key, task;
+    if (node_key(&key) < 0 || long_of(PyObject_CallNoArgs(gm_torch.current_task), &task) < 0) {
+        return -1;
+    }
+    return follow(net, key, task) < 0 ? -1 : 0;
+}
+
+int gm_py_net_begin_unit(gm_py_net *net)
+{
+    if (settle(net) < 0) {
+        return -1;
+    }
+    if (!net->held || PyDict_Size(net->held) == 0) {
+        return 0;
+    }
+    PyObject *done = PyObject_CallMethod(net->engine, "_poll_held", NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* ---- saving ---- */
+
+static saved *new_saved(saved_kind kind, PyObject *owner)
+{
+    saved *self = PyObject_New(saved, saved_type);
+    if (self) {
+        self->kind = kind;
+        self->is_view = false;
+        self->tensor = NULL;
+        self->owner = Py_XNewRef(owner);
+        self->address = 0;
+        self->version = -1;
+    }
+    return self;
+}
+
+static void saved_dealloc(saved *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->is_view) {
+        ((gm_py_slot *)self->owner)->view_tokens--;
+    }
+    Py_XDECREF(self->tensor);
+    Py_XDECREF(self->owner);
+    PyObject_Free(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* Whether the tensor's storage is its slot's own: 1 or 0.  A leased tensor of the guard has another one. */
+static int is_own_storage(const gm_py_slot *slot, PyObject *tensor)
+{
+    PyObject *storage = PyObject_CallMethodObjArgs(tensor, gm_torch.s_untyped_storage, NULL);
+    PyObject *address = storage ? PyObject_GetAttr(storage, gm_torch.s_cdata) : NULL;
+    int result = address ? PyObject_RichCompareBool(address, slot->storage, Py_EQ) : -1;
+    Py_XDECREF(address);
+    Py_XDECREF(storage);
+    return result;
+}
+
+static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
+{
+    gm_py_slot *slot = slot_at(net, address);
+    bool is_view = tensor != slot->parameter;
+    PyObject *shown = Py_NewRef(tensor);
+    int is_own = is_view ? is_own_storage(slot, tensor) : 1;
+    if (is_own == 0) { /* saved as itself, it would keep its lease until backward */
+        Py_DECREF(shown);
+        shown = PyObject_CallMethod((PyObject *)net, "without_lease", "OOK", slot, tensor,
+                                    (unsigned long long)address);
+    }
+    saved *self = is_own < 0 || !shown ? NULL : new_saved(SAVED_TOKEN, (PyObject *)slot);
+    if (self) {
+        self->address = address;
+        self->tensor =
+            is_view ? PyObject_CallMethodObjArgs(shown, gm_torch.s_detach, NULL) : Py_NewRef(shown);
+        self->is_view = is_view && self->tensor;
+        slot->view_tokens += self->is_view;
+        if (!self->tensor || gm_py_epoch_now(slot, &self->version) < 0) {
+            Py_DECREF((PyObject *)self);
+            self = NULL;
+        }
+    }
+    Py_XDECREF(shown);
+    return self;
+}
+
+static saved *pack_delegated(const outer *below, PyObject *tensor)
+{
+    PyObject *pack = Py_NewRef(below->pack);
+    saved *self = new_saved(SAVED_DELEGATED, below->unpack);
+    if (self && !(self->tensor = PyObject_CallFunctionObjArgs(pack, tensor, NULL))) {
+        Py_DECREF((PyObject *)self);
+        self = NULL;
+    }
+    Py_DECREF(pack);
+    return self;
+}
+
+static saved *pack_plain(PyObject *tensor)
+{
+    saved *self = new_saved(SAVED_PLAIN, NULL);
+    if (!self) {
+        return NULL;
+    }
+    self->tensor = PyObject_CallMethodObjArgs(tensor, gm_torch.s_detach, NULL);
+    if (self->tensor && gm_py_version(tensor, &self->version) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* an inference tensor has none */
+            PyErr_Clear();
+            self->version = -1;
+            return self;
+        }
+        Py_CLEAR(self->tensor);
+    }
+    if (!self->tensor) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return self;
+}
+
+static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
+{
+    uintptr_t address;
+    if (gm_py_data_ptr(tensor, &address) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            return NULL;
+        }
+        PyErr_Clear(); /* tensors without plain storage cannot show our bytes */
+        address = 0;
+    }
+    if (net->begin <= address && address < net->end) {
+        return (PyObject *)pack_token(net, tensor, address);
+    }
+    if (net->n_frames && net->frames[net->n_frames - 1].pack) {
+        return (PyObject *)pack_delegated(&net->frames[net->n_frames - 1], tensor);
+    }
+    return (PyObject *)pack_plain(tensor);
+}
+
+/* The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what it has
+ * unpacked may go meanwhile, and comes back. */
+static PyObject *unpack_delegated(gm_py_net *net, const saved *self)
+{
+    long long node = -1;
+    size_t n_addresses;
+    uint32_t n_keep;
+    if (net->running.n && node_key(&node) < 0) {
+        return NULL;
+    }
+    uintptr_t *addresses = gm_running_take(&net->running, node, &n_addresses, &n_keep);
+    if (!addresses) {
+        return PyObject_CallFunctionObjArgs(self->owner, self->tensor, NULL);
+    }
+    PyObject *tensor = NULL;
+    if (release_touched(net, n_keep) == 0) {
+        tensor = PyObject_CallFunctionObjArgs(self->owner, self->tensor, NULL);
+    }
+    for (size_t i = 0; tensor && i < n_addresses; i++) {
+        if (touch(net, addresses[i]) < 0) {
+            Py_CLEAR(tensor);
+        }
+    }
+    free(addresses);
+    return tensor;
+}
+
+static PyObject *unpack(gm_py_net *net, const saved *self)
+{
+    if (self->kind == SAVED_DELEGATED) {
+        return unpack_delegated(net, self);
+    }
+    long long now = self->version;
+    if (self->kind == SAVED_TOKEN) {
+        if (gm_py_epoch_now((gm_py_slot *)self->owner, &now) < 0) {
+            return NULL;
+        }
+    } else if (self->version >= 0 && gm_py_version(self->tensor, &now) < 0) {
+        return NULL;
+    }
+    if (now != self->version) {
+        PyObject *slot = self->owner ? self->owner : Py_None;
+        return PyObject_CallMethod((PyObject *)net, "refuse_modified", "OOLL", self->tensor, slot,
+                                   now, self->version);
+    }
+    if (self->kind == SAVED_TOKEN && touch(net, self->address) < 0) {
+        return NULL;
+    }
+    return Py_NewRef(self->tensor);
+}
+
+static PyObject *net_unpack(gm_py_net *net, PyObject *object)
+{
+    if (Py_TYPE(object) != saved_type) {
+        return PyErr_Format(PyExc_TypeError, "unpack takes what pack has given");
+    }
+    Py_INCREF(object); /* the user's unpack may end the graph that holds it */
+    PyObject *tensor = unpack(net, (const saved *)object);
+    Py_DECREF(object);
+    return tensor;
+}
+
+/* ---- being on top ---- */
+
+int gm_py_net_push(gm_py_net *net)
+{
+    PyObject *is_enabled = PyObject_CallNoArgs(gm_torch.is_hooks_enabled);
+    if (!is_enabled || is_enabled == Py_False) {
+        Py_XDECREF(is_enabled);
+        return is_enabled ? 0 : -1;
+    }
+    Py_DECREF(is_enabled);
+    outer *grown =
+        gm_with_room(net->frames, net->n_frames, &net->frame_capacity, sizeof *net->frames);
+    if (!grown) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    net->frames = grown;
+    PyObject *top = PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL);
+    if (!top) {
+        return -1;
+    }
+    outer frame = {0};
+    if (top != Py_None) {
+        frame.pack = PyTuple_GetItem(top, 0);
+        frame.unpack = PyTuple_GetItem(top, 1);
+        if (!frame.pack || !frame.unpack) {
+            Py_DECREF(top);
+            return -1;
+        }
+        if (frame.pack == net->pack && net->n_frames) {
+            frame = net->frames[net->n_frames - 1];
+        }
+        Py_XINCREF(frame.pack);
+        Py_XINCREF(frame.unpack);
+    }
+    Py_DECREF(top);
+    PyObject *done =
+        PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL);
+    if (!done) {
+        Py_XDECREF(frame.pack);
+        Py_XDECREF(frame.unpack);
+        return -1;
+    }
+    Py_DECREF(done);
+    frame.below = active;
+    active = (gm_py_net *)Py_NewRef((PyObject *)net);
+    net->frames[net->n_frames++] = frame;
+    return 1;
+}
+
+int gm_py_net_pop(gm_py_net *net)
+{
+    if (net->n_frames == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "this net is popped more often than pushed");
+        return -1;
+    }
+    outer frame = net->frames[--net->n_frames];
+    PyObject *mine = (PyObject *)active;
+    active = frame.below;
+    PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
+    Py_XDECREF(done);
+    Py_XDECREF(frame.pack);
+    Py_XDECREF(frame.unpack);
+    Py_XDECREF(mine);
+    return done ? 0 : -1;
+}
+
+static PyObject *net_push(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    int is_pushed = gm_py_net_push(net);
+    return is_pushed < 0 ? NULL : PyBool_FromLong(is_pushed);
+}
+
+static PyObject *none_unless(int failed)
+{
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *net_pop(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    return none_unless(gm_py_net_pop(net));
+}
+
+static PyObject *net_settle(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    return none_unless(settle(net));
+}
+
+static PyObject *active_net(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return Py_NewRef(active ? (PyObject *)active : Py_None);
+}
+
+/* ---- life ---- */
+
+static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
+}
+
+/* start(engine, core, held, slots, ordinal, mark); slots: ordered by address, none of them empty. */
+static PyObject *net_start(gm_py_net *net, PyObject *args)
+{
+    PyObject *engine, *core, *held, *slots, *mark;
+    if (net->core) {
+        return PyErr_Format(PyExc_RuntimeError, "a net is started once");
+    }
+    if (!PyArg_ParseTuple(args, "OOO!O!iO", &engine, &core, &PyDict_Type, &held, &PyTuple_Type,
+                          &slots, &net->ordinal, &mark)) {
+        return NULL;
+    }
+    gm_engine *handle = gm_py_core_engine(core);
+    if (!handle) {
+        return NULL;
+    }
+    size_t n = (size_t)PyTuple_Size(slots);
+    net->addresses = calloc(n ? n : 1, sizeof *net->addresses);
+    if (!net->addresses) {
+        return PyErr_NoMemory();
+    }
+    for (size_t i = 0; i < n; i++) {
+        PyObject *slot = PyTuple_GetItem(slots, (Py_ssize_t)i);
+        if (!PyObject_TypeCheck(slot, gm_py_slot_type)) {
+            return PyErr_Format(PyExc_TypeError, "a net has slots");
+        }
+        net->addresses[i] = gm_engine_address(handle, (uint32_t)((gm_py_slot *)slot)->id);
+    }
+    if (n) {
+        gm_engine_weight_span(handle, &net->begin, &net->end);
+    }
+    net->engine = Py_NewRef(engine);
+    net->held = Py_NewRef(held);
+    net->slots = Py_NewRef(slots);
+    net->mark = Py_NewRef(mark);
+    net->pack = PyObject_GetAttrString((PyObject *)net, "pack");
+    net->unpack = PyObject_GetAttrString((PyObject *)net, "unpack");
+    net->core = Py_NewRef(core);
+    return none_unless(net->pack && net->unpack ? 0 : -1);
+}
+
+static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)net));
+    Py_VISIT(net->core);
+    Py_VISIT(net->engine);
+    Py_VISIT(net->held);
+    Py_VISIT(net->mark);
+    Py_VISIT(net->pack);
+    Py_VISIT(net->unpack);
+    Py_VISIT(net->slots);
+    for (size_t i = 0; i < net->n_frames; i++) {
+        Py_VISIT(net->frames[i].pack);
+        Py_VISIT(net->frames[i].unpack);
+        Py_VISIT((PyObject *)net->frames[i].below);
+    }
+    return 0;
+}
+
+static int net_clear(gm_py_net *net)
+{
+    Py_CLEAR(net->engine);
+    Py_CLEAR(net->held);
+    Py_CLEAR(net->mark);
+    Py_CLEAR(net->pack);
+    Py_CLEAR(net->unpack);
+    return 0;
+}
+
+static void net_dealloc(gm_py_net *net)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)net);
+    PyObject_GC_UnTrack(net);
+    net_clear(net);
+    for (size_t i = 0; i < net->n_frames; i++) {
+        Py_XDECREF(net->frames[i].pack);
+        Py_XDECREF(net->frames[i].unpack);
+        Py_XDECREF((PyObject *)net->frames[i].below);
+    }
+    gm_running_free(&net->running);
+    Py_XDECREF(net->core);
+    Py_XDECREF(net->slots);
+    free(net->addresses);
+    free(net->frames);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(net);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyMethodDef net_methods[] = {
+    GM_PY_METHOD("start", net_start, METH_VARARGS,
+                 "start(engine, core, held, slots, ordinal, mark)"),
+    GM_PY_METHOD("push", net_push, METH_NOARGS, "push() -> bool: our hooks over the user's"),
+    GM_PY_METHOD("pop", net_pop, METH_NOARGS, "pop()"),
+    GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
+    GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
+    GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef module_methods[] = {
+    GM_PY_METHOD("active_net", active_net, METH_NOARGS, "the innermost net pushed on this thread"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot net_slots[] = {
+    {Py_tp_new, (void *)net_new},
+    {Py_tp_dealloc, (void *)net_dealloc},
+    {Py_tp_traverse, (void *)net_traverse},
+    {Py_tp_clear, (void *)net_clear},
+    {Py_tp_methods, net_methods},
+    {Py_tp_doc, "Packs and unpacks saved tensors; base of hooks.SavedTensorNet."},
+    {0, NULL},
+};
+
+static PyType_Spec net_spec = {
+    .name = "gemini_strategy._C.Net",
+    .basicsize = sizeof(gm_py_net),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = net_slots,
+};
+
+static PyType_Slot saved_slots[] = {
+    {Py_tp_dealloc, (void *)saved_dealloc},
+    {Py_tp_doc, "What autograd keeps in place of a saved tensor."},
+    {0, NULL},
+};
+
+static PyType_Spec saved_spec = {
+    .name = "gemini_strategy._C.Saved",
+    .basicsize = sizeof(saved),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = saved_slots,
+};
+
+int gm_py_net_init(PyObject *module)
+{
+    gm_py_net_type = (PyTypeObject *)PyType_FromSpec(&net_spec);
+    saved_type = (PyTypeObject *)PyType_FromSpec(&saved_spec);
+    if (!gm_py_net_type || !saved_type ||
+        PyModule_AddObjectRef(module, "Net", (PyObject *)gm_py_net_type) < 0) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, module_methods);
+}

@@ -1,0 +1,14 @@
+/* py_plan.h - plans and timelines as Python objects. */
+#ifndef GM_PY_PLAN_H
+#define GM_PY_PLAN_H
+
+#include "plan.h"
+#include "py_common.h"
+#include "timeline.h"
+
+/* A new dict of gm_plan_info and the class of every chunk; keys in py_plan.c.  NULL with an exception set. */
+PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks);
+/* A new list of one dict per entry; keys in py_plan.c.  For a finished timeline. */
+PyObject *gm_py_timeline(const gm_timeline *timeline);
+
+#endif

@@ -1,0 +1,90 @@
+/* py_running.c - see py_running.h. Plain C: no call here runs Python or drops the GIL. */
+#include "py_running.h"
+
+#include <stdlib.h>
+
+void *gm_with_room(void *array, size_t n, size_t *capacity, size_t size)
+{
+    if (n < *capacity) {
+        return array;
+    }
+    size_t wanted = *capacity ? *capacity * 2 : 4;
+    void *grown = realloc(array, wanted * size);
+    if (grown) {
+        *capacity = wanted;
+    }
+    return grown;
+}
+
+gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uint32_t *out_keep)
+{
+    size_t depth = running->n;
+    while (depth && running->nodes[depth - 1].task != task) {
+        depth--;
+    }
+    if (depth == 0) {
+        return GM_FOLLOW_NEW;
+    }
+    gm_running_drop(running, depth);
+    gm_running_node *top = &running->nodes[depth - 1];
+    if (top->node == node) {
+        return GM_FOLLOW_SAME;
+    }
+    top->node = node;
+    top->n_addresses = 0;
+    *out_keep = top->n_before;
+    return GM_FOLLOW_NEXT;
+}
+
+bool gm_running_push(gm_running *running, int64_t node, int64_t task, uint32_t n_before)
+{
+    gm_running_node *nodes =
+        gm_with_room(running->nodes, running->n, &running->capacity, sizeof *nodes);
+    if (!nodes) {
+        return false;
+    }
+    running->nodes = nodes;
+    nodes[running->n++] = (gm_running_node){.task = task, .node = node, .n_before = n_before};
+    return true;
+}
+
+bool gm_running_note(gm_running *running, uintptr_t address)
+{
+    gm_running_node *top = &running->nodes[running->n - 1];
+    uintptr_t *addresses =
+        gm_with_room(top->addresses, top->n_addresses, &top->capacity, sizeof *addresses);
+    if (!addresses) {
+        return false;
+    }
+    top->addresses = addresses;
+    addresses[top->n_addresses++] = address;
+    return true;
+}
+
+uintptr_t *gm_running_take(gm_running *running, int64_t node, size_t *n_addresses,
+                           uint32_t *out_keep)
+{
+    gm_running_node *top = running->n ? &running->nodes[running->n - 1] : NULL;
+    if (!top || top->node != node || !top->n_addresses) {
+        return NULL;
+    }
+    uintptr_t *addresses = top->addresses;
+    *n_addresses = top->n_addresses;
+    *out_keep = top->n_before;
+    top->addresses = NULL;
+    top->n_addresses = top->capacity = 0;
+    return addresses;
+}
+
+void gm_running_drop(gm_running *running, size_t n_keep)
+{
+    while (running->n > n_keep) {
+        free(running->nodes[--running->n].addresses);
+    }
+}
+
+void gm_running_free(gm_running *running)
+{
+    gm_running_drop(running, 0);
+    free(running->nodes);
+}

@@ -1,0 +1,332 @@
+/* py_slot.c - the Python type Slot, base of slot.py's: what units and backward nodes need of a parameter, and
+ * taking its gradient; with it the functions of torch that they all call.
+ *
+ * Invariant: a gradient leaves torch's memory inside its accumulation hook. */
+#include "py_unit.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+PyTypeObject *gm_py_slot_type;
+gm_py_torch gm_torch;
+
+/* ---- torch ---- */
+
+int gm_py_torch_init(void)
+{
+    static bool is_done;
+    if (is_done) {
+        return 0;
+    }
+    static const struct {
+        PyObject **place;
+        const char *name;
+    } names[] = {
+        {&gm_torch.s_version, "_version"},
+        {&gm_torch.s_data_ptr, "data_ptr"},
+        {&gm_torch.s_detach, "detach"},
+        {&gm_torch.s_untyped_storage, "untyped_storage"},
+        {&gm_torch.s_cdata, "_cdata"},
+        {&gm_torch.s_sequence_nr, "_sequence_nr"},
+        {&gm_torch.s_class, "__class__"},
+        {&gm_torch.s_grad, "grad"},
+        {&gm_torch.s_layout, "layout"},
+        {&gm_torch.s_dtype, "dtype"},
+        {&gm_torch.s_is_contiguous, "is_contiguous"},
+    };
+    static const struct {
+        PyObject **place;
+        const char *module, *name;
+    } functions[] = {
+        {&gm_torch.current_node, "torch._C", "_current_autograd_node"},
+        {&gm_torch.current_task, "torch._C", "_current_graph_task_id"},
+        {&gm_torch.is_grad_enabled, "torch._C", "is_grad_enabled"},
+        {&gm_torch.is_hooks_enabled, "torch._C._autograd", "_saved_tensors_hooks_is_enabled"},
+        {&gm_torch.top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks"},
+        {&gm_torch.push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks"},
+        {&gm_torch.pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks"},
+        {&gm_torch.use_count, "torch._C", "_storage_Use_Count"},
+        {&gm_torch.strided, "torch", "strided"},
+        {&gm_torch.tensor_class, "torch", "Tensor"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        *names[i].place = PyUnicode_InternFromString(names[i].name);
+        if (!*names[i].place) {
+            return -1;
+        }
+    }
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        PyObject *module = PyImport_ImportModule(functions[i].module);
+        PyObject *found = module ? PyObject_GetAttrString(module, functions[i].name) : NULL;
+        Py_XDECREF(module);
+        if (!found) {
+            return -1;
+        }
+        *functions[i].place = found;
+    }
+    /* Builds of torch without CUDA do not have it, and do not need it. */
+    PyObject *module = PyImport_ImportModule("torch._C");
+    gm_torch.raw_stream = module ? PyObject_GetAttrString(module, "_cuda_getCurrentRawStream") : 0;
+    Py_XDECREF(module);
+    PyErr_Clear();
+    is_done = true;
+    return 0;
+}
+
+int gm_py_version(PyObject *tensor, long long *out)
+{
+    PyObject *version = PyObject_GetAttr(tensor, gm_torch.s_version);
+    if (!version) {
+        return -1;
+    }
+    *out = PyLong_AsLongLong(version);
+    Py_DECREF(version);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
+{
+    PyObject *address = PyObject_CallMethodObjArgs(tensor, gm_torch.s_data_ptr, NULL);
+    if (!address) {
+        return -1;
+    }
+    *out = (uintptr_t)PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+    return *out == UINTPTR_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+int gm_py_epoch_now(const gm_py_slot *slot, long long *out)
+{
+    *out = slot->epoch;
+    if (slot->open_count) {
+        long long version;
+        if (gm_py_version(slot->parameter, &version) < 0) {
+            return -1;
+        }
+        *out += version - slot->version;
+    }
+    return 0;
+}
+
+int gm_py_done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+int gm_py_raised(gm_status status)
+{
+    return status == GM_OK ? 0 : gm_py_done(gm_py_raise(status));
+}
+
+int gm_py_explain(PyObject *object, const char *method, PyObject *about)
+{
+    PyObject *type, *error, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return -1;
+    }
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (gm_py_done(PyObject_CallMethod(object, method, "OO", about, error)) == 0) {
+        PyErr_SetObject(type, error);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    return -1;
+}
+
+int gm_py_is_true(PyObject *result)
+{
+    int truth = result ? PyObject_IsTrue(result) : -1;
+    Py_XDECREF(result);
+    return truth;
+}
+
+int gm_py_set_class(PyObject *parameter, PyObject *class)
+{
+    return PyObject_SetAttr(parameter, gm_torch.s_class, class);
+}
+
+/* ---- gradients ---- */
+
+/* The gradient that torch holds, taken from it: a new reference, or NULL. */
+static PyObject *detach_grad(PyObject *parameter, const gm_py_slot *slot)
+{
+    /* As its plain class the parameter answers without asking __torch_function__. */
+    PyObject *class = Py_NewRef((PyObject *)Py_TYPE(parameter));
+    PyObject *grad = NULL;
+    if (gm_py_set_class(parameter, slot->plain_class) == 0) {
+        grad = PyObject_GetAttr(parameter, gm_torch.s_grad);
+        if (grad && PyObject_SetAttr(parameter, gm_torch.s_grad, Py_None) < 0) {
+            Py_CLEAR(grad);
+        }
+        if (gm_py_set_class(parameter, class) < 0) {
+            Py_CLEAR(grad);
+        }
+    }
+    Py_DECREF(class);
+    return grad;
+}
+
+/* Whether the gradient can go to the core as it is: 1 or 0; -1 with an exception set. */
+static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
+{
+    if ((PyObject *)Py_TYPE(grad) != gm_torch.tensor_class || !slot->net ||
+        !PyObject_TypeCheck(slot->net, gm_py_net_type)) {
+        return 0;
+    }
+    PyObject *scaler = PyObject_GetAttrString(slot->engine, "scaler");
+    PyObject *layout = PyObject_GetAttr(grad, gm_torch.s_layout);
+    PyObject *dtype = PyObject_GetAttr(grad, gm_torch.s_dtype);
+    int result = -1;
+    if (scaler && layout && dtype) {
+        result = scaler == Py_None && layout == gm_torch.strided && dtype == slot->dtype;
+    }
+    Py_XDECREF(scaler);
+    Py_XDECREF(layout);
+    Py_XDECREF(dtype);
+    return result > 0
+               ? gm_py_is_true(PyObject_CallMethodObjArgs(grad, gm_torch.s_is_contiguous, NULL))
+               : result;
+}
+
+static int put_grad(PyObject *grad, gm_py_slot *slot)
+{
+    int ordinary = is_ordinary(grad, slot);
+    if (ordinary <= 0) {
+        return ordinary < 0
+                   ? -1
+                   : gm_py_done(PyObject_CallMethod(slot->engine, "take_grad", "OO", slot, grad));
+    }
+    gm_py_net *net = (gm_py_net *)slot->net;
+    gm_engine *engine = gm_py_net_engine(net);
+    uintptr_t address;
+    gm_stream stream;
+    if (!engine || gm_py_data_ptr(grad, &address) < 0 || gm_py_net_stream(net, &stream) < 0 ||
+        PyObject_SetAttrString(slot->engine, "_sumsq", Py_None) < 0) {
+        return -1;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status,
+                   gm_engine_grad_put(engine, (uint32_t)slot->id, (const void *)address,
+                                      (gm_dtype)slot->format, stream));
+    return gm_py_raised(status);
+}
+
+/* The accumulation hook of every parameter whose gradient the engine takes. */
+static PyObject *take_grad(PyObject *module, PyObject *parameter)
+{
+    (void)module;
+    PyObject *slot = PyObject_GetAttrString(parameter, "_gm_slot");
+    if (!slot || !PyObject_TypeCheck(slot, gm_py_slot_type)) {
+        Py_XDECREF(slot);
+        return slot ? PyErr_Format(PyExc_TypeError, "_gm_slot is no slot") : NULL;
+    }
+    PyObject *grad = detach_grad(parameter, (gm_py_slot *)slot);
+    int result = !grad ? -1 : grad == Py_None ? 0 : put_grad(grad, (gm_py_slot *)slot);
+    Py_XDECREF(grad);
+    Py_DECREF(slot);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- the type ---- */
+
+static PyObject *slot_epoch_now(gm_py_slot *slot, PyObject *unused)
+{
+    (void)unused;
+    long long epoch;
+    return gm_py_epoch_now(slot, &epoch) < 0 ? NULL : PyLong_FromLongLong(epoch);
+}
+
+static int slot_traverse(gm_py_slot *slot, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)slot));
+    Py_VISIT(slot->parameter);
+    Py_VISIT(slot->engine);
+    Py_VISIT(slot->net);
+    return 0;
+}
+
+static int slot_clear(gm_py_slot *slot)
+{
+    Py_CLEAR(slot->parameter);
+    Py_CLEAR(slot->engine);
+    Py_CLEAR(slot->net);
+    return 0;
+}
+
+static void slot_dealloc(gm_py_slot *slot)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)slot);
+    PyObject_GC_UnTrack(slot);
+    slot_clear(slot);
+    Py_XDECREF(slot->storage);
+    Py_XDECREF(slot->dtype);
+    Py_XDECREF(slot->plain_class);
+    Py_XDECREF(slot->open_class);
+    Py_XDECREF(slot->guarded_class);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(slot);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyMemberDef slot_members[] = {
+    GM_PY_MEMBER(gm_py_slot, id, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, format, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, epoch, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, version, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, base_count, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, view_tokens, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, open_count, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, storage, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, parameter, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, engine, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, net, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, dtype, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, plain_class, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, open_class, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, guarded_class, T_OBJECT),
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMethodDef slot_methods[] = {
+    GM_PY_METHOD(
+        "epoch_now", slot_epoch_now, METH_NOARGS,
+        "epoch_now() -> int: changes of the weight that a graph built before must not survive"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slot_slots[] = {
+    {Py_tp_new, (void *)PyType_GenericNew},
+    {Py_tp_dealloc, (void *)slot_dealloc},
+    {Py_tp_traverse, (void *)slot_traverse},
+    {Py_tp_clear, (void *)slot_clear},
+    {Py_tp_members, slot_members},
+    {Py_tp_methods, slot_methods},
+    {Py_tp_doc, "What every unit needs of a parameter; base of slot.Slot."},
+    {0, NULL},
+};
+
+static PyType_Spec slot_spec = {
+    .name = "gemini_strategy._C.Slot",
+    .basicsize = sizeof(gm_py_slot),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = slot_slots,
+};
+
+static PyMethodDef module_methods[] = {
+    GM_PY_METHOD("take_grad", take_grad, METH_O,
+                 "take_grad(parameter): its gradient goes to the engine"),
+    {NULL, NULL, 0, NULL},
+};
+
+int gm_py_slot_init(PyObject *module)
+{
+    gm_py_slot_type = (PyTypeObject *)PyType_FromSpec(&slot_spec);
+    if (!gm_py_slot_type ||
+        PyModule_AddObjectRef(module, "Slot", (PyObject *)gm_py_slot_type) < 0) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, module_methods);
+}

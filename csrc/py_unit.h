@@ -1,0 +1,80 @@
+/* py_unit.h - what py_unit.c, py_slot.c and py_net.c share: slots, the net that catches what autograd saves, and the
+ * functions of torch that both call for every unit and every backward node.
+ *
+ * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
+ * time, and calls a method of the Python class for everything that is rare. */
+#ifndef GM_PY_UNIT_H
+#define GM_PY_UNIT_H
+
+#include "py_common.h"
+
+#include <stdint.h>
+
+#include "engine.h"
+
+/* One managed parameter (slot.py has the fields' meanings). */
+typedef struct gm_py_slot {
+    PyObject_HEAD long long id, format;
+    long long epoch, version;          /* epoch_now() */
+    long long base_count, view_tokens; /* references to the storage that are no escaped views */
+    long long open_count;
+    PyObject *storage; /* the address of its StorageImpl, an int */
+    PyObject *parameter, *engine, *net, *dtype;
+    PyObject *plain_class, *open_class, *guarded_class;
+} gm_py_slot;
+
+typedef struct gm_py_net gm_py_net; /* py_net.c */
+
+/* Functions and names of torch, looked up once. */
+typedef struct gm_py_torch {
+    PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
+        *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class;
+    PyObject *s_version, *s_data_ptr, *s_detach, *s_untyped_storage, *s_cdata, *s_sequence_nr,
+        *s_class, *s_grad, *s_layout, *s_dtype, *s_is_contiguous;
+} gm_py_torch;
+extern gm_py_torch gm_torch;
+int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
+
+/* Hands the pending exception, an error of memory, to `object.<method>(about, error)`, which raises a better
+ * one; any other stays. Returns -1. */
+int gm_py_explain(PyObject *object, const char *method, PyObject *about);
+
+/* Every function below: -1 (or NULL) with an exception set on failure. */
+int gm_py_version(PyObject *tensor, long long *out);
+int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
+int gm_py_epoch_now(const gm_py_slot *slot, long long *out);
+int gm_py_set_class(PyObject *parameter, PyObject *class);
+int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
+int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
+int gm_py_raised(gm_status status);  /* 0 if it is GM_OK */
+
+/* The net's engine; NULL with an exception set when it is closed. */
+gm_engine *gm_py_net_engine(gm_py_net *net);
+bool gm_py_net_is_closed(gm_py_net *net);
+int gm_py_net_stream(gm_py_net *net, gm_stream *out); /* torch's current one */
+int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch forbids hooks here */
+int gm_py_net_pop(gm_py_net *net);
+/* Lets go of what earlier work no longer needs: pins of backward nodes, and views that have ended. */
+int gm_py_net_begin_unit(gm_py_net *net);
+
+int gm_py_net_init(PyObject *module);
+int gm_py_slot_init(PyObject *module);
+int gm_py_unit_init(PyObject *module);
+
+extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
+
+#define GM_PY_METHOD(name, function, flags, doc) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
+#define GM_PY_MEMBER(type, field, kind) {#field, kind, offsetof(type, field), 0, NULL}
+
+/* Runs `call` of `engine` without the GIL; close() on another thread must not take the engine away. */
+#define GM_WITHOUT_GIL(engine, status, call) \
+    do {                                     \
+        gm_engine_ref(engine);               \
+        Py_BEGIN_ALLOW_THREADS(status)       \
+        = (call);                            \
+        gm_engine_unref(engine);             \
+        Py_END_ALLOW_THREADS                 \
+    } while (0)
+
+#endif

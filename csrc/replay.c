@@ -1,0 +1,240 @@
+/* replay.c - making a plan from what was traced, adopting it, and fulfilling its operations.
+ *
+ * Every operation is a wish: it is dropped when it holds already, or when the blocks it needs are in use; whoever then
+ * needs the bytes gets them on demand.  So a pass may deviate from its trace at any tick, and stays right.
+ *
+ * The host may wait in: gm_replay_plan, gm_replay_leave_plan (both between passes, or where memory ran out). */
+#include <stdlib.h>
+
+#include "engine_impl.h"
+
+static gm_status run_op(gm_engine *engine, const gm_op *op)
+{
+    gm_chunks *chunks = engine->chunks;
+    bool is_done;
+    switch (op->kind) {
+    case GM_OP_FETCH:
+        /* A pending host update rewrites the home first; one on the device comes after the fetch. */
+        GM_TRY(gm_update_issue(engine, op->chunk));
+        return gm_chunks_prefetch(chunks, op->chunk, GM_WEIGHT, &is_done);
+    case GM_OP_STATE_IN: return gm_chunks_prefetch(chunks, op->chunk, GM_STATE, &is_done);
+    case GM_OP_GRAD_IN:
+        return engine->chunk_states[op->chunk].n_held > 0
+                   ? gm_chunks_prefetch(chunks, op->chunk, GM_GRAD, &is_done)
+                   : GM_OK;
+    case GM_OP_GRAD_OUT: return gm_chunks_send_home(chunks, op->chunk, GM_GRAD);
+    default: return gm_update_issue(engine, op->chunk);
+    }
+}
+
+gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
+{
+    uint32_t n;
+    const gm_op *ops = gm_plan_ops(engine->plan, trace->hash, tick, &n);
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(run_op(engine, &ops[i]));
+    }
+    return GM_OK;
+}
+
+gm_status gm_replay_leave_plan(gm_engine *engine)
+{
+    if (!engine->plan) {
+        return GM_OK;
+    }
+    gm_plan_free(engine->plan);
+    engine->plan = NULL;
+    engine->wants_plan = true;
+    engine->n_breaks++;
+    GM_TRY(gm_chunks_leave_placement(engine->chunks));
+    return gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
+}
+
+/* ---- planning ---- */
+
+typedef struct inputs {
+    gm_plan_input plan;
+    gm_plan_chunk *chunks;
+    const gm_trace *traces[GM_TRACES_KEPT];
+    uint32_t n_runs[GM_TRACES_KEPT];
+} inputs;
+
+/* Blocks that a plan may have: what the budget and the device leave beside everything else at its peak. */
+static size_t device_bytes(gm_engine *engine)
+{
+    size_t now = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
+    size_t peak = now, limit = SIZE_MAX, free_bytes, total_bytes;
+    for (uint32_t t = 0; t < gm_book_n_traces(engine->book); t++) {
+        const gm_trace *trace = gm_book_trace(engine->book, t);
+        for (uint32_t i = 0; trace && i < trace->n; i++) {
+            peak = trace->ticks[i].outside_bytes > peak ? trace->ticks[i].outside_bytes : peak;
+        }
+    }
+    size_t beside = peak + engine->n_sums_blocks * engine->device->block_bytes + engine->slack_bytes;
+    engine->outside_peak_bytes = beside - engine->slack_bytes;
+    if (engine->budget != SIZE_MAX) {
+        limit = engine->budget > beside ? engine->budget - beside : 0;
+    }
+    if (!engine->device->is_host &&
+        engine->device->ops->memory(engine->device, &free_bytes, &total_bytes) == GM_OK) {
+        gm_chunks_stats stats;
+        gm_chunks_get_stats(engine->chunks, &stats);
+        size_t room = free_bytes + stats.device_bytes, growth = peak - now + engine->slack_bytes;
+        room = room > growth ? room - growth : 0;
+        limit = room < limit ? room : limit;
+    }
+    return limit;
+}
+
+static gm_status describe_chunks(gm_engine *engine, inputs *in)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    in->chunks = calloc(n ? n : 1, sizeof *in->chunks);
+    if (!in->chunks) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u chunks", n);
+    }
+    size_t block_bytes = engine->device->block_bytes;
+    for (uint32_t id = 0; id < n; id++) {
+        gm_plan_chunk *chunk = &in->chunks[id];
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            chunk->bytes[piece] = gm_engine_piece_bytes(engine, id, (gm_piece)piece);
+            chunk->blocks[piece] =
+                (uint32_t)(gm_round_up(chunk->bytes[piece], block_bytes) / block_bytes);
+        }
+        chunk->numel =
+            gm_chunk_spec(engine, id)->has_moments ? gm_layout_chunk(engine->layout, id)->used : 0;
+        chunk->must_reside = gm_chunks_pins(engine->chunks, id, GM_WEIGHT) > 0;
+    }
+    in->plan.chunks = in->chunks;
+    in->plan.n_chunks = n;
+    return GM_OK;
+}
+
+/* The passes since the last step, then every other trace (evaluation), which does not decide. */
+static void list_traces(gm_engine *engine, inputs *in)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < engine->runs.n; i++) {
+        const gm_trace *trace = gm_book_trace(engine->book, engine->runs.trace[i]);
+        if (trace && trace->hash == engine->runs.hash[i]) {
+            in->traces[n] = trace;
+            in->n_runs[n++] = engine->runs.count[i];
+        }
+    }
+    for (uint32_t t = 0; t < gm_book_n_traces(engine->book) && n < GM_TRACES_KEPT; t++) {
+        const gm_trace *trace = gm_book_trace(engine->book, t);
+        bool is_known = !trace || trace->has_backward;
+        for (uint32_t i = 0; i < n && !is_known; i++) {
+            is_known = in->traces[i] == trace;
+        }
+        if (!is_known) {
+            in->traces[n] = trace;
+            in->n_runs[n++] = 1;
+        }
+    }
+    in->plan.traces = in->traces;
+    in->plan.n_runs = in->n_runs;
+    in->plan.n_traces = n;
+}
+
+static gm_status fill_inputs(gm_engine *engine, inputs *in)
+{
+    in->plan.unit_chunks = engine->unit_chunks;
+    in->plan.unit_begin = engine->unit_begin;
+    in->plan.n_units = engine->n_units;
+    in->plan.when = engine->wants_immediate && !engine->has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
+    in->plan.policy = engine->policy;
+    in->plan.block_bytes = engine->device->block_bytes;
+    in->plan.state_share = engine->state_share;
+    in->plan.rates = engine->rates;
+    GM_TRY(describe_chunks(engine, in));
+    list_traces(engine, in);
+    in->plan.device_bytes = device_bytes(engine);
+    return GM_OK;
+}
+
+static gm_status make_plan(gm_engine *engine, inputs *in, gm_plan **out)
+{
+    GM_TRY(fill_inputs(engine, in));
+    GM_TRY(gm_plan_new(&in->plan, out));
+#ifdef GM_DEBUG
+    GM_ASSERT(gm_plan_check(*out, &in->plan) == GM_OK);
+#endif
+    return GM_OK;
+}
+
+void gm_replay_learn(gm_engine *engine, const gm_trace *trace)
+{
+    inputs in = {0};
+    if (fill_inputs(engine, &in) == GM_OK) {
+        (void)gm_plan_add_trace(engine->plan, &in.plan, trace);
+    }
+    free(in.chunks);
+}
+
+/* When another process has taken memory meanwhile, the plan is made again for what could be had. */
+static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
+{
+    enum { MOST_TRIES = 4 };
+    for (int i = 0;; i++) {
+        uint32_t n_blocks = 0;
+        size_t bytes = gm_plan_n_blocks(plan) * engine->device->block_bytes;
+        gm_status status = gm_chunks_set_limit(engine->chunks, bytes, NULL);
+        status = status == GM_OK ? gm_chunks_adopt(engine->chunks, plan, &n_blocks) : status;
+        if (status == GM_OK) {
+            engine->plan = plan;
+            engine->n_plans++;
+            return GM_OK;
+        }
+        gm_plan_free(plan);
+        (void)gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
+        if (status != GM_ERR_NOMEM || i == MOST_TRIES) {
+            return status;
+        }
+        in->plan.device_bytes = n_blocks * engine->device->block_bytes;
+        GM_TRY(gm_plan_new(&in->plan, &plan));
+    }
+}
+
+static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
+{
+    return engine->plan &&
+           gm_plan_get_info(engine->plan)->hash == gm_plan_get_info(plan)->hash;
+}
+
+gm_status gm_replay_plan(gm_engine *engine)
+{
+    if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
+        engine->runs.n = 0;
+        return GM_OK;
+    }
+    gm_plan *plan;
+    inputs in = {0};
+    engine->wants_plan = false;
+    gm_pass_resolve_times(engine);
+    gm_status status = make_plan(engine, &in, &plan);
+    engine->runs.n = 0;
+    if (status == GM_OK && has_same_plan(engine, plan)) {
+        gm_plan_free(engine->plan); /* same places and operations, newer predictions */
+        engine->plan = plan;
+    } else if (status == GM_OK) {
+        status = gm_update_issue_all(engine); /* in the places they know */
+        gm_plan_free(engine->plan);
+        engine->plan = NULL;
+        if (status == GM_OK) {
+            status = adopt(engine, &in, plan);
+        } else {
+            gm_plan_free(plan);
+        }
+        if (status != GM_OK) {
+            (void)gm_chunks_leave_placement(engine->chunks);
+        }
+    } else if (engine->plan) { /* the old plan is too large for what there is now */
+        gm_plan_free(engine->plan);
+        engine->plan = NULL;
+        (void)gm_chunks_leave_placement(engine->chunks);
+        (void)gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
+    }
+    free(in.chunks);
+    return status;
+}

@@ -1,0 +1,500 @@
+"""What is about to happen and what has happened, for people: the meter of steps and the two tables.
+
+Tables are pure functions of dicts: `about` (the engine's settings), `stats` (engine.stats()) and `plan`
+(gm_plan_info of csrc/plan.h as a dict; None while the engine serves on demand). Bytes are bytes, times seconds;
+what is not known is absent or NaN and shown as a dash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gemini_strategy.rates import REFERENCE
+
+__all__ = [
+    "StepMeter",
+    "about",
+    "announce",
+    "bytes_text",
+    "count_tokens",
+    "host_peak_bytes",
+    "plan_of",
+    "plan_table",
+    "report",
+    "result_table",
+]
+
+_NAN = float("nan")
+_WINDOW = 32  # steps
+_WIDTH = 100  # columns
+_DASH = "-"
+_CLASSES = ("R", "S1", "S2", "C1", "C2")
+_SCHEDULES = {
+    "deferred": "deferred (updates run under the next forward)",
+    "immediate": "immediate (updates run under the backward)",
+}
+
+
+# ---- what a step was ----
+
+
+def count_tokens(inputs: Any) -> int:
+    """Elements of the token ids among a model's inputs; 0 if there are none.
+
+    The tensor under the key "input_ids" counts; without one, the integer tensor with the most elements (for
+    a model of images its labels, hence samples). Booleans are masks and do not count.
+    """
+    found = {"input_ids": 0, "": 0}
+
+    def visit(value: Any, name: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.dtype is not torch.bool and not (
+                value.is_floating_point() or value.is_complex()
+            ):
+                key = "input_ids" if name == "input_ids" else ""
+                found[key] = max(found[key], value.numel())
+        elif isinstance(value, Mapping):
+            for key, part in value.items():
+                visit(part, key)
+        elif isinstance(value, list | tuple):
+            for part in value:
+                visit(part, "")
+
+    visit(inputs, "")
+    return found["input_ids"] or found[""]
+
+
+def host_peak_bytes() -> int:
+    """The most host memory that this process has had resident, shared memory included."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class StepMeter:
+    """What optimizer steps cost, as medians over the last 32; for `engine.stats()`.
+
+    A step lasts from one `step()` to the next, so the first call only starts the clock. Counters of `stats` are
+    taken as differences, because work of a deferred update is counted in the step in which it is issued.
+
+    Attributes:
+        tokens_per_step: set by the user, or None: counted from the inputs of the root forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tokens_per_step: int | None = None
+        self._clock = clock
+        self._steps: deque[dict[str, float]] = deque(maxlen=_WINDOW)
+        self._last: dict[str, float] | None = None
+        self._tokens = 0
+        self._is_counting = False
+
+    @contextlib.contextmanager
+    def counting(self, inputs: Any) -> Iterator[None]:
+        """A forward of the model on `inputs`; a forward inside it is part of it.
+
+        Only forwards with gradients count, so that evaluation between steps does not look like training.
+        """
+        is_outer = not self._is_counting and torch.is_grad_enabled()
+        if is_outer:
+            self._tokens += count_tokens(inputs)
+            self._is_counting = True
+        try:
+            yield
+        finally:
+            if is_outer:
+                self._is_counting = False
+
+    def step(self, stats: Mapping[str, Any], compute_seconds: float | None = None) -> None:
+        """An optimizer step has been issued.
+
+        Args:
+            stats: with fetched_bytes, evicted_bytes (all bytes copied to and from the device) and, where the
+                engine counts it, host_adam_seconds; all since the beginning.
+            compute_seconds: of one step without any waiting; None: not known.
+        """
+        now = {
+            "seconds": self._clock(),
+            "h2d_bytes": float(stats.get("fetched_bytes", _NAN)),
+            "d2h_bytes": float(stats.get("evicted_bytes", _NAN)),
+            "host_adam_s": float(stats.get("host_adam_seconds", _NAN)),
+        }
+        if self._last is not None:
+            step = {key: value - self._last[key] for key, value in now.items()}
+            step["tokens"] = float(self.tokens_per_step or self._tokens)
+            is_known = bool(compute_seconds) and step["seconds"] > 0
+            share = compute_seconds / step["seconds"] if is_known and compute_seconds else _NAN
+            step["stall_percent"] = 100.0 * max(0.0, 1.0 - share) if is_known else _NAN
+            self._steps.append(step)
+        self._last = now
+        self._tokens = 0
+
+    def figures(self) -> dict[str, float]:
+        """Medians over the window.
+
+        Keys: step_seconds, tokens_per_step, tokens_per_s, stall_percent (of the step, without compute),
+        h2d_gb_s and d2h_gb_s (10^9 bytes per second of the step, not of the copy), host_adam_s (seconds of CPU
+        Adam in a step), host_peak_bytes. NaN: not measured (yet).
+        """
+        seconds = self._median("seconds")
+        per_second = 1.0 / seconds if seconds > 0 else _NAN
+        tokens = self._median("tokens") or _NAN
+        return {
+            "step_seconds": seconds,
+            "tokens_per_step": tokens,
+            "tokens_per_s": tokens * per_second,
+            "stall_percent": self._median("stall_percent"),
+            "h2d_gb_s": self._median("h2d_bytes") * per_second / 1e9,
+            "d2h_gb_s": self._median("d2h_bytes") * per_second / 1e9,
+            "host_adam_s": self._median("host_adam_s"),
+            "host_peak_bytes": host_peak_bytes(),
+        }
+
+    def _median(self, key: str) -> float:
+        values = [step[key] for step in self._steps if not math.isnan(step[key])]
+        return statistics.median(values) if values else _NAN
+
+
+# ---- text of numbers ----
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _scaled(value: float, units: tuple[str, ...], step: int = 1000) -> str:
+    size = float(value)
+    for unit in units[:-1]:
+        if abs(size) < step * 0.9995:  # 999.6 would show as 1000
+            return f"{size:.3g} {unit}".rstrip()
+        size /= step
+    return f"{size:.3g} {units[-1]}" if abs(size) < 1000 else f"{size:,.0f} {units[-1]}"
+
+
+def bytes_text(value: float | None) -> str:
+    """Bytes with three digits in powers of 1000: "19.8 MB"."""
+    return _scaled(value, ("B", "kB", "MB", "GB", "TB")) if _is_known(value) else _DASH
+
+
+def _count(value: float | None) -> str:
+    return _scaled(value, ("", "k", "M", "G", "T")) if _is_known(value) else _DASH
+
+
+def _seconds(value: float | None) -> str:
+    if not _is_known(value):
+        return _DASH
+    if value == 0:
+        return "0 s"
+    if value < 0.9995e-3:
+        return f"{value * 1e6:.3g} us"
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3f} s"
+
+
+def _gb_s(value: float | None) -> str:
+    return f"{value:.3g} GB/s" if _is_known(value) else _DASH
+
+
+def _percent(value: float | None) -> str:
+    return f"{value:.1f} %" if _is_known(value) else _DASH
+
+
+def _per_second(value: float | None) -> str:
+    return f"{value:,.0f}" if _is_known(value) else _DASH
+
+
+def _of_budget(total: float, budget: int) -> str:
+    if budget < 0:
+        return f"{bytes_text(total)}, no budget given"
+    return f"{bytes_text(total)} of {bytes_text(budget)} ({100 * total / budget:.0f} %)"
+
+
+# ---- the tables ----
+
+Row = tuple[str, ...]
+
+
+def _about_rows(about: Mapping[str, Any]) -> list[Row]:
+    budgets = [
+        bytes_text(about[name]) if about[name] >= 0 else "what there is"
+        for name in ("device_budget", "host_budget")
+    ]
+    return [
+        (
+            "model",
+            f"{about['model']}, {_count(about['parameters'])} parameters, {_count(about['trainable'])} trained",
+        ),
+        ("device", f"{about['device']}, precision {about['precision'] or 'as built'}"),
+        (
+            "budget",
+            f'device {budgets[0]}, host {budgets[1]}, placement_policy "{about["policy"]}"',
+        ),
+    ]
+
+
+def _class_rows(plan: Mapping[str, Any]) -> list[Row]:
+    meaning = {
+        "R": "weights and states on the device",
+        "S1": "weights stay, states streamed",
+        "S2": "weights and states streamed",
+        "C1": "weights stay, updated on the host",
+        "C2": "weights streamed, updated on the host",
+    }
+    rows = []
+    for name in _CLASSES:
+        n = plan["n_of_class"][name]
+        if n:
+            held = f"{n} chunk{'s' if n > 1 else ''}, {bytes_text(plan['bytes_of_class'][name])}"
+            rows.append((f"class {name}", f"{held} of weights: {meaning[name]}"))
+    return rows
+
+
+def _rate_rows(rates: Mapping[str, float] | None) -> list[Row]:
+    if not rates:
+        return []
+    copies = [
+        (
+            f"rate {name}",
+            f"{rates[key] / 1e9:.3g} GB/s alone, {rates[key + '_both'] / 1e9:.3g} both ways, "
+            f"{rates[key + '_beside'] / 1e9:.3g} beside CPU Adam",
+        )
+        for name, key in (("H2D", "h2d"), ("D2H", "d2h"))
+    ]
+    adam = (
+        f"parameters/s: CPU {_count(rates['host_adam'])} alone, {_count(rates['host_adam_beside'])} beside copies; "
+        f"device {_count(rates['device_adam'])}"
+    )
+    return [*copies, ("rate Adam", adam)]
+
+
+def _outside_bytes(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> float:
+    return plan.get("outside_bytes", stats.get("outside_peak_bytes", 0))
+
+
+def _expected(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, float]:
+    """What the plan says of a step, under the names of StepMeter.figures()."""
+    step = plan["step_seconds"] or _NAN
+    tokens = stats.get("tokens_per_step", _NAN)
+    stall = 1.0 - plan["compute_seconds"] / step
+    return {
+        "step_seconds": step,
+        "tokens_per_s": tokens / step if _is_known(tokens) else _NAN,
+        "stall_percent": 100.0 * max(stall, 0.0),  # NaN stays NaN in this order
+        "h2d_gb_s": plan["h2d_bytes"] / step / 1e9,
+        "d2h_gb_s": plan["d2h_bytes"] / step / 1e9,
+        "host_adam_s": plan["host_seconds"],
+        "device_peak_bytes": plan["device_bytes"] + _outside_bytes(stats, plan),
+        "host_bytes": plan.get("host_bytes", stats.get("host_bytes", _NAN)),
+    }
+
+
+def plan_rows(
+    about: Mapping[str, Any], stats: Mapping[str, Any], plan: Mapping[str, Any] | None
+) -> list[Row]:
+    """Rows (name, text) of the table before training."""
+    rows = _about_rows(about)
+    if plan is None:
+        rows += [
+            ("chunks", f"{stats['chunks']}, {bytes_text(stats['weight_bytes'])} of weights"),
+            ("plan", "on demand: no plan yet"),
+            ("host memory", _of_budget(stats["host_bytes"], about["host_budget"])),
+        ]
+        return rows
+    expected = _expected(stats, plan)
+    outside = _outside_bytes(stats, plan)
+    rings = [
+        f"{name} {bytes_text(plan[key])}"
+        for name, key in (
+            ("weights", "weight_ring_bytes"),
+            ("states", "state_ring_bytes"),
+            ("gradients", "grad_ring_bytes"),
+        )
+        if plan[key]
+    ]
+    if plan["resident_grad_bytes"]:
+        rings.append(f"resident gradients {bytes_text(plan['resident_grad_bytes'])}")
+    prefetch = f"; {plan['prefetch']} ahead" if plan["prefetch"] else ""
+    parts = ", ".join(
+        f"{name} {_seconds(plan[key])}"
+        for name, key in (
+            ("compute", "compute_seconds"),
+            ("H2D", "h2d_seconds"),
+            ("D2H", "d2h_seconds"),
+            ("host", "host_seconds"),
+        )
+    )
+    peak = (
+        f"{bytes_text(plan['device_bytes'])} in blocks + {bytes_text(outside)} others = "
+        f"{_of_budget(expected['device_peak_bytes'], about['device_budget'])}"
+    )
+    return [
+        *rows,
+        ("schedule", _SCHEDULES[plan["when"]]),
+        *_class_rows(plan),
+        ("rings", (", ".join(rings) or "none") + prefetch),
+        ("device peak", peak),
+        ("host memory", _of_budget(expected["host_bytes"], about["host_budget"])),
+        (
+            "moved in a step",
+            f"H2D {bytes_text(plan['h2d_bytes'])}, D2H {bytes_text(plan['d2h_bytes'])}",
+        ),
+        *_rate_rows(plan.get("rates")),
+        ("a step needs", parts),
+        (
+            "perfect overlap",
+            f"{_seconds(plan['bound_seconds'])}: no step of this schedule is shorter",
+        ),
+        (
+            "expected step",
+            f"{_seconds(expected['step_seconds'])}; stall {_percent(expected['stall_percent'])}",
+        ),
+    ]
+
+
+def result_rows(
+    about: Mapping[str, Any], stats: Mapping[str, Any], plan: Mapping[str, Any] | None
+) -> list[Row]:
+    """Rows (name, planned, measured, difference) of the table after training."""
+    expected = {} if plan is None else _expected(stats, plan)
+    measured = dict(stats)
+    measured["device_peak_bytes"] = stats.get("total_peak_bytes", stats["device_peak_bytes"])
+    rows: list[Row] = []
+    for name, key, text in (
+        ("step", "step_seconds", _seconds),
+        ("tokens/s", "tokens_per_s", _per_second),
+        ("stall", "stall_percent", _percent),
+        ("H2D over the step", "h2d_gb_s", _gb_s),
+        ("D2H over the step", "d2h_gb_s", _gb_s),
+        ("CPU Adam in a step", "host_adam_s", _seconds),
+        ("device peak", "device_peak_bytes", bytes_text),
+        ("host memory", "host_bytes", bytes_text),
+        ("host, whole process", "host_peak_bytes", bytes_text),
+    ):
+        was, now = expected.get(key), measured.get(key)
+        difference = _DASH
+        if _is_known(was) and _is_known(now):
+            if key == "stall_percent":  # a share: points, not percent of percent
+                difference = f"{now - was:+.1f} points"
+            elif was:
+                difference = f"{100 * (now / was - 1):+.1f} %"
+        rows.append((name, text(was), text(now), difference))
+    if plan is not None and plan["bound_seconds"] and _is_known(stats.get("step_seconds")):
+        bound = plan["bound_seconds"]
+        ratios = [
+            f"{value / bound:.2f} x" for value in (plan["step_seconds"], stats["step_seconds"])
+        ]
+        rows.insert(1, ("of perfect overlap", *ratios, _DASH))
+    if about["device_budget"] >= 0:
+        share = 100 * measured["device_peak_bytes"] / about["device_budget"]
+        rows.append(("of the device budget", _DASH, f"{share:.0f} %", _DASH))
+    return rows
+
+
+def render(title: str, head: Row | None, rows: list[Row]) -> str:
+    """A table as text, with rich if it is there."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return _render_plain(title, head, rows)
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD if head else box.SIMPLE,
+        show_header=head is not None,
+        pad_edge=False,
+    )
+    for column in range(len(rows[0])):
+        is_number = head is not None and column > 0
+        table.add_column(
+            Text(head[column]) if head else "",
+            justify="right" if is_number else "left",
+            no_wrap=column == 0,
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    stream = io.StringIO()
+    # Plain text whatever the terminal or FORCE_COLOR say: it may go into a log.
+    Console(file=stream, width=_WIDTH, color_system=None, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
+
+
+def _render_plain(title: str, head: Row | None, rows: list[Row]) -> str:
+    everything = [head, *rows] if head else rows
+    widths = [max(len(row[column]) for row in everything) for column in range(len(rows[0]))]
+    is_right = [head is not None and column > 0 for column in range(len(rows[0]))]
+
+    def line(row: Row) -> str:
+        cells = zip(row, widths, is_right, strict=True)
+        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip()
+
+    rule = ["-" * len(line(head))] if head else []
+    return "\n".join([title, *map(line, everything[:1]), *rule, *map(line, everything[1:])])
+
+
+def about(engine: Any) -> dict[str, Any]:
+    """What an engine was told: model (class name), parameters, trainable, device, precision, policy, budgets."""
+    settings = engine._settings
+    parameters = list(engine.model.parameters())
+    return {
+        "model": type(engine.model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "device": str(engine.device),
+        "precision": engine.precision,
+        "policy": settings.policy,
+        "device_budget": settings.device_budget,
+        "host_budget": settings.host_budget,
+    }
+
+
+def plan_of(engine: Any) -> dict[str, Any] | None:
+    """The plan that the engine follows (gm_py_plan_info) and the rates it was made from; None: on demand."""
+    plan = engine.core.plan_info()
+    if plan is None:
+        return None
+    rates = dict(zip(REFERENCE, engine._settings.rates, strict=True))
+    return {"rates": rates, **plan}
+
+
+def plan_table(engine: Any) -> str:
+    """The table before training: model, budget, classes, peaks, rates, expected step time."""
+    return render(
+        "Gemini: the plan", None, plan_rows(about(engine), engine.stats(), plan_of(engine))
+    )
+
+
+def result_table(engine: Any) -> str:
+    """The table after training: what was planned beside what was measured."""
+    stats = engine.stats()
+    head = (f"after {stats['steps']:,} steps", "planned", "measured", "difference")
+    return render("Gemini: the result", head, result_rows(about(engine), stats, plan_of(engine)))
+
+
+def report(engine: Any) -> str:
+    """The plan's table and, once there have been steps, the result's."""
+    tables = [plan_table(engine)]
+    if engine.stats()["steps"]:
+        tables.append(result_table(engine))
+    return "\n\n".join(tables)
+
+
+def announce(engine: Any, is_wanted: bool) -> None:
+    """Prints the plan's table to stderr if it `is_wanted` or GEMINI_REPORT=1; for the first adoption of a plan."""
+    if is_wanted or os.environ.get("GEMINI_REPORT") == "1":
+        print(plan_table(engine), file=sys.stderr, flush=True)

@@ -1,0 +1,199 @@
+"""The offload benchmark on its tiny preset: every run in a process of its own, one JSON line each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUNS = ("resident", "hybrid-clip", "fsdp2", "gemini-auto-clip", "gemini-cpu-clip", "gemini-auto")
+# Among them, so that it shows that the others go on: states that do not fit, a library that is not there.
+FAILING, MISSING = "gemini-cuda", "deepspeed-clip"
+STEPS, WARMUP = 3, 2
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The driver as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_offload
+
+    return bench_offload
+
+
+def drive(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_offload.py")]
+    command += ["--device", "cpu", "--preset", "tiny", "--threads", "1", *options]
+    (folder / "deepspeed.py").write_text("raise ImportError('not on this machine')\n")
+    paths = f"{folder}{os.pathsep}{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def lines_of(text: str) -> dict[str, dict[str, Any]]:
+    return {line["name"]: line for line in map(json.loads, text.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("bench")
+    out = folder / "results" / "tiny.jsonl"
+    names = (FAILING, MISSING, *RUNS)
+    options = ("--steps", str(STEPS), "--warmup", str(WARMUP), "--only", ",".join(names))
+    done = drive(folder, *options, "--out", str(out))
+    assert done.returncode == 1, done.stderr  # of FAILING
+    assert out.read_text() == done.stdout
+    for name in names:  # the table has every run
+        assert f"{name} " in done.stderr
+    lines = lines_of(done.stdout)
+    assert tuple(lines) == names
+    return lines
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_line_says_what_ran_and_how_fast(measured: dict[str, Any], name: str) -> None:
+    line = measured[name]
+    assert line["available"] and line["error"] is None
+    assert line["parameters"] == measured["resident"]["parameters"] > 1e5
+    assert line["tokens_per_step"] == 2 * 64 * 2 and line["micro_batches"] == 2
+    assert line["clip"] is name.endswith("-clip")
+    assert 0 < line["step_seconds_min"] <= line["step_seconds"] <= line["step_seconds_max"]
+    assert line["tokens_per_s"] == pytest.approx(256 / line["step_seconds"])
+    parts = line["forward_seconds"] + line["backward_seconds"] + line["update_seconds"]
+    assert parts == pytest.approx(line["step_seconds"], rel=0.5)
+    assert len(line["losses"]) == STEPS + WARMUP and line["loss"] == line["losses"][-1]
+    assert all(map(math.isfinite, line["losses"]))
+    # The batches come back every second step: the same one again has a smaller loss.
+    assert line["losses"][-1] < line["losses"][0]
+    assert line["host_peak_rss_bytes"] > 1e8 and line["arithmetic"]
+    environment = line["environment"]
+    assert environment["torch"] and environment["cpu"] and environment["torch_threads"] == 1
+    assert environment["cores"] >= 1 and environment["transformers"]
+    assert "--preset tiny" in line["command"] and "/results/" not in line["command"]
+
+
+def test_same_arithmetic_has_the_same_losses(measured: dict[str, Any]) -> None:
+    want = measured["hybrid-clip"]["losses"]
+    assert measured["gemini-auto-clip"]["losses"] == want
+    assert measured["gemini-cpu-clip"]["losses"] == want
+
+
+def test_every_loop_trains_the_same_model(measured: dict[str, Any]) -> None:
+    """The first pass has the same bits; later ones differ by the rounding of the updates."""
+    want = measured["resident"]["losses"]
+    for name in RUNS:
+        losses = measured[name]["losses"]
+        assert losses[0] == want[0], name
+        assert losses == pytest.approx(want, abs=1e-3), name
+    assert measured["hybrid-clip"]["losses"] != measured["gemini-auto"]["losses"]  # it did clip
+
+
+def test_gemini_runs_under_the_budget_and_tells_of_it(measured: dict[str, Any]) -> None:
+    for name in ("gemini-auto-clip", "gemini-cpu-clip"):
+        line = measured[name]
+        assert line["budget_bytes"] == 1_500_000 and line["budget_kept"] is True
+        assert line["device_peak_source"] == "engine"
+        assert 0 < line["device_peak_bytes"] <= 1_500_000
+        assert line["stats"]["steps"] == STEPS + WARMUP
+    assert measured["resident"]["budget_bytes"] is None
+
+
+def test_ratios_are_to_the_runs_of_the_same_command(measured: dict[str, Any]) -> None:
+    line = measured["gemini-auto-clip"]
+    of_resident = line["tokens_per_s"] / measured["resident"]["tokens_per_s"]
+    assert line["ratio_to_resident"] == pytest.approx(of_resident)
+    of_fsdp2 = line["tokens_per_s"] / measured["fsdp2"]["tokens_per_s"]
+    assert line["ratio_to_fsdp2"] == pytest.approx(of_fsdp2)
+    assert measured["resident"]["ratio_to_resident"] == 1.0
+    assert measured["resident"]["ratio_to_fsdp2"] is None
+
+
+def test_failed_run_leaves_a_line(measured: dict[str, Any]) -> None:
+    line = measured[FAILING]
+    assert line["available"] and line["error"].startswith("GeminiMemoryError: ")
+    assert "GeminiMemoryError" in line["stderr_tail"]
+    assert "tokens_per_s" not in line and line["ratio_to_resident"] is None
+
+
+def test_missing_library_is_no_failure(measured: dict[str, Any], bench: ModuleType) -> None:
+    line = measured[MISSING]
+    assert line["available"] is False
+    assert line["error"] == "import deepspeed: ImportError: not on this machine"
+    assert not bench.has_failed(line) and bench.has_failed(measured[FAILING])
+
+
+def test_slow_run_is_ended(tmp_path: Path) -> None:
+    done = drive(tmp_path, "--only", "hybrid", "--timeout", "0.3")
+    assert done.returncode == 1
+    assert "still running after 0.3 s" in lines_of(done.stdout)["hybrid"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("megatron", "there is no 'megatron'"),
+        ("gemini", "a policy goes with gemini"),
+        ("resident-auto", "a policy goes with gemini"),
+        ("gemini-best", "policy 'best'"),
+        ("clip", "there is no 'clip'"),
+    ],
+)
+def test_wrong_names_are_refused(bench: ModuleType, name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        bench.parse_run(name)
+
+
+def test_names_of_the_presets_are_runs(bench: ModuleType) -> None:
+    for case in bench.PRESETS.values():
+        for name in case.runs:
+            bench.parse_run(name)
+        assert bench.budget_bytes(case.budget) > 0
+    assert bench.parse_run("gemini-cpu-clip") == {
+        "system": "gemini",
+        "policy": "cpu",
+        "clip": True,
+    }
+
+
+def test_ratios_prefer_the_same_clipping(bench: ModuleType) -> None:
+    def line(system: str, clip: bool, speed: float | None, **more: Any) -> dict[str, Any]:
+        base = {"budget_bytes": None, "device_peak_bytes": None}
+        return {**base, "system": system, "clip": clip, "tokens_per_s": speed, **more}
+
+    before = [
+        line("resident", False, 100.0),
+        line("resident", True, 80.0),
+        line("fsdp2", False, None),
+    ]
+    mine = line(
+        "gemini",
+        True,
+        40.0,
+        step_seconds=1.1,
+        predicted_bound_seconds=1.0,
+        predicted_step_seconds=1.25,
+        predicted_device_peak_bytes=20,
+        budget_bytes=24,
+        device_peak_bytes=25,
+    )
+    bench.add_ratios(mine, before)
+    assert mine["ratio_to_resident"] == 0.5 and mine["ratio_to_fsdp2"] is None
+    assert mine["of_bound"] == pytest.approx(1.1) and mine["budget_kept"] is False
+    assert mine["of_predicted_step"] == pytest.approx(0.88)
+    assert mine["of_predicted_device_peak"] == 1.25
+    other = line("gemini", False, 40.0)
+    bench.add_ratios(other, before[1:])
+    assert other["ratio_to_resident"] == 0.5 and other["of_bound"] is None
+    packed = line("gemini", True, 40.0)
+    bench.add_ratios(packed, [line("resident", True, None), line("hybrid", False, 50.0)])
+    assert packed["ratio_to_resident"] == 0.8

@@ -1,0 +1,468 @@
+"""Timelines: what is written says what was logged, and can be read by those for whom it is meant."""
+
+import itertools
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_strategy import timeline, timeline_svg
+from gemini_strategy.errors import GeminiError
+
+SVG = "{http://www.w3.org/2000/svg}"
+MB = 1_000_000
+CHUNK = 60 * MB  # of weights
+RING = 4
+
+
+class Log:
+    """A log as the core makes one, of a model of one unit per chunk: a ring of 4 for the streamed weights."""
+
+    def __init__(self, n_chunks: int) -> None:
+        self.classes = [
+            "R" if i < n_chunks * 0.3 else "C1" if i < n_chunks * 0.5 else "C2"
+            for i in range(n_chunks)
+        ]
+        self.entries: list[dict[str, Any]] = []
+        self.on_device = [i for i, name in enumerate(self.classes) if name != "C2"]
+        self.ring: list[int] = []
+        self.free = {"fetch": 0.0, "evict": 0.0, "host": 0.0}
+        self.now = 0.0
+        self.tick_of_pass = 0
+        self.n_grads = 0
+        for chunk in self.on_device:
+            self.add("held", "compute", chunk)
+
+    def add(self, kind: str, stream: str, chunk: int, piece: str = "weight", size: int = 0) -> None:
+        seconds = size / 5e10
+        start = max(self.now, self.free.get(stream, 0.0)) if size else self.now
+        self.free[stream] = start + seconds
+        self.entries.append(
+            {"kind": kind, "stream": stream, "tick": self.tick_of_pass, "chunk": chunk}
+            | {"piece": piece, "bytes": size, "start": start, "end": start + seconds}
+        )
+
+    def tick(self, kind: str, chunk: int, activations: int) -> None:
+        device = dict.fromkeys(("R", "S1", "S2", "C1", "C2"), 0)
+        for held in self.on_device + self.ring:
+            device[self.classes[held]] += CHUNK
+        n_resident = self.classes.count("R")
+        others = {
+            "states": n_resident * 5 * CHUNK,
+            "grads": (n_resident + min(self.n_grads, 2)) * CHUNK,
+            "outside": 300 * MB + activations,
+            "free": (RING - len(self.ring)) * CHUNK,
+        }
+        self.entries.append(
+            {"kind": "tick", "stream": "compute", "tick": self.tick_of_pass, "tick_kind": kind}
+            | {"id": chunk, "start": self.now, "end": self.now + 0.002}
+            | {"device": device | others, "host": 7 * CHUNK * len(self.classes)}
+        )
+        self.tick_of_pass += 1
+        self.now += 0.002
+
+    def need(self, chunk: int) -> None:
+        if self.classes[chunk] != "C2" or chunk in self.ring:
+            return
+        if len(self.ring) == RING:
+            self.add("dropped", "compute", self.ring.pop(0))
+        self.add("fetch", "fetch", chunk, size=CHUNK)
+        self.ring.append(chunk)
+
+    def step(self) -> None:
+        n = len(self.classes)
+        self.tick_of_pass = 0
+        for i in range(n):
+            self.tick("enter", i, 40 * MB * i)
+            for ahead in range(i, min(i + 3, n)):
+                self.need(ahead)
+            if self.classes[i] == "R":
+                self.add("device_update", "update", i, "state", size=CHUNK)
+            else:
+                self.add("host_update", "host", i, "state", size=4 * CHUNK)
+                if self.classes[i] == "C1":
+                    self.add("refresh", "fetch", i, size=CHUNK)
+        for i in reversed(range(n)):
+            self.tick("touch", i, 40 * MB * i)
+            for ahead in range(i, max(i - 3, -1), -1):
+                self.need(ahead)
+            self.n_grads += 1
+            self.tick("grad", i, 40 * MB * i)
+            if self.classes[i] != "R":
+                self.add("grad_out", "evict", i, "grad", size=CHUNK)
+        self.n_grads = 0
+
+
+def synthetic(n_chunks: int = 40, steps: int = 1) -> Log:
+    log = Log(n_chunks)
+    for _ in range(steps):
+        log.step()
+    return log
+
+
+def layout(log: Log, **changes: Any) -> dict[str, Any]:
+    return {
+        "title": "OPTForCausalLM <3.44 G> on cuda:0",
+        "n_chunks": len(log.classes),
+        "classes": log.classes,
+        "when": "deferred",
+        "step_seconds": 0.26,
+        "device_budget": 225 * MB * len(log.classes),
+        "host_budget": 120_000 * MB,
+        "policy": "auto",
+    } | changes
+
+
+# ---- the Chrome trace ----
+
+
+def chrome(entries: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    timeline.export_chrome(entries, folder / "trace.json")
+    return json.loads((folder / "trace.json").read_text())
+
+
+def test_chrome_trace_has_every_entry_on_its_own_thread(tmp_path: Path) -> None:
+    log = synthetic(12, steps=2)
+    trace = chrome(log.entries, tmp_path)
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert len(names) == 7 and [name.split(":")[0] for name in names.values()] == [
+        "compute", "fetch", "state", "evict", "state_out", "update", "host",
+    ]  # fmt: skip
+    spans = [entry for entry in log.entries if entry["kind"] not in ("held", "dropped")]
+    durations = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(durations) == len(spans)
+    for event, entry in zip(durations, spans, strict=True):
+        assert names[event["tid"]].split(":")[0] == entry["stream"]
+        assert event["ts"] == round(entry["start"] * 1e6, 3) and event["dur"] >= 0
+        assert event["dur"] == round((entry["end"] - entry["start"]) * 1e6, 3)
+        if entry["kind"] != "tick":
+            assert event["args"]["bytes"] == entry["bytes"]
+    marks = [event for event in trace["traceEvents"] if event["ph"] == "i"]
+    assert len(marks) == len(log.entries) - len(spans)
+
+
+def test_chrome_counters_show_the_memory_of_each_tick(tmp_path: Path) -> None:
+    log = synthetic(12)
+    ticks = [entry for entry in log.entries if entry["kind"] == "tick"]
+    counters = [e for e in chrome(log.entries, tmp_path)["traceEvents"] if e["ph"] == "C"]
+    device = [event["args"] for event in counters if event["name"] == "device bytes"]
+    host = [event["args"] for event in counters if event["name"] == "host bytes"]
+    assert device == [tick["device"] for tick in ticks]
+    assert host == [{"host": tick["host"]} for tick in ticks]
+
+
+def test_what_found_the_log_full_is_said(tmp_path: Path) -> None:
+    log = synthetic(6)
+    entries = [*log.entries, {"kind": "lost", "n": 17}]
+    trace = chrome(entries, tmp_path)
+    assert list(trace["otherData"].values()) == [17]
+    timeline.export_svg(entries, layout(log), tmp_path / "a.svg")
+    assert "17 entries found the log full" in (tmp_path / "a.svg").read_text()
+    timeline.export_svg(log.entries, layout(log), tmp_path / "a.svg")
+    assert "log full" not in (tmp_path / "a.svg").read_text()
+
+
+# ---- the picture ----
+
+
+def drawn(log: Log, folder: Path, **changes: Any) -> ET.Element:
+    timeline.export_svg(log.entries, layout(log, **changes), folder / "picture.svg")
+    return ET.parse(folder / "picture.svg").getroot()
+
+
+def corners(path: ET.Element) -> list[tuple[float, float]]:
+    pairs = re.findall(r"(-?[\d.]+) (-?[\d.]+)", path.attrib["d"])
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def extent(points: list[tuple[float, float]], x: float) -> tuple[float, float]:
+    """(top, bottom) of a polygon of steps at x: the levels of its horizontal edges there."""
+    closed = zip(points, points[1:] + points[:1], strict=True)
+    ys = [y1 for (x1, y1), (x2, y2) in closed if y1 == y2 and min(x1, x2) < x < max(x1, x2)]
+    assert len(ys) == 2
+    return min(ys), max(ys)
+
+
+def texts(root: ET.Element) -> list[str]:
+    return ["".join(node.itertext()) for node in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("n_chunks", [1, 6, 40])
+def test_heights_of_bands_add_up_to_the_bytes_of_each_tick(n_chunks: int, tmp_path: Path) -> None:
+    log = synthetic(n_chunks, steps=2)
+    ticks = [entry for entry in log.entries if entry["kind"] == "tick"]
+    totals = [sum(tick["device"].values()) for tick in ticks]
+    budget = int(max(totals) * 1.1)
+    root = drawn(log, tmp_path, device_budget=budget)
+    bands = {
+        path.attrib["data-band"]: corners(path)
+        for path in root.iter(f"{SVG}path")
+        if path.attrib.get("data-band", "host") != "host"
+    }
+    assert set(bands) == {
+        key for tick in ticks for key, value in tick["device"].items() if value > 0
+    }
+    left, right = timeline_svg._LEFT, timeline_svg._LEFT + timeline_svg._PLOT
+    zero = timeline_svg._TOP + timeline_svg._DEVICE
+    (line,) = (path for path in root.iter(f"{SVG}path") if path.attrib.get("id") == "budget")
+    per_pixel = budget / (zero - corners(line)[0][1])
+    for index, tick in enumerate(ticks):
+        x = left + (index + 0.5) * (right - left) / len(ticks)
+        heights = {key: extent(points, x) for key, points in bands.items()}
+        for key, (top, bottom) in heights.items():
+            # Coordinates are written with two digits.
+            assert abs((bottom - top) * per_pixel - tick["device"][key]) <= 0.02 * per_pixel
+        edges = sorted(heights.values(), reverse=True)
+        assert edges[0][1] == zero
+        assert abs((zero - edges[-1][0]) * per_pixel - totals[index]) <= 0.02 * per_pixel
+
+
+def test_a_line_is_where_the_weights_are(tmp_path: Path) -> None:
+    """Against the bytes that the log gives for each tick: another source for the same fact."""
+    log = synthetic(40, steps=2)
+    spans = timeline_svg.lives(log.entries, 40, log.classes)
+    ticks = [entry for entry in log.entries if entry["kind"] == "tick"]
+    held = [
+        sum(begin <= index < end for chunk in spans for begin, end in chunk)
+        for index in range(len(ticks))
+    ]
+    # A fetch is issued under a tick, so what the tick itself saw is what came before it.
+    weights = [sum(tick["device"][name] for name in ("R", "C1", "C2")) // CHUNK for tick in ticks]
+    assert [held[i - 1] for i in range(1, len(ticks))] == weights[1:]
+    root = drawn(log, tmp_path)
+    lines = {
+        int(path.attrib["data-chunk"]): path.attrib["d"].count("Z")
+        for path in root.iter(f"{SVG}path")
+        if "data-chunk" in path.attrib
+    }
+    assert lines == {chunk: len(parts) for chunk, parts in enumerate(spans)}
+
+
+def test_lives_of_a_log_by_hand() -> None:
+    tick = {"kind": "tick", "tick": 0, "tick_kind": "enter"}
+
+    def entry(kind: str, chunk: int, piece: str = "weight") -> dict[str, Any]:
+        return {"kind": kind, "chunk": chunk, "piece": piece}
+
+    log = [
+        tick,
+        entry("fetch", 2),
+        tick,
+        entry("fetch", 2),  # refilled: one life
+        entry("dropped", 2, "grad"),  # another piece
+        tick,
+        entry("dropped", 2),
+        entry("weight_out", 0),
+        tick,
+        entry("dropped", 0),
+        entry("fetch", 0),
+        entry("fetch", 9),  # a chunk that is not drawn
+        tick,
+    ]
+    classes = ["R", "C2", "C2"]
+    assert timeline_svg.lives(log, 3, classes) == [[(0, 2), (3, 5)], [], [(0, 2)]]
+    assert timeline_svg.lives(log, 3, None) == [[(3, 5)], [], [(0, 2)]]
+    held = [entry("held", 1), *log]
+    assert timeline_svg.lives(held, 3, classes) == [[(3, 5)], [(0, 5)], [(0, 2)]]
+
+
+def test_marks_are_as_many_as_the_operations(tmp_path: Path) -> None:
+    log = synthetic(20, steps=2)
+    root = drawn(log, tmp_path)
+    marks = {
+        path.attrib["data-marks"]: path.attrib["d"].count("Z")
+        for path in root.iter(f"{SVG}path")
+        if "data-marks" in path.attrib
+    }
+    kinds = [entry["kind"] for entry in log.entries]
+    assert marks == {
+        "weights in": kinds.count("fetch") + kinds.count("refresh"),
+        "device update": kinds.count("device_update"),
+        "host update": kinds.count("host_update"),
+        "out": kinds.count("grad_out"),
+    }
+
+
+def test_phases_follow_the_passes() -> None:
+    def ticks(*passes: str) -> list[dict[str, Any]]:
+        kinds = {"e": "enter", "t": "touch", "g": "grad"}
+        return [{"tick": i, "tick_kind": kinds[c]} for one in passes for i, c in enumerate(one)]
+
+    phases = timeline_svg._phases
+    assert phases(ticks("eeetgtg")) == [(0, "forward"), (3, "backward")]
+    assert phases(ticks("eee", "eetg", "e")) == [
+        (0, "forward"), (3, "forward"), (5, "backward"), (7, "forward"),
+    ]  # fmt: skip
+    assert phases(ticks("eeteetg")) == [(0, "forward"), (2, "backward")]  # recompute enters units
+    assert phases(ticks("tg", "etg")) == [(0, "backward"), (2, "forward"), (3, "backward")]
+    assert phases([]) == []
+
+
+def test_picture_is_self_contained_and_says_what_it_shows(tmp_path: Path) -> None:
+    log = synthetic(40)
+    root = drawn(log, tmp_path)
+    text = (tmp_path / "picture.svg").read_text()
+    assert not re.search(r"(href|src|url\(|@import|<script|<style|<image)", text)
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
+    said = texts(root)
+    assert "OPTForCausalLM <3.44 G> on cuda:0" in said
+    facts = said[1]
+    for fact in ("budget 9 GB", 'policy "auto"', "deferred", "40 chunks: 12 R, 8 C1, 20 C2"):
+        assert fact in facts
+    for label in ("weights R", "states", "gradients", "outside: torch", "budget", "homes"):
+        assert label in said
+    assert {"Device memory", "Host memory", "forward", "backward", "tick"} <= set(said)
+
+
+def test_labels_do_not_cover_each_other(tmp_path: Path) -> None:
+    root = drawn(synthetic(40), tmp_path, device_budget=7_700 * MB)
+    (panel,) = (group for group in root.iter(f"{SVG}g") if group.attrib.get("id") == "device")
+    right = timeline_svg._LEFT + timeline_svg._PLOT
+    heights = sorted(
+        float(node.attrib["y"])
+        for node in panel.iter(f"{SVG}text")
+        if right < float(node.attrib["x"]) < right + 100
+    )
+    assert len(heights) == 8
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= 16.98
+    assert heights[0] > 60 and heights[-1] <= timeline_svg._TOP + timeline_svg._DEVICE + 4
+
+
+def test_spread_keeps_what_has_room() -> None:
+    gap = timeline_svg._LABEL_GAP
+    assert timeline_svg._spread([300, 200, 100], 0, 400) == [300, 200, 100]
+    assert timeline_svg._spread([300, 299, 298], 0, 400) == [300, 300 - gap, 300 - 2 * gap]
+    assert timeline_svg._spread([5, 4, 3], 0, 400) == [2 * gap, gap, 0]
+    assert timeline_svg._spread([], 0, 400) == []
+
+
+@pytest.mark.parametrize("top", [1, 7.7e9, 9.99e8, 24e9, 3.3e12])
+@pytest.mark.parametrize("n", [3, 6])
+def test_axis_has_round_steps_and_few(top: float, n: int) -> None:
+    step = timeline_svg._nice_step(top, n)
+    assert top / step <= n + 1e-9 and top / step > n / 2.6
+    assert f"{step:e}"[0] in "125"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"classes": None, "when": "on demand", "step_seconds": None},
+        {"device_budget": -1, "host_budget": -1},
+        {"device_budget": 10**15},  # far above what is used
+        {"host_budget": 20_000 * MB},
+    ],
+)
+def test_picture_without_a_plan_or_with_other_budgets(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    root = drawn(synthetic(8), tmp_path, **changes)
+    lines = [path for path in root.iter(f"{SVG}path") if path.attrib.get("id") == "budget"]
+    assert len(lines) == (0 if changes.get("device_budget") in (-1, 10**15) else 1)
+
+
+def test_empty_log_makes_an_empty_picture(tmp_path: Path) -> None:
+    log = synthetic(4)
+    timeline.export_svg([], layout(log), tmp_path / "a.svg")
+    ET.parse(tmp_path / "a.svg")
+    assert not [e for e in chrome([], tmp_path)["traceEvents"] if e["ph"] != "M"]
+
+
+# ---- recording ----
+
+
+class FakeCore:
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.capacities: list[int] = []
+        self.n_ended = 0
+
+    def stats(self) -> dict[str, Any]:
+        return {"chunks": len(self.log.classes), "device_budget_bytes": 9_000 * MB}
+
+    def plan_info(self) -> None:
+        return None
+
+    def timeline_begin(self, capacity: int) -> None:
+        self.capacities.append(capacity)
+
+    def timeline_end(self) -> list[dict[str, Any]]:
+        self.n_ended += 1
+        return self.log.entries
+
+
+def fake_engine(n_chunks: int = 8) -> Any:
+    model = SimpleNamespace(parameters=lambda: iter(()))
+    settings = SimpleNamespace(policy="auto", device_budget=9_000 * MB, host_budget=-1)
+    core = FakeCore(synthetic(n_chunks))
+    return SimpleNamespace(
+        core=core, model=model, device="cpu", precision=None, recording=None, _settings=settings
+    )
+
+
+def test_recording_ends_after_its_steps(tmp_path: Path) -> None:
+    engine = fake_engine()
+    recording = timeline.record(engine, tmp_path / "a.json", tmp_path / "a.svg", steps=2)
+    assert engine.recording is recording and engine.core.capacities[0] >= 4096
+    recording.after_step()
+    assert engine.recording is recording and not (tmp_path / "a.json").exists()
+    recording.after_step()
+    assert engine.recording is None and engine.core.n_ended == 1
+    json.loads((tmp_path / "a.json").read_text())
+    ET.parse(tmp_path / "a.svg")
+    recording.finish()  # idempotent
+    assert engine.core.n_ended == 1
+
+
+def test_recording_of_a_block(tmp_path: Path) -> None:
+    engine = fake_engine()
+    with timeline.record(engine, str(tmp_path / "a.json")) as recording:
+        for _ in range(5):
+            recording.after_step()
+        assert engine.core.n_ended == 0
+    assert engine.core.n_ended == 1 and (tmp_path / "a.json").exists()
+    with pytest.raises(KeyError, match="theirs"), timeline.record(engine, tmp_path / "b.json"):
+        raise KeyError("theirs")
+    assert engine.recording is None and (tmp_path / "b.json").exists()
+
+
+def test_an_error_of_the_block_is_not_hidden(tmp_path: Path) -> None:
+    engine = fake_engine()
+
+    def fails() -> None:
+        raise GeminiError("ours")
+
+    engine.core.timeline_end = fails
+    with pytest.raises(KeyError, match="theirs"), timeline.record(engine, tmp_path / "a.json"):
+        raise KeyError("theirs")
+    with pytest.raises(GeminiError, match="ours"), timeline.record(engine, tmp_path / "a.json"):
+        pass
+
+
+def test_recording_refuses(tmp_path: Path) -> None:
+    engine = fake_engine()
+    with pytest.raises(ValueError, match="steps=0"):
+        timeline.record(engine, tmp_path / "a.json", steps=0)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        timeline.record(engine, tmp_path / "a.json", tmp_path / "nowhere" / "a.svg")
+    assert engine.recording is None and not engine.core.capacities
+    timeline.record(engine, tmp_path / "a.json")
+    with pytest.raises(GeminiError, match="already"):
+        timeline.record(engine, tmp_path / "b.json")
+
+
+def test_room_grows_with_steps_and_chunks_within_bounds(tmp_path: Path) -> None:
+    rooms = []
+    for n_chunks, steps in ((4, 1), (4, 3), (40, 3), (40, 10_000)):
+        engine = fake_engine(n_chunks)
+        timeline.record(engine, tmp_path / "a.json", steps=steps)
+        rooms += engine.core.capacities
+    assert rooms == sorted(rooms) and rooms[1] < rooms[2] and rooms[-1] == 1 << 17
