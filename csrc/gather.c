@@ -147,8 +147,9 @@ static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_
 {
     if (p->is_used_up) {
         return GM_FAIL(GM_ERR_STATE,
-                       "its last gradient was used up by the update inside backward(step=True); "
-                       "call optimizer.zero_grad() before the next backward");
+                       "a gradient arrived for parameter %u, whose last one was used up by the update "
+                       "inside backward(step=True); call optimizer.zero_grad() before the next backward",
+                       (unsigned)(p - engine->params));
     }
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */

@@ -11,23 +11,30 @@
 
 #include "plan_impl.h"
 
-#define FEW_CHUNKS 24u
+#define FEW_CHUNKS 5u
 
-typedef struct gm_dials {
+typedef struct gm_dials {        /* without padding: compared as bytes */
     uint32_t depth[GM_N_PIECES]; /* of the rings, in chunks */
+    uint32_t blocks;             /* that may be taken */
     double host;                 /* share of the updates that are not resident, by parameters */
     double late_host,
         late_state; /* immediate only: shares of these updates put off to the next forward */
+    double weights; /* most that may be resident, a share */
     double states;  /* share of the room beside weights and gradients that states may take */
 } gm_dials;
 
+typedef struct gm_found { /* the best so far */
+    gm_plan *plan;        /* NULL: nothing yet */
+    gm_choice choice;
+    gm_dials dials;
+} gm_found;
+
 typedef struct gm_search {
     const gm_problem *problem;
-    gm_choice choice;
-    gm_plan *best;
-    gm_choice best_choice;
-    gm_dials best_dials;
+    gm_choice choice; /* that is being made */
+    gm_found best;
     uint32_t n_left;       /* questions to the time model */
+    bool has_all_weights;  /* as many weights are resident as fit: this dial is not turned */
     uint64_t least_blocks; /* of all choices that were tried and did not fit */
 } gm_search;
 
@@ -198,104 +205,96 @@ static gm_status measure(gm_search *s, gm_plan *plan, uint64_t *out)
     return GM_OK;
 }
 
-static uint64_t all_weights(const gm_problem *problem)
-{
-    uint64_t sum = 0;
-    for (uint32_t c = 0; c < problem->n; c++) {
-        sum += problem->input->chunks[c].blocks[GM_WEIGHT];
-    }
-    return sum;
-}
-
-/* Gives what is left beside all weights to gradients, then to states. */
-static gm_status fill_states(gm_search *s, const gm_dials *dials, gm_plan *plan, uint64_t taken)
+/* Gives what is left beside the weights to gradients that would move, then to states. */
+static gm_status fill_states(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
+                             uint64_t taken)
 {
     const gm_problem *problem = s->problem;
-    uint64_t room_beside =
-        problem->n_blocks > all_weights(problem) ? problem->n_blocks - all_weights(problem) : 0;
-    uint64_t limit = (uint64_t)((double)room_beside * problem->input->state_share);
-    uint64_t left = problem->n_blocks - taken;
-    left = left < limit ? left : limit;
-    gm_room room = {.weights = 1};
+    uint64_t left = dials->blocks - taken, spare = problem->n_blocks - taken;
+    double share = problem->input->state_share;
+    uint64_t limit = share >= 1 ? UINT64_MAX : (uint64_t)(share * (double)spare);
+    gm_room best = *room;
     for (int round = 0; round < 4; round++) {
-        uint64_t wanted = 0;
-        choose(s, dials, &room, &s->choice);
+        uint64_t wanted = 0, most = left < limit ? left : limit;
         for (uint32_t c = 0; c < problem->n; c++) {
             wanted +=
                 wants_grad(problem, &s->choice, c) ? problem->input->chunks[c].blocks[GM_GRAD] : 0;
         }
-        room.grads = wanted < left ? wanted : left;
-        room.states = (uint64_t)((double)(left - room.grads) * dials->states);
-        choose(s, dials, &room, &s->choice);
+        room->grads = wanted < most ? wanted : most;
+        room->states = (uint64_t)((double)(most - room->grads) * dials->states);
+        choose(s, dials, room, &s->choice);
         GM_TRY(measure(s, plan, &taken));
-        if (taken <= problem->n_blocks && problem->n_blocks - taken <= problem->n_blocks / 64) {
-            return GM_OK;
+        if (taken <= dials->blocks) { /* rings have become shorter: there may be more */
+            best = *room;
+            left += dials->blocks - taken;
+        } else {
+            left -= taken - dials->blocks < left ? taken - dials->blocks : left;
         }
-        uint64_t more = left + problem->n_blocks - taken; /* modulo 2^64 when it is less */
-        if (taken > problem->n_blocks && taken - problem->n_blocks > left) {
-            more = 0;
-        }
-        if (round == 3 && taken > problem->n_blocks) {
-            more = 0;
-        }
-        left = more < limit ? more : limit;
     }
-    room.grads = room.grads < left ? room.grads : left;
-    room.states = room.states < left - room.grads ? room.states : left - room.grads;
-    choose(s, dials, &room, &s->choice);
+    *room = best;
+    choose(s, dials, room, &s->choice);
     return measure(s, plan, &taken);
+}
+
+/* As many resident weights as there is room for. */
+static gm_status fill_weights(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
+                              uint64_t *taken)
+{
+    uint64_t weights = 1;
+    for (uint32_t c = 0; c < s->problem->n; c++) {
+        weights += s->problem->input->chunks[c].blocks[GM_WEIGHT];
+    }
+    choose(s, dials, room, &s->choice);
+    GM_TRY(measure(s, plan, taken));
+    if (*taken <= dials->blocks || room->weights <= 0) {
+        return GM_OK;
+    }
+    double best = 0, most = room->weights;
+    room->weights = 0;
+    for (int round = 0; round < 5; round++) {
+        choose(s, dials, room, &s->choice);
+        GM_TRY(measure(s, plan, taken));
+        if (*taken <= dials->blocks && room->weights > best) {
+            best = room->weights;
+        } else if (*taken > dials->blocks && round == 0) {
+            return GM_OK; /* not even without */
+        }
+        room->weights += ((double)dials->blocks - (double)*taken) / (double)weights;
+        room->weights = room->weights < 0 ? 0 : room->weights > most ? most : room->weights;
+    }
+    room->weights = best;
+    choose(s, dials, room, &s->choice);
+    return measure(s, plan, taken);
 }
 
 /* Makes the choice that the dials and the memory give; *fits tells whether there is one. */
 static gm_status fill(gm_search *s, const gm_dials *dials, bool *fits)
 {
-    const gm_problem *problem = s->problem;
     gm_plan *plan;
     uint64_t taken = 0;
-    gm_room room = {.weights = problem->input->policy == GM_POLICY_CPU ? 0 : 1};
-    GM_TRY(gm_plan_alloc(problem, &plan));
-    choose(s, dials, &room, &s->choice);
-    gm_status status = measure(s, plan, &taken);
-    bool is_fixed = problem->input->policy != GM_POLICY_AUTO;
-    if (status == GM_OK && taken <= problem->n_blocks && !is_fixed) {
-        status = fill_states(s, dials, plan, taken);
-    } else if (status == GM_OK && !is_fixed) {
-        uint64_t weights = all_weights(problem);
-        room.weights = 0;
-        choose(s, dials, &room, &s->choice);
-        status = measure(s, plan, &taken);
-        if (status == GM_OK && taken < problem->n_blocks) {
-            gm_room best = room;
-            for (int round = 0; round < 5 && status == GM_OK; round++) {
-                double more = ((double)problem->n_blocks - (double)taken) / (double)(weights + 1);
-                room.weights += more;
-                room.weights = room.weights > 0 ? room.weights : 0;
-                choose(s, dials, &room, &s->choice);
-                status = measure(s, plan, &taken);
-                if (taken <= problem->n_blocks && room.weights > best.weights) {
-                    best = room;
-                }
-            }
-            if (status == GM_OK) {
-                choose(s, dials, &best, &s->choice);
-                status = measure(s, plan, &taken);
-            }
-        }
+    bool is_auto = s->problem->input->policy == GM_POLICY_AUTO;
+    gm_room room = {.weights = dials->weights};
+    GM_TRY(gm_plan_alloc(s->problem, &plan));
+    gm_status status = fill_weights(s, dials, plan, &room, &taken);
+    if (status == GM_OK && taken <= dials->blocks && is_auto) {
+        status = fill_states(s, dials, plan, &room, taken);
     }
-    *fits = status == GM_OK && plan->n_blocks <= problem->n_blocks;
+    *fits = status == GM_OK && plan->n_blocks <= dials->blocks;
     gm_plan_free(plan);
     return status;
 }
 
-/* Whether a is better than b: sooner, or equal with less traffic. */
+/* Whether a is better than b: sooner, or equal with less traffic, or with fewer blocks. */
 static bool is_better(const gm_plan *a, const gm_plan *b)
 {
     double near = b->info.step_seconds * 1e-6;
+    size_t traffic_a = a->info.h2d_bytes + a->info.d2h_bytes;
+    size_t traffic_b = b->info.h2d_bytes + b->info.d2h_bytes;
     if (a->info.step_seconds < b->info.step_seconds - near) {
         return true;
     }
     return a->info.step_seconds <= b->info.step_seconds + near &&
-           a->info.h2d_bytes + a->info.d2h_bytes < b->info.h2d_bytes + b->info.d2h_bytes;
+           (traffic_a < traffic_b || (traffic_a == traffic_b && a->n_blocks < b->n_blocks));
 }
 
 /* Asks the time model about s->choice; keeps it when it is the best. */
@@ -305,10 +304,10 @@ static gm_status ask(gm_search *s, bool *is_best)
     *is_best = false;
     s->n_left -= s->n_left > 0;
     GM_TRY(gm_plan_for_choice(s->problem, &s->choice, &plan));
-    if (plan && (!s->best || is_better(plan, s->best))) {
-        gm_plan_free(s->best);
-        s->best = plan;
-        choice_copy(s->problem->n, &s->best_choice, &s->choice);
+    if (plan && (!s->best.plan || is_better(plan, s->best.plan))) {
+        gm_plan_free(s->best.plan);
+        s->best.plan = plan;
+        choice_copy(s->problem->n, &s->best.choice, &s->choice);
         *is_best = true;
     } else {
         gm_plan_free(plan);
@@ -320,14 +319,14 @@ static gm_status try_dials(gm_search *s, const gm_dials *dials, bool *is_best)
 {
     bool fits = false;
     *is_best = false;
-    if (s->n_left == 0 && s->best) {
+    if (s->n_left == 0 && s->best.plan) {
         return GM_OK;
     }
     GM_TRY(fill(s, dials, &fits));
     if (fits) {
         GM_TRY(ask(s, is_best));
         if (*is_best) {
-            s->best_dials = *dials;
+            s->best.dials = *dials;
         }
     }
     return GM_OK;
@@ -336,7 +335,7 @@ static gm_status try_dials(gm_search *s, const gm_dials *dials, bool *is_best)
 /* Turns one dial through values, around the best dials so far. */
 static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32_t n, bool *helps)
 {
-    gm_dials start = s->best_dials;
+    gm_dials start = s->best.dials;
     for (uint32_t i = 0; i < n; i++) {
         gm_dials dials = start;
         bool is_best;
@@ -347,7 +346,8 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
         case 3: dials.depth[GM_WEIGHT] = (uint32_t)values[i]; break;
         case 4: dials.late_host = values[i]; break;
         case 5: dials.late_state = values[i]; break;
-        default: dials.states = values[i]; break;
+        case 6: dials.states = values[i]; break;
+        default: dials.weights = values[i]; break;
         }
         if (memcmp(&dials, &start, sizeof dials) != 0) {
             GM_TRY(try_dials(s, &dials, &is_best));
@@ -357,15 +357,15 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
     return GM_OK;
 }
 
-static gm_status turn_dials(gm_search *s)
+static gm_status turn_dials(gm_search *s, int n_rounds)
 {
     static const double shares[] = {0, 0.2, 0.4, 0.6, 0.8, 1}, depths[] = {1, 2, 3, 4, 6, 8};
     static const double parts[] = {0.5, 0, 1, 0.25, 0.75};
     const gm_plan_input *input = s->problem->input;
     double step = 0.1;
-    for (int round = 0; round < 6 && s->n_left > 0; round++) {
+    for (int round = 0; round < n_rounds && s->n_left > 0; round++) {
         bool helps = false;
-        double host = s->best_dials.host;
+        double host = s->best.dials.host;
         double near[] = {host - step, host + step, host - step / 2, host + step / 2};
         for (int i = 0; i < 4; i++) {
             near[i] = near[i] < 0 ? 0 : near[i] > 1 ? 1 : near[i];
@@ -377,9 +377,10 @@ static gm_status turn_dials(gm_search *s)
         }
         GM_TRY(turn(s, 1, depths + 1, 5, &helps));
         GM_TRY(turn(s, 2, depths, 5, &helps));
-        if (s->best->ring[GM_WEIGHT] > 0) {
+        if (s->best.plan->ring[GM_WEIGHT] > 0) {
             GM_TRY(turn(s, 3, depths, 6, &helps));
         }
+        GM_TRY(s->has_all_weights ? GM_OK : turn(s, 7, parts, 5, &helps));
         GM_TRY(turn(s, 6, parts, 2, &helps));
         step = helps ? step : step / 2;
         if (!helps && step < 0.01) {
@@ -389,42 +390,137 @@ static gm_status turn_dials(gm_search *s)
     return GM_OK;
 }
 
-/* Single chunks change class, gradient or time of update, as long as one of them helps. */
-static gm_status turn_chunks(gm_search *s)
+/* Whether the choice may be changed so; changes it. */
+static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
 {
     const gm_problem *problem = s->problem;
-    for (bool helps = true; helps && s->n_left > 0;) {
-        helps = false;
-        for (uint32_t c = 0; c < problem->n && s->n_left > 0; c++) {
-            const gm_plan_chunk *chunk = &problem->input->chunks[c];
-            for (uint32_t move = 0; move < GM_N_CLASSES + 2; move++) {
-                choice_copy(problem->n, &s->choice, &s->best_choice);
-                if (move < GM_N_CLASSES) {
-                    bool is_bad = (gm_is_streamed(move) && chunk->must_reside) ||
-                                  (!problem->is_trained[c] && gm_is_state_streamed(move)) ||
-                                  (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2);
-                    if (is_bad || s->choice.class_of[c] == move) {
-                        continue;
-                    }
-                    s->choice.class_of[c] = (uint8_t)move;
-                    s->choice.is_late[c] &=
-                        move != GM_CLASS_R || problem->input->when == GM_DEFERRED;
-                } else if (move == GM_N_CLASSES) {
-                    s->choice.is_grad_resident[c] = !s->choice.is_grad_resident[c];
-                } else {
-                    s->choice.is_late[c] = !s->choice.is_late[c];
-                    if (!may_be_early(problem, c) || !problem->is_trained[c] ||
-                        s->choice.class_of[c] == GM_CLASS_R) {
-                        continue;
-                    }
-                }
-                bool is_best;
-                GM_TRY(ask(s, &is_best));
-                helps |= is_best;
-            }
+    const gm_plan_chunk *chunk = &problem->input->chunks[c];
+    gm_choice *choice = &s->choice;
+    if (move == GM_N_CLASSES) {
+        choice->is_grad_resident[c] = !choice->is_grad_resident[c];
+        return chunk->bytes[GM_GRAD] > 0;
+    }
+    if (move > GM_N_CLASSES) {
+        choice->is_late[c] = !choice->is_late[c];
+        return may_be_early(problem, c) && problem->is_trained[c] &&
+               choice->class_of[c] != GM_CLASS_R;
+    }
+    bool is_bad = (gm_is_streamed(move) && chunk->must_reside) ||
+                  (!problem->is_trained[c] && gm_is_state_streamed(move)) ||
+                  (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2) ||
+                  choice->class_of[c] == move;
+    choice->class_of[c] = (uint8_t)move;
+    choice->is_late[c] &= move != GM_CLASS_R || !may_be_early(problem, c);
+    return !is_bad;
+}
+
+/* Two chunks exchange how they are treated. */
+static bool exchange(gm_search *s, uint32_t a, uint32_t b)
+{
+    const gm_problem *problem = s->problem;
+    gm_choice *choice = &s->choice;
+    uint8_t class_a = choice->class_of[a], class_b = choice->class_of[b];
+    bool is_late_a = choice->is_late[a], is_grad_a = choice->is_grad_resident[a];
+    if (class_a == class_b || !move_chunk(s, a, class_b) || !move_chunk(s, b, class_a)) {
+        return false;
+    }
+    choice->is_late[a] = choice->is_late[b] || !may_be_early(problem, a);
+    choice->is_late[b] = is_late_a || !may_be_early(problem, b);
+    choice->is_late[a] &= problem->is_trained[a];
+    choice->is_late[b] &= problem->is_trained[b];
+    choice->is_grad_resident[a] = choice->is_grad_resident[b];
+    choice->is_grad_resident[b] = is_grad_a;
+    return true;
+}
+
+/* Chunks change class, gradient or time of update, alone or in pairs, and rings their depth, as long as that helps. */
+static gm_status climb(gm_search *s, uint32_t limit)
+{
+    uint32_t n = s->problem->n, n_moves = GM_N_CLASSES + 2;
+    uint32_t n_all = n * n_moves + 2 * GM_N_PIECES + n * n, n_quiet = 0;
+    for (uint32_t at = 0; n_quiet < n_all && limit > 0; at = at + 1 == n_all ? 0 : at + 1) {
+        bool is_allowed, is_best = false;
+        choice_copy(n, &s->choice, &s->best.choice);
+        if (at < n * n_moves) {
+            is_allowed = move_chunk(s, at / n_moves, at % n_moves);
+        } else if (at < n * n_moves + 2 * GM_N_PIECES) {
+            uint32_t piece = (at - n * n_moves) / 2, up = (at - n * n_moves) % 2;
+            is_allowed = up || s->choice.depth[piece] > 0;
+            s->choice.depth[piece] += up ? 1 : UINT32_MAX;
+        } else {
+            uint32_t pair = at - n * n_moves - 2 * GM_N_PIECES;
+            is_allowed = pair / n < pair % n && exchange(s, pair / n, pair % n);
         }
+        if (is_allowed) {
+            limit--;
+            GM_TRY(ask(s, &is_best));
+        }
+        n_quiet = is_best ? 0 : n_quiet + 1;
     }
     return GM_OK;
+}
+
+/* Puts what was found aside, to search again from nothing; unite takes the better of both. */
+static gm_status set_aside(gm_search *s, gm_found *aside)
+{
+    gm_choice fresh;
+    GM_TRY(choice_new(s->problem->n, &fresh));
+    *aside = s->best;
+    s->best = (gm_found){.choice = fresh};
+    return GM_OK;
+}
+
+static void unite(gm_search *s, gm_found *aside)
+{
+    bool is_aside_better = !s->best.plan || (aside->plan && !is_better(s->best.plan, aside->plan));
+    if (is_aside_better) {
+        gm_found worse = s->best;
+        s->best = *aside;
+        *aside = worse;
+    }
+    gm_plan_free(aside->plan);
+    choice_free(&aside->choice);
+}
+
+/* Asks about every assignment of classes, with short rings. */
+static gm_status ask_about_all(gm_search *s, bool is_late)
+{
+    uint32_t n = s->problem->n, n_all = 1;
+    for (uint32_t c = 0; c < n; c++) {
+        n_all *= GM_N_CLASSES;
+    }
+    memcpy(s->choice.depth, (uint32_t[]){1, 2, 1}, sizeof s->choice.depth);
+    for (uint32_t code = 0; code < n_all; code++) {
+        bool is_allowed = true, is_best;
+        for (uint32_t c = 0, rest = code; c < n; c++, rest /= GM_N_CLASSES) {
+            s->choice.class_of[c] = GM_N_CLASSES;
+            s->choice.is_grad_resident[c] = false;
+            s->choice.is_late[c] = true;
+            is_allowed &= move_chunk(s, c, rest % GM_N_CLASSES);
+            s->choice.is_late[c] =
+                s->problem->is_trained[c] &&
+                (!may_be_early(s->problem, c) || (is_late && s->choice.class_of[c] != GM_CLASS_R));
+        }
+        GM_TRY(is_allowed ? ask(s, &is_best) : GM_OK);
+    }
+    return GM_OK;
+}
+
+/* With few chunks: climbs from what the dials gave, and from the best of all assignments. */
+static gm_status climb_from_all(gm_search *s, uint32_t limit)
+{
+    gm_found aside;
+    GM_TRY(climb(s, limit));
+    GM_TRY(set_aside(s, &aside));
+    gm_status status = ask_about_all(s, false);
+    if (status == GM_OK && s->problem->input->when == GM_IMMEDIATE) {
+        status = ask_about_all(s, true);
+    }
+    if (status == GM_OK && s->best.plan) {
+        status = climb(s, limit);
+    }
+    unite(s, &aside);
+    return status;
 }
 
 static gm_status fail_for_room(const gm_search *s)
@@ -456,56 +552,101 @@ static uint32_t n_questions(const gm_problem *problem)
         blocks += problem->input->chunks[c].blocks[GM_STATE];
     }
     double n = 4e6 / (size + blocks);
-    return n < 10 ? 10 : n > 600 ? 600 : (uint32_t)n;
+    return n < 7 ? 7 : n > 600 ? 600 : (uint32_t)n;
 }
 
+/* The corners: everything streamed with one chunk of prefetch (or none), or everything on the device. */
+static gm_status run_fixed(gm_search *s)
+{
+    bool is_cpu = s->problem->input->policy == GM_POLICY_CPU, is_best;
+    for (uint32_t ahead = 2; ahead-- > 0 && !s->best.plan;) {
+        gm_dials dials = {.depth = {ahead, 0, 2 * ahead},
+                          .host = 1,
+                          .weights = is_cpu ? 0 : 1,
+                          .blocks = s->problem->n_blocks};
+        GM_TRY(try_dials(s, &dials, &is_best));
+    }
+    return s->best.plan ? GM_OK : fail_for_room(s);
+}
+
+/* Searches with at most `blocks` from where a search with fewer has ended. */
+static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_here, int n_rounds)
+{
+    static const gm_dials starts[] = {
+        {.depth = {2, 3, 3}, .host = 0.5, .states = 1, .late_host = 0.5, .weights = 1},
+        {.depth = {2, 2, 2}, .host = 0.8, .states = 1, .weights = 1},
+        {.depth = {2, 0, 3}, .host = 1, .states = 1, .weights = 1},
+        {.depth = {1, 0, 1}, .host = 1, .states = 1, .weights = 1},
+        {.depth = {0, 0, 0}, .host = 1, .states = 1, .weights = 1},
+    };
+    bool is_best, has_best = s->best.plan != NULL;
+    s->n_left = n_questions_here;
+    if (has_best) {
+        gm_dials dials = s->best.dials;
+        dials.blocks = blocks;
+        GM_TRY(try_dials(s, &dials, &is_best));
+    }
+    for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
+        gm_dials dials = starts[i];
+        dials.blocks = blocks;
+        GM_TRY(i < 2 || !s->best.plan ? try_dials(s, &dials, &is_best) : GM_OK);
+    }
+    if (s->best.plan) {
+        s->best.dials.blocks = blocks;
+        GM_TRY(turn_dials(s, n_rounds));
+    }
+    return GM_OK;
+}
+
+/* Budgets from below up to what there is, so that what a smaller one can do is known to the larger. */
 static gm_status run_search(gm_search *s)
 {
-    const gm_plan_input *input = s->problem->input;
-    bool is_best;
-    gm_dials dials = {.depth = {1, 0, 2}, .host = 1, .states = 1};
-    if (input->policy != GM_POLICY_AUTO) {
-        for (uint32_t depth = 0; depth < 2 && !s->best; depth++) { /* with prefetch, else without */
-            dials.depth[GM_WEIGHT] = 1 - depth;
-            dials.depth[GM_GRAD] = 2 - 2 * depth;
-            GM_TRY(try_dials(s, &dials, &is_best));
+    uint64_t whole = 0;
+    uint32_t n = n_questions(s->problem), n_levels = n / 40;
+    n_levels = n_levels > 16 ? 16 : n_levels;
+    for (uint32_t c = 0; c < s->problem->n; c++) {
+        for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+            whole += s->problem->input->chunks[c].blocks[piece];
         }
-        return s->best ? GM_OK : fail_for_room(s);
     }
-    static const gm_dials starts[] = {
-        {.depth = {2, 3, 3}, .host = 0.5, .states = 1, .late_host = 0.5},
-        {.depth = {2, 2, 2}, .host = 0.8, .states = 1},
-        {.depth = {2, 0, 3}, .host = 1, .states = 1},
-        {.depth = {1, 0, 1}, .host = 1, .states = 1},
-        {.depth = {0, 0, 0}, .host = 1, .states = 1},
-    };
-    for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
-        bool is_needed = i < 2 || !s->best;
-        GM_TRY(is_needed ? try_dials(s, &starts[i], &is_best) : GM_OK);
+    for (uint32_t level = 1; level < n_levels; level++) {
+        uint64_t blocks = whole * level / n_levels;
+        if (blocks < s->problem->n_blocks) {
+            GM_TRY(run_level(s, (uint32_t)blocks, 40, 1));
+        }
     }
-    if (!s->best) {
+    GM_TRY(run_level(s, s->problem->n_blocks, n, 4));
+    if (n_levels > 0) { /* and from nothing: the smaller ones may have led into a corner */
+        gm_found aside;
+        GM_TRY(set_aside(s, &aside));
+        s->has_all_weights = true;
+        gm_status status = run_level(s, s->problem->n_blocks, n, 6);
+        s->has_all_weights = false;
+        unite(s, &aside);
+        GM_TRY(status);
+    }
+    if (!s->best.plan) {
         return fail_for_room(s);
     }
-    GM_TRY(turn_dials(s));
-    return s->problem->n <= FEW_CHUNKS ? turn_chunks(s) : GM_OK;
+    return s->problem->n <= FEW_CHUNKS ? climb_from_all(s, n) : GM_OK;
 }
 
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
 {
-    gm_search s = {.problem = problem, .least_blocks = UINT64_MAX, .n_left = n_questions(problem)};
+    gm_search s = {.problem = problem, .least_blocks = UINT64_MAX};
     gm_status status = choice_new(problem->n, &s.choice);
     if (status == GM_OK) {
-        status = choice_new(problem->n, &s.best_choice);
+        status = choice_new(problem->n, &s.best.choice);
     }
     if (status == GM_OK) {
-        status = run_search(&s);
+        status = problem->input->policy == GM_POLICY_AUTO ? run_search(&s) : run_fixed(&s);
     }
     choice_free(&s.choice);
-    choice_free(&s.best_choice);
+    choice_free(&s.best.choice);
     if (status != GM_OK) {
-        gm_plan_free(s.best);
+        gm_plan_free(s.best.plan);
         return status;
     }
-    *out = s.best;
+    *out = s.best.plan;
     return GM_OK;
 }

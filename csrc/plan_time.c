@@ -233,7 +233,9 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     for (uint32_t t = 0; t < course->n; t++) {
         const gm_tick *tick = &course->trace->ticks[t];
         r->tick = t;
-        r->load = &loads[is_first && t < course->backward ? 0 : 1];
+        bool is_window = (is_first && t < course->backward) ||
+                         (is_immediate && is_last && t >= course->backward);
+        r->load = &loads[is_window ? 0 : 1];
         if (tick->kind == GM_TICK_GRAD && course->grad[tick->id] == t &&
             chunk_of(r, tick->id)->bytes[GM_GRAD] > 0) {
             item(r, tick->id, GM_GRAD)->filled = r->newest;
@@ -342,14 +344,12 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
     info->d2h_bytes = (size_t)all.out;
     busy_seconds(rates, &all, &info->h2d_seconds, &info->d2h_seconds, &info->host_seconds);
     double busiest = most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds);
-    info->bound_seconds = busiest;
-    if (problem->input->when == GM_DEFERRED) {
-        info->bound_seconds = 0;
-        for (int part = 0; part < 2; part++) {
-            double in, out, host;
-            busy_seconds(rates, &loads[part], &in, &out, &host);
-            info->bound_seconds += most(loads[part].compute, in, out, host);
-        }
+    /* Updates fit only into a part of the step: the first forward and, if immediate, the last backward. */
+    info->bound_seconds = 0;
+    for (int part = 0; part < 2; part++) {
+        double in, out, host;
+        busy_seconds(rates, &loads[part], &in, &out, &host);
+        info->bound_seconds += most(loads[part].compute, in, out, host);
     }
     info->step_seconds = step > busiest ? step : busiest;
 }

@@ -126,7 +126,11 @@ static int node_key(long long *out)
     }
     int result = 0;
     if (node != Py_None) {
-        result = long_of(PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL), out);
+        PyObject *number = PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL);
+        result = number ? 0 : -1;
+        /* Nodes that accumulate a gradient all have the largest number there is. */
+        *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) >> 1) : 0;
+        Py_XDECREF(number);
     }
     Py_DECREF(node);
     return result;
@@ -185,7 +189,7 @@ static int touch(gm_py_net *net, uintptr_t address)
 
 /* Outside backward nothing is needed any more.  Inside, what earlier nodes have touched is not: a node may
  * start with the recomputation of an activation, before it has unpacked any weight. */
-static int settle(gm_py_net *net)
+int gm_py_net_settle(gm_py_net *net)
 {
     if (net->running.n == 0) {
         return 0;
@@ -209,7 +213,7 @@ static int settle(gm_py_net *net)
 
 int gm_py_net_begin_unit(gm_py_net *net)
 {
-    if (settle(net) < 0) {
+    if (gm_py_net_settle(net) < 0) {
         return -1;
     }
     if (!net->held || PyDict_Size(net->held) == 0) {
@@ -489,7 +493,7 @@ static PyObject *net_pop(gm_py_net *net, PyObject *unused)
 static PyObject *net_settle(gm_py_net *net, PyObject *unused)
 {
     (void)unused;
-    return none_unless(settle(net));
+    return none_unless(gm_py_net_settle(net));
 }
 
 static PyObject *active_net(PyObject *module, PyObject *unused)

@@ -97,7 +97,11 @@ int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
 
 int gm_py_epoch_now(const gm_py_slot *slot, long long *out)
 {
+    gm_py_net *net = (gm_py_net *)slot->net;
     *out = slot->epoch;
+    if (net && (PyObject *)net != Py_None && !gm_py_net_is_closed(net)) { /* updates in a backward */
+        *out += (long long)gm_engine_n_immediate(gm_py_net_engine(net), (uint32_t)slot->id);
+    }
     if (slot->open_count) {
         long long version;
         if (gm_py_version(slot->parameter, &version) < 0) {
@@ -203,7 +207,9 @@ static int put_grad(PyObject *grad, gm_py_slot *slot)
     gm_engine *engine = gm_py_net_engine(net);
     uintptr_t address;
     gm_stream stream;
-    if (!engine || gm_py_data_ptr(grad, &address) < 0 || gm_py_net_stream(net, &stream) < 0 ||
+    /* The node that used the weights is done: an update inside backward may change them now. */
+    if (!engine || gm_py_net_settle(net) < 0 || gm_py_data_ptr(grad, &address) < 0 ||
+        gm_py_net_stream(net, &stream) < 0 ||
         PyObject_SetAttrString(slot->engine, "_sumsq", Py_None) < 0) {
         return -1;
     }

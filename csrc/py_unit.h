@@ -54,7 +54,9 @@ bool gm_py_net_is_closed(gm_py_net *net);
 int gm_py_net_stream(gm_py_net *net, gm_stream *out); /* torch's current one */
 int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch forbids hooks here */
 int gm_py_net_pop(gm_py_net *net);
-/* Lets go of what earlier work no longer needs: pins of backward nodes, and views that have ended. */
+/* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
+int gm_py_net_settle(gm_py_net *net);
+/* The same, and of views that have ended. */
 int gm_py_net_begin_unit(gm_py_net *net);
 
 int gm_py_net_init(PyObject *module);

@@ -25,7 +25,7 @@ typedef enum gm_log_kind {
     GM_LOG_STATE_IN,
     GM_LOG_GRAD_IN,
     GM_LOG_REFRESH,    /* weights updated on the host, onto a copy that stays resident */
-    GM_LOG_WEIGHT_OUT, /* an eviction that writes weights back */
+    GM_LOG_WEIGHT_OUT, /* written home; they leave the device with GM_LOG_DROPPED */
     GM_LOG_GRAD_OUT,
     GM_LOG_STATE_OUT,
     GM_LOG_DEVICE_UPDATE,

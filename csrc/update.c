@@ -260,7 +260,9 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
     if (!state->is_armed) {
-        return gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream);
+        GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
+        gm_pass_start_timer(engine, stream);
+        return GM_OK;
     }
     make_pending(engine, chunk);
     state->updated = engine->n_passes;
@@ -271,6 +273,7 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
         engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
     }
     gm_chunks_discard(engine->chunks, chunk, GM_GRAD);
+    gm_pass_start_timer(engine, stream);
     return GM_OK;
 }
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
+from gemini_strategy._lightning_logs import StepLogs
 from gemini_strategy._lightning_precision import Tree, cast_floating, precision_class
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
@@ -57,7 +58,7 @@ def build_strategy(tree: Tree) -> type:
     no_optimizer = pl.core.optimizer._MockOptimizer
     lightning_optimizer = pl.core.optimizer.LightningOptimizer
 
-    class GeminiStrategy(parallel):
+    class GeminiStrategy(StepLogs, parallel):
         """Train, evaluate and predict with the model's state in chunks, on one CUDA GPU or one CPU host.
 
         ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
@@ -121,6 +122,7 @@ def build_strategy(tree: Tree) -> type:
         """
 
         strategy_name = "gemini"
+        _say = staticmethod(pl.utilities.rank_zero.rank_zero_info)
 
         def __init__(
             self,

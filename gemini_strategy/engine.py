@@ -30,6 +30,7 @@ from gemini_strategy.optim import clip_coefficient
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.sizes import ChunkSizes
 from gemini_strategy.slot import FORMATS, Slot
+from gemini_strategy.timeline import Reporting
 
 __all__ = ["POLICIES", "Engine", "Settings"]
 
@@ -56,7 +57,7 @@ class Settings:
     rates: tuple[float, ...]
 
 
-class Engine:
+class Engine(Reporting):
     """The engine of one managed model; made by `manage()`.
 
     Attributes:
@@ -77,6 +78,7 @@ class Engine:
         scaler: LossScaler,
     ) -> None:
         device = settings.device
+        super().__init__()
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -433,6 +435,7 @@ class Engine:
             self.scaler.update(False)
         self._clip_factor = 1.0
         self._steps += 1
+        self._note_step(self.core.stats())
         return loss
 
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
@@ -613,7 +616,8 @@ class Engine:
         Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
         fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
         device_budget_bytes (-1: none), host_bytes, state_bytes (the training state: weights, optimizer
-        states and gradients, padding included), weight_bytes, leases, layout_hash.
+        states and gradients, padding included), weight_bytes, leases, layout_hash; and the medians over the last
+        32 steps that report.StepMeter names (NaN: not measured).
         """
         self._check_open()
         return {
@@ -622,6 +626,7 @@ class Engine:
             "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
             "parameters": sum(math.prod(s.shape) for s in self._slots),
             **self.core.stats(),
+            **self.meter.figures(),
             **self._predictions(),
         }
 
@@ -651,6 +656,8 @@ class Engine:
         if dtype not in (None, torch.float32):
             raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
         self.recover()
+        if self.recording is not None:
+            self.recording.finish()
         is_fp32 = dtype is torch.float32
         values = {s: s.read_master() if is_fp32 else s.read_weight() for s in self._slots}
         if self.optimizer is not None:

@@ -271,7 +271,7 @@ class RootForward:
             args, kwargs = plan.convert_inputs((args, kwargs))
             context = plan.forward_context(self.engine.device.type)
         try:
-            with context:
+            with self.engine.meter.counting((args, kwargs)), context:
                 output = self._forward(*args, **kwargs)
         except Exception:
             raise  # torch has run the units' leave hooks

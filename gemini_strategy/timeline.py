@@ -19,7 +19,7 @@ from gemini_strategy import report
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.timeline_svg import export_svg
 
-__all__ = ["Recording", "export_chrome", "export_svg", "record"]
+__all__ = ["Recording", "Reporting", "export_chrome", "export_svg", "record"]
 
 Entry = Mapping[str, Any]
 
@@ -116,6 +116,35 @@ def record(
             raise FileNotFoundError(f"timeline: the folder of {file} does not exist: make it first")
     engine.recording = Recording(engine, path, svg, steps)
     return engine.recording
+
+
+class Reporting:
+    """What an engine says of itself: a base of Engine.
+
+    Attributes:
+        meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
+        recording: the timeline that is being recorded, or None.
+    """
+
+    def __init__(self) -> None:
+        self.meter = report.StepMeter()
+        self.recording: Recording | None = None
+
+    def _note_step(self, stats: Mapping[str, Any], compute_seconds: float | None = None) -> None:
+        """An optimizer step has been issued; see StepMeter.step."""
+        self.meter.step(stats, compute_seconds)
+        if self.recording is not None:
+            self.recording.after_step()
+
+    def report(self) -> str:
+        """The table of the plan and, once there have been steps, what was planned beside what was measured."""
+        return report.report(self)
+
+    def timeline(
+        self, path: str | Path, svg: str | Path | None = None, steps: int = 1
+    ) -> Recording:
+        """Records the next `steps` optimizer steps, or the body of a `with` statement; see `record`."""
+        return record(self, path, svg, steps)
 
 
 def layout_of(engine: Any) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def lives(
 ) -> list[list[tuple[int, int]]]:
     """For each chunk the spans [from, to) of ticks at which its weights are on the device.
 
-    Weights are there from a "held" mark or a fetch to a "dropped" mark or their writing back. A log without "held"
-    marks starts with the chunks whose class keeps weights on the device.
+    Weights are there from a "held" mark or a fetch to a "dropped" mark. A log without "held" marks starts with the
+    chunks whose class keeps weights on the device.
     """
     entries = list(entries)
     since: list[int | None] = [None] * n_chunks
@@ -96,7 +96,7 @@ def lives(
             continue
         elif kind in ("held", "fetch") and since[entry["chunk"]] is None:
             since[entry["chunk"]] = max(at, 0)
-        elif kind in ("dropped", "weight_out"):
+        elif kind == "dropped":
             end(entry["chunk"], max(at, 0))
     for chunk in range(n_chunks):
         end(chunk, at + 1)

@@ -283,6 +283,9 @@ static void check_positive(const gm_rates *r)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         CHECK(all[i] > 0 && isfinite(all[i]));
     }
+    CHECK(r->h2d_both <= r->h2d && r->h2d_beside <= r->h2d_both);
+    CHECK(r->d2h_both <= r->d2h && r->d2h_beside <= r->d2h_both);
+    CHECK(r->host_adam_beside <= r->host_adam);
 }
 
 /* The test's device is a clock, so all but the host's Adam is known beforehand. */
@@ -345,7 +348,7 @@ static void check_host_device(void)
     check_positive(&r);
     CHECK(r.h2d > 1e8 && r.h2d < 1e13 && r.host_adam > 1e5 && r.host_adam < 1e12);
     /* nothing overlaps here: copies and Adam take turns */
-    CHECK(r.h2d_beside == r.h2d_both / 2 && r.d2h_beside == r.d2h_both / 2);
+    CHECK(r.h2d_beside <= r.h2d / 2 && r.d2h_beside <= r.d2h / 2);
     dev->ops->free(dev);
 }
 

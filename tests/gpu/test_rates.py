@@ -26,13 +26,12 @@ def test_rates_of_this_machine() -> None:
     assert took < 5
     assert first.keys() == REFERENCE.keys()
     for name, value in first.items():
-        assert 0.5 < value / second[name] < 2, (name, value, second[name])
+        assert 0.4 < value / second[name] < 2.5, (name, value, second[name])
     for way in ("h2d", "d2h"):
         # no bus is faster than this, and sharing makes nothing faster
         assert 1e9 < first[way] < 1e12
-        assert first[f"{way}_both"] < 1.1 * first[way]
-        assert first[f"{way}_beside"] < 1.1 * first[way]
-    assert first["host_adam_beside"] < 1.2 * first["host_adam"]
+        assert first[f"{way}_beside"] <= first[f"{way}_both"] <= first[way]
+    assert first["host_adam_beside"] <= first["host_adam"]
     assert first["device_adam"] > first["host_adam"]
 
 

@@ -1,6 +1,7 @@
 # Stages in any order, modules built anyhow, callbacks, failures: the engine follows and the bits stay.
 
 import copy
+import csv
 import gc
 import math
 import weakref
@@ -306,12 +307,15 @@ def test_logger_and_callbacks(tree: str, tmp_path: Path) -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == pytest.approx(
         reference.lr_scheduler_configs[0].scheduler.get_last_lr(), rel=0, abs=0
     )
-    logs = [
-        (tmp_path / kind / "lightning_logs/version_0/metrics.csv").read_text()
-        for kind in ("gemini", "auto")
-    ]
-    assert logs[0] == logs[1]
-    assert "lr-HybridAdam/pg1" in logs[0]
+    logs = {}
+    for kind in ("gemini", "auto"):
+        with open(tmp_path / kind / "lightning_logs/version_0/metrics.csv", newline="") as file:
+            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+        # What the engine adds are rows of its own.
+        logs[kind] = [row for row in rows if not any(key.startswith("gemini/") for key in row)]
+        assert len(rows) > len(logs[kind]) if kind == "gemini" else rows == logs[kind]
+    assert logs["gemini"] == logs["auto"]
+    assert any("lr-HybridAdam/pg1" in row for row in logs["gemini"])
 
 
 def test_learning_rates_carry_the_name_of_the_users_optimizer(tmp_path: Path) -> None:

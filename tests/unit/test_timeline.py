@@ -260,9 +260,10 @@ def test_lives_of_a_log_by_hand() -> None:
         entry("dropped", 2, "grad"),  # another piece
         tick,
         entry("dropped", 2),
-        entry("weight_out", 0),
-        tick,
+        entry("weight_out", 1),  # written home, and still there
         entry("dropped", 0),
+        entry("dropped", 0),
+        tick,
         entry("fetch", 0),
         entry("fetch", 9),  # a chunk that is not drawn
         tick,
