@@ -106,6 +106,24 @@ void gm_chunks_get_stats(const gm_chunks *chunks, gm_chunks_stats *out)
     out->device_bytes = (size_t)chunks->n_blocks * chunks->device->block_bytes;
 }
 
+void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes)
+{
+    *address = chunks->stage;
+    *bytes = chunks->has_placement ? chunks->stage_blocks * chunks->device->block_bytes : 0;
+}
+
+void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out)
+{
+    *in = chunks->in[GM_STATE];
+    *out = chunks->out[GM_STATE];
+}
+
+void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in)
+{
+    chunks->stats.fetched_bytes += is_in ? bytes : 0;
+    chunks->stats.evicted_bytes += is_in ? 0 : bytes;
+}
+
 /* ---- fences ---- */
 
 /* An open fence is recorded now: later than the work that it stands for, which is safe, and close to it, because

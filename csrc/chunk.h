@@ -137,6 +137,11 @@ gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *ou
  * that the plan does not keep resident may be pinned (GM_ERR_STATE, nothing changed).  GM_ERR_NOMEM: the device has
  * not enough; there is no placement then, and *out_blocks (may be NULL) is how many could be had. */
 gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks);
+/* The range that shows the placement's state ring, for states in passing; 0 bytes without one.  And the streams
+ * that copy states in and out. */
+void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes);
+void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out);
+void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in); /* copied by others, for the stats */
 /* Back to the pool: waits, keeps what is resident. */
 gm_status gm_chunks_leave_placement(gm_chunks *chunks);
 

@@ -51,6 +51,8 @@ struct gm_chunks {
     uint32_t *free_blocks; /* (capacity,) stack of indices; unused under a placement */
     uint32_t *holes;       /* (capacity,) stack of indices whose block was destroyed */
     gm_block *scratch;     /* (capacity,) handles for one map call */
+    uintptr_t stage;       /* range of stage_capacity blocks for states in passing */
+    uint32_t stage_capacity, stage_blocks; /* blocks mapped there now */
     uint32_t *owners;      /* (capacity,) under a placement: the piece that took the block last */
     uint32_t capacity, n_blocks, n_free, n_holes, n_indices;
     size_t limit;

@@ -14,6 +14,8 @@
 static const gm_log_kind log_of_fetch[GM_N_PIECES] = {GM_LOG_FETCH, GM_LOG_STATE_IN,
                                                       GM_LOG_GRAD_IN};
 
+#define STAGE_BYTES_MOST ((size_t)8 << 30)
+
 /* ---- construction ---- */
 
 static gm_status make_fences(gm_device *device, piece *p)
@@ -117,6 +119,16 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
         goto fail;
     }
     GM_TRY_GOTO(status, fail, make_streams(chunks));
+    /* Addresses only: no more than all states, nor than a pipeline can use. */
+    size_t stage = chunks->span_bytes[GM_STATE] / chunks->device->block_bytes;
+    size_t most = STAGE_BYTES_MOST / chunks->device->block_bytes;
+    chunks->stage_capacity = (uint32_t)(stage < most ? stage : most);
+    if (chunks->stage_capacity > 0 && options->has_homes) {
+        GM_TRY_GOTO(status, fail,
+                    chunks->device->ops->range_new(
+                        chunks->device, chunks->stage_capacity * chunks->device->block_bytes,
+                        &chunks->stage));
+    }
     *out = chunks;
     return GM_OK;
 fail:
@@ -152,6 +164,10 @@ void gm_chunks_free(gm_chunks *chunks)
         if (chunks->span[kind]) {
             device->ops->range_free(device, chunks->span[kind], chunks->span_bytes[kind]);
         }
+    }
+    if (chunks->stage) {
+        device->ops->range_free(device, chunks->stage,
+                                chunks->stage_capacity * device->block_bytes);
     }
     for (uint32_t i = 0; chunks->blocks && i < chunks->n_indices; i++) {
         if (chunks->blocks[i]) {
@@ -423,12 +439,21 @@ gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, boo
     return GM_OK;
 }
 
+/* Before its blocks go elsewhere; nothing is in flight. */
+static gm_status unmap_stage(gm_chunks *chunks)
+{
+    uint32_t n = chunks->stage_blocks;
+    chunks->stage_blocks = 0;
+    return n == 0 ? GM_OK : chunks->device->ops->unmap(chunks->device, chunks->stage, n);
+}
+
 gm_status gm_chunks_leave_placement(gm_chunks *chunks)
 {
     if (!chunks->has_placement) {
         return GM_OK;
     }
     GM_TRY(gm_chunks_sync(chunks)); /* invariant 4 falls to the host now */
+    GM_TRY(unmap_stage(chunks));
     chunks->has_placement = false;
     for (uint32_t i = 0; i < chunks->n_indices; i++) {
         chunks->owners[i] = GM_NO_OWNER;
@@ -505,6 +530,27 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
     return GM_OK;
 }
 
+/* The state ring's blocks, in a row, behind the range of the stage. */
+static gm_status map_stage(gm_chunks *chunks, const gm_plan *plan, const uint32_t *physical)
+{
+    gm_device *device = chunks->device;
+    const gm_place *ring = NULL;
+    for (uint32_t id = 0; id < chunks->n_chunks && !ring; id++) {
+        const gm_place *place = gm_plan_place(plan, id, GM_STATE);
+        ring = place->length > 0 && !place->is_resident ? place : NULL;
+    }
+    chunks->stage_blocks = !ring                                  ? 0
+                           : ring->length < chunks->stage_capacity ? ring->length
+                                                                   : chunks->stage_capacity;
+    for (uint32_t b = 0; b < chunks->stage_blocks; b++) {
+        chunks->scratch[b] = chunks->blocks[physical[ring->base + b]];
+    }
+    chunks->stats.n_maps++;
+    return chunks->stage_blocks == 0 ? GM_OK
+                                     : device->ops->map(device, chunks->stage, chunks->scratch,
+                                                        chunks->stage_blocks);
+}
+
 static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uint32_t *physical)
 {
     for (uint32_t i = 0; i < chunks->n_indices; i++) {
@@ -514,7 +560,8 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            p->is_placed = place->length > 0 && p->n_blocks > 0;
+            p->is_placed = place->length > 0 && p->n_blocks > 0 &&
+                           (kind != GM_STATE || place->is_resident); /* others pass through the stage */
             if (!p->is_placed) {
                 continue;
             }
@@ -571,6 +618,7 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
         goto done;
     }
     GM_TRY_GOTO(status, done, map_placement(chunks, plan, physical));
+    GM_TRY_GOTO(status, done, map_stage(chunks, plan, physical));
     while (status == GM_OK && chunks->n_free > 0) {
         status = destroy_free_block(chunks);
     }

@@ -80,6 +80,7 @@ static void engine_free(gm_engine *engine)
         free(lease->old);
         free(lease);
     }
+    gm_stage_free(engine);
     gm_timeline_free(engine->timeline);
     gm_pass_free(engine);
     gm_update_free(engine);

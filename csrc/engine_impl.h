@@ -124,6 +124,7 @@ struct gm_engine {
     bool wants_plan;
     uint64_t n_plans, n_deviations, n_replay_waits, n_breaks;
     struct gm_tick_timer *timer; /* see pass.c */
+    struct gm_stage *stage;      /* see stage.c; NULL: no chunk's states are streamed */
     gm_timeline *timeline;       /* NULL: off */
 
     gm_status dead; /* GM_OK, or the first error inside a step */
@@ -198,6 +199,13 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk);   /* its pending u
 gm_status gm_update_issue_all(gm_engine *engine);               /* every pending update */
 gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
+
+/* stage.c */
+gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */
+void gm_stage_free(gm_engine *engine);
+bool gm_stage_takes(const gm_engine *engine, uint32_t chunk);
+/* Weights and gradient are on the device, the states at home. */
+gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* gather.c */
 gm_status gm_gather_new(gm_engine *engine);

@@ -35,7 +35,9 @@ typedef enum gm_class {
 
 typedef enum gm_when {
     GM_DEFERRED, /* updates run under the next forward, in the order of its use */
-    GM_IMMEDIATE /* a chunk is updated as soon as its gradient is complete */
+    /* A chunk is updated as soon as its gradient is complete and the pass needs its weights no more; a plan may put
+     * some chunks off to the next forward, where the host's threads would otherwise be idle. */
+    GM_IMMEDIATE
 } gm_when;
 
 typedef enum gm_policy { GM_POLICY_AUTO, GM_POLICY_CPU, GM_POLICY_CUDA } gm_policy;
@@ -59,11 +61,21 @@ typedef struct gm_plan_input {
     gm_when when;
     gm_policy policy;
     size_t block_bytes;
+    uint32_t stage_blocks; /* states pass through the device in slices: most ring blocks of one chunk; 0: all */
     size_t device_bytes; /* for blocks: the budget less everything else at its peak */
     double
         state_share; /* in [0, 1]: of what is left beside the weights, the share for states and gradients */
     gm_rates rates;
 } gm_plan_input;
+
+/* Blocks that a piece takes at its place. */
+static inline uint32_t gm_plan_blocks(const gm_plan_input *input, uint32_t chunk, uint32_t piece,
+                                      bool is_resident)
+{
+    uint32_t blocks = input->chunks[chunk].blocks[piece];
+    bool is_passing = piece == GM_STATE && !is_resident && input->stage_blocks > 0;
+    return is_passing && blocks > input->stage_blocks ? input->stage_blocks : blocks;
+}
 
 /* Where one piece lives: its block j is base + (offset + j) % length. */
 typedef struct gm_place {
@@ -73,11 +85,11 @@ typedef struct gm_place {
 } gm_place;
 
 typedef enum gm_op_kind {
-    GM_OP_FETCH,    /* weights onto the device */
+    GM_OP_FETCH,    /* weights onto the device, also onto a resident copy that a host update has left behind */
     GM_OP_STATE_IN, /* states of an S chunk onto the device, ahead of its update */
     GM_OP_GRAD_IN, /* the gradient gathered so far onto the device, to be added to; if there is one */
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
-    GM_OP_UPDATE    /* the chunk's pending update, if there is one */
+    GM_OP_UPDATE    /* the chunk's pending update, if there is one, with the copies for it that were not made */
 } gm_op_kind;
 
 typedef struct gm_op {

@@ -64,7 +64,7 @@ static uint32_t block_at(const gm_place *place, uint32_t j)
 static bool is_on_device(const gm_model *m, uint32_t chunk, uint32_t piece)
 {
     const gm_place *place = place_of(m, chunk, piece);
-    for (uint32_t j = 0; j < m->input->chunks[chunk].blocks[piece]; j++) {
+    for (uint32_t j = 0; j < gm_plan_blocks(m->input, chunk, piece, place->is_resident); j++) {
         if (place->length == 0 || m->shows[block_at(place, j)] != chunk * GM_N_PIECES + piece) {
             return false;
         }
@@ -78,7 +78,7 @@ static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
     const gm_plan_chunk *shape = &m->input->chunks[chunk];
     const gm_place *place = place_of(m, chunk, piece);
     gm_class cls = gm_plan_class(m->plan, chunk);
-    uint32_t blocks = shape->blocks[piece];
+    uint32_t blocks = gm_plan_blocks(m->input, chunk, piece, place->is_resident);
     bool has_own_weights = cls == GM_CLASS_R || cls == GM_CLASS_S1 || cls == GM_CLASS_C1;
     bool has_ring_states = cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
     if (cls >= GM_N_CLASSES || (shape->must_reside && !has_own_weights)) {
@@ -135,7 +135,7 @@ static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
         return VIOLATION(m, "the %s of chunk %u have no place on the device", piece_names[piece],
                          chunk);
     }
-    for (uint32_t j = 0; j < m->input->chunks[chunk].blocks[piece]; j++) {
+    for (uint32_t j = 0; j < gm_plan_blocks(m->input, chunk, piece, place->is_resident); j++) {
         uint32_t old = m->shows[block_at(place, j)];
         if (old == mine || old == NOBODY) {
             continue;
@@ -152,7 +152,7 @@ static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
                              other->is_growing ? "is growing" : "is nowhere else");
         }
     }
-    for (uint32_t j = 0; j < m->input->chunks[chunk].blocks[piece]; j++) {
+    for (uint32_t j = 0; j < gm_plan_blocks(m->input, chunk, piece, place->is_resident); j++) {
         m->shows[block_at(place, j)] = mine;
     }
     return GM_OK;

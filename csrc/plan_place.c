@@ -72,7 +72,7 @@ void gm_plan_uses(const gm_plan *plan, const gm_plan_input *input, const gm_cour
 
 static uint32_t blocks_of(const gm_ring *ring, uint32_t chunk)
 {
-    return ring->problem->input->chunks[chunk].blocks[ring->piece];
+    return gm_plan_blocks(ring->problem->input, chunk, ring->piece, false);
 }
 
 static const gm_use *uses_of(const gm_ring *ring, const gm_course *course, uint32_t *n)

@@ -78,7 +78,7 @@ static const gm_place *place_of(const gm_writer *w, uint32_t chunk, gm_piece pie
 
 static uint32_t blocks_of(const gm_writer *w, uint32_t chunk, gm_piece piece)
 {
-    return w->problem->input->chunks[chunk].blocks[piece];
+    return gm_plan_blocks(w->problem->input, chunk, piece, false);
 }
 
 /* A ring's blocks belong to nobody. */

@@ -74,7 +74,7 @@ static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
     const gm_place *place = &r->plan->places[chunk * GM_N_PIECES + piece];
     wait_for_owner(r, chunk, piece);
     if (!place->is_resident && place->length > 0) {
-        uint32_t n = chunk_of(r, chunk)->blocks[piece], at = place->offset;
+        uint32_t n = gm_plan_blocks(r->problem->input, chunk, piece, false), at = place->offset;
         uint32_t *owner = r->owner[piece], last = GM_NO_NODE;
         for (uint32_t j = 0; j < n; j++) {
             uint32_t old = owner[at];

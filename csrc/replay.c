@@ -8,6 +8,8 @@
 
 #include "engine_impl.h"
 
+enum { STAGE_BYTES = 80 << 20 }; /* of the stage, for each chunk that the plan lets pass at once */
+
 static gm_status run_op(gm_engine *engine, const gm_op *op)
 {
     gm_chunks *chunks = engine->chunks;
@@ -47,6 +49,7 @@ gm_status gm_replay_leave_plan(gm_engine *engine)
     engine->wants_plan = true;
     engine->n_breaks++;
     GM_TRY(gm_chunks_leave_placement(engine->chunks));
+    gm_stage_free(engine);
     return gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
 }
 
@@ -145,6 +148,8 @@ static gm_status fill_inputs(gm_engine *engine, inputs *in)
     in->plan.when = engine->wants_immediate && !engine->has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
     in->plan.policy = engine->policy;
     in->plan.block_bytes = engine->device->block_bytes;
+    in->plan.stage_blocks =
+        (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) / engine->device->block_bytes);
     in->plan.state_share = engine->state_share;
     in->plan.rates = engine->rates;
     GM_TRY(describe_chunks(engine, in));
@@ -181,6 +186,7 @@ static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
         size_t bytes = gm_plan_n_blocks(plan) * engine->device->block_bytes;
         gm_status status = gm_chunks_set_limit(engine->chunks, bytes, NULL);
         status = status == GM_OK ? gm_chunks_adopt(engine->chunks, plan, &n_blocks) : status;
+        status = status == GM_OK ? gm_stage_new(engine) : status;
         if (status == GM_OK) {
             engine->plan = plan;
             engine->n_plans++;

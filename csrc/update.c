@@ -85,33 +85,37 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
     };
 }
 
-/* Weights, states and gradient are on the device. */
-static gm_status update_on_device(gm_engine *engine, uint32_t chunk, gm_task *task)
+static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update_stream;
-    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->stream));
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_STATE, stream));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, stream));
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
-    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk,
-                                       GM_STATE, gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
+                          gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
     gm_timeline_end(engine->timeline, entry, stream);
     GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_end_write(chunks, chunk, GM_STATE, stream));
-    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, stream));
+    return gm_chunks_end_read(chunks, chunk, GM_GRAD, stream);
+}
+
+/* Weights and gradient are on the device; so are the states, or they pass through the stage. */
+static gm_status update_on_device(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->stream));
+    GM_TRY(gm_chunks_is_resident(chunks, chunk, GM_STATE) ? update_in_place(engine, chunk, task)
+                                                           : gm_stage_update(engine, chunk, task));
     if (gm_chunks_pins(chunks, chunk, GM_WEIGHT) > 0) { /* who shows them may read on */
         GM_TRY(gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->stream));
     }
     const gm_place *weight = place_of(engine, chunk, GM_WEIGHT);
-    const gm_place *state = place_of(engine, chunk, GM_STATE);
-    if (state && !state->is_resident) { /* on its way as soon as it is there: the ring turns */
-        GM_TRY(gm_chunks_send_home(chunks, chunk, GM_STATE));
-    }
     return weight && !weight->is_resident ? gm_chunks_send_home(chunks, chunk, GM_WEIGHT) : GM_OK;
 }
 
@@ -183,8 +187,13 @@ static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
         *out = gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
                gm_chunks_is_resident(chunks, chunk, GM_GRAD);
     }
+    bool is_streamed = *out && !gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
+                       !(place_of(engine, chunk, GM_STATE)->is_resident);
+    *out = *out && (!is_streamed || gm_stage_takes(engine, chunk));
     for (int piece = 0; *out && piece < GM_N_PIECES; piece++) {
-        GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));
+        if (piece != GM_STATE || !is_streamed) {
+            GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));
+        }
     }
     return GM_OK;
 }
@@ -268,11 +277,15 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
     state->updated = engine->n_passes;
     atomic_fetch_add(&state->n_immediate, 1);
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
-    GM_TRY(gm_update_issue(engine, chunk)); /* unless the plan just did */
+    if (!engine->is_following) { /* else the plan has just issued it, or wants it under the next forward */
+        GM_TRY(gm_update_issue(engine, chunk));
+    }
     for (uint32_t i = 0; i < state->n_params; i++) {
         engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
     }
-    gm_chunks_discard(engine->chunks, chunk, GM_GRAD);
+    if (!state->is_pending) {
+        gm_chunks_discard(engine->chunks, chunk, GM_GRAD);
+    }
     gm_pass_start_timer(engine, stream);
     return GM_OK;
 }
@@ -363,10 +376,10 @@ static void disarm(gm_engine *engine)
 
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
-    GM_TRY(gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
     if (engine->is_armed) {
         disarm(engine); /* what was not complete in backward becomes pending now, with the same numbers */
     } else {
+        GM_TRY(gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
         engine->n_steps++;
     }
     GM_TRY(prepare_tasks(engine, updates, n, false));

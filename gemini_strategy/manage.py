@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -91,7 +93,8 @@ def manage(
             autocast ("*-mixed"); False where the caller does that (Lightning).
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
             dynamic loss scaling of "16-mixed"; see LossScaler.
-        threads: worker threads for host arithmetic; None: the cores this process may use.
+        threads: worker threads for host arithmetic; None: GEMINI_THREADS, else the cores this process
+            may use, less two beside a GPU.
 
     Returns:
         The engine.
@@ -121,7 +124,8 @@ def manage(
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r} must be at least 1")
     where = _find_device(device)
-    rates = machine_rates(where.index if where.type == "cuda" else None, threads or 0)
+    threads = threads or _default_threads(where)
+    rates = machine_rates(where.index if where.type == "cuda" else None, threads)
     settings = Settings(
         device=where,
         precision=Precision(precision),
@@ -140,7 +144,7 @@ def manage(
         margin=gpu_margin_mem_ratio,
         convert_inputs=convert_inputs,
         force_outputs_fp32=force_outputs_fp32,
-        threads=threads or 0,
+        threads=threads,
         rates=tuple(rates[name] for name in RATES),
     )
     scaler = LossScaler(
@@ -160,6 +164,17 @@ def manage(
     close_side_doors()
     keep_nets_on_top()
     return Engine(model, optimizer, settings, scaler)
+
+
+def _default_threads(device: torch.device) -> int:
+    """Threads of host arithmetic; 0: the core's own default (every core, or GEMINI_THREADS).
+
+    Beside a GPU two cores are left to the threads that feed it: updates on the host run under forward and
+    backward, and one worker that waits for a core holds up the whole update.
+    """
+    cores = len(os.sched_getaffinity(0))
+    is_free = device.type == "cuda" and "GEMINI_THREADS" not in os.environ and cores > 4
+    return cores - 2 if is_free else 0
 
 
 def _parse_device_budget(budget: int | float | str | None, device: torch.device) -> int:
