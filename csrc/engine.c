@@ -273,6 +273,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     atomic_init(&engine->references, 1);
     atomic_init(&engine->has_ended_lease, false);
     atomic_init(&engine->host_adam_ns, 0);
+    atomic_init(&engine->host_adam_params, 0);
     atomic_init(&engine->async_status, GM_OK);
     engine->device = options->device;
     engine->workers = options->workers;

@@ -99,7 +99,8 @@ struct gm_engine {
     gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
     uint64_t n_steps;
     bool is_armed, wants_immediate, has_repeats;
-    atomic_ullong host_adam_ns;
+    atomic_ullong host_adam_ns, host_adam_params; /* of updates on the host, so far */
+    unsigned long long planned_ns, planned_params; /* of these, before the plan that is followed */
     atomic_int async_status;
 
     /* gradients and their norm */

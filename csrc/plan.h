@@ -61,10 +61,9 @@ typedef struct gm_plan_input {
     gm_when when;
     gm_policy policy;
     size_t block_bytes;
-    uint32_t stage_blocks; /* states pass through the device in slices: most ring blocks of one chunk; 0: all */
-    size_t device_bytes; /* for blocks: the budget less everything else at its peak */
-    double
-        state_share; /* in [0, 1]: of what is left beside the weights, the share for states and gradients */
+    uint32_t stage_blocks; /* of one chunk's states in their ring, at most (slices); 0: all */
+    size_t device_bytes;   /* for blocks: the budget less everything else at its peak */
+    double state_share;    /* in [0, 1]: share of what the weights leave for states and gradients */
     gm_rates rates;
 } gm_plan_input;
 
@@ -85,11 +84,11 @@ typedef struct gm_place {
 } gm_place;
 
 typedef enum gm_op_kind {
-    GM_OP_FETCH,    /* weights onto the device, also onto a resident copy that a host update has left behind */
+    GM_OP_FETCH, /* weights onto the device, also onto a resident copy that a host update has left behind */
     GM_OP_STATE_IN, /* states of an S chunk onto the device, ahead of its update */
     GM_OP_GRAD_IN, /* the gradient gathered so far onto the device, to be added to; if there is one */
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
-    GM_OP_UPDATE    /* the chunk's pending update, if there is one, with the copies for it that were not made */
+    GM_OP_UPDATE /* the chunk's pending update, if there is one, with the copies for it that were not made */
 } gm_op_kind;
 
 typedef struct gm_op {

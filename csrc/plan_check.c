@@ -380,7 +380,7 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
             return VIOLATION(m, "the update of chunk %u was pending and still is", c);
         }
     }
-    if (is_last && m->input->when == GM_DEFERRED) {
+    if (is_last) { /* also what an earlier pass of an immediate step has left */
         for (uint32_t c = 0; c < m->input->n_chunks; c++) {
             m->chunks[c].is_pending = (m->chunks[c].is_grad_dirty || m->chunks[c].has_home_grad) &&
                                       m->input->chunks[c].numel > 0;

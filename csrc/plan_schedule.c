@@ -349,8 +349,10 @@ static void write_grads_in(gm_writer *w)
     bool is_adding = w->problem->n_passes > 1;
     for (uint32_t i = 0; i < w->plan->n; i++) {
         uint32_t c = w->order[i];
-        if (is_in_ring(w, c, GM_GRAD) && w->problem->is_trained[c] && w->plan->is_late[c] &&
-            !gm_is_on_host(w->plan->class_of[c]) && w->update[c] != GM_NO_TICK) {
+        /* Of several passes, one before the last may have left a gradient to any chunk. */
+        if (is_in_ring(w, c, GM_GRAD) && w->problem->is_trained[c] &&
+            (w->plan->is_late[c] || is_adding) && !gm_is_on_host(w->plan->class_of[c]) &&
+            w->update[c] != GM_NO_TICK) {
             w->list[n++] = (gm_use){c, w->update[c], i};
         }
     }

@@ -278,7 +278,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         if (r->use_pass[c] == r->pass) {
             item(r, c, GM_WEIGHT)->used = r->node_of[r->use_end[c] - 1];
         }
-        if (is_last && !is_immediate && r->problem->is_trained[c]) {
+        if (is_last && r->problem->is_trained[c] && (r->is_dirty[c] || r->has_home_grad[c])) {
             r->is_pending[c] = true; /* the step came: all gradients of its passes are complete */
         }
     }

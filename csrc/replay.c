@@ -8,6 +8,7 @@
 
 #include "engine_impl.h"
 
+enum { LEAST_CALIBRATION_NS = 100 * 1000 * 1000 };
 enum { STAGE_BYTES = 80 << 20 }; /* of the stage, for each chunk that the plan lets pass at once */
 
 static gm_status run_op(gm_engine *engine, const gm_op *op)
@@ -177,6 +178,20 @@ void gm_replay_learn(gm_engine *engine, const gm_trace *trace)
     free(in.chunks);
 }
 
+/* Updates on the host beside everything else that a step does: once some have run under a plan, their own speed
+ * counts, not that of the measurement at start-up. */
+static void calibrate(gm_engine *engine)
+{
+    unsigned long long ns = atomic_load(&engine->host_adam_ns) - engine->planned_ns;
+    unsigned long long n = atomic_load(&engine->host_adam_params) - engine->planned_params;
+    if (engine->plan && !engine->device->is_host && ns > LEAST_CALIBRATION_NS) {
+        engine->rates.host_adam_beside = (double)n / ((double)ns * 1e-9);
+        if (engine->rates.host_adam < engine->rates.host_adam_beside) {
+            engine->rates.host_adam = engine->rates.host_adam_beside;
+        }
+    }
+}
+
 /* When another process has taken memory meanwhile, the plan is made again for what could be had. */
 static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
 {
@@ -190,6 +205,8 @@ static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
         if (status == GM_OK) {
             engine->plan = plan;
             engine->n_plans++;
+            engine->planned_ns = atomic_load(&engine->host_adam_ns);
+            engine->planned_params = atomic_load(&engine->host_adam_params);
             return GM_OK;
         }
         gm_plan_free(plan);
@@ -218,6 +235,7 @@ gm_status gm_replay_plan(gm_engine *engine)
     inputs in = {0};
     engine->wants_plan = false;
     gm_pass_resolve_times(engine);
+    calibrate(engine);
     gm_status status = make_plan(engine, &in, &plan);
     engine->runs.n = 0;
     if (status == GM_OK && has_same_plan(engine, plan)) {

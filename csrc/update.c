@@ -130,6 +130,11 @@ static void run_host_task(void *context)
     atomic_fetch_add(&engine->host_adam_ns,
                      (unsigned long long)((end.tv_sec - start.tv_sec) * 1000000000LL +
                                           (end.tv_nsec - start.tv_nsec)));
+    unsigned long long n = 0;
+    for (size_t i = 0; i < task->n_ranges; i++) {
+        n += task->ranges[i].end - task->ranges[i].begin;
+    }
+    atomic_fetch_add(&engine->host_adam_params, n);
     if (status != GM_OK) {
         atomic_store(&engine->async_status, (int)status);
     }

