@@ -231,7 +231,7 @@ void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline)
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log)
 {
     gm_device *device = chunks->device;
-    gm_stream stream = chunks->in[kind];
+    gm_stream stream = log == GM_LOG_REFRESH ? chunks->refresh : chunks->in[kind];
     GM_TRY(wait_fence(chunks, &p->homed, stream));
     GM_TRY(order_device_write(chunks, p, stream));
     uint32_t entry =

@@ -44,8 +44,8 @@ struct gm_chunks {
     bool is_strict, has_homes, has_placement;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
-    gm_stream in[GM_N_PIECES], out[GM_N_PIECES]; /* copies of each kind of piece; states and gradients share one in,
-                                                    weights and gradients one out */
+    /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up no other. */
+    gm_stream in[GM_N_PIECES], out[GM_N_PIECES], refresh;
 
     gm_block *blocks;      /* (capacity,) handles */
     uint32_t *free_blocks; /* (capacity,) stack of indices; unused under a placement */

@@ -78,13 +78,18 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
 static gm_status make_streams(gm_chunks *chunks)
 {
     gm_device *device = chunks->device;
-    GM_TRY(device->ops->stream_new(device, &chunks->in[GM_WEIGHT]));
-    GM_TRY(device->ops->stream_new(device, &chunks->in[GM_STATE]));
-    GM_TRY(device->ops->stream_new(device, &chunks->out[GM_WEIGHT]));
-    GM_TRY(device->ops->stream_new(device, &chunks->out[GM_STATE]));
-    chunks->in[GM_GRAD] = chunks->in[GM_STATE];
-    chunks->out[GM_GRAD] = chunks->out[GM_WEIGHT];
-    return GM_OK;
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        GM_TRY(device->ops->stream_new(device, &chunks->in[kind]));
+        GM_TRY(device->ops->stream_new(device, &chunks->out[kind]));
+    }
+    return device->ops->stream_new(device, &chunks->refresh);
+}
+
+static void free_stream(gm_device *device, gm_stream stream)
+{
+    if (stream) {
+        device->ops->stream_free(device, stream);
+    }
 }
 
 gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
@@ -174,14 +179,11 @@ void gm_chunks_free(gm_chunks *chunks)
             device->ops->block_free(device, chunks->blocks[i]);
         }
     }
-    for (int kind = 0; kind < GM_GRAD; kind++) { /* gradients share the others' streams */
-        if (chunks->in[kind]) {
-            device->ops->stream_free(device, chunks->in[kind]);
-        }
-        if (chunks->out[kind]) {
-            device->ops->stream_free(device, chunks->out[kind]);
-        }
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        free_stream(device, chunks->in[kind]);
+        free_stream(device, chunks->out[kind]);
     }
+    free_stream(device, chunks->refresh);
     free(chunks->pieces);
     free(chunks->is_settled);
     free(chunks->blocks);

@@ -201,11 +201,12 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
 size_t gm_engine_chunk_limit(const gm_engine *engine)
 {
     if (engine->budget == SIZE_MAX) {
-        return SIZE_MAX;
+        return engine->shed_limit;
     }
     size_t outside = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
     outside += engine->n_sums_blocks * engine->device->block_bytes;
-    return engine->budget > outside ? engine->budget - outside : 0;
+    size_t limit = engine->budget > outside ? engine->budget - outside : 0;
+    return limit < engine->shed_limit ? limit : engine->shed_limit;
 }
 
 static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options)
@@ -284,6 +285,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->state_share = options->state_share;
     engine->slack_bytes = options->slack_bytes;
     engine->budget = options->device_budget;
+    engine->shed_limit = SIZE_MAX;
     engine->outside_bytes = options->outside_bytes;
     engine->outside_context = options->outside_context;
     gm_status status;
@@ -374,7 +376,13 @@ gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream str
     } else if (engine->outside_bytes) {
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
     }
-    return gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+    gm_status status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+    if (status == GM_ERR_NOMEM && engine->shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
+        engine->shed_limit = SIZE_MAX;
+        GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
+        status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+    }
+    return status;
 }
 
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream)
@@ -531,6 +539,27 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
     }
     pthread_mutex_unlock(&engine->lock);
     return has_room;
+}
+
+bool gm_engine_shed(gm_engine *engine, size_t bytes)
+{
+    pthread_mutex_lock(&engine->lock);
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(engine->chunks, &stats);
+    size_t before = stats.device_bytes, held = before;
+    engine->shed_limit = before > bytes ? before - bytes : 0;
+    bool is_done = gm_replay_leave_plan(engine) == GM_OK &&
+                   gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), &held) == GM_OK;
+    engine->shed_limit = held;
+    pthread_mutex_unlock(&engine->lock);
+    return is_done && held < before;
+}
+
+gm_status gm_engine_forget_outside(gm_engine *engine)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_book_forget_outside(engine->book);
+    return gm_engine_end_call(engine, GM_OK);
 }
 
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)

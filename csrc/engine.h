@@ -148,6 +148,11 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stre
 gm_status gm_engine_drain(gm_engine *engine);
 /* Gives room of `bytes` to others: evicts as needed; false when the budget does not allow it. */
 bool gm_engine_reserve(gm_engine *engine, size_t bytes);
+/* The device has no room although the budget has: gives up to `bytes` of blocks back to it, and takes no more until
+ * the next plan, which sees what there is.  false: nothing could be given. */
+bool gm_engine_shed(gm_engine *engine, size_t bytes);
+/* Others of this process now hold what they need and no more: what they held before counts no longer in plans. */
+gm_status gm_engine_forget_outside(gm_engine *engine);
 /* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);

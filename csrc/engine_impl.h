@@ -74,6 +74,7 @@ struct gm_engine {
     gm_policy policy;
     bool is_grad_f32;
     size_t budget;
+    size_t shed_limit; /* of blocks, until the next plan; SIZE_MAX: none */
     size_t (*outside_bytes)(void *context);
     void *outside_context;
 

@@ -18,9 +18,9 @@ static size_t outside_bytes(void *context)
     return atomic_load(&around->external_bytes) + gm_torch_alloc_bytes(around->ordinal);
 }
 
-static bool reserve_for_torch(void *context, size_t bytes)
+static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
 {
-    return gm_engine_reserve(context, bytes);
+    return is_full ? gm_engine_shed(context, bytes) : gm_engine_reserve(context, bytes);
 }
 
 static PyTypeObject *core_type;
@@ -419,6 +419,28 @@ static PyObject *core_set_external(core *self, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
+/* shed(bytes) -> bool: as for torch on a device that is full */
+static PyObject *core_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("shed", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    bool is_done;
+    Py_BEGIN_ALLOW_THREADS
+    is_done = gm_engine_shed(engine, (size_t)v[0]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(is_done);
+}
+
+static PyObject *core_forget_outside(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    return engine ? gm_py_finish(gm_engine_forget_outside(engine)) : NULL;
+}
+
 static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
@@ -542,6 +564,8 @@ static PyMethodDef core_methods[] = {
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
+    METHOD("shed", core_shed, METH_FASTCALL, "shed(bytes) -> bool"),
+    METHOD("forget_outside", core_forget_outside, METH_NOARGS, "forget_outside()"),
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
     METHOD("chunk", core_chunk, METH_FASTCALL, "chunk(param) -> (id, bytes of its weights)"),
     METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),

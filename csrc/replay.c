@@ -173,7 +173,7 @@ void gm_replay_learn(gm_engine *engine, const gm_trace *trace)
 {
     inputs in = {0};
     if (fill_inputs(engine, &in) == GM_OK) {
-        (void)gm_plan_add_trace(engine->plan, &in.plan, trace);
+        engine->wants_plan |= gm_plan_add_trace(engine->plan, &in.plan, trace) != GM_OK;
     }
     free(in.chunks);
 }
@@ -214,7 +214,8 @@ static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
         if (status != GM_ERR_NOMEM || i == MOST_TRIES) {
             return status;
         }
-        in->plan.device_bytes = n_blocks * engine->device->block_bytes;
+        size_t had = n_blocks * engine->device->block_bytes, has = device_bytes(engine);
+        in->plan.device_bytes = has < had ? has : had;
         GM_TRY(gm_plan_new(&in->plan, &plan));
     }
 }
@@ -227,6 +228,7 @@ static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
 
 gm_status gm_replay_plan(gm_engine *engine)
 {
+    engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
     if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
         engine->runs.n = 0;
         return GM_OK;

@@ -26,7 +26,7 @@ static struct torch_device {
     pthread_rwlock_t lock; /* of reserve and context */
     gm_torch_reserve_fn reserve;
     void *context;
-    atomic_size_t held_bytes, peak_bytes;
+    atomic_size_t held_bytes, peak_bytes, n_refusals;
 } devices[MAX_DEVICES];
 
 static pthread_once_t init_once = PTHREAD_ONCE_INIT;
@@ -75,10 +75,10 @@ static void leave(const gm_cuda_api *api)
     (void)api->cuCtxPopCurrent(&popped);
 }
 
-static bool reserve(struct torch_device *d, size_t size)
+static bool reserve(struct torch_device *d, size_t size, bool is_full)
 {
     pthread_rwlock_rdlock(&d->lock);
-    bool has_room = !d->reserve || d->reserve(d->context, size);
+    bool has_room = d->reserve ? d->reserve(d->context, size, is_full) : !is_full;
     pthread_rwlock_unlock(&d->lock);
     return has_room;
 }
@@ -111,6 +111,12 @@ size_t gm_torch_alloc_peak_bytes(int device, bool reset)
                  : atomic_load(&d->peak_bytes);
 }
 
+size_t gm_torch_alloc_refusals(int device)
+{
+    struct torch_device *d = find(device);
+    return d ? atomic_load(&d->n_refusals) : 0;
+}
+
 static void hold(struct torch_device *d, size_t size)
 {
     size_t held = atomic_fetch_add(&d->held_bytes, size) + size;
@@ -128,13 +134,18 @@ void *gm_torch_alloc(size_t size, int device, void *stream)
     if (!d || size == 0 || !enter(device, &api)) {
         return NULL;
     }
-    if (reserve(d, size)) {
+    if (reserve(d, size, false)) {
         hold(d, size); /* before the slow call: from here on the engine counts it */
-        if (api->cuMemAlloc(&address, size) != CUDA_SUCCESS) {
+        CUresult result = api->cuMemAlloc(&address, size);
+        if (result == CUDA_ERROR_OUT_OF_MEMORY && reserve(d, size, true)) {
+            result = api->cuMemAlloc(&address, size);
+        }
+        if (result != CUDA_SUCCESS) {
             atomic_fetch_sub(&d->held_bytes, size);
             address = 0;
         }
     }
+    atomic_fetch_add(&d->n_refusals, address == 0);
     leave(api);
     return (void *)(uintptr_t)address;
 }
@@ -172,6 +183,12 @@ size_t gm_torch_alloc_peak_bytes(int device, bool reset)
 {
     (void)device;
     (void)reset;
+    return 0;
+}
+
+size_t gm_torch_alloc_refusals(int device)
+{
+    (void)device;
     return 0;
 }
 

@@ -12,9 +12,10 @@
 
 #define GM_TORCH_EXPORT __attribute__((visibility("default")))
 
-/* Makes room for `bytes` of device memory; false: the budget does not allow it.  Called with torch's
- * lock held: it must not call torch or Python, nor wait for a lock whose holder may. */
-typedef bool (*gm_torch_reserve_fn)(void *context, size_t bytes);
+/* Makes room for `bytes` of device memory; false: it cannot.  is_full: the budget has allowed it, but the device
+ * itself has not as much left (others hold it): memory must really be given back.  Called with torch's lock held: it
+ * must not call torch or Python, nor wait for a lock whose holder may. */
+typedef bool (*gm_torch_reserve_fn)(void *context, size_t bytes, bool is_full);
 
 /* Registers what is asked before each allocation on `device`; fn NULL: nothing is asked.
  * On return no call of the previous function is running and none will start, so its context may be
@@ -28,7 +29,10 @@ GM_TORCH_EXPORT size_t gm_torch_alloc_bytes(int device);
  * is held now. */
 GM_TORCH_EXPORT size_t gm_torch_alloc_peak_bytes(int device, bool reset);
 
-/* NULL when the reserve function refuses or the device is full: torch then frees what it has cached,
+/* How many allocations have failed so far.  Lock-free. */
+GM_TORCH_EXPORT size_t gm_torch_alloc_refusals(int device);
+
+/* NULL when the reserve function refuses or the device is full and stays so: torch then frees what it has cached,
  * where it can, tries again, and at last raises its OutOfMemoryError.  stream is not used: memory
  * belongs to the device, and the order of its uses is the caching allocator's business. */
 GM_TORCH_EXPORT void *gm_torch_alloc(size_t size, int device, void *stream);

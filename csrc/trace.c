@@ -180,6 +180,18 @@ void gm_book_note_outside(gm_book *book, size_t outside_bytes)
     }
 }
 
+void gm_book_forget_outside(gm_book *book)
+{
+    for (uint32_t t = 0; t < book->n_traces; t++) {
+        for (uint32_t i = 0; i < book->traces[t].n; i++) {
+            book->traces[t].ticks[i].outside_bytes = 0;
+        }
+    }
+    for (uint32_t i = 0; i < book->n_run; i++) {
+        book->run[i].outside_bytes = 0;
+    }
+}
+
 void gm_book_release(gm_book *book, uint32_t tick)
 {
     if (book->is_open && tick < book->n_run) {

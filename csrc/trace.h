@@ -18,19 +18,20 @@ typedef enum gm_tick_kind {
 
 typedef struct gm_tick {
     uint32_t kind, id;
-    uint32_t until;       /* what the tick takes is in use during ticks [this, until) */
-    float seconds;        /* compute from this tick to the next one; 0: not measured yet */
-    size_t outside_bytes; /* most device bytes that others of this process held from here to the next tick */
+    uint32_t until; /* what the tick takes is in use during ticks [this, until) */
+    float seconds;  /* compute from this tick to the next one; 0: not measured yet */
+    size_t
+        outside_bytes; /* most device bytes that others of this process held from here to the next tick */
 } gm_tick;
 
 typedef struct gm_trace {
     gm_tick *ticks; /* (n,) */
     uint32_t n, capacity;
-    uint32_t next;    /* the trace that last came after this one; GM_NO_TRACE: none yet */
-    bool is_grad;     /* gradients were enabled in its forward */
+    uint32_t next;     /* the trace that last came after this one; GM_NO_TRACE: none yet */
+    bool is_grad;      /* gradients were enabled in its forward */
     bool has_backward; /* has a TOUCH or GRAD tick */
-    uint64_t hash;    /* FNV-1a over is_grad and every (kind, id) */
-    uint64_t n_runs;  /* passes that followed it */
+    uint64_t hash;     /* FNV-1a over is_grad and every (kind, id) */
+    uint64_t n_runs;   /* passes that followed it */
     uint64_t last_run;
 } gm_trace;
 
@@ -56,6 +57,8 @@ gm_status gm_book_tick(gm_book *book, gm_tick_kind kind, uint32_t id, size_t out
                        uint32_t *out_trace, uint32_t *out_tick);
 /* More of outside_bytes since the last tick. */
 void gm_book_note_outside(gm_book *book, size_t outside_bytes);
+/* Forgets every outside_bytes of traces and of the open pass: what was held is held no more. */
+void gm_book_forget_outside(gm_book *book);
 /* What tick `tick` of the open pass has taken is released now (before the next tick): sets its `until` while
  * recording, and keeps the maximum over runs. */
 void gm_book_release(gm_book *book, uint32_t tick);

@@ -35,6 +35,8 @@ class StepLogs:
     _say: Callable[[str], None]  # the tree's rank_zero_info
     engine: Any
     lightning_module: Any
+    report: bool  # whether tables are told
+    deferred_because: str | None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # Here and not only in `forward`, which many modules do not call in their training_step.
@@ -46,16 +48,18 @@ class StepLogs:
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         engine = self.engine
         if engine is not None:
-            if engine not in _shown and report.plan_of(engine) is not None:
+            if self.report and engine not in _shown and report.plan_of(engine) is not None:
                 _shown.add(engine)
                 self._say(report.plan_table(engine))
+                if self.deferred_because is not None:
+                    self._say(f"Updates run under the next forward: {self.deferred_because}.")
             _log(self.lightning_module.trainer, engine)
         return result
 
     def on_train_end(self) -> None:
         super().on_train_end()  # type: ignore[misc]
         engine = self.engine
-        if engine is not None and engine.stats()["steps"]:
+        if self.report and engine is not None and engine.stats()["steps"]:
             self._say(report.result_table(engine))
 
 

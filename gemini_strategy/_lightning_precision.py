@@ -11,7 +11,7 @@
 #      resumes under either.
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
+
+from gemini_strategy.errors import GeminiError
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 
@@ -30,6 +32,7 @@ _COMPUTE_DTYPE = {
 }
 # Where other plugins of Lightning store a gradient scale, in the order in which they are looked for.
 _FOREIGN_SCALES = ("MixedPrecision", "FSDPPrecision")
+_WAY_OUT = "Updates ran inside this backward: with GeminiStrategy(update_schedule='deferred') they wait for its end."
 _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -94,6 +97,7 @@ def precision_class(tree: Tree) -> type:
             self.precision = precision
             self._engine: Any = None
             self._device_type = "cpu"
+            self.ends_step = False  # the strategy's word on the backward that comes
 
         @classmethod
         def translate(cls, plugin: Any) -> "GeminiPrecision":
@@ -167,7 +171,13 @@ def precision_class(tree: Tree) -> type:
             self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> None:
             # Through LightningModule.backward, which users override.
-            with nullcontext() if self._engine is None else self._engine.accept_scaled():
+            engine = self._engine
+            with ExitStack() as stack:
+                if engine is not None:
+                    stack.enter_context(engine.accept_scaled())
+                if engine is not None and self.ends_step:
+                    stack.enter_context(_noting(_WAY_OUT))
+                    stack.enter_context(engine.ends_step())
                 super().backward(tensor, model, optimizer, *args, **kwargs)
 
         def optimizer_step(
@@ -224,6 +234,16 @@ def precision_class(tree: Tree) -> type:
     GeminiPrecision.__qualname__ = GeminiPrecision.__name__
     GeminiPrecision.__module__ = __name__
     return GeminiPrecision
+
+
+@contextmanager
+def _noting(text: str) -> Generator[None, None, None]:
+    """Adds a note to errors of the engine."""
+    try:
+        yield
+    except GeminiError as error:
+        error.add_note(text)
+        raise
 
 
 def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

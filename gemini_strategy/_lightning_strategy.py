@@ -26,8 +26,17 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
+from gemini_strategy._lightning_checks import (
+    check,
+    check_bool,
+    check_choice,
+    check_count,
+    check_number,
+    check_size,
+)
 from gemini_strategy._lightning_logs import StepLogs
 from gemini_strategy._lightning_precision import Tree, cast_floating, precision_class
+from gemini_strategy._lightning_schedule import UPDATE_SCHEDULES, StepSchedule
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
 MAPPINGS = ("aliased", "strict")
@@ -58,7 +67,7 @@ def build_strategy(tree: Tree) -> type:
     no_optimizer = pl.core.optimizer._MockOptimizer
     lightning_optimizer = pl.core.optimizer.LightningOptimizer
 
-    class GeminiStrategy(StepLogs, parallel):
+    class GeminiStrategy(StepLogs, StepSchedule, parallel):
         """Train, evaluate and predict with the model's state in chunks, on one CUDA GPU or one CPU host.
 
         ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
@@ -108,7 +117,13 @@ def build_strategy(tree: Tree) -> type:
             gradient_dtype: dtype in which gradients are kept and accumulated: None for the parameter's compute
                 dtype, or fp32 (``torch.float32`` or ``"float32"``).
             block_size: size of a block of device memory; None lets the engine choose.
-            threads: threads for the update on the CPU; None: the cores this process may use.
+            threads: threads for the update on the CPU; None: the cores this process may use, less two beside a GPU.
+            update_schedule: ``"auto"``: updates run inside the backward that ends a step when nothing needs its
+                gradients afterwards (no clipping, no loss scale, no hook of the module or a callback that may read
+                them), and under the next forward otherwise; ``"deferred"``: always under the next forward. The bits
+                are the same. An error inside a backward that updates closes the engine.
+            report: tell the table of the plan when there is one, and at the end what was planned beside what was
+                measured, at Lightning's log level INFO.
             timeout: how long collectives between several devices may take. One device makes none.
             process_group_backend: ``"nccl"`` or ``"gloo"`` for several devices. One device makes no process group.
             checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning does not pass the one given to
@@ -122,6 +137,7 @@ def build_strategy(tree: Tree) -> type:
         """
 
         strategy_name = "gemini"
+        _pl = pl
         _say = staticmethod(pl.utilities.rank_zero.rank_zero_info)
 
         def __init__(
@@ -156,15 +172,17 @@ def build_strategy(tree: Tree) -> type:
             timeout: timedelta = timedelta(seconds=300),
             process_group_backend: str | None = None,
             checkpoint_weights_only: bool | None = None,
+            update_schedule: Literal["auto", "deferred"] = "auto",
+            report: bool = True,
         ) -> None:
-            _check(
+            check(
                 use_chunk is True, "use_chunk", use_chunk, "True: parameters always live in chunks"
             )
-            _check_bool("enable_distributed_storage", enable_distributed_storage)
-            _check_choice("placement_policy", placement_policy, PLACEMENT_POLICIES)
-            _check_bool("force_outputs_fp32", force_outputs_fp32)
+            check_bool("enable_distributed_storage", enable_distributed_storage)
+            check_choice("placement_policy", placement_policy, PLACEMENT_POLICIES)
+            check_bool("force_outputs_fp32", force_outputs_fp32)
             if gpu_margin_mem_ratio is not None:
-                _check_number("gpu_margin_mem_ratio", gpu_margin_mem_ratio, 0, 1)
+                check_number("gpu_margin_mem_ratio", gpu_margin_mem_ratio, 0, 1)
                 if placement_policy != "auto":
                     raise ValueError(
                         f"GeminiStrategy(gpu_margin_mem_ratio={gpu_margin_mem_ratio!r}, placement_policy="
@@ -181,33 +199,35 @@ def build_strategy(tree: Tree) -> type:
                     f"GeminiStrategy(chunk_size={chunk_size!r}, {given[0]}={search[given[0]]!r}): give the size of a"
                     " chunk, or arguments of the search for one, not both."
                 )
-            _check_size("chunk_size", chunk_size)
-            _check_size("chunk_search_range", chunk_search_range)
-            _check_size("min_chunk_size", min_chunk_size)
-            _check_size("block_size", block_size)
-            _check_size("device_budget", device_budget, of_total=True)
-            _check_size("host_budget", host_budget, of_total=True)
-            _check_count("chunk_search_n_grids", chunk_search_n_grids, optional=True)
-            _check_number("min_scale", min_scale, 0, None, exclusive=True)
-            _check_number("max_scale", max_scale, min_scale, None)
-            _check_number("initial_scale", initial_scale, min_scale, max_scale)
-            _check_number("growth_factor", growth_factor, 1, None, exclusive=True)
-            _check_number("backoff_factor", backoff_factor, 0, 1, exclusive=True)
-            _check_count("growth_interval", growth_interval)
-            _check_count("hysteresis", hysteresis)
-            _check_choice("mapping", mapping, MAPPINGS)
+            check_size("chunk_size", chunk_size)
+            check_size("chunk_search_range", chunk_search_range)
+            check_size("min_chunk_size", min_chunk_size)
+            check_size("block_size", block_size)
+            check_size("device_budget", device_budget, of_total=True)
+            check_size("host_budget", host_budget, of_total=True)
+            check_count("chunk_search_n_grids", chunk_search_n_grids, optional=True)
+            check_number("min_scale", min_scale, 0, None, exclusive=True)
+            check_number("max_scale", max_scale, min_scale, None)
+            check_number("initial_scale", initial_scale, min_scale, max_scale)
+            check_number("growth_factor", growth_factor, 1, None, exclusive=True)
+            check_number("backoff_factor", backoff_factor, 0, 1, exclusive=True)
+            check_count("growth_interval", growth_interval)
+            check_count("hysteresis", hysteresis)
+            check_choice("mapping", mapping, MAPPINGS)
             if gradient_dtype == "float32":
                 gradient_dtype = torch.float32
-            _check_choice("gradient_dtype", gradient_dtype, (None, torch.float32, "float32"))
-            _check_count("threads", threads, optional=True)
-            _check(
+            check_choice("gradient_dtype", gradient_dtype, (None, torch.float32, "float32"))
+            check_count("threads", threads, optional=True)
+            check(
                 isinstance(timeout, timedelta) and timeout > timedelta(0),
                 "timeout",
                 timeout,
                 "a datetime.timedelta longer than 0",
             )
-            _check_choice("process_group_backend", process_group_backend, PROCESS_GROUP_BACKENDS)
-            _check_choice("checkpoint_weights_only", checkpoint_weights_only, (None, True, False))
+            check_choice("process_group_backend", process_group_backend, PROCESS_GROUP_BACKENDS)
+            check_choice("checkpoint_weights_only", checkpoint_weights_only, (None, True, False))
+            check_choice("update_schedule", update_schedule, UPDATE_SCHEDULES)
+            check_bool("report", report)
             tree.check("cluster_environment", cluster_environment, environment_type)
             tree.check("checkpoint_io", checkpoint_io, checkpoint_io_type)
 
@@ -216,6 +236,8 @@ def build_strategy(tree: Tree) -> type:
             self.timeout = timeout
             self.process_group_backend = process_group_backend
             self.checkpoint_weights_only = checkpoint_weights_only
+            self.update_schedule = update_schedule
+            self.report = report
             self.engine_arguments: dict[str, Any] = {
                 "device_budget": device_budget,
                 "host_budget": host_budget,
@@ -347,7 +369,7 @@ def build_strategy(tree: Tree) -> type:
             return obj
 
         def barrier(self, name: str | None = None) -> None:
-            return
+            self._note_barrier(name)
 
         def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
             return bool(decision)
@@ -379,6 +401,7 @@ def build_strategy(tree: Tree) -> type:
 
         def setup(self, trainer: Any) -> None:
             module = self.lightning_module
+            self._has_started = False
             self.accelerator.setup(trainer)
             # SyncBatchNorm between one rank is BatchNorm: the layer sync plugin has nothing to do.
             self.model = self.precision_plugin.convert_module(module)
@@ -634,53 +657,3 @@ def _materialize(module: nn.Module, warn: Any) -> None:
             "These modules were built without memory and have no reset_parameters(), so their parameters and buffers"
             f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(silent))}."
         )
-
-
-def _check(valid: bool, name: str, value: Any, allowed: str) -> None:
-    if not valid:
-        raise ValueError(f"GeminiStrategy({name}={value!r}): expected {allowed}.")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    _check(isinstance(value, bool), name, value, "True or False")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    _check(
-        any(value is choice or value == choice for choice in choices),
-        name,
-        value,
-        f"one of {', '.join(repr(choice) for choice in choices)}",
-    )
-
-
-def _check_count(name: str, value: Any, optional: bool = False) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    allowed = f"{'None or ' if optional else ''}an int of at least 1"
-    _check(valid or (optional and value is None), name, value, allowed)
-
-
-def _check_number(
-    name: str, value: Any, low: float, high: float | None, exclusive: bool = False
-) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool)
-    if valid and exclusive:
-        valid = value > low and (high is None or value < high)
-    elif valid:
-        valid = value >= low and (high is None or value <= high)
-    between = "more than" if exclusive else "at least"
-    below = "" if high is None else f" and {'less than' if exclusive else 'at most'} {high}"
-    _check(valid and value == value, name, value, f"a number {between} {low}{below}")
-
-
-def _check_size(name: str, value: Any, of_total: bool = False) -> None:
-    if value is None:
-        return
-    fraction = ", or a fraction of what there is in (0, 1]" if of_total else ""
-    try:
-        gs.parse_bytes(value, 1 << 40 if of_total else None)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"GeminiStrategy({name}={value!r}): expected None, a positive int of bytes, or a string such as '64MiB' or"
-            f" '24GB'{fraction}."
-        ) from error

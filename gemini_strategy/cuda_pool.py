@@ -17,6 +17,7 @@ released neither by ``torch.cuda.empty_cache()`` nor to satisfy a request that w
 :meth:`TorchPool.trim`, called between steps, gives both back.
 """
 
+import contextlib
 import ctypes
 import functools
 
@@ -33,6 +34,8 @@ def _core() -> ctypes.CDLL:
     library.gm_torch_alloc_bytes.restype = ctypes.c_size_t
     library.gm_torch_alloc_peak_bytes.argtypes = [ctypes.c_int, ctypes.c_bool]
     library.gm_torch_alloc_peak_bytes.restype = ctypes.c_size_t
+    library.gm_torch_alloc_refusals.argtypes = [ctypes.c_int]
+    library.gm_torch_alloc_refusals.restype = ctypes.c_size_t
     return library
 
 
@@ -97,12 +100,24 @@ class TorchPool:
         if had_begun:
             self.begin()
 
+    def prepare(self, size: int) -> None:
+        """Makes one cached segment of `size` bytes, out of which tensors of the current stream are served.
+
+        Nothing is made where the budget does not allow it.
+        """
+        with torch.cuda.device(self.index), contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(size, dtype=torch.uint8, device="cuda")
+
     def bytes(self) -> int:
         """Bytes of device memory that torch holds through the core on this device, cached or not.
 
         All pools of the process on this device are counted together.
         """
         return _core().gm_torch_alloc_bytes(self.index)
+
+    def refusals(self) -> int:
+        """How many segments torch has asked for in vain on this device, so far."""
+        return _core().gm_torch_alloc_refusals(self.index)
 
     def peak_bytes(self) -> int:
         """The most that :meth:`bytes` was since this pool was made or :meth:`reset_peak`."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, state, takeover
+from gemini_strategy import _C, report, state, takeover
 from gemini_strategy.adopt import Adoption
 from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.guard import guarded_class, open_class
@@ -55,6 +55,7 @@ class Settings:
     force_outputs_fp32: bool
     threads: int
     rates: tuple[float, ...]
+    report: bool | None
 
 
 class Engine(Reporting):
@@ -164,7 +165,9 @@ class Engine(Reporting):
         """Before a step, which may plan: what others hold on the device now."""
         if self.device.type != "cuda":
             return
-        self._memory.trim(self._steps > 2)
+        self._sample_device()
+        if self._memory.tidy():
+            self.core.forget_outside()
         chunk_bytes = self.core.stats()["device_bytes"]
         self.core.set_external_bytes(self._memory.external_bytes(chunk_bytes))
 
@@ -422,6 +425,7 @@ class Engine(Reporting):
                 self.scaler.update(True)
                 self._skipped += 1
                 self._clip_factor = 1.0
+                self._note_step(self.core.stats())
                 return loss
         updates = [self._update(slot, group, divisor) for slot, group in work]
         self._refresh_memory()
@@ -617,7 +621,10 @@ class Engine(Reporting):
         fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
         device_budget_bytes (-1: none), host_bytes, state_bytes (the training state: weights, optimizer
         states and gradients, padding included), weight_bytes, leases, layout_hash; and the medians over the last
-        32 steps that report.StepMeter names (NaN: not measured).
+        32 steps that report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on
+        the device, others included, the driver's figure. With a plan what it foretells: predicted_step_seconds,
+        predicted_bound_seconds (perfect overlap), compute_seconds, predicted_device_peak_bytes,
+        predicted_host_peak_bytes.
         """
         self._check_open()
         return {
@@ -626,22 +633,7 @@ class Engine(Reporting):
             "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
             "parameters": sum(math.prod(s.shape) for s in self._slots),
             **self.core.stats(),
-            **self.meter.figures(),
-            **self._predictions(),
-        }
-
-    def _predictions(self) -> dict[str, float]:
-        """What the plan foretells: seconds of a step, of compute in it, of perfect overlap; peaks in bytes."""
-        plan = self.core.plan_info()
-        if plan is None:
-            return {}
-        core = self.core.stats()
-        return {
-            "predicted_step_seconds": plan["step_seconds"],
-            "predicted_bound_seconds": plan["bound_seconds"],
-            "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
-            "predicted_host_peak_bytes": core["host_bytes"],
-            "compute_seconds": plan["compute_seconds"],
+            **self._figures(),
         }
 
     def close(self, dtype: torch.dtype | None = None) -> None:
@@ -658,6 +650,8 @@ class Engine(Reporting):
         self.recover()
         if self.recording is not None:
             self.recording.finish()
+        if self._steps:
+            self._announce(report.result_table)
         is_fp32 = dtype is torch.float32
         values = {s: s.read_master() if is_fp32 else s.read_weight() for s in self._slots}
         if self.optimizer is not None:
@@ -667,11 +661,11 @@ class Engine(Reporting):
     def _give_back(self, values: dict[Slot, torch.Tensor]) -> None:
         """Invariant 3: every parameter ordinary, with these values, and nothing of ours left behind."""
         scale = self.scaler.scale if self.scaler is not None else 1.0
-        grads = {
-            slot: (slot.read_grad().float() / scale)
-            for slot in self._slots
-            if slot.has_grad_home and self.core.has_grad(slot.id)
-        }
+        grads = {}
+        for slot in self._slots:
+            if slot.has_grad_home and self.core.has_grad(slot.id):
+                with contextlib.suppress(GeminiError):  # an update inside backward has used it up
+                    grads[slot] = slot.read_grad().float() / scale
         for unit in self._units:
             unit.remove()
         self._root.remove()

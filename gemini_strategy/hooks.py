@@ -265,6 +265,7 @@ class RootForward:
             self.model.__dict__.pop("forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine._memory.recover()
         plan = self.engine.precision_plan
         context: Any = contextlib.nullcontext()
         if self.convert_inputs:

@@ -57,12 +57,17 @@ def manage(
     hysteresis: int = 2,
     max_scale: float = 2.0**32,
     threads: int | None = None,
+    report: bool | None = None,
 ) -> Engine:
     """Puts a built model's parameters into chunks, in place, and takes its optimizer over.
 
     The model keeps its class, its modules and its Parameter objects; the optimizer object stays the
     one that LR schedulers know. Train as before: forward, `loss.backward()` (`engine.backward(loss)`
-    with "16-mixed"), `optimizer.step()`, `optimizer.zero_grad()`; clip with `engine.clip_grad_norm_`.
+    with "16-mixed"), `optimizer.step()`, `optimizer.zero_grad()`; clip with `engine.clip_grad_norm_`. Where
+    nothing needs the gradients between a backward and its step, `engine.backward(loss, step=True)` lets
+    updates overlap with that backward.
+
+    The first step is served on demand and traced; the plan that is made at its end is followed from then on.
 
     Args:
         model: a built model; its parameters may be on the CPU or on `device`.
@@ -84,8 +89,8 @@ def manage(
             defaults then are 64 MiB, 4096 and 32 MiB. Not together with chunk_size.
         gpu_margin_mem_ratio: "auto" only: the share, in [0, 1], of the device memory left beside all
             weights that may hold optimizer states. None: all of it.
-        mapping: "aliased", or "strict": an evicted parameter's address shows no data at all, at the
-            price of waits; for finding accesses that escape the guard.
+        mapping: "aliased", or "strict": an evicted parameter's address shows no data at all, and nothing
+            is planned, at the price of waits; for finding accesses that escape the guard.
         gradient_dtype: None: gradients are kept and accumulated in the weight's dtype, as torch does;
             torch.float32: in fp32.
         force_outputs_fp32: cast half-precision tensors in the model's outputs to fp32.
@@ -95,6 +100,8 @@ def manage(
             dynamic loss scaling of "16-mixed"; see LossScaler.
         threads: worker threads for host arithmetic; None: GEMINI_THREADS, else the cores this process
             may use, less two beside a GPU.
+        report: print to stderr the table of the first plan that is made, and at close() what was planned
+            beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
 
     Returns:
         The engine.
@@ -146,6 +153,7 @@ def manage(
         force_outputs_fp32=force_outputs_fp32,
         threads=threads,
         rates=tuple(rates[name] for name in RATES),
+        report=report,
     )
     scaler = LossScaler(
         initial_scale,

@@ -494,7 +494,9 @@ def report(engine: Any) -> str:
     return "\n\n".join(tables)
 
 
-def announce(engine: Any, is_wanted: bool) -> None:
-    """Prints the plan's table to stderr if it `is_wanted` or GEMINI_REPORT=1; for the first adoption of a plan."""
+def announce(
+    engine: Any, is_wanted: bool, table: Callable[[Any], str] = lambda engine: plan_table(engine)
+) -> None:
+    """Prints a table of the engine to stderr if it `is_wanted` or GEMINI_REPORT=1."""
     if is_wanted or os.environ.get("GEMINI_REPORT") == "1":
-        print(plan_table(engine), file=sys.stderr, flush=True)
+        print(table(engine), file=sys.stderr, flush=True)

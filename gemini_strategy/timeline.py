@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from gemini_strategy import report
 from gemini_strategy.errors import GeminiError
@@ -121,6 +123,9 @@ def record(
 class Reporting:
     """What an engine says of itself: a base of Engine.
 
+    Of the engine it uses core, device and _settings.report: True, the first plan and, at close(), the result are
+    printed; None, with GEMINI_REPORT=1; False, never.
+
     Attributes:
         meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
         recording: the timeline that is being recorded, or None.
@@ -129,12 +134,49 @@ class Reporting:
     def __init__(self) -> None:
         self.meter = report.StepMeter()
         self.recording: Recording | None = None
+        self._known_plan = 0  # number of the last plan seen
+        self._compute_seconds: float | None = None  # of a step of that plan
+        self._total_peak_bytes = 0
 
-    def _note_step(self, stats: Mapping[str, Any], compute_seconds: float | None = None) -> None:
-        """An optimizer step has been issued; see StepMeter.step."""
-        self.meter.step(stats, compute_seconds)
+    def _note_step(self, stats: Mapping[str, Any]) -> None:
+        """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
+        if not stats["planned"]:
+            self._compute_seconds = None
+        elif stats["plans"] != self._known_plan or self._compute_seconds is None:
+            is_first = self._known_plan == 0
+            self._known_plan = stats["plans"]
+            self._compute_seconds = self.core.plan_info()["compute_seconds"]
+            self._announce(report.plan_table if is_first else None)
+        self.meter.step(stats, self._compute_seconds)
         if self.recording is not None:
             self.recording.after_step()
+
+    def _announce(self, table: Callable[[Any], str] | None) -> None:
+        wanted = self._settings.report
+        if table is not None and wanted is not False:
+            report.announce(self, wanted is True, table)
+
+    def _sample_device(self) -> None:
+        """Before anything is given back between steps: what the passes have left is about their peak."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        self._total_peak_bytes = max(self._total_peak_bytes, total - free)
+
+    def _figures(self) -> dict[str, float]:
+        """What stats() says beside counts: see there."""
+        figures: dict[str, float] = self.meter.figures()
+        if self._total_peak_bytes:
+            figures["total_peak_bytes"] = self._total_peak_bytes
+        plan = self.core.plan_info()
+        if plan is not None:
+            core = self.core.stats()
+            figures |= {
+                "predicted_step_seconds": plan["step_seconds"],
+                "predicted_bound_seconds": plan["bound_seconds"],
+                "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
+                "predicted_host_peak_bytes": core["host_bytes"],
+                "compute_seconds": plan["compute_seconds"],
+            }
+        return figures
 
     def report(self) -> str:
         """The table of the plan and, once there have been steps, what was planned beside what was measured."""

@@ -728,13 +728,25 @@ static void check_fault(const char *path)
 typedef struct referee {
     atomic_bool is_alive;
     size_t limit;
+    gm_device *dev;
+    memory *spare;   /* given back when the device is full; NULL: nothing to give */
+    uint32_t n_shed; /* how often that was asked */
 } referee;
 
-static bool referee_allows(void *context, size_t bytes)
+static bool referee_allows(void *context, size_t bytes, bool is_full)
 {
     referee *r = context;
     CHECK(atomic_load(&r->is_alive)); /* never called after it was replaced */
-    return gm_torch_alloc_bytes(0) + bytes <= r->limit;
+    if (!is_full) {
+        return gm_torch_alloc_bytes(0) + bytes <= r->limit;
+    }
+    r->n_shed++;
+    if (!r->spare) {
+        return false;
+    }
+    memory_free(r->dev, r->spare);
+    r->spare = NULL;
+    return true;
 }
 
 static atomic_bool stop_allocating;
@@ -749,6 +761,30 @@ static void *allocate_in_a_loop(void *unused)
         }
     }
     return NULL;
+}
+
+/* The budget allows it, the device does not: the referee is asked once to give memory back. */
+static void check_full_device(gm_device *dev)
+{
+    size_t free_bytes, total_bytes, refusals = gm_torch_alloc_refusals(0);
+    const size_t spare_bytes = 64 * MIB;
+    memory spare = memory_new(dev, spare_bytes);
+    CHECK_OK(dev->ops->memory(dev, &free_bytes, &total_bytes));
+    referee r = {.limit = SIZE_MAX, .dev = dev, .spare = &spare};
+    atomic_store(&r.is_alive, true);
+    gm_torch_alloc_set_reserve(0, referee_allows, &r);
+    size_t wanted = (free_bytes / (2 * MIB) - 4) * 2 * MIB;
+    void *most = gm_torch_alloc(wanted, 0, NULL);
+    CHECK(most && r.n_shed == 0);
+    void *more = gm_torch_alloc(spare_bytes, 0, NULL); /* fits only where the spare was */
+    CHECK(more && r.n_shed == 1 && gm_torch_alloc_refusals(0) == refusals);
+    CHECK(!gm_torch_alloc(spare_bytes, 0, NULL));
+    CHECK(r.n_shed == 2 && gm_torch_alloc_refusals(0) == refusals + 1);
+    gm_torch_free(more, spare_bytes, 0, NULL);
+    gm_torch_free(most, wanted, 0, NULL);
+    gm_torch_alloc_set_reserve(0, NULL, NULL);
+    atomic_store(&r.is_alive, false);
+    CHECK(gm_torch_alloc_bytes(0) == 0);
 }
 
 static void check_torch_alloc(gm_device *dev)
@@ -769,6 +805,7 @@ static void check_torch_alloc(gm_device *dev)
     CHECK(gm_torch_alloc_peak_bytes(0, false) == 0);
     gm_torch_alloc_set_reserve(0, NULL, NULL);
     CHECK(!gm_torch_alloc((size_t)1 << 45, 0, NULL) && gm_torch_alloc_bytes(0) == 0);
+    check_full_device(dev);
     pthread_t threads[2];
     for (size_t i = 0; i < 2; i++) {
         CHECK(pthread_create(&threads[i], NULL, allocate_in_a_loop, NULL) == 0);

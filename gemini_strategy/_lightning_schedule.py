@@ -1,0 +1,100 @@
+# When updates may run inside backward: the strategy says so by itself, or says why not.
+#
+# A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
+#
+# Lightning runs forward, zero_grad and backward in the closure of the optimizer's step.  So a backward under
+# `Strategy.optimizer_step` ends the step: accumulated batches and the last, shorter window call the closure elsewhere.
+#
+# Invariants
+#   1. The immediate schedule is chosen only if nothing that Lightning or the user runs between that backward and the
+#      next zero_grad is known to need gradients, and nobody counts on the weights of before a backward that fails.
+#   2. In doubt the step is deferred: that costs time, never bits.
+
+from types import ModuleType
+from typing import Any
+
+UPDATE_SCHEDULES = ("auto", "deferred")
+
+# Hooks that may read or change gradients between their backward and the next one.
+_MODULE_HOOKS = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "on_before_zero_grad",
+)
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+class StepSchedule:
+    """To be inherited from before the tree's own strategy.
+
+    Attributes:
+        update_schedule: one of `UPDATE_SCHEDULES`.
+        deferred_because: why the last step was deferred; None: its updates could run inside backward.
+    """
+
+    _pl: ModuleType  # the tree's module with Trainer in it
+    engine: Any
+    lightning_module: Any
+    precision_plugin: Any
+    cluster_environment: Any
+    update_schedule: str
+    deferred_because: str | None = None
+    _has_started = False  # the stage's own loop runs, no search in a hook before it
+
+    def _note_barrier(self, name: str | None) -> None:
+        # "run-stage" is the Trainer's last call before the loop. The batch size finder trains before it, in
+        # on_fit_start, and goes on after an error in backward.
+        self._has_started = self._has_started or name == "run-stage"
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.deferred_because = self._why_deferred()
+        self.precision_plugin.ends_step = self.deferred_because is None
+        try:
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.precision_plugin.ends_step = False
+
+    def _why_deferred(self) -> str | None:
+        module = self.lightning_module
+        trainer = module.trainer
+        engine = self.engine
+        if engine is None:
+            return "there is nothing to train"
+        if self.update_schedule == "deferred":
+            return "update_schedule='deferred' was asked for"
+        if not module.automatic_optimization:
+            return "optimization is manual"
+        if engine.scaler is not None:
+            return "the loss is scaled"
+        if trainer.gradient_clip_val:
+            return f"gradient_clip_val is {trainer.gradient_clip_val}"
+        if not self._has_started:
+            return "a search before the training goes on after errors"
+        if getattr(self.cluster_environment, "auto_requeue", False):
+            return "SLURM may ask for a checkpoint at any moment"
+        for hook in _MODULE_HOOKS:
+            if _is_changed(module, self._pl.LightningModule, hook):
+                return f"{type(module).__name__} has its own {hook}"
+        return _because_of(trainer.callbacks, self._pl.callbacks)
+
+
+def _because_of(callbacks: Any, known: ModuleType) -> str | None:
+    for callback in callbacks:
+        name = type(callback).__name__
+        for hook in _CALLBACK_HOOKS:
+            if _is_changed(callback, known.Callback, hook):
+                return f"the callback {name} has {hook}"
+        if getattr(callback, "save_on_exception", False) or isinstance(
+            callback, getattr(known, "OnExceptionCheckpoint", ())
+        ):
+            return f"the callback {name} saves a checkpoint after an error"
+    return None
+
+
+def _is_changed(instance: object, base: type, name: str) -> bool:
+    """Whether a method is not the one of `base`: overridden, or set on the instance."""
+    return getattr(getattr(instance, name), "__func__", None) is not getattr(base, name)
