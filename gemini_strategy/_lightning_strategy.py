@@ -519,6 +519,7 @@ def build_strategy(tree: Tree) -> type:
                     device=self.root_device,
                     precision=self.precision_plugin.precision,
                     convert_inputs=False,
+                    report=False,  # told by StepLogs
                     **self.engine_arguments,
                 )
             _configurations[engine] = self._configuration()

@@ -10,6 +10,7 @@ from gemini_strategy import _C
 __all__ = ["ChunkSizes", "parse_bytes", "physical_memory"]
 
 _MIB = 1 << 20
+_BLOCKS_PER_CHUNK = 32  # little is lost to rounding, and mapping stays cheap
 
 _UNITS = {
     "": 1,
@@ -95,4 +96,4 @@ class ChunkSizes:
             chunk = min(max(weights // 32, granule), 64 * _MIB)
             if budget > 0:
                 chunk = max(min(chunk, budget // 32), granule)
-        return chunk, self.block or granule
+        return chunk, self.block or max(granule, chunk // _BLOCKS_PER_CHUNK // granule * granule)
