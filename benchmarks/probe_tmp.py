@@ -19,8 +19,12 @@ model=model.cpu(); torch.cuda.empty_cache()
 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant":False}); model.config.use_cache=False
 model.train()
 opt=torch.optim.AdamW(model.parameters(),lr=1e-4)
+import cProfile,pstats
+pr=cProfile.Profile(); pr.enable()
 t=time.time()
 e=gs.manage(model,opt,device_budget=a.budget,placement_policy=a.policy,precision="bf16-true",chunk_size=a.chunk)
+pr.disable()
+if not a.clip: pstats.Stats(pr).sort_stats("tottime").print_stats(7)
 print("manage",time.time()-t, dict(zip(gs.rates.REFERENCE if hasattr(gs,'rates') else range(9), ["%.3g"%x for x in e._settings.rates])))
 g=torch.Generator(device="cuda").manual_seed(1)
 def show(tag):

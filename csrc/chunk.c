@@ -190,6 +190,12 @@ gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stre
     return order_device_write(chunks, last, stream);
 }
 
+gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    GM_TRY(order_device_write(chunks, p, stream));
+    return set_fence(chunks, &p->filled, stream, true); /* it stands for the last owner's, if nothing is written */
+}
+
 /* The home's bytes have arrived; the host may read them. */
 static gm_status wait_home_on_host(gm_chunks *chunks, piece *p)
 {

@@ -87,6 +87,8 @@ gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
 /* Orders `stream` for the first write on blocks that `last` owned. */
 gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stream);
+/* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
+gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 
 /* chunk_pool.c */
 /* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.  is_fetched: the bytes

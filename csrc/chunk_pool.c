@@ -409,15 +409,11 @@ static gm_status take_placed_blocks(gm_chunks *chunks, piece *p, gm_stream strea
     }
     for (uint32_t b = 0; *out && b < p->n_blocks; b++) {
         uint32_t owner = chunks->owners[p->blocks[b]];
-        chunks->owners[p->blocks[b]] = me;
-        if (owner == GM_NO_OWNER || owner == me) {
-            continue;
-        }
-        piece *last = &chunks->pieces[owner];
-        if (gm_is_resident(last)) {
+        if (owner != GM_NO_OWNER && owner != me) {
             GM_TRY(gm_chunks_evict(chunks, owner / GM_N_PIECES, (gm_piece)(owner % GM_N_PIECES)));
+            GM_TRY(gm_piece_order_takeover(chunks, &chunks->pieces[owner], stream));
         }
-        GM_TRY(gm_piece_order_takeover(chunks, last, stream));
+        chunks->owners[p->blocks[b]] = me; /* last: after an error the block is still the other's */
     }
     return GM_OK;
 }
@@ -432,7 +428,7 @@ gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, boo
             return GM_OK;
         }
         GM_TRY(is_fetched ? gm_piece_fetch(chunks, p, kind, log_of_fetch[kind])
-                          : gm_piece_order_takeover(chunks, p, stream));
+                          : gm_piece_claim(chunks, p, stream));
     } else if (p->n_blocks > 0) {
         GM_TRY(make_resident_from_pool(chunks, p, kind));
     }

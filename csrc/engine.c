@@ -104,6 +104,13 @@ static void engine_free(gm_engine *engine)
     free(engine);
 }
 
+void gm_engine_finish_updates(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+    pthread_mutex_unlock(&engine->lock);
+}
+
 void gm_engine_ref(gm_engine *engine)
 {
     atomic_fetch_add(&engine->references, 1);
@@ -435,7 +442,8 @@ static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bo
     uint32_t i = engine->unit_begin[unit];
     for (; i < engine->unit_begin[unit + 1] && status == GM_OK; i++) {
         uint32_t chunk = engine->unit_chunks[i];
-        status = in_backward ? gm_update_check_reuse(engine, chunk) : GM_OK;
+        status = in_backward ? gm_update_check_reuse(engine, chunk)
+                             : gm_update_check_between(engine, chunk);
         status = status == GM_OK ? gm_engine_pin_weights(engine, chunk, stream) : status;
     }
     if (status != GM_OK) { /* all or nothing; the first error's text is what counts */
@@ -475,6 +483,19 @@ gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
     return end_replay_call(engine, status);
 }
 
+/* The pin is there; it comes to end on this stream, behind the readers that it had on others. */
+static gm_status touch_again(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    uint32_t i = engine->n_touched;
+    while (engine->touched[--i] != chunk) {
+    }
+    if (engine->touched_stream[i] != stream) {
+        GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, engine->touched_stream[i]));
+        engine->touched_stream[i] = stream;
+    }
+    return gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, stream);
+}
+
 static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
 {
     uint32_t chunk = gm_chunks_at(engine->chunks, address);
@@ -483,7 +504,7 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
     }
     GM_TRY(gm_update_check_reuse(engine, chunk));
     if (engine->is_touched[chunk]) {
-        return gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, stream);
+        return touch_again(engine, chunk, stream);
     }
     GM_TRY(gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream));
     GM_TRY(gm_engine_pin_weights(engine, chunk, stream));

@@ -78,6 +78,8 @@ typedef struct gm_engine_stats {
 gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out);
 void gm_engine_ref(gm_engine *engine);
 void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
+/* Waits for updates that run on the workers: before they are freed, which the engine may outlive. */
+void gm_engine_finish_updates(gm_engine *engine);
 
 /* Where a parameter's bytes are shown, for life. */
 uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
@@ -116,8 +118,8 @@ typedef struct gm_update {
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
 /* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
  * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
- * gm_engine_step with the same updates, and gm_engine_disarm after a failure of the backward: it closes the
- * engine if weights have been updated already. */
+ * gm_engine_step with the same updates; or gm_engine_disarm: after a failure of the backward (has_failed) it closes
+ * the engine if weights have been updated already, else it lets them be as they are. */
 gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
 gm_status gm_engine_disarm(gm_engine *engine, bool has_failed);
 /* How often updates inside a backward have changed the parameter; takes no lock. */

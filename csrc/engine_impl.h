@@ -200,7 +200,10 @@ void gm_update_free(gm_engine *engine);
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk);   /* its pending update, if any */
 gm_status gm_update_issue_all(gm_engine *engine);               /* every pending update */
 gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
+/* Backward needs the weights: the engine dies if that backward has updated them. */
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
+/* Somebody else wants a part of the chunk: an error between its update inside backward and the step. */
+gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk);
 
 /* stage.c */
 gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */

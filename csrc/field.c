@@ -78,6 +78,19 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
 static gm_status write_master(gm_engine *engine, const gm_param *p, const float *src,
                               gm_stream stream)
 {
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    uint8_t *home = gm_chunks_home(chunks, chunk, GM_WEIGHT);
+    if (home && p->spec.has_low && !gm_chunks_is_resident(chunks, chunk, GM_WEIGHT) &&
+        !gm_chunks_is_resident(chunks, chunk, GM_STATE)) { /* as at start-up: no detour */
+        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_WEIGHT));
+        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_STATE));
+        gm_split_host(p->spec.format, src, home + gm_field_slice(engine, p, GM_FIELD_WEIGHT).offset,
+                      gm_chunks_home(chunks, chunk, GM_STATE) +
+                          gm_field_slice(engine, p, GM_FIELD_MASTER).offset,
+                      p->spec.numel, engine->workers);
+        return GM_OK;
+    }
     uint8_t *weight, *low;
     GM_TRY(scratch_new(p, &weight, &low));
     gm_status status;
@@ -154,6 +167,7 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
     GM_TRY(check_field(p, id, field));
     GM_TRY(gm_engine_begin_call(engine));
     gm_status status = check_grad(p, id, field);
+    status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
     if (status == GM_OK && field != GM_FIELD_GRAD) {
         status = gm_lease_poll_watched(engine);
         status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
@@ -172,7 +186,8 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
     GM_TRY(gm_engine_begin_call(engine));
-    gm_status status = gm_lease_poll_watched(engine);
+    gm_status status = gm_update_check_between(engine, p->place.chunk);
+    status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
     status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
     if (status == GM_OK && p->spec.numel > 0) {
         status = field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)

@@ -184,6 +184,10 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     GM_TRY(gm_engine_begin_call(engine));
     gm_param *p = &engine->params[id];
     gm_chunk_state *chunk = &engine->chunk_states[p->place.chunk];
+    gm_status status = gm_update_check_between(engine, p->place.chunk);
+    if (status != GM_OK) {
+        return gm_engine_end_call(engine, status);
+    }
     chunk->n_held -= p->has_grad;
     p->has_grad = p->has_sum = p->is_used_up = false;
     if (chunk->n_held == 0 && !chunk->is_pending) {
@@ -227,7 +231,9 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
         if (!p->has_grad || p->spec.numel == 0) {
             continue;
         }
-        if (!p->has_sum && gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD)) {
+        if (p->has_sum) { /* left by kernels of the stream that brought the gradient */
+            GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, GM_GRAD, stream));
+        } else if (gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD)) {
             GM_TRY(sum_on_device(engine, p, stream));
         }
         has_sums |= p->has_sum;

@@ -132,7 +132,8 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
         return status;
     }
     if (is_pinned) {
-        status = gm_engine_pin_weights(engine, p->place.chunk, stream);
+        status = gm_update_check_between(engine, p->place.chunk);
+        status = status == GM_OK ? gm_engine_pin_weights(engine, p->place.chunk, stream) : status;
         if (status == GM_OK && is_watched) {
             /* Work that still writes the weight (the update) is on this stream. */
             status = engine->device->ops->stream_sync(engine->device, stream);

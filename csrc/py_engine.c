@@ -232,6 +232,7 @@ static void core_release(core *self)
         self->engine = NULL;
         self->chaos = NULL;
         Py_BEGIN_ALLOW_THREADS
+        gm_engine_finish_updates(engine);
         gm_engine_unref(engine);
         Py_END_ALLOW_THREADS
     }
@@ -401,8 +402,10 @@ static PyObject *core_timeline_end(core *self, PyObject *unused)
         return NULL;
     }
     gm_status status;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     status = gm_engine_timeline_end(engine, &timeline);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
     gm_timeline_free(timeline);
@@ -531,8 +534,10 @@ static PyObject *core_check(core *self, PyObject *unused)
         return NULL;
     }
     gm_status status;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     status = gm_engine_check(engine);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     return gm_py_finish(status);
 }

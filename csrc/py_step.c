@@ -129,8 +129,10 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
         return NULL;
     }
     gm_engine_stats s;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     gm_engine_get_stats(engine, &s);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     const struct {
         const char *key;

@@ -248,9 +248,23 @@ gm_status gm_update_issue_all(gm_engine *engine)
 
 /* ---- immediate updates ---- */
 
+static bool is_updated(const gm_engine *engine, uint32_t chunk)
+{
+    return engine->is_armed && engine->chunk_states[chunk].updated == engine->n_passes;
+}
+
+gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
+{
+    return is_updated(engine, chunk)
+               ? GM_FAIL(GM_ERR_STATE,
+                         "backward(step=True) has updated these weights already, and others not yet: call "
+                         "optimizer.step() before anything else uses weights, states or gradients")
+               : GM_OK;
+}
+
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
 {
-    if (engine->is_armed && engine->chunk_states[chunk].updated == engine->n_passes) {
+    if (is_updated(engine, chunk)) {
         return gm_engine_die(
             engine,
             GM_FAIL(GM_ERR_STATE,
@@ -273,7 +287,9 @@ static void make_pending(gm_engine *engine, uint32_t chunk)
 gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    if (!state->is_armed) {
+    /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
+     * updated by the step itself. */
+    if (!state->is_armed || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
         GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
         gm_pass_start_timer(engine, stream);
         return GM_OK;
@@ -412,6 +428,13 @@ static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **
         memcpy(*out, updates, n * sizeof **out);
         qsort(*out, n, sizeof **out, compare_updates);
     }
+    for (uint32_t i = 1; i < n; i++) { /* a task has room for each parameter once */
+        if ((*out)[i].param == (*out)[i - 1].param) {
+            uint32_t id = (*out)[i].param;
+            free(*out);
+            return GM_FAIL(GM_ERR_ARG, "parameter %u is in the step twice", id);
+        }
+    }
     return GM_OK;
 }
 
@@ -473,6 +496,9 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
             status = gm_update_issue_all(engine);
             engine->n_steps++;
             status = status == GM_OK ? prepare_tasks(engine, sorted, n, true) : status;
+            if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */
+                status = gm_engine_die(engine, status);
+            }
             engine->is_armed = status == GM_OK;
             engine->n_passes++; /* arrivals are counted from here */
         }
@@ -486,18 +512,18 @@ gm_status gm_engine_disarm(gm_engine *engine, bool has_failed)
 {
     GM_TRY(gm_engine_begin_call(engine));
     bool has_updated = false;
-    for (uint32_t id = 0; id < engine->n_params; id++) {
-        has_updated |= engine->params[id].is_used_up;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        has_updated |= is_updated(engine, chunk);
     }
     gm_status status = GM_OK;
-    if (engine->is_armed && has_failed && has_updated) {
+    if (has_failed && has_updated) {
         status = gm_engine_die(engine,
                                GM_FAIL(GM_ERR_STATE,
                                        "backward(step=True) failed after it had updated some of "
                                        "the weights"));
-    } else if (engine->is_armed && has_failed) {
+    } else if (engine->is_armed) {
         disarm(engine);
-        engine->n_steps--;
+        engine->n_steps -= !has_updated;
     }
     return gm_engine_end_call(engine, status);
 }

@@ -450,13 +450,18 @@ class Engine(Reporting):
     def _check_armed(self, updates: list[tuple[Any, ...]]) -> None:
         """The numbers of updates made inside backward must be those of the step that they belong to."""
         for update in updates if self._armed is not None else ():
-            if self._armed.get(update[0]) != update:
+            if self._armed.get(update[0]) == update:
+                continue
+            self._armed = None
+            try:
                 self.core.disarm(1)
+            except GeminiError:
                 raise GeminiError(
                     f"{self._slots_by_id[update[0]].name}: hyperparameters or the clip factor changed between "
                     "backward(step=True) and step(), when weights had been updated already; change them "
                     "before backward, or call backward without step=True"
-                )
+                ) from None
+            return  # nothing has been updated: the numbers of now are the step's
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
@@ -648,6 +653,9 @@ class Engine(Reporting):
         if dtype not in (None, torch.float32):
             raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
         self.recover()
+        if self._armed is not None:  # no step came after backward(step=True): the weights as they are
+            self._armed = None
+            self.core.disarm(0)
         if self.recording is not None:
             self.recording.finish()
         if self._steps:

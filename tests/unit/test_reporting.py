@@ -66,3 +66,82 @@ def test_close_ends_a_recording(tmp_path: Path) -> None:
     engine.close()
     assert engine.recording is None
     json.loads((tmp_path / "a.json").read_text())
+
+
+def test_stall_is_known_while_a_plan_is_followed() -> None:
+    engine, _ = trained(None)
+    stats = engine.stats()
+    assert stats["planned"] and stats["compute_seconds"] > 0
+    assert 0 <= stats["stall_percent"] < 100
+    assert "total_peak_bytes" not in stats  # there is no driver to ask
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variable", "prints"),
+    [(None, None, False), (True, None, True), (None, "1", True), (False, "1", False)],
+)
+def test_tables_are_printed_once_each_if_wanted(
+    wanted: bool | None,
+    variable: str | None,
+    prints: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("GEMINI_REPORT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("GEMINI_REPORT", variable)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = gs.manage(model, optimizer, device_budget=BUDGET, device="cpu", report=wanted)
+    for step in range(6):  # it plans after the first, and again when times are known
+        if step == 1:
+            table = capsys.readouterr().err
+            assert table.count("Gemini: the plan") == prints
+        model(torch.randn(4, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert capsys.readouterr().err == ""
+    engine.close()
+    engine.close()
+    result = capsys.readouterr()
+    assert result.out == "" and result.err.count("after 6 steps") == prints
+
+
+def test_nothing_is_printed_at_the_end_of_no_training(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(8, 8)
+    gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu", report=True).close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_skipped_step_counts_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Embedding(16, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = gs.manage(model, optimizer, precision="16-mixed", device="cpu", initial_scale=2.0**10)
+    for factor in (1.0, math.inf, math.inf, 1.0):
+        engine.backward(model(torch.arange(16)).float().square().mean() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = engine.stats()
+    assert stats["skipped_steps"] == 2 and stats["steps"] == 2
+    assert stats["tokens_per_step"] == 16  # not those of three steps in one
+    engine.close()
+
+
+def test_close_after_updates_inside_backward() -> None:
+    """Gradients that were used up are not given back; the weights are."""
+    results = []
+    for ends_step in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = gs.manage(model, optimizer, device_budget=BUDGET, device="cpu")
+        for _ in range(4):
+            optimizer.zero_grad()
+            engine.backward(model(torch.randn(16, 256)).square().mean(), step=ends_step)
+            optimizer.step()
+        engine.close()
+        results.append([p.detach().clone() for p in model.parameters()])
+        grads = [p.grad for p in model.parameters()]
+        assert any(g is None for g in grads) == ends_step
+    assert all(map(torch.equal, *results))
