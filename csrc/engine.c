@@ -413,7 +413,7 @@ static gm_status check_unit(const gm_engine *engine, uint32_t unit)
 }
 
 /* Invariant 2: what the host waited for, or mapped, since the last look. */
-static uint64_t count_waits(const gm_engine *engine)
+uint64_t gm_engine_count_waits(const gm_engine *engine)
 {
     gm_chunks_stats stats;
     gm_chunks_get_stats(engine->chunks, &stats);
@@ -424,14 +424,14 @@ static gm_status begin_replay_call(gm_engine *engine, gm_stream stream)
 {
     GM_TRY(gm_engine_begin_call(engine));
     engine->stream = stream;
-    engine->pass_waits = count_waits(engine);
+    engine->pass_waits = gm_engine_count_waits(engine);
     return GM_OK;
 }
 
 static gm_status end_replay_call(gm_engine *engine, gm_status status)
 {
     if (engine->is_following) {
-        engine->n_replay_waits += count_waits(engine) - engine->pass_waits;
+        engine->n_replay_waits += gm_engine_count_waits(engine) - engine->pass_waits;
     }
     return gm_engine_end_call(engine, status);
 }
@@ -645,6 +645,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
             out->state_bytes += piece_blocks(engine, id, (gm_piece)piece);
         }
+        out->n_immediate += atomic_load(&engine->chunk_states[id].n_immediate);
         out->n_settled += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
                           piece_blocks(engine, id, GM_STATE) > 0;
     }

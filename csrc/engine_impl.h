@@ -173,6 +173,7 @@ gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
 gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
+uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
 size_t gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);

@@ -172,6 +172,7 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     if (!engine->plan && engine->wants_plan && engine->n_steps == 0 && engine->runs.n > 0 &&
         engine->n_pending == 0) {
         (void)gm_replay_plan(engine); /* evaluation or inference before any step, or without an optimizer */
+        engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
     }
     engine->is_pass_open = true;
     engine->is_pass_grad = is_grad;

@@ -9,6 +9,9 @@
 
 #include "plan_impl.h"
 
+/* Updates on the host that are issued ahead of the first use of their weights. */
+#define HOST_AHEAD 16u
+
 typedef enum gm_phase {
     PHASE_GRAD_OUT,
     PHASE_EARLY_UPDATE, /* on the host, or at the gradient's tick: a fetch may depend on it */
@@ -165,16 +168,22 @@ static void place_updates(gm_writer *w)
     for (uint32_t c = 0; c < n; c++) {
         w->update[c] = w->problem->input->chunks[c].numel > 0 ? 0 : GM_NO_TICK;
     }
-    uint32_t ahead = lookahead(w);
+    uint32_t ahead = lookahead(w), n_host = 0;
+    bool is_deferred = w->problem->input->when != GM_IMMEDIATE;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t c = w->order[i];
         if (w->update[c] == GM_NO_TICK) {
             continue;
         }
-        w->latest[n_updates] = course->first[c] < last ? course->first[c] : last;
-        uint32_t tick = n_updates < ahead ? 0 : w->latest[n_updates - ahead];
+        uint32_t first = course->first[c] < last ? course->first[c] : last, tick = first;
+        if (gm_is_on_host(w->plan->class_of[c]) && (is_deferred || w->plan->is_late[c])) {
+            tick = n_host < HOST_AHEAD ? 0 : w->list[n_host - HOST_AHEAD].begin;
+            w->list[n_host++].begin = first;
+        } else if (is_deferred || w->plan->is_late[c]) {
+            tick = n_updates < ahead ? 0 : w->latest[n_updates - ahead];
+            w->latest[n_updates++] = first;
+        }
         w->update[c] = is_passed_by(w, c) ? 0 : tick;
-        n_updates++;
     }
     /* A gradient that grows without a use before it must not meet the pending one. */
     for (uint32_t i = 0; i < course->n_opens; i++) {

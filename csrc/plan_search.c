@@ -21,6 +21,8 @@ typedef struct gm_dials {        /* without padding: compared as bytes */
         late_state; /* immediate only: shares of these updates put off to the next forward */
     double weights; /* most that may be resident, a share */
     double states;  /* share of the room beside weights and gradients that states may take */
+    double
+        first; /* so many chunks, the first in use, have room for their states before any weights have */
 } gm_dials;
 
 typedef struct gm_found { /* the best so far */
@@ -205,6 +207,21 @@ static gm_status measure(gm_search *s, gm_plan *plan, uint64_t *out)
     return GM_OK;
 }
 
+/* Blocks of the states of the first chunks in use: their gradients come last and their weights are needed first, so
+ * no time is left to update them elsewhere. */
+static uint64_t first_states(const gm_problem *problem, const gm_dials *dials)
+{
+    uint64_t blocks = 0, n = (uint64_t)dials->first;
+    for (uint32_t i = 0; i < problem->n && n > 0; i++) {
+        uint32_t c = problem->order[i];
+        if (needs_update(problem, c)) {
+            blocks += problem->input->chunks[c].blocks[GM_STATE];
+            n--;
+        }
+    }
+    return blocks;
+}
+
 /* Gives what is left beside the weights to gradients that would move, then to states. */
 static gm_status fill_states(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
                              uint64_t taken)
@@ -213,6 +230,7 @@ static gm_status fill_states(gm_search *s, const gm_dials *dials, gm_plan *plan,
     uint64_t left = dials->blocks - taken, spare = problem->n_blocks - taken;
     double share = problem->input->state_share;
     uint64_t limit = share >= 1 ? UINT64_MAX : (uint64_t)(share * (double)spare);
+    uint64_t first = first_states(problem, dials);
     gm_room best = *room;
     for (int round = 0; round < 4; round++) {
         uint64_t wanted = 0, most = left < limit ? left : limit;
@@ -221,7 +239,7 @@ static gm_status fill_states(gm_search *s, const gm_dials *dials, gm_plan *plan,
                 wants_grad(problem, &s->choice, c) ? problem->input->chunks[c].blocks[GM_GRAD] : 0;
         }
         room->grads = wanted < most ? wanted : most;
-        room->states = (uint64_t)((double)(most - room->grads) * dials->states);
+        room->states = first + (uint64_t)((double)(most - room->grads) * dials->states);
         choose(s, dials, room, &s->choice);
         GM_TRY(measure(s, plan, &taken));
         if (taken <= dials->blocks) { /* rings have become shorter: there may be more */
@@ -273,7 +291,8 @@ static gm_status fill(gm_search *s, const gm_dials *dials, bool *fits)
     gm_plan *plan;
     uint64_t taken = 0;
     bool is_auto = s->problem->input->policy == GM_POLICY_AUTO;
-    gm_room room = {.weights = dials->weights};
+    gm_room room = {.weights = dials->weights,
+                    .states = is_auto ? first_states(s->problem, dials) : 0};
     GM_TRY(gm_plan_alloc(s->problem, &plan));
     gm_status status = fill_weights(s, dials, plan, &room, &taken);
     if (status == GM_OK && taken <= dials->blocks && is_auto) {
@@ -347,6 +366,7 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
         case 4: dials.late_host = values[i]; break;
         case 5: dials.late_state = values[i]; break;
         case 6: dials.states = values[i]; break;
+        case 8: dials.first = values[i]; break;
         default: dials.weights = values[i]; break;
         }
         if (memcmp(&dials, &start, sizeof dials) != 0) {
@@ -360,7 +380,7 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
 static gm_status turn_dials(gm_search *s, int n_rounds)
 {
     static const double shares[] = {0, 0.2, 0.4, 0.6, 0.8, 1}, depths[] = {1, 2, 3, 4, 6, 8};
-    static const double parts[] = {0.5, 0, 1, 0.25, 0.75};
+    static const double parts[] = {0.5, 0, 1, 0.25, 0.75}, firsts[] = {1, 0, 2, 4, 8, 16};
     const gm_plan_input *input = s->problem->input;
     double step = 0.1;
     for (int round = 0; round < n_rounds && s->n_left > 0; round++) {
@@ -371,6 +391,9 @@ static gm_status turn_dials(gm_search *s, int n_rounds)
             near[i] = near[i] < 0 ? 0 : near[i] > 1 ? 1 : near[i];
         }
         GM_TRY(round == 0 ? turn(s, 0, shares, 6, &helps) : turn(s, 0, near, 4, &helps));
+        if (input->state_share >= 1) {
+            GM_TRY(turn(s, 8, firsts, 6, &helps));
+        }
         if (input->when == GM_IMMEDIATE) {
             GM_TRY(turn(s, 4, parts, 5, &helps));
             GM_TRY(turn(s, 5, parts, 5, &helps));
@@ -631,6 +654,20 @@ static gm_status run_search(gm_search *s)
     return s->problem->n <= FEW_CHUNKS ? climb_from_all(s, n) : GM_OK;
 }
 
+/* Everything on the device, if there is room: nothing can then be in the way of compute, whatever the time model
+ * thinks of updates that the host would do meanwhile. */
+static gm_status search_all_resident(gm_search *s, const gm_problem *problem)
+{
+    gm_plan_input input = *problem->input;
+    gm_problem all = *problem;
+    input.policy = GM_POLICY_CUDA;
+    all.input = &input;
+    s->problem = &all;
+    gm_status status = run_fixed(s);
+    s->problem = problem;
+    return status;
+}
+
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
 {
     gm_search s = {.problem = problem, .least_blocks = UINT64_MAX};
@@ -639,7 +676,13 @@ gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
         status = choice_new(problem->n, &s.best.choice);
     }
     if (status == GM_OK) {
-        status = problem->input->policy == GM_POLICY_AUTO ? run_search(&s) : run_fixed(&s);
+        bool is_auto = problem->input->policy == GM_POLICY_AUTO;
+        status = is_auto && problem->input->state_share >= 1 ? search_all_resident(&s, problem)
+                 : is_auto                                   ? GM_ERR_NOMEM
+                                                             : run_fixed(&s);
+        if (is_auto && status == GM_ERR_NOMEM) {
+            status = run_search(&s);
+        }
     }
     choice_free(&s.choice);
     choice_free(&s.best.choice);

@@ -8,7 +8,9 @@
 
 /* What a copy and a call of the host cost beside their bytes. */
 #define COPY_SECONDS 8e-6
-#define HOST_SECONDS 3e-5
+#define HOST_SECONDS 1.5e-4
+/* Of the device, what Adam gets beside compute: its threads wait for a place among those of the products. */
+#define UPDATE_SHARE 0.12
 
 void gm_sim_begin(gm_sim *sim)
 {
@@ -83,34 +85,57 @@ typedef struct gm_speed {
     double rate[GM_N_LANES];
 } gm_speed;
 
+/* A link's rate: one way alone, both ways at once, and the same beside the host's Adam, which takes most of what it
+ * takes from both ways from one way, too. */
+static double link_rate(double alone, double both, double beside, bool is_both, bool is_host)
+{
+    double one_way = (alone + 3 * beside) / 4;
+    return is_both ? (is_host ? beside : both) : is_host && one_way < alone ? one_way : alone;
+}
+
+static bool is_inward(int lane)
+{
+    return lane >= GM_LANE_FETCH && lane <= GM_LANE_GRAD_IN;
+}
+
+static bool is_outward(int lane)
+{
+    return lane >= GM_LANE_EVICT && lane <= GM_LANE_GRAD_OUT;
+}
+
 static gm_speed speed_of(const gm_rates *rates, const bool *is_busy)
 {
-    bool is_in = is_busy[GM_LANE_FETCH] || is_busy[GM_LANE_STATE];
-    bool is_out = is_busy[GM_LANE_EVICT] || is_busy[GM_LANE_STATE_OUT];
-    bool is_host = is_busy[GM_LANE_HOST], is_both = is_in && is_out;
-    double in = !is_both ? rates->h2d : is_host ? rates->h2d_beside : rates->h2d_both;
-    double out = !is_both ? rates->d2h : is_host ? rates->d2h_beside : rates->d2h_both;
-    double host = is_both           ? rates->host_adam_beside
-                  : is_in || is_out ? (rates->host_adam + rates->host_adam_beside) / 2
-                                    : rates->host_adam;
-    double device = is_busy[GM_LANE_COMPUTE] && is_busy[GM_LANE_UPDATE] ? 0.5 : 1.0;
-    double in_share = is_busy[GM_LANE_FETCH] && is_busy[GM_LANE_STATE] ? 0.5 : 1.0;
-    double out_share = is_busy[GM_LANE_EVICT] && is_busy[GM_LANE_STATE_OUT] ? 0.5 : 1.0;
-    return (gm_speed){
-        {device, device, in * in_share, in * in_share, out * out_share, out * out_share, host}};
+    uint32_t n_in = 0, n_out = 0;
+    for (int lane = 0; lane < GM_N_LANES; lane++) {
+        n_in += is_busy[lane] && is_inward(lane);
+        n_out += is_busy[lane] && is_outward(lane);
+    }
+    bool is_host = is_busy[GM_LANE_HOST], is_both = n_in > 0 && n_out > 0;
+    double in = link_rate(rates->h2d, rates->h2d_both, rates->h2d_beside, is_both, is_host);
+    double out = link_rate(rates->d2h, rates->d2h_both, rates->d2h_beside, is_both, is_host);
+    double host = is_both                 ? rates->host_adam_beside
+                  : n_in > 0 || n_out > 0 ? (rates->host_adam + rates->host_adam_beside) / 2
+                                          : rates->host_adam;
+    bool is_shared = is_busy[GM_LANE_COMPUTE] && is_busy[GM_LANE_UPDATE];
+    gm_speed speed;
+    for (int lane = 0; lane < GM_N_LANES; lane++) {
+        speed.rate[lane] =
+            is_inward(lane) ? in / (n_in > 0 ? n_in : 1) : out / (n_out > 0 ? n_out : 1);
+    }
+    speed.rate[GM_LANE_COMPUTE] = is_shared ? 1 - UPDATE_SHARE : 1;
+    speed.rate[GM_LANE_UPDATE] = is_shared ? UPDATE_SHARE : 1;
+    speed.rate[GM_LANE_HOST] = host;
+    return speed;
 }
 
 /* What is left of a node once it runs, with its fixed cost. */
 static double whole_work(const gm_node *node, const gm_rates *rates)
 {
-    switch (node->lane) {
-    case GM_LANE_FETCH:
-    case GM_LANE_STATE: return node->work + COPY_SECONDS * rates->h2d;
-    case GM_LANE_EVICT:
-    case GM_LANE_STATE_OUT: return node->work + COPY_SECONDS * rates->d2h;
-    case GM_LANE_HOST: return node->work + HOST_SECONDS * rates->host_adam;
-    default: return node->work;
-    }
+    int lane = (int)node->lane;
+    return node->work + (is_inward(lane)        ? COPY_SECONDS * rates->h2d
+                         : is_outward(lane)     ? COPY_SECONDS * rates->d2h
+                         : lane == GM_LANE_HOST ? HOST_SECONDS * rates->host_adam
+                                                : 0);
 }
 
 double gm_sim_run(gm_sim *sim, const gm_rates *rates)

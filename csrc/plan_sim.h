@@ -6,14 +6,17 @@
 
 #include "budget.h"
 
-typedef enum gm_lane {                    /* the streams of the engine */
-                       GM_LANE_COMPUTE,   /* work in seconds */
-                       GM_LANE_UPDATE,    /* seconds on the device, at the expense of compute */
-                       GM_LANE_FETCH,     /* bytes to the device */
-                       GM_LANE_STATE,     /* bytes to the device */
-                       GM_LANE_EVICT,     /* bytes to the host */
-                       GM_LANE_STATE_OUT, /* bytes to the host */
-                       GM_LANE_HOST,      /* parameters */
+typedef enum gm_lane {                  /* the streams of the engine */
+                       GM_LANE_COMPUTE, /* work in seconds */
+                       GM_LANE_UPDATE,  /* seconds on the device, at the expense of compute */
+                       GM_LANE_FETCH,   /* bytes to the device */
+                       GM_LANE_REFRESH,
+                       GM_LANE_STATE,
+                       GM_LANE_GRAD_IN,
+                       GM_LANE_EVICT, /* bytes to the host */
+                       GM_LANE_STATE_OUT,
+                       GM_LANE_GRAD_OUT,
+                       GM_LANE_HOST, /* parameters */
                        GM_N_LANES
 } gm_lane;
 

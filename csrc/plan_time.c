@@ -4,19 +4,29 @@
  * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the copy home of what
  *    was there; a host update waits for its gradient, and a fetch for the host update; a device update waits for
  *    weights, states and gradient; a deferred update waits for the end of the last backward, which has the norm.
- * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy. */
+ * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
+ * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first slices come in as soon
+ *    as slots are free, the others once Adam has begun; each goes home behind Adam. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "plan_impl.h"
 #include "plan_sim.h"
 
-#define MANY_NODES 40000u /* a step of more is followed twice instead of three times */
+#define MANY_NODES    40000u /* a step of more is followed twice instead of three times */
+#define SLICE_BYTES   ((size_t)40 << 20) /* of streamed states; at least three slots */
+#define SLICE_SECONDS 1.5e-5             /* that a slice costs beside its bytes */
+#define ISSUED_AT_END 8u                 /* pending updates that the step itself issues */
 
 typedef struct gm_item { /* one piece of one chunk */
     uint32_t filled, used, homed;
     bool is_there;
 } gm_item;
+
+typedef struct gm_gone { /* slices of states that have gone home */
+    uint32_t node;
+    uint64_t end; /* slices so far */
+} gm_gone;
 
 typedef struct gm_load { /* what a part of a step asks of each resource */
     double compute, in, out, host;
@@ -28,8 +38,13 @@ typedef struct gm_replay {
     gm_sim sim;
     gm_item *items; /* (n, GM_N_PIECES) */
     uint32_t *owner[GM_N_PIECES];
-    bool *is_pending, *is_stale, *has_home_grad, *is_dirty; /* (n,) */
-    uint32_t *use_pass, *use_end;                           /* (n,) */
+    /* The stage: slots for slices, taken in turn. */
+    gm_gone *gone; /* (most_gone,), a queue: those that nobody has waited for yet */
+    uint32_t most_gone, first_gone, n_gone, n_slots, last_gone;
+    uint64_t n_slices;
+    double slot_bytes;
+    bool *is_pending, *has_home_grad, *is_dirty; /* (n,) */
+    uint32_t *use_pass, *use_end;                /* (n,) */
     uint32_t *node_of;           /* (ticks,) compute of each tick of the present pass */
     uint32_t norm;               /* the end of the last backward */
     uint32_t pass, tick, newest; /* newest: compute node */
@@ -105,13 +120,11 @@ static uint32_t copy_out(gm_replay *r, gm_lane lane, size_t bytes)
 static void fetch(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT);
-    bool is_behind_update = r->is_pending[c] && gm_is_on_host(r->plan->class_of[c]);
-    if ((w->is_there && !r->is_stale[c]) || is_behind_update) {
+    if (w->is_there) {
         return;
     }
     claim(r, c, GM_WEIGHT);
     w->filled = copy_in(r, GM_LANE_FETCH, chunk_of(r, c)->bytes[GM_WEIGHT]);
-    r->is_stale[c] = false;
 }
 
 static void grad_out(gm_replay *r, uint32_t c)
@@ -120,7 +133,7 @@ static void grad_out(gm_replay *r, uint32_t c)
     if (g->is_there && r->is_dirty[c]) {
         gm_sim_wait(&r->sim, g->filled);
         gm_sim_wait(&r->sim, g->homed);
-        g->homed = copy_out(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_GRAD]);
+        g->homed = copy_out(r, GM_LANE_GRAD_OUT, chunk_of(r, c)->bytes[GM_GRAD]);
         r->is_dirty[c] = false;
         r->has_home_grad[c] = true;
     }
@@ -131,16 +144,7 @@ static void grad_in(gm_replay *r, uint32_t c)
     gm_item *g = item(r, c, GM_GRAD);
     if (!g->is_there && r->has_home_grad[c]) {
         claim(r, c, GM_GRAD);
-        g->filled = copy_in(r, GM_LANE_STATE, chunk_of(r, c)->bytes[GM_GRAD]);
-    }
-}
-
-static void state_in(gm_replay *r, uint32_t c)
-{
-    gm_item *s = item(r, c, GM_STATE);
-    if (!s->is_there && gm_is_state_streamed(r->plan->class_of[c])) {
-        claim(r, c, GM_STATE);
-        s->filled = copy_in(r, GM_LANE_STATE, chunk_of(r, c)->bytes[GM_STATE]);
+        g->filled = copy_in(r, GM_LANE_GRAD_IN, chunk_of(r, c)->bytes[GM_GRAD]);
     }
 }
 
@@ -155,56 +159,129 @@ static void update_on_host(gm_replay *r, uint32_t c)
     r->load->host += r->weight * (double)chunk_of(r, c)->numel;
     uint32_t node = gm_sim_add(&r->sim, GM_LANE_HOST, (double)chunk_of(r, c)->numel);
     w->homed = s->homed = g->used = node;
-    r->is_stale[c] = true;
+    if (w->is_there) {
+        wait_for_owner(r, c, GM_WEIGHT);
+        w->filled = copy_in(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    }
+}
+
+/* The next copy in needs slots whose last slices are among the first `end`. */
+static void wait_for_slots(gm_replay *r, uint64_t end)
+{
+    while (r->n_gone > 0 && r->gone[r->first_gone].end + r->n_slots <= end) {
+        r->last_gone = r->gone[r->first_gone].node;
+        r->first_gone = r->first_gone + 1 == r->most_gone ? 0 : r->first_gone + 1;
+        r->n_gone--;
+    }
+    gm_sim_wait(&r->sim, r->last_gone);
+}
+
+static void note_gone(gm_replay *r, uint32_t node, uint64_t end)
+{
+    uint32_t at = r->first_gone + r->n_gone;
+    GM_ASSERT(r->n_gone < r->most_gone);
+    r->gone[at < r->most_gone ? at : at - r->most_gone] = (gm_gone){node, end};
+    r->n_gone++;
+}
+
+static double slice_work(const gm_replay *r, double n_slices, double bytes)
+{
+    return n_slices * bytes + (n_slices - 1) * SLICE_SECONDS * r->problem->input->rates.h2d;
+}
+
+/* Invariant 3.  The node added next waits for weights and gradient; returns the end of Adam. */
+static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds)
+{
+    gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
+    double bytes = (double)chunk_of(r, c)->bytes[GM_STATE];
+    uint64_t n = 1 + (uint64_t)(bytes / r->slot_bytes), n_ahead = n < r->n_slots ? n : r->n_slots;
+    double slice = bytes / (double)n;
+    r->load->in += r->weight * bytes;
+    r->load->out += r->weight * bytes;
+    gm_sim_wait(&r->sim, s->homed);
+    wait_for_slots(r, r->n_slices + 1);
+    uint32_t first = gm_sim_add(&r->sim, GM_LANE_STATE, slice), last = first;
+    if (n_ahead > 1) {
+        wait_for_slots(r, r->n_slices + n_ahead);
+        last = gm_sim_add(&r->sim, GM_LANE_STATE, slice_work(r, (double)(n_ahead - 1), slice));
+    }
+    gm_sim_wait(&r->sim, r->norm);
+    gm_sim_wait(&r->sim, g->filled);
+    gm_sim_wait(&r->sim, w->filled);
+    gm_sim_wait(&r->sim, w->homed);
+    gm_sim_wait(&r->sim, last_reader(r, c));
+    gm_sim_wait(&r->sim, first);
+    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds / (double)n);
+    if (n > 1) {
+        gm_sim_wait(&r->sim, node);
+        s->homed = gm_sim_add(&r->sim, GM_LANE_STATE_OUT, slice_work(r, (double)(n - 1), slice));
+        note_gone(r, s->homed, r->n_slices + n - 1);
+        if (n > n_ahead) {
+            gm_sim_wait(&r->sim, node);
+            last = gm_sim_add(&r->sim, GM_LANE_STATE, slice_work(r, (double)(n - n_ahead), slice));
+        }
+        gm_sim_wait(&r->sim, last);
+        node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds * (double)(n - 1) / (double)n);
+    }
+    gm_sim_wait(&r->sim, node);
+    s->homed = gm_sim_add(&r->sim, GM_LANE_STATE_OUT, slice);
+    r->n_slices += n;
+    note_gone(r, s->homed, r->n_slices);
+    return node;
 }
 
 static void update_on_device(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
-    uint32_t cls = r->plan->class_of[c];
+    uint32_t cls = r->plan->class_of[c], node;
     double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
-    state_in(r, c);
     grad_in(r, c);
     fetch(r, c);
-    gm_sim_wait(&r->sim, r->norm);
-    gm_sim_wait(&r->sim, g->filled);
-    gm_sim_wait(&r->sim, w->filled);
-    gm_sim_wait(&r->sim, s->filled);
-    gm_sim_wait(&r->sim, last_reader(r, c));
-    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
     r->load->compute += r->weight * seconds;
-    g->used = s->used = w->filled = s->filled = node;
     if (gm_is_state_streamed(cls)) {
-        gm_sim_wait(&r->sim, node);
-        s->homed = copy_out(r, GM_LANE_STATE_OUT, chunk_of(r, c)->bytes[GM_STATE]);
+        node = stream_states(r, c, seconds);
+    } else {
+        gm_sim_wait(&r->sim, r->norm);
+        gm_sim_wait(&r->sim, g->filled);
+        gm_sim_wait(&r->sim, w->filled);
+        gm_sim_wait(&r->sim, last_reader(r, c));
+        node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
+        s->filled = s->used = node;
     }
+    g->used = w->filled = node;
     if (gm_is_streamed(cls)) {
         gm_sim_wait(&r->sim, node);
         w->homed = copy_out(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
     }
 }
 
+static void update(gm_replay *r, uint32_t c)
+{
+    if (!r->is_pending[c]) {
+        return;
+    }
+    r->is_pending[c] = false;
+    if (gm_is_on_host(r->plan->class_of[c])) {
+        update_on_host(r, c);
+    } else {
+        update_on_device(r, c);
+    }
+    r->has_home_grad[c] = false;
+    r->is_dirty[c] = false;
+    item(r, c, GM_GRAD)->is_there = false;
+}
+
 static void follow_op(gm_replay *r, const gm_op *op)
 {
-    uint32_t c = op->chunk;
     switch ((gm_op_kind)op->kind) {
-    case GM_OP_FETCH: fetch(r, c); break;
-    case GM_OP_STATE_IN: state_in(r, c); break;
-    case GM_OP_GRAD_IN: grad_in(r, c); break;
-    case GM_OP_GRAD_OUT: grad_out(r, c); break;
-    case GM_OP_UPDATE:
-        if (r->is_pending[c]) {
-            r->is_pending[c] = false;
-            if (gm_is_on_host(r->plan->class_of[c])) {
-                update_on_host(r, c);
-            } else {
-                update_on_device(r, c);
-            }
-            r->has_home_grad[c] = false;
-            r->is_dirty[c] = false;
-            item(r, c, GM_GRAD)->is_there = false;
-        }
+    case GM_OP_FETCH:
+        update(r, op->chunk);
+        fetch(r, op->chunk);
         break;
+    case GM_OP_STATE_IN: break; /* states pass through the stage with their update */
+    case GM_OP_GRAD_IN: grad_in(r, op->chunk); break;
+    case GM_OP_GRAD_OUT: grad_out(r, op->chunk); break;
+    case GM_OP_UPDATE: update(r, op->chunk); break;
     }
 }
 
@@ -249,6 +326,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         }
         uint32_t n_waits = r->sim.n_waits;
         for (uint32_t use = next_use; use < course->n_uses && course->uses[use].begin == t; use++) {
+            update(r, course->uses[use].chunk);
             fetch(r, course->uses[use].chunk);
         }
         for (uint32_t i = next_open; i < course->n_opens && course->opens[i].begin == t; i++) {
@@ -285,6 +363,11 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     if (is_last && !is_immediate) {
         r->norm = r->newest;
     }
+    r->load = &loads[0];
+    for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < ISSUED_AT_END; i++) {
+        n_issued += r->is_pending[r->plan->order[i]];
+        update(r, r->plan->order[i]);
+    }
 }
 
 /* Follows one step.  Returns the seconds of passes that stand for several: to be added for the others. */
@@ -313,18 +396,36 @@ static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *
     }
 }
 
-/* Seconds of two copies that share the link's both ways, and of the host beside them. */
+/* Seconds of copies one way: beside the host's Adam, the other way, both or neither, each at its own rate. */
+static double link_seconds(double bytes, double other, double host, const double rates[4])
+{
+    double both = other < host ? other : host;
+    const double parts[3] = {both, host - both, other - both};
+    double seconds = 0;
+    for (int i = 0; i < 3; i++) {
+        double most = bytes / rates[i], part = parts[i] < most ? parts[i] : most;
+        seconds += part;
+        bytes -= part * rates[i];
+    }
+    return seconds + bytes / rates[3];
+}
+
+/* Seconds of each resource when all work at once, each for as long as it has work. */
 static void busy_seconds(const gm_rates *rates, const gm_load *load, double *in, double *out,
                          double *host)
 {
+    const double in_rates[4] = {rates->h2d_beside, (rates->h2d + 3 * rates->h2d_beside) / 4,
+                                rates->h2d_both, rates->h2d};
+    const double out_rates[4] = {rates->d2h_beside, (rates->d2h + 3 * rates->d2h_beside) / 4,
+                                 rates->d2h_both, rates->d2h};
     double both_in = load->in / rates->h2d_both, both_out = load->out / rates->d2h_both;
     double both = both_in < both_out ? both_in : both_out;
-    *in = both + (load->in - both * rates->h2d_both) / rates->h2d;
-    *out = both + (load->out - both * rates->d2h_both) / rates->d2h;
     double beside = load->host / rates->host_adam_beside;
     *host = beside <= both
                 ? beside
                 : both + (load->host - both * rates->host_adam_beside) / rates->host_adam;
+    *in = link_seconds(load->in, both_out, *host, in_rates);
+    *out = link_seconds(load->out, both_in, *host, out_rates);
 }
 
 static double most(double a, double b, double c, double d)
@@ -352,6 +453,9 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
         info->bound_seconds += most(loads[part].compute, in, out, host);
     }
     info->step_seconds = step > busiest ? step : busiest;
+    if (info->bound_seconds > info->step_seconds) { /* copies for one part that ran in the other */
+        info->bound_seconds = info->step_seconds;
+    }
 }
 
 static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_replay *r)
@@ -363,13 +467,18 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     *r = (gm_replay){.problem = problem, .plan = plan, .norm = GM_NO_NODE, .newest = GM_NO_NODE};
     r->items = calloc((size_t)n * GM_N_PIECES, sizeof *r->items);
     r->is_pending = calloc(n, sizeof(bool));
-    r->is_stale = calloc(n, sizeof(bool));
     r->has_home_grad = calloc(n, sizeof(bool));
     r->is_dirty = calloc(n, sizeof(bool));
     r->use_pass = calloc(n, sizeof(uint32_t));
     r->use_end = calloc(n, sizeof(uint32_t));
     r->node_of = calloc(n_ticks, sizeof(uint32_t));
-    bool has_all = r->items && r->is_pending && r->is_stale && r->has_home_grad && r->is_dirty &&
+    size_t stage = (size_t)plan->ring[GM_STATE] * problem->input->block_bytes;
+    r->n_slots = stage / SLICE_BYTES > 3 ? (uint32_t)(stage / SLICE_BYTES) : 3;
+    r->slot_bytes = stage > 0 ? (double)stage / r->n_slots : 1;
+    r->most_gone = r->n_slots + 8;
+    r->last_gone = GM_NO_NODE;
+    r->gone = calloc(r->most_gone, sizeof *r->gone);
+    bool has_all = r->gone && r->items && r->is_pending && r->has_home_grad && r->is_dirty &&
                    r->use_pass && r->use_end && r->node_of;
     for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
         r->owner[piece] = malloc(((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
@@ -391,8 +500,8 @@ static void replay_free(gm_replay *r)
 {
     gm_sim_free(&r->sim);
     free(r->items);
+    free(r->gone);
     free(r->is_pending);
-    free(r->is_stale);
     free(r->has_home_grad);
     free(r->is_dirty);
     free(r->use_pass);

@@ -15,7 +15,8 @@
 static size_t outside_bytes(void *context)
 {
     outside *around = context;
-    return atomic_load(&around->external_bytes) + gm_torch_alloc_bytes(around->ordinal);
+    return atomic_load(&around->external_bytes) +
+           (around->ordinal >= 0 ? gm_torch_alloc_bytes(around->ordinal) : 0);
 }
 
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
@@ -127,9 +128,9 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
         GM_TRY(gm_device_host_new(block_bytes, options->workers, &device));
     } else {
         GM_TRY(gm_device_cuda_new(ordinal, block_bytes, &device));
-        options->outside_bytes = outside_bytes;
-        options->outside_context = self->around;
     }
+    options->outside_bytes = outside_bytes;
+    options->outside_context = self->around;
     options->device = device; /* the engine's from here, also when it fails */
     return gm_engine_new(options, &self->engine);
 }
@@ -444,6 +445,23 @@ static PyObject *core_forget_outside(core *self, PyObject *unused)
     return engine ? gm_py_finish(gm_engine_forget_outside(engine)) : NULL;
 }
 
+/* reserve(bytes) -> bool: what torch's allocator asks before it takes memory of the device */
+static PyObject *core_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("reserve", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    bool has_room;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    has_room = gm_engine_reserve(engine, (size_t)v[0]);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(has_room);
+}
+
 static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
@@ -569,6 +587,7 @@ static PyMethodDef core_methods[] = {
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
+    METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
     METHOD("shed", core_shed, METH_FASTCALL, "shed(bytes) -> bool"),
     METHOD("forget_outside", core_forget_outside, METH_NOARGS, "forget_outside()"),
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),

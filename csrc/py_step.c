@@ -158,6 +158,7 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
         {"replay_waits", s.n_replay_waits},
         {"traces", s.n_traces},
         {"pending_updates", s.n_pending},
+        {"immediate_updates", s.n_immediate},
         {"outside_peak_bytes", s.outside_peak_bytes},
         {"planned", s.is_planned},
     };

@@ -491,7 +491,9 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
         for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
             has_watched |= lease->is_pinned && atomic_load(&lease->is_watched);
         }
-        *out = engine->plan && engine->wants_immediate && !has_watched && !engine->is_armed;
+        /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
+        *out = engine->plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
+               !engine->is_armed;
         if (*out) {
             status = gm_update_issue_all(engine);
             engine->n_steps++;

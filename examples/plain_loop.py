@@ -22,8 +22,5 @@ for step in range(50):
     if step % 10 == 9:
         print(f"step {step + 1}  loss {loss.item():.4f}  gradient norm {norm:.3f}")
 
-stats = engine.stats()
-print(
-    f"device peak {stats['device_peak_bytes'] / 1e6:.1f} MB of {stats['device_budget_bytes'] / 1e6:.1f} MB"
-)
+print(engine.report())  # what was planned after the first step, and what was measured since
 engine.close()  # an ordinary model again, with the trained weights

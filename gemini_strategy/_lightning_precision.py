@@ -20,8 +20,6 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from gemini_strategy.errors import GeminiError
-
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 _COMPUTE_DTYPE = {
@@ -32,7 +30,6 @@ _COMPUTE_DTYPE = {
 }
 # Where other plugins of Lightning store a gradient scale, in the order in which they are looked for.
 _FOREIGN_SCALES = ("MixedPrecision", "FSDPPrecision")
-_WAY_OUT = "Updates ran inside this backward: with GeminiStrategy(update_schedule='deferred') they wait for its end."
 _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -176,7 +173,6 @@ def precision_class(tree: Tree) -> type:
                 if engine is not None:
                     stack.enter_context(engine.accept_scaled())
                 if engine is not None and self.ends_step:
-                    stack.enter_context(_noting(_WAY_OUT))
                     stack.enter_context(engine.ends_step())
                 super().backward(tensor, model, optimizer, *args, **kwargs)
 
@@ -234,16 +230,6 @@ def precision_class(tree: Tree) -> type:
     GeminiPrecision.__qualname__ = GeminiPrecision.__name__
     GeminiPrecision.__module__ = __name__
     return GeminiPrecision
-
-
-@contextmanager
-def _noting(text: str) -> Generator[None, None, None]:
-    """Adds a note to errors of the engine."""
-    try:
-        yield
-    except GeminiError as error:
-        error.add_note(text)
-        raise
 
 
 def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

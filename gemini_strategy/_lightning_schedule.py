@@ -13,6 +13,8 @@
 from types import ModuleType
 from typing import Any
 
+from gemini_strategy.errors import GeminiError
+
 UPDATE_SCHEDULES = ("auto", "deferred")
 
 # Hooks that may read or change gradients between their backward and the next one.
@@ -24,6 +26,10 @@ _MODULE_HOOKS = (
     "optimizer_step",
     "optimizer_zero_grad",
     "on_before_zero_grad",
+)
+_WAY_OUT = (
+    "Updates ran inside this backward; with GeminiStrategy(update_schedule='deferred') they run after it, and"
+    " gradients stay until zero_grad."
 )
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
@@ -49,6 +55,12 @@ class StepSchedule:
         # "run-stage" is the Trainer's last call before the loop. The batch size finder trains before it, in
         # on_fit_start, and goes on after an error in backward.
         self._has_started = self._has_started or name == "run-stage"
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # type: ignore[misc]
+        # The core's errors name what a loop of one's own would have written.
+        if isinstance(exception, GeminiError) and "backward(step=True)" in str(exception):
+            exception.add_note(_WAY_OUT)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self.deferred_because = self._why_deferred()

@@ -100,13 +100,13 @@ class TorchPool:
         if had_begun:
             self.begin()
 
-    def prepare(self, size: int) -> None:
-        """Makes one cached segment of `size` bytes, out of which tensors of the current stream are served.
+    def prepare(self, sizes: list[int]) -> None:
+        """Makes cached segments of these bytes, out of which tensors of the current stream are served.
 
-        Nothing is made where the budget does not allow it.
+        Those that the budget does not allow are left out.
         """
         with torch.cuda.device(self.index), contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(size, dtype=torch.uint8, device="cuda")
+            _ = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
 
     def bytes(self) -> int:
         """Bytes of device memory that torch holds through the core on this device, cached or not.

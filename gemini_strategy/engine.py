@@ -514,7 +514,8 @@ class Engine(Reporting):
         values = slot.read_master()
         before = values.clone()
         yield values
-        if not torch.equal(values.view(torch.uint8), before.view(torch.uint8)):
+        now, then = (t.reshape(-1).view(torch.uint8) for t in (values, before))
+        if not torch.equal(now, then):
             slot.write_master(values)
 
     @contextlib.contextmanager

@@ -5,10 +5,8 @@ holds (driver context, modules, memory from before manage()) is read from the dr
 is nothing around the chunks, and everything here is 0.
 
 Invariants
-    1. What torch holds beyond its tensors is little: after the first step, and whenever it has grown, the
-       segments it only caches are given back and one segment takes their place, as large as the tensors of a
-       step were together. Segments of their own size each would add up: a pool in use gives none back, and
-       one that is free serves no tensor that is larger (a quarter of what torch held, in a step of OPT).
+    1. Torch holds little more than its tensors need: after the first step, and whenever it has grown, the segments
+       that it only caches are given back for few that serve the same step (segments.py).
     2. An allocation that failed leaves nothing behind: what was cached until then is given back before the
        next forward.
 """
@@ -21,23 +19,54 @@ from typing import Any
 import torch
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.segments import choose_segments, events_of
 
 __all__ = ["DeviceMemory"]
 
 _LEAST_SLACK = 64 << 20
 _DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
-_LEAST_ROOM = 64 << 20  # less is not worth a segment
-_SPARE_ROOM = 1 / 32  # of the segment: gaps between tensors in it
+_LEAST_GAIN = 32 << 20  # less is not worth the trouble
 _GROWTH = 1.05  # of what torch holds, until it is put in order again
+_HISTORY = 40_000  # allocations and ends of tensors that torch remembers, of the last steps
 
 # CUDA device index -> the memory of its engine
 _in_use: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
 
 
+class _History:
+    """Torch's record of its allocations, kept while an engine is open, unless somebody keeps one already."""
+
+    def __init__(self) -> None:
+        self._is_ours = not torch._C._cuda_isHistoryEnabled()
+        self._start()
+
+    def _start(self) -> None:
+        if self._is_ours:
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, context=None)
+
+    def end(self) -> None:
+        """Idempotent."""
+        if self._is_ours:
+            self._is_ours = False
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def forget(self) -> None:
+        """What was until now says nothing about what comes."""
+        if self._is_ours:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._start()
+
+    def segments(self, device: torch.device) -> list[int]:
+        """Sizes of segments that serve what is remembered; [] where torch's own do as well, or not known."""
+        if not self._is_ours:
+            return []
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+        entries = traces[device.index] if device.index < len(traces) else []
+        return choose_segments(events_of(entries, torch.cuda.current_stream(device).cuda_stream))
+
+
 class DeviceMemory:
     """What surrounds the chunks of one engine on its device.
-
-    Torch's figures of its own peak (torch.cuda.max_memory_allocated) begin anew with it.
 
     Raises:
         GeminiError: the CUDA device has an open engine already.
@@ -47,7 +76,6 @@ class DeviceMemory:
         self._device = device
         self._pool: Any = None
         self._kept_bytes = 0  # what torch held after it was last put in order
-        self._wanted_bytes = 0  # the peak for which that was done
         self._refusals = 0
         if device.type != "cuda":
             return
@@ -59,11 +87,11 @@ class DeviceMemory:
         from gemini_strategy.cuda_pool import TorchPool
 
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
         self._pool = TorchPool(device)
         self._pool.begin()
         self._refusals = self._pool.refusals()
-        self._end = weakref.finalize(self, self._pool.end)
+        self._history = _History()
+        self._end = weakref.finalize(self, _end, self._pool, self._history)
         _in_use[device.index] = self
 
     def close(self) -> None:
@@ -94,25 +122,27 @@ class DeviceMemory:
         self._refusals = self._pool.refusals()  # the step did without
         if held <= self._kept_bytes * _GROWTH:
             return False
-        figures = torch.cuda.memory_stats(self._device)
-        peak = figures["allocated_bytes.large_pool.peak"]
-        room = peak - figures["allocated_bytes.large_pool.current"]
-        room += int(room * _SPARE_ROOM)
-        self._pool.trim()
-        if peak <= self._wanted_bytes * _GROWTH:  # the gaps are larger than thought
-            room = held - self._pool.bytes()
-        room = min(room, held - self._pool.bytes())
-        if room >= _LEAST_ROOM:
-            self._pool.prepare(room)
-        self._wanted_bytes = peak
-        self._kept_bytes = max(self._pool.bytes(), _LEAST_ROOM)
-        self._refusals = self._pool.refusals()
-        return True
+        sizes = self._history.segments(self._device)
+        live = torch.cuda.memory_allocated(self._device)
+        is_gain = bool(sizes) and sum(sizes) + live + max(_LEAST_GAIN, held // 32) < held
+        if is_gain or self._kept_bytes:
+            self._pool.trim()
+        if is_gain:
+            self._pool.prepare(sizes)
+            self._history.forget()
+            self._refusals = self._pool.refusals()
+        self._kept_bytes = max(self._pool.bytes(), _LEAST_SLACK)
+        return is_gain
 
     def recover(self) -> None:
         """Before a forward: invariant 2."""
         if self._pool is not None and self._pool.refusals() != self._refusals:
             self._pool.trim()
+            self._history.forget()
             self._refusals = self._pool.refusals()
-            torch.cuda.reset_peak_memory_stats(self._device)  # it was the failed attempt's
-            self._kept_bytes = self._wanted_bytes = 0
+            self._kept_bytes = 0
+
+
+def _end(pool: Any, history: _History) -> None:
+    pool.end()
+    history.end()

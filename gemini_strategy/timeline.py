@@ -134,26 +134,22 @@ class Reporting:
     def __init__(self) -> None:
         self.meter = report.StepMeter()
         self.recording: Recording | None = None
-        self._known_plan = 0  # number of the last plan seen
-        self._compute_seconds: float | None = None  # of a step of that plan
+        self._has_plan = False  # the first one has been told, or would have been
         self._total_peak_bytes = 0
 
     def _note_step(self, stats: Mapping[str, Any]) -> None:
         """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
-        if not stats["planned"]:
-            self._compute_seconds = None
-        elif stats["plans"] != self._known_plan or self._compute_seconds is None:
-            is_first = self._known_plan == 0
-            self._known_plan = stats["plans"]
-            self._compute_seconds = self.core.plan_info()["compute_seconds"]
-            self._announce(report.plan_table if is_first else None)
-        self.meter.step(stats, self._compute_seconds)
+        plan = self.core.plan_info()
+        self.meter.step(stats, None if plan is None else plan["compute_seconds"])
+        if plan is not None and not self._has_plan:
+            self._has_plan = True
+            self._announce(report.plan_table)
         if self.recording is not None:
             self.recording.after_step()
 
-    def _announce(self, table: Callable[[Any], str] | None) -> None:
+    def _announce(self, table: Callable[[Any], str]) -> None:
         wanted = self._settings.report
-        if table is not None and wanted is not False:
+        if wanted is not False:
             report.announce(self, wanted is True, table)
 
     def _sample_device(self) -> None:

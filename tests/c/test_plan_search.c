@@ -193,7 +193,8 @@ static void test_real_sizes(void)
     }
 }
 
-/* More memory is not slower: twice as much never by 0.5 %, a 32nd more never by 6 % (the search is not exhaustive). */
+/* More memory is not slower: twice as much never by 0.5 %, a 32nd more never by 6 % (the search is not exhaustive).
+ * With room for everything the plan takes it, though the model would hide some updates on the host for free. */
 static void test_budgets(void)
 {
     double worst = 1;
@@ -204,7 +205,7 @@ static void test_budgets(void)
         double compute = 0.001 * n * (double)(1 + below(&seed, 3));
         model_of_units(&m, n, 4000000 + below(&seed, 20000000), compute);
         m.n_runs[0] = 1 + (uint32_t)below(&seed, 3);
-        for (uint32_t part = 3; part <= 33; part++) {
+        for (uint32_t part = 3; part < 32; part++) {
             size_t bytes = whole_bytes(&m) / 32 * part;
             seconds[part] = plan_of(&m, (gm_when)(round % 2), (double)bytes).step_seconds;
             worst = seconds[part] / least > worst ? seconds[part] / least : worst;
@@ -212,6 +213,8 @@ static void test_budgets(void)
             bool is_twice = part >= 6 && part % 2 == 0;
             CHECK(!is_twice || seconds[part] <= seconds[part / 2] * 1.005);
         }
+        gm_plan_info all = plan_of(&m, (gm_when)(round % 2), (double)whole_bytes(&m));
+        CHECK(all.n_of_class[GM_CLASS_R] == m.input.n_chunks && all.h2d_bytes == 0);
         model_free(&m);
     }
     printf("slower with more memory: at most %.4f\n", worst);
@@ -228,7 +231,7 @@ static void test_traffic(void)
         model_of_units(&m, 8 + (uint32_t)below(&seed, 40), 4000000 + below(&seed, 20000000), 1e5);
         m.input.rates.host_adam = m.input.rates.host_adam_beside = 1e15;
         m.input.rates.device_adam = 1e15;
-        for (uint32_t part = 3; part <= 33; part++) {
+        for (uint32_t part = 3; part < 32; part++) {
             gm_plan_info info =
                 plan_of(&m, (gm_when)(round % 2), (double)(whole_bytes(&m) / 32 * part));
             CHECK(info.h2d_bytes + info.d2h_bytes <= before + m.chunks[0].bytes[GM_STATE]);

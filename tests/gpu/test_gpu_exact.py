@@ -71,12 +71,12 @@ def _used() -> int:
 
 
 @contextmanager
-def _peak() -> Iterator[list[int]]:
+def _peak(seconds: float = 0.001) -> Iterator[list[int]]:
     """The largest figure of used device memory while inside, in [0]: the driver's own, sampled."""
     peak, stop = [_used()], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.001):
+        while not stop.wait(seconds):
             peak[0] = max(peak[0], _used())
 
     thread = threading.Thread(target=watch)

@@ -1,7 +1,8 @@
-"""The planned engine on a GPU: 200 steps of a small transformer, the bits of the unmanaged loop under every plan.
+"""The planned engine on a GPU: a small transformer has the bits of the unmanaged loop under every plan.
 
-Deterministic kernels on both sides (see test_gpu_exact.py).  A run counts as planned only if it followed its plan to
-the end without a wait.  The driver's own figure of used memory is sampled and must stay below the budget.
+200 steps with clipping, 60 without, two micro-batches each; deterministic kernels on both sides (see
+test_gpu_exact.py).  A run counts as planned only if it followed its plan to the end without a wait.  The driver's
+own figure of used memory is sampled and must stay below the budget.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ pytestmark = pytest.mark.gpu
 
 __all__ = ["_deterministic"]
 
-STEPS = 200
-FEW = 24
+STEPS = {0.35: 200, None: 60}  # by clipping
+FEW = 16
 VOCABULARY, LENGTH, SEQUENCES = 1024, 64, 4
 # what a budget has beside the state: reserve of the driver, workspaces, activations
 AROUND = 448 * MIB
@@ -99,11 +100,11 @@ def loss_of(run: Any, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def transformer(width: int = 512, depth: int = 6, recompute: str | None = None) -> Case:
+def transformer(width: int = 512, depth: int = 4, recompute: str | None = None) -> Case:
     return Case("transformer", lambda: Transformer(width, depth, recompute), tokens, loss_of)
 
 
-CASE = transformer()  # 20 million parameters
+CASE = transformer()  # 14 million parameters
 
 
 def recipe_of(clip: float | None, steps: int) -> Recipe:
@@ -158,10 +159,8 @@ PLANS = [
     # policy, share of the state, chunk, rates
     ("cuda", None, 8 * MIB, FAST_HOST),
     ("auto", 1.0, 4 * MIB, FAST_HOST),
-    ("auto", 0.6, 8 * MIB, FAST_HOST),
-    ("auto", 0.6, 2 * MIB, SLOW_HOST),
-    ("auto", 0.35, 4 * MIB, SLOW_HOST),
-    ("auto", 0.35, 2 * MIB, FAST_HOST),
+    ("auto", 0.6, 8 * MIB, SLOW_HOST),
+    ("auto", 0.35, 2 * MIB, SLOW_HOST),
     ("cpu", 0.35, 4 * MIB, FAST_HOST),
 ]
 
@@ -177,18 +176,19 @@ def test_bits_and_peak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GEMINI_RATES", rates)
-    want = _reference(clip, STEPS)
+    steps = STEPS[clip]
+    want = _reference(clip, steps)
     budget = None if share is None else budget_of(share)
     run = managed(
         CASE.build,
-        recipe_of(clip, STEPS),
+        recipe_of(clip, steps),
         placement_policy=policy,
         device_budget=budget,
         chunk_size=chunk,
     )
     with contextlib.closing(run.engine):
-        with _peak() as peak:
-            (drive if clip is not None else drive_immediate)(run, CASE, STEPS)
+        with _peak(0.005) as peak:
+            (drive if clip is not None else drive_immediate)(run, CASE, steps)
             torch.cuda.synchronize()
         info = assert_planned(run)
         print(policy, share, info["when"], info["n_of_class"], f"{peak[0] / MIB:.0f} MiB")

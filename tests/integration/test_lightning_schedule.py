@@ -15,6 +15,7 @@ from lightning_case import (
     TREES,
     fit,
     fit_reference,
+    load_fabric,
     load_tree,
     make_trainer,
     module_class,
@@ -74,7 +75,7 @@ def compare(
     same_training(trainer, ours, reference, theirs)
     assert trainer.global_step == reference.global_step
     stats = trainer.strategy.engine.stats()
-    assert stats["planned"]
+    assert stats["planned"] and stats["replay_waits"] == 0
     return trainer, trainer.strategy.engine.core.plan_info()["when"]
 
 
@@ -151,6 +152,40 @@ def test_manual_optimization_defers(said: list[int]) -> None:
     other = fit("lightning", automatic, strategy("lightning"))
     same(module.losses, automatic.losses, "losses")
     assert other.strategy.engine.core.plan_info()["when"] == "immediate" and len(said) == 11
+
+
+def test_a_closure_in_manual_optimization_defers(said: list[int]) -> None:
+    """Its backward runs inside the optimizer's step, but is the user's own."""
+
+    class Closure(plain_class("lightning")):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Any:
+                loss = self.loss(batch)
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.losses.append(float(loss.detach()))
+                return loss
+
+            self.optimizers().step(closure=closure)
+
+    trainer = fit("lightning", build(Closure, steps_are_manual=True), strategy("lightning"))
+    assert trainer.strategy.engine.stats()["steps"] == 11 and not said
+    assert trainer.strategy.deferred_because == "optimization is manual"
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("requeues", [True, False])
+def test_requeueing_defers(
+    tree: str, requeues: bool, said: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint may be taken between two lines of the program."""
+    for name in ("PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    environment = load_fabric(tree).plugins.environments.SLURMEnvironment(auto_requeue=requeues)
+    trainer = fit(tree, build(plain_class(tree)), strategy(tree), plugins=[environment])
+    assert len(said) == (0 if requeues else 11)
+    assert ("SLURM" in str(trainer.strategy.deferred_because)) == requeues
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -327,6 +362,24 @@ def test_an_error_in_such_a_backward_names_the_way_out(tree: str) -> None:
         trainer.fit(module)
     assert trainer.strategy.engine.stats()["steps"] == 6
     assert len(trainer.strategy.engine.model_state_dict()) > 0  # it lives
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("how", ["gradient", "norm"])
+def test_gradients_after_the_step_name_the_way_out(tree: str, how: str) -> None:
+    def look(self: Any, *args: Any) -> None:
+        if how == "norm":
+            self.seen.append(self.trainer.strategy.engine.grad_norm())
+        else:
+            self.seen.append(float(self.body[5].weight.grad.norm()))
+
+    cls = plain_class(tree, on_train_batch_end=look)
+    with pytest.raises(gs.GeminiError, match="used up") as error:
+        fit(tree, build(cls), strategy(tree))
+    assert "update_schedule='deferred'" in "".join(error.value.__notes__)
+    module = build(cls)
+    fit(tree, module, strategy(tree, update_schedule="deferred"))
+    assert len(module.seen) == 11 and min(module.seen) > 0
 
 
 def test_the_batch_size_finder_may_fail_in_backward(tmp_path: Any, said: list[int]) -> None:

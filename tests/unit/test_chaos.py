@@ -1,0 +1,173 @@
+"""The planned engine on a device whose streams run late and out of order: the same bits, and no unordered access.
+
+Random scenarios (tests/scenario.py) are trained on the chaos device and compared with the reference, bit for
+bit; the device itself reports accesses that nothing orders.  The other half shows that this can fail: each
+fault that the device can be told to make is found in a run that is otherwise right.
+
+`GEMINI_CHAOS_CASES` is the number of random scenarios (default 120); seeds start at `GEMINI_CHAOS_FIRST`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+import gemini_strategy as gs
+from reference import Outcome, Recipe, assert_same_outcome, drive, train_plain
+from scenario import RATES, assert_same_played, budgeted, play_managed, play_plain, scenario
+from zoo import mlp_case
+
+N_CASES = int(os.environ.get("GEMINI_CHAOS_CASES", "120"))
+FIRST = int(os.environ.get("GEMINI_CHAOS_FIRST", "0"))
+BATCH = 20
+CASE = mlp_case(width=48, depth=4, p=0.1)
+STEPS = 5
+FAULTS = (
+    "no-wait-for-compute",
+    "no-wait-of-compute",
+    "no-wait-between",
+    "early-record",
+    "no-h2d",
+    "no-d2h",
+    "half-copy",
+    "early-call",
+    "early-release",
+    "no-event-sync",
+    "adam-twice",
+    "swap",
+)
+
+
+# ---- random scenarios ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + N_CASES, BATCH))
+def test_random_scenarios(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_planned = 0
+    for seed in range(first, first + BATCH):
+        s = scenario(seed)
+        monkeypatch.setenv("GEMINI_RATES", s.rates)
+        monkeypatch.setenv("GEMINI_CHAOS", str(seed))
+        try:
+            played, stats, faults = play_managed(s)
+            assert faults == (0, "")
+            assert_same_played(played, play_plain(s))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {s}: {error}") from error
+        n_planned += stats["plans"] >= 1
+    assert n_planned > BATCH // 3, f"only {n_planned} of {BATCH} scenarios met a plan"
+
+
+# ---- every class, both schedules -----------------------------------------------------------------
+
+
+@functools.cache
+def _reference(precision: str) -> Outcome:
+    return train_plain(CASE, Recipe(precision=precision, steps=STEPS))[1]
+
+
+def _train(precision: str, share: float, says_step: bool, chunk_size: int = 4096) -> dict:
+    """Trains CASE on the chaos device; what it left, its plan, and what the device found."""
+    recipe = Recipe(precision=precision, steps=STEPS)
+    run = budgeted(CASE, recipe, share, chunk_size=chunk_size)
+    engine = run.engine
+    try:
+        if says_step:
+            run.backward = lambda loss: engine.backward(loss, step=True)
+        drive(run, CASE, STEPS)
+        plan = engine.core.plan_info()
+        outcome = run.outcome()
+        engine.core.check()
+        faults = engine.core.chaos_faults()
+        return {"outcome": outcome, "plan": plan, "faults": faults, "stats": engine.stats()}
+    finally:
+        engine.close()
+
+
+def test_every_class_under_both_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: dict[tuple[str, str], int] = {}
+    seed = 0
+    for precision in ("bf16-true", "32-true"):
+        for rates in RATES.values():
+            monkeypatch.setenv("GEMINI_RATES", rates)
+            for says_step in (False, True):
+                for share in (0.2, 0.32, 0.4, 0.5, 0.7, 0.9, 1.2):
+                    seed += 1
+                    monkeypatch.setenv("GEMINI_CHAOS", str(seed))
+                    got = _train(precision, share, says_step)
+                    where = f"{precision}, {rates}, step={says_step}, share {share}"
+                    assert got["faults"] == (0, ""), where
+                    assert_same_outcome(got["outcome"], _reference(precision))
+                    plan = got["plan"]
+                    if plan is None:
+                        continue
+                    assert plan["when"] == ("immediate" if says_step else "deferred"), where
+                    for name, n in plan["n_of_class"].items():
+                        key = (name, plan["when"])
+                        met[key] = met.get(key, 0) + (n > 0)
+    for name in ("R", "S1", "S2", "C1", "C2"):
+        for when in ("deferred", "immediate"):
+            assert met.get((name, when), 0) >= 2, f"class {name} under {when} was hardly met: {met}"
+
+
+@pytest.mark.parametrize("says_step", [False, True])
+def test_states_in_slices(says_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose states are larger than a slot of the stage passes in several slices."""
+    monkeypatch.setenv("GEMINI_RATES", RATES["slow host"])
+    monkeypatch.setenv("GEMINI_CHAOS", "11")
+    recipe = Recipe(precision="bf16-true", steps=STEPS)
+    run = budgeted(CASE, recipe, 0.5, chunk_size=4096)
+    engine = run.engine
+    try:
+        if says_step:
+            run.backward = lambda loss: engine.backward(loss, step=True)
+        drive(run, CASE, STEPS - 1)
+        assert sum(engine.core.plan_info()["n_of_class"][c] for c in ("S1", "S2")) > 0
+        engine.core.timeline_begin(10_000)
+        drive(run, CASE, 1, first=STEPS - 1)
+        run.engine.state_dict()
+        entries = engine.core.timeline_end()
+        per_chunk: dict[int, int] = {}
+        for e in entries:
+            if e["kind"] == "state_in" and e["tick"] >= 0:
+                per_chunk[e["chunk"]] = per_chunk.get(e["chunk"], 0) + 1
+        assert max(per_chunk.values(), default=0) >= 2, per_chunk
+        assert_same_outcome(run.outcome(), _reference("bf16-true"))
+        assert engine.core.chaos_faults() == (0, "")
+    finally:
+        engine.close()
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def _is_caught(precision: str, share: float, says_step: bool) -> bool:
+    """Whether the device found something, the bits differ, or the engine gave up."""
+    try:
+        got = _train(precision, share, says_step)
+    except gs.GeminiError:
+        return True
+    if got["faults"][0] > 0:
+        assert got["faults"][1]
+        return True
+    try:
+        assert_same_outcome(got["outcome"], _reference(precision))
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("period", [1, 7])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_caught(fault: str, period: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In most runs, on plans that have rings, streamed states and updates on the host."""
+    n_caught = n_runs = 0
+    for rates, share in (("slow host", 0.4), ("slow host", 0.5), ("as measured", 0.25)):
+        for seed, says_step in ((1, False), (2, True), (3, False)):
+            monkeypatch.setenv("GEMINI_RATES", RATES[rates])
+            monkeypatch.setenv("GEMINI_CHAOS", f"{seed}:{fault}:{period}")
+            n_runs += 1
+            n_caught += _is_caught("bf16-true", share, says_step)
+    assert 2 * n_caught > n_runs, f"{fault}: caught in {n_caught} of {n_runs} runs"

@@ -1,0 +1,514 @@
+"""Updates inside backward: `backward(loss, step=True)` and `ends_step()`.
+
+Where they are used, the bits are those of the plain loop; where they cannot be exact they are not used; and
+what would make them wrong is refused by name.  `immediate(run)` counts the updates that were really
+made inside a backward, so no test here passes because nothing was immediate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gemini_strategy as gs
+from reference import (
+    Managed,
+    Plain,
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    drive,
+    plain,
+    train_plain,
+)
+from scenario import RATES, budgeted
+from zoo import CASES, Case, mlp_case
+
+CASE = mlp_case(width=48, depth=4, p=0.1)
+RECIPE = Recipe(precision="bf16-true", steps=6)
+# Updates come after backward there: gradients in parts, or a chunk that is shown until backward ends.
+DEFERRED = {"checkpoint_block_used_twice", "checkpoint_frozen_base"}
+# Here a graph keeps weights shown from one step to the next, until somebody collects it.
+EITHER = {"side_effect_output"}
+
+
+@pytest.fixture(autouse=True)
+def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_CHAOS", "9")
+    monkeypatch.setenv("GEMINI_RATES", RATES["slow copies"])
+
+
+def immediate(run: Managed) -> int:
+    """Updates of chunks made inside a backward so far."""
+    return run.engine.core.stats()["immediate_updates"]
+
+
+def _says_step(run: Managed) -> Managed:
+    engine = run.engine
+    run.backward = lambda loss: engine.backward(loss, step=True)
+    return run
+
+
+def _finish(run: Managed, want: Plain) -> None:
+    try:
+        assert_same_outcome(run.outcome(), want.outcome())
+        run.engine.core.check()
+        assert run.engine.core.chaos_faults() == (0, "")
+    finally:
+        run.engine.close()
+
+
+def _planned(
+    share: float = 0.5, case: Case = CASE, recipe: Recipe = RECIPE
+) -> tuple[Plain, Managed]:
+    """Both after three steps, the managed one planned for immediate updates."""
+    want = plain(case.build, recipe)
+    run = _says_step(budgeted(case, recipe, share, chunk_size=4096))
+    for each in (want, run):
+        drive(each, case, 3)
+    assert run.engine.core.plan_info()["when"] == "immediate"
+    assert immediate(run) > 0
+    return want, run
+
+
+# ---- the same bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_zoo(case: Case) -> None:
+    """The zoo with little memory and with enough; each micro-batch says that it ends a step."""
+    for precision in case.precisions[:2]:
+        recipe = Recipe(precision=precision, steps=5)
+        after = train_plain(case, recipe)[1]
+        for share in (max(0.5, case.floor), 2.0):
+            run = _says_step(budgeted(case, recipe, share, chunk_size=4096))
+            try:
+                drive(run, case, recipe.steps)
+                assert_same_outcome(run.outcome(), after)
+                assert run.engine.core.chaos_faults() == (0, "")
+                if share == 2.0:
+                    assert run.engine.stats()["planned"]
+                    is_right = (immediate(run) > 0) == (case.name not in DEFERRED)
+                    assert is_right or case.name in EITHER, immediate(run)
+            finally:
+                run.engine.close()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("rates", list(RATES))
+def test_every_machine(rates: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", RATES[rates])
+    want, run = _planned(share)
+    for each in (want, run):
+        drive(each, CASE, 4, first=3)
+    _finish(run, want)
+
+
+def test_ends_step_around_a_backward_of_ones_own() -> None:
+    want, run = _planned()
+    engine = run.engine
+
+    def backward(loss: Tensor) -> None:
+        with engine.ends_step():
+            loss.backward()
+
+    run.backward = backward
+    before = immediate(run)
+    for each in (want, run):
+        drive(each, CASE, 3, first=3)
+    assert immediate(run) > before
+    _finish(run, want)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_last_micro_batch_of_several(accumulate: int) -> None:
+    recipe = Recipe(precision="bf16-true", steps=6, accumulate=accumulate)
+    want = plain(CASE.build, recipe)
+    run = budgeted(CASE, recipe, 0.6, chunk_size=4096)
+    n = 0
+
+    def backward(loss: Tensor) -> None:
+        nonlocal n
+        n += 1
+        run.engine.backward(loss, step=n % accumulate == 0)
+
+    run.backward = backward
+    for each in (want, run):
+        drive(each, CASE, 6)
+    assert immediate(run) > 0
+    _finish(run, want)
+
+
+def test_with_and_without_in_turns() -> None:
+    """Steps with clipping say nothing, the others do."""
+    want, run = _planned()
+    for each in (want, run):
+        for step in range(3, 11):
+            if each.engine is not None:
+                each.backward = lambda loss, says=step % 3 > 0: run.engine.backward(loss, step=says)
+            each.recipe = Recipe(precision="bf16-true", clip=None if step % 3 else 0.2)
+            drive(each, CASE, 1, first=step)
+    _finish(run, want)
+
+
+def test_loss_scale_makes_it_deferred() -> None:
+    recipe = Recipe(precision="16-mixed", steps=6)
+    want = plain(CASE.build, recipe)
+    run = _says_step(budgeted(CASE, recipe, 0.6, chunk_size=4096))
+    for each in (want, run):
+        drive(each, CASE, 6)
+    assert immediate(run) == 0 and run.engine.core.plan_info()["when"] == "deferred"
+    _finish(run, want)
+
+
+def test_evaluation_before_the_first_step() -> None:
+    """The plan that evaluation has made says nothing about gradients: the first step is deferred."""
+    case = next(c for c in CASES if c.name == "checkpoint_reentrant")
+    recipe = Recipe(precision="32-true", steps=5)
+    want = plain(case.build, recipe)
+    run = _says_step(budgeted(case, recipe, 0.8, chunk_size=4096))
+    for each in (want, run):
+        each.model.eval()
+        for step in range(3):
+            with torch.no_grad():
+                each.losses.append(case.loss(each, case.batch(70 + step)).float())
+        each.model.train()
+    assert run.engine.stats()["planned"]
+    for each in (want, run):
+        drive(each, case, 5)
+    _finish(run, want)
+
+
+def test_schedule_of_the_learning_rate() -> None:
+    """The numbers of a step are those at its backward; a scheduler between steps changes the next one."""
+    recipe = Recipe(
+        precision="bf16-true",
+        steps=7,
+        schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
+    )
+    want, run = _planned(0.6, recipe=recipe)
+    for each in (want, run):
+        drive(each, CASE, 4, first=3)
+    _finish(run, want)
+
+
+class _InParts(nn.Module):
+    """One weight in two re-entrant checkpoints: its gradient arrives twice in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(48, 48)
+        self.a = nn.Linear(48, 48)
+        self.b = nn.Linear(48, 48)
+        self.b.weight = self.a.weight
+        self.tail = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        x = torch.tanh(checkpoint(self.a, x, use_reentrant=True))
+        x = torch.tanh(checkpoint(self.b, x, use_reentrant=True))
+        return self.tail(x)
+
+
+def _mse(run: Plain, batch: tuple[Tensor, ...]) -> Tensor:
+    return F.mse_loss(run(batch[0]).float(), batch[1])
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_gradient_in_parts_falls_back(share: float, evaluates: bool) -> None:
+    case = Case("in_parts", _InParts, CASE.batch, _mse)
+    want = plain(case.build, RECIPE)
+    run = _says_step(budgeted(case, RECIPE, share, chunk_size=4096))
+    for each in (want, run):
+        if evaluates:
+            with torch.no_grad():
+                for step in range(3):
+                    each.losses.append(case.loss(each, case.batch(70 + step)))
+        drive(each, case, 6)
+    assert immediate(run) == 0
+    _finish(run, want)
+
+
+class _Sparse(nn.Module):
+    """Some of its blocks get no gradient in some steps; one parameter never moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(48, 48)
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(5))
+        self.never = nn.Linear(48, 48)
+        self.frozen = nn.Linear(48, 48)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = self.frozen(torch.tanh(self.stem(x)))
+        for i, block in enumerate(self.blocks):
+            if (i + step) % 3:
+                x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("chunk_size", [4096, 16384])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("share", [0.4, 0.8, 1.2])
+def test_parameters_without_a_gradient(share: float, set_to_none: bool, chunk_size: int) -> None:
+    """Their moments and counts stay, as torch's do, also beside others of their chunk."""
+
+    def batch(step: int) -> tuple[Tensor, Tensor, int]:
+        return (*CASE.batch(step), step)
+
+    def loss(run: Plain, b: tuple[Tensor, Tensor, int]) -> Tensor:
+        return F.mse_loss(run(b[0], step=b[2]).float(), b[1])
+
+    case = Case("sparse", _Sparse, batch, loss)
+    want = plain(case.build, RECIPE)
+    run = _says_step(budgeted(case, RECIPE, share, chunk_size=chunk_size))
+    if not set_to_none:
+        want.zero_grad = lambda: want.model.zero_grad(set_to_none=False)
+        run.zero_grad = lambda: run.engine.zero_grad(set_to_none=False)
+    for each in (want, run):
+        drive(each, case, 12)
+    assert immediate(run) > 0
+    _finish(run, want)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def _backward(run: Managed, step: int) -> None:
+    torch.manual_seed(1000 + step)
+    before = immediate(run)
+    run.backward(CASE.loss(run, CASE.batch(step)))
+    assert immediate(run) > before
+
+
+def test_clipping_after_it_is_refused() -> None:
+    """And the step that follows is still the right one."""
+    want, run = _planned()
+    _backward(run, 3)
+    with pytest.raises(gs.GeminiError, match=r"used up by the update inside backward\(step=True\)"):
+        run.engine.clip_grad_norm_(1.0)
+    run.engine.step()
+    run.zero_grad()
+    torch.manual_seed(1003)
+    want.backward(CASE.loss(want, CASE.batch(3)))
+    want.finish()
+    for each in (want, run):
+        drive(each, CASE, 2, first=4)
+    _finish(run, want)
+
+
+def test_changed_hyperparameters_are_refused() -> None:
+    _, run = _planned()
+    _backward(run, 3)
+    run.optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(gs.GeminiError, match="between backward"):
+        run.engine.step()
+    with pytest.raises(gs.GeminiError, match="closed by an earlier error"):
+        CASE.loss(run, CASE.batch(4))
+    run.engine.core.close()
+
+
+def test_reading_a_gradient_after_it_is_refused() -> None:
+    want, run = _planned()
+    _backward(run, 3)
+    with pytest.raises(gs.GeminiError, match=r"used up"):
+        _ = run.model.head.weight.grad.sum()
+    run.engine.step()
+    run.zero_grad()
+    assert run.model.head.weight.grad is None
+    torch.manual_seed(1003)
+    want.backward(CASE.loss(want, CASE.batch(3)))
+    want.finish()
+    _finish(run, want)
+
+
+def test_second_backward_without_zero_grad_is_refused() -> None:
+    _, run = _planned()
+    _backward(run, 3)
+    run.engine.step()
+    with pytest.raises(gs.GeminiError, match=r"zero_grad\(\) before the next backward"):
+        run.engine.backward(CASE.loss(run, CASE.batch(4)))
+    run.engine.close()
+
+
+def test_second_step_without_backward_is_refused() -> None:
+    """Torch would apply the same gradient once more; here it is gone."""
+    _, run = _planned()
+    _backward(run, 3)
+    run.engine.step()
+    with pytest.raises(gs.GeminiError, match="used up"):
+        run.engine.step()
+    run.engine.close()
+
+
+def test_zero_grad_instead_of_step_is_refused() -> None:
+    """The weights have been updated: a step that does not come cannot be taken back."""
+    _, run = _planned()
+    _backward(run, 3)
+    with pytest.raises(gs.GeminiError, match="step"):
+        run.zero_grad()
+        drive(run, CASE, 1, first=4)
+    run.engine.close()
+
+
+def test_forward_between_backward_and_step() -> None:
+    """It must see the weights of before the step, or be refused."""
+    want, run = _planned()
+    _backward(run, 3)
+    torch.manual_seed(1003)
+    want.backward(CASE.loss(want, CASE.batch(3)))
+    torch.manual_seed(8)
+    with torch.no_grad():
+        expected = CASE.loss(want, CASE.batch(50))
+    torch.manual_seed(8)
+    with torch.no_grad():
+        try:
+            got = CASE.loss(run, CASE.batch(50))
+        except gs.GeminiError as error:
+            assert "step" in str(error)
+        else:
+            assert_same_bits(got, expected)
+    run.engine.close()
+
+
+class _Detached(nn.Module):
+    """Uses a weight a second time without its gradient, in front of the use that has one."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.stem = nn.Linear(48, 48)
+        self.mid = nn.Linear(48, 48)
+        self.tail = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        if self.way == "parent":
+            x = torch.tanh(F.linear(x, self.mid.weight.detach()))
+        elif self.way == "kept":
+            kept = self.mid.weight
+            x = torch.tanh(F.linear(x, kept.detach()))
+        elif self.way == "frozen":
+            for p in self.mid.parameters():
+                p.requires_grad_(False)
+            x = torch.tanh(self.mid(x))
+            for p in self.mid.parameters():
+                p.requires_grad_(True)
+        return self.tail(torch.tanh(self.mid(x)))
+
+
+class _Leaf(nn.Module):
+    """The same inside the unit that owns the weight."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.stem = nn.Linear(48, 48)
+        self.mid = _Own(way)
+        self.tail = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, weight = self.mid(torch.tanh(self.stem(x)))
+        if self.way == "escaped":
+            out = F.linear(torch.tanh(F.linear(out, weight.detach())), weight)
+        return self.tail(torch.tanh(out))
+
+
+class _Own(nn.Module):
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(48, 48) / 7)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        if self.way == "escaped":
+            return x, self.weight
+        x = torch.tanh(F.linear(x, self.weight.detach()))
+        return F.linear(x, self.weight), None
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0, 2.5])
+@pytest.mark.parametrize("rates", ["as measured", "slow host", "slow copies"])
+@pytest.mark.parametrize("way", ["parent", "kept", "frozen", "own", "escaped"])
+def test_detached_reuse_is_never_wrong(
+    way: str, rates: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either the bits are right, or it is refused and the engine is closed with that text."""
+    monkeypatch.setenv("GEMINI_RATES", RATES[rates])
+    kind = _Leaf if way in ("own", "escaped") else _Detached
+    case = Case("detached", lambda: kind(way), CASE.batch, _mse)
+    want = plain(case.build, RECIPE)
+    run = _says_step(budgeted(case, RECIPE, share, chunk_size=4096))
+    drive(want, case, 6)
+    try:
+        drive(run, case, 6)
+    except gs.GeminiError as error:
+        text = str(error.__context__ or error) + str(error)
+        assert "backward(step=True)" in text
+        with pytest.raises(gs.GeminiError, match="closed by an earlier error"):
+            run.engine.core.check()
+        run.engine.core.close()
+    else:
+        _finish(run, want)
+
+
+class _Stop(Exception):
+    pass
+
+
+class _Bomb(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = CASE.build()
+        self.tail = nn.Linear(48, 48)
+        self.is_armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner.stem(x)
+        if self.is_armed:
+
+            def explode(grad: Tensor) -> None:
+                raise _Stop("the user's own error")
+
+            x.register_hook(explode)
+        for block in self.inner.blocks:
+            x = x + block(x)
+        return self.tail(self.inner.head(x))
+
+
+def test_error_in_a_backward_that_has_updated() -> None:
+    """Some weights are new and some are not: the engine is closed, and says why from then on."""
+    case = Case("bomb", _Bomb, CASE.batch, _mse)
+    _, run = _planned(0.8, case)
+    run.model.is_armed = True
+    before = immediate(run)
+    with pytest.raises(gs.GeminiError, match="failed after it had updated") as caught:
+        drive(run, case, 1, first=3)
+    assert immediate(run) > before
+    assert isinstance(caught.value.__context__, _Stop)
+    with pytest.raises(gs.GeminiError, match="failed after it had updated"):
+        run.engine.core.check()
+    run.model.is_armed = False
+    with pytest.raises(gs.GeminiError, match="failed after it had updated"):
+        drive(run, case, 1, first=4)
+    run.engine.core.close()
+
+
+def test_error_before_the_first_update() -> None:
+    """Nothing has changed: the engine goes on, and the next step is right."""
+    case = Case("bomb", _Bomb, CASE.batch, _mse)
+    want, run = _planned(0.8, case)
+    with pytest.raises(_Stop), run.engine.ends_step():
+        raise _Stop
+    run.zero_grad()
+    for each in (want, run):
+        drive(each, case, 3, first=3)
+    _finish(run, want)
