@@ -1,5 +1,5 @@
 /* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the diagram and
- * chunk_impl.h for the fences.  Blocks and mapping are in chunk_pool.c.
+ * chunk_impl.h for the fences.  Blocks and mapping are in chunk_pool.c and chunk_place.c.
  *
  * Invariants (gm_chunks_check executes 1, 2, 3 and 5)
  *   1. A block is free or owned by exactly one resident piece.
@@ -248,14 +248,6 @@ gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind
     GM_TRY(set_fence(chunks, &p->filled, stream, false));
     chunks->stats.fetched_bytes += p->bytes;
     return GM_OK;
-}
-
-gm_status gm_chunks_refresh(gm_chunks *chunks, uint32_t id, gm_piece kind)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->state != DIRTY);
-    return p->state == CLEAN && p->n_blocks > 0 ? gm_piece_fetch(chunks, p, kind, GM_LOG_REFRESH)
-                                                 : GM_OK;
 }
 
 gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)

@@ -25,7 +25,7 @@
 #include "plan.h"
 #include "timeline.h"
 
-typedef struct gm_chunks gm_chunks; /* opaque; owns ranges, blocks, events, four copy streams */
+typedef struct gm_chunks gm_chunks; /* opaque; owns ranges, blocks, events, the streams of copies */
 
 typedef struct gm_chunks_options {
     gm_device *device; /* borrowed; outlives the table */
@@ -92,17 +92,14 @@ gm_status gm_chunks_begin_read(gm_chunks *chunks, uint32_t id, gm_piece piece, g
 gm_status gm_chunks_end_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-/* The same for homes.  After a home was written a resident copy is stale: refresh or discard it. */
+/* The same for homes.  After a home was written a resident copy is stale: home_written or discard. */
 gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 gm_status gm_chunks_end_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* Whoever has the piece pinned reads it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-/* A copy home is issued if the piece is DIRTY. */
-gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* A resident CLEAN piece is copied from its home again, behind its readers. */
-gm_status gm_chunks_refresh(gm_chunks *chunks, uint32_t id, gm_piece piece);
+gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece); /* if DIRTY: issues the copy */
 
 /* ---- the host's own access; it may wait ---- */
 
@@ -123,8 +120,7 @@ gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece piece, 
                                 size_t bytes, void *dst);
 gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
                           size_t bytes, const void *src, gm_stream stream);
-/* Waits for everything that was issued on pieces. */
-gm_status gm_chunks_sync(gm_chunks *chunks);
+gm_status gm_chunks_sync(gm_chunks *chunks); /* waits for everything that was issued on pieces */
 
 /* ---- memory ---- */
 

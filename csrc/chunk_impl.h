@@ -1,4 +1,4 @@
-/* chunk_impl.h - what chunk.c (moving bytes) and chunk_pool.c (blocks and mapping) share.
+/* chunk_impl.h - what chunk.c (moving bytes), chunk_pool.c (blocks, on demand) and chunk_place.c (a plan's) share.
  *
  * Fences.  Each piece has four, and they say all that is ever needed about order:
  *     filled     the last write of its device bytes, hence also the last copy that read its home for that
@@ -28,7 +28,8 @@ typedef struct piece {
     bool is_mapped; /* the range shows blocks[], owned or stale */
     bool is_placed; /* blocks[] are the placement's */
     uint32_t pins, n_blocks;
-    uint32_t *blocks; /* (n_blocks,) owned when resident, the placement's, or stale after an eviction */
+    uint32_t
+        *blocks; /* (n_blocks,) owned when resident, the placement's, or stale after an eviction */
     uint64_t last_use;
     size_t bytes;
     uintptr_t address;
@@ -53,7 +54,7 @@ struct gm_chunks {
     gm_block *scratch;     /* (capacity,) handles for one map call */
     uintptr_t stage;       /* range of stage_capacity blocks for states in passing */
     uint32_t stage_capacity, stage_blocks; /* blocks mapped there now */
-    uint32_t *owners;      /* (capacity,) under a placement: the piece that took the block last */
+    uint32_t *owners; /* (capacity,) under a placement: the piece that took the block last */
     uint32_t capacity, n_blocks, n_free, n_holes, n_indices;
     size_t limit;
     uint64_t clock;
@@ -72,6 +73,11 @@ static inline piece *gm_piece_at(const gm_chunks *chunks, uint32_t id, gm_piece 
 static inline uint32_t gm_piece_chunk(const gm_chunks *chunks, const piece *p)
 {
     return (uint32_t)((size_t)(p - chunks->pieces) / GM_N_PIECES);
+}
+
+static inline uint32_t gm_piece_index(const gm_chunks *chunks, const piece *p)
+{
+    return (uint32_t)(p - chunks->pieces);
 }
 
 static inline bool gm_is_resident(const piece *p)
@@ -95,5 +101,15 @@ gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
  * are fetched, else they are undefined and `stream` may write them. */
 gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
                                  gm_stream stream, bool *out);
+/* The range shows blocks[]. */
+gm_status gm_pool_map(gm_chunks *chunks, piece *p);
+bool gm_pool_may_grow(const gm_chunks *chunks);
+gm_status gm_pool_grow(gm_chunks *chunks); /* one free block more */
+/* Gives the memory of one free block back to the device. */
+gm_status gm_pool_shrink(gm_chunks *chunks);
+
+/* chunk_place.c */
+/* Takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */
+gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);
 
 #endif

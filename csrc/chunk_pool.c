@@ -1,10 +1,10 @@
-/* chunk_pool.c - the blocks behind the chunk table: the pool that serves on demand, and the placement of a plan.
- * Invariants are in chunk.c.
+/* chunk_pool.c - the blocks behind the chunk table, and the pool that serves on demand.  The placement of a plan is
+ * in chunk_place.c, invariants are in chunk.c.
  *
  * Ranges keep their mapping after an eviction (another piece's bytes show there) unless mapping is strict; before a
  * block is destroyed every range that still shows it is poisoned.  So a range always shows something.
  *
- * The host waits in: eviction without a placement, adopt, leave_placement, set_limit (and what they call). */
+ * The host waits in: eviction without a placement, set_limit. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -196,7 +196,7 @@ void gm_chunks_free(gm_chunks *chunks)
 
 /* ---- mapping ---- */
 
-static gm_status map_piece(gm_chunks *chunks, piece *p)
+gm_status gm_pool_map(gm_chunks *chunks, piece *p)
 {
     for (uint32_t b = 0; b < p->n_blocks; b++) {
         chunks->scratch[b] = chunks->blocks[p->blocks[b]];
@@ -233,8 +233,7 @@ static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
     return GM_OK;
 }
 
-/* Gives the memory of one free block back to the device. */
-static gm_status destroy_free_block(gm_chunks *chunks)
+gm_status gm_pool_shrink(gm_chunks *chunks)
 {
     uint32_t index = chunks->free_blocks[chunks->n_free - 1];
     GM_TRY(forget_stale(chunks, index));
@@ -246,7 +245,7 @@ static gm_status destroy_free_block(gm_chunks *chunks)
     return GM_OK;
 }
 
-static gm_status create_block(gm_chunks *chunks)
+gm_status gm_pool_grow(gm_chunks *chunks)
 {
     gm_block block;
     GM_TRY(chunks->device->ops->block_new(chunks->device, &block));
@@ -262,7 +261,7 @@ static gm_status create_block(gm_chunks *chunks)
     return GM_OK;
 }
 
-static bool may_create_block(const gm_chunks *chunks)
+bool gm_pool_may_grow(const gm_chunks *chunks)
 {
     return ((size_t)chunks->n_blocks + 1) * chunks->device->block_bytes <= chunks->limit;
 }
@@ -343,8 +342,8 @@ static gm_status evict_one(gm_chunks *chunks, bool *out)
 static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
 {
     while (chunks->n_free < n) {
-        if (may_create_block(chunks)) {
-            gm_status status = create_block(chunks);
+        if (gm_pool_may_grow(chunks)) {
+            gm_status status = gm_pool_grow(chunks);
             if (status == GM_OK) {
                 continue;
             }
@@ -375,8 +374,9 @@ static gm_status make_resident_from_pool(gm_chunks *chunks, piece *p, gm_piece k
 {
     gm_device *device = chunks->device;
     GM_TRY(take_blocks(chunks, p->n_blocks, p->blocks));
-    gm_status status = map_piece(chunks, p);
-    if (status == GM_OK && !p->home) { /* without a home the bytes start as zeros, as an arena's do */
+    gm_status status = gm_pool_map(chunks, p);
+    if (status == GM_OK &&
+        !p->home) { /* without a home the bytes start as zeros, as an arena's do */
         status = device->ops->fill(device, p->address, 0, (size_t)p->n_blocks * device->block_bytes,
                                    chunks->in[kind]);
         status = status == GM_OK ? device->ops->stream_sync(device, chunks->in[kind]) : status;
@@ -390,40 +390,12 @@ static gm_status make_resident_from_pool(gm_chunks *chunks, piece *p, gm_piece k
     return status;
 }
 
-/* ---- the placement ---- */
-
-static uint32_t index_of(const gm_chunks *chunks, const piece *p)
-{
-    return (uint32_t)(p - chunks->pieces);
-}
-
-/* Takes over the piece's own blocks, behind the fences of those that had them. */
-static gm_status take_placed_blocks(gm_chunks *chunks, piece *p, gm_stream stream, bool *out)
-{
-    uint32_t me = index_of(chunks, p);
-    *out = p->is_placed;
-    for (uint32_t b = 0; *out && b < p->n_blocks; b++) {
-        uint32_t owner = chunks->owners[p->blocks[b]];
-        const piece *last = owner == GM_NO_OWNER ? NULL : &chunks->pieces[owner];
-        *out = !last || last == p || !gm_is_resident(last) || last->pins == 0;
-    }
-    for (uint32_t b = 0; *out && b < p->n_blocks; b++) {
-        uint32_t owner = chunks->owners[p->blocks[b]];
-        if (owner != GM_NO_OWNER && owner != me) {
-            GM_TRY(gm_chunks_evict(chunks, owner / GM_N_PIECES, (gm_piece)(owner % GM_N_PIECES)));
-            GM_TRY(gm_piece_order_takeover(chunks, &chunks->pieces[owner], stream));
-        }
-        chunks->owners[p->blocks[b]] = me; /* last: after an error the block is still the other's */
-    }
-    return GM_OK;
-}
-
 gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
                                  gm_stream stream, bool *out)
 {
     *out = true;
     if (p->n_blocks > 0 && chunks->has_placement) {
-        GM_TRY(take_placed_blocks(chunks, p, is_fetched ? chunks->in[kind] : stream, out));
+        GM_TRY(gm_place_take(chunks, p, is_fetched ? chunks->in[kind] : stream, out));
         if (!*out) {
             return GM_OK;
         }
@@ -437,195 +409,6 @@ gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, boo
     return GM_OK;
 }
 
-/* Before its blocks go elsewhere; nothing is in flight. */
-static gm_status unmap_stage(gm_chunks *chunks)
-{
-    uint32_t n = chunks->stage_blocks;
-    chunks->stage_blocks = 0;
-    return n == 0 ? GM_OK : chunks->device->ops->unmap(chunks->device, chunks->stage, n);
-}
-
-gm_status gm_chunks_leave_placement(gm_chunks *chunks)
-{
-    if (!chunks->has_placement) {
-        return GM_OK;
-    }
-    GM_TRY(gm_chunks_sync(chunks)); /* invariant 4 falls to the host now */
-    GM_TRY(unmap_stage(chunks));
-    chunks->has_placement = false;
-    for (uint32_t i = 0; i < chunks->n_indices; i++) {
-        chunks->owners[i] = GM_NO_OWNER;
-    }
-    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
-        piece *p = &chunks->pieces[i];
-        p->is_placed = false;
-        for (uint32_t b = 0; gm_is_resident(p) && b < p->n_blocks; b++) {
-            chunks->owners[p->blocks[b]] = (uint32_t)i;
-        }
-    }
-    chunks->n_free = 0;
-    for (uint32_t i = chunks->n_indices; i-- > 0;) {
-        if (chunks->blocks[i] && chunks->owners[i] == GM_NO_OWNER) {
-            chunks->free_blocks[chunks->n_free++] = i;
-        }
-    }
-    return GM_OK;
-}
-
-/* What may stay where it is under the plan: resident now and resident then. */
-static bool is_kept(const piece *p, const gm_place *place)
-{
-    return gm_is_resident(p) && place->is_resident && p->n_blocks > 0;
-}
-
-static gm_status evict_others(gm_chunks *chunks, const gm_plan *plan)
-{
-    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
-        for (int kind = 0; kind < GM_N_PIECES; kind++) {
-            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-            const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            GM_ASSERT(!place->is_resident || place->length == p->n_blocks);
-            if (gm_is_resident(p) && p->n_blocks > 0 && !is_kept(p, place)) {
-                if (p->pins > 0) {
-                    return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
-                }
-                GM_TRY(gm_chunks_evict(chunks, id, (gm_piece)kind));
-            }
-        }
-    }
-    return GM_OK;
-}
-
-/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, the rest are free or new ones. */
-static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t *physical,
-                               uint32_t n)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        physical[i] = UINT32_MAX;
-    }
-    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
-        for (int kind = 0; kind < GM_N_PIECES; kind++) {
-            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-            const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            for (uint32_t b = 0; is_kept(p, place) && b < p->n_blocks; b++) {
-                physical[place->base + (place->offset + b) % place->length] = p->blocks[b];
-            }
-        }
-    }
-    for (uint32_t i = 0; i < n; i++) {
-        if (physical[i] != UINT32_MAX) {
-            continue;
-        }
-        if (chunks->n_free == 0) {
-            if (!may_create_block(chunks)) {
-                return GM_FAIL(GM_ERR_NOMEM, "DEVICE: a plan of %u blocks of %zu bytes exceeds %zu bytes",
-                               n, chunks->device->block_bytes, chunks->limit);
-            }
-            GM_TRY(create_block(chunks));
-        }
-        physical[i] = chunks->free_blocks[--chunks->n_free];
-    }
-    return GM_OK;
-}
-
-/* The state ring's blocks, in a row, behind the range of the stage. */
-static gm_status map_stage(gm_chunks *chunks, const gm_plan *plan, const uint32_t *physical)
-{
-    gm_device *device = chunks->device;
-    const gm_place *ring = NULL;
-    for (uint32_t id = 0; id < chunks->n_chunks && !ring; id++) {
-        const gm_place *place = gm_plan_place(plan, id, GM_STATE);
-        ring = place->length > 0 && !place->is_resident ? place : NULL;
-    }
-    chunks->stage_blocks = !ring                                  ? 0
-                           : ring->length < chunks->stage_capacity ? ring->length
-                                                                   : chunks->stage_capacity;
-    for (uint32_t b = 0; b < chunks->stage_blocks; b++) {
-        chunks->scratch[b] = chunks->blocks[physical[ring->base + b]];
-    }
-    chunks->stats.n_maps++;
-    return chunks->stage_blocks == 0 ? GM_OK
-                                     : device->ops->map(device, chunks->stage, chunks->scratch,
-                                                        chunks->stage_blocks);
-}
-
-static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uint32_t *physical)
-{
-    for (uint32_t i = 0; i < chunks->n_indices; i++) {
-        chunks->owners[i] = GM_NO_OWNER;
-    }
-    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
-        for (int kind = 0; kind < GM_N_PIECES; kind++) {
-            piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-            const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            p->is_placed = place->length > 0 && p->n_blocks > 0 &&
-                           (kind != GM_STATE || place->is_resident); /* others pass through the stage */
-            if (!p->is_placed) {
-                continue;
-            }
-            bool is_same = p->is_mapped;
-            for (uint32_t b = 0; b < p->n_blocks; b++) {
-                uint32_t index = physical[place->base + (place->offset + b) % place->length];
-                is_same = is_same && p->blocks[b] == index;
-                p->blocks[b] = index;
-                if (gm_is_resident(p)) {
-                    chunks->owners[index] = index_of(chunks, p);
-                }
-            }
-            if (!is_same) {
-                GM_TRY(map_piece(chunks, p));
-            }
-        }
-    }
-    return GM_OK;
-}
-
-gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks)
-{
-    uint32_t n = gm_plan_n_blocks(plan);
-    GM_ASSERT(!chunks->is_strict);
-    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
-        for (int kind = 0; kind < GM_N_PIECES; kind++) {
-            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-            if (p->pins > 0 && !is_kept(p, gm_plan_place(plan, id, (gm_piece)kind))) {
-                return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
-            }
-        }
-    }
-    uint32_t *physical = calloc(n ? n : 1, sizeof *physical);
-    if (!physical) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
-    }
-    gm_status status;
-    GM_TRY_GOTO(status, done, gm_chunks_leave_placement(chunks));
-    GM_TRY_GOTO(status, done, evict_others(chunks, plan));
-    GM_TRY_GOTO(status, done, gm_chunks_sync(chunks));
-    status = assign_blocks(chunks, plan, physical, n);
-    if (out_blocks) {
-        *out_blocks = chunks->n_blocks;
-    }
-    if (status != GM_OK) { /* what had been taken is free again */
-        for (uint32_t i = 0; i < chunks->n_indices; i++) {
-            chunks->owners[i] = GM_NO_OWNER;
-        }
-        chunks->has_placement = true;
-        char text[512];
-        snprintf(text, sizeof text, "%s", gm_last_error());
-        gm_status left = gm_chunks_leave_placement(chunks);
-        status = left == GM_OK ? GM_FAIL(status, "%s", text) : left;
-        goto done;
-    }
-    GM_TRY_GOTO(status, done, map_placement(chunks, plan, physical));
-    GM_TRY_GOTO(status, done, map_stage(chunks, plan, physical));
-    while (status == GM_OK && chunks->n_free > 0) {
-        status = destroy_free_block(chunks);
-    }
-    chunks->has_placement = status == GM_OK;
-done:
-    free(physical);
-    return status;
-}
-
 /* ---- limits ---- */
 
 gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
@@ -636,9 +419,9 @@ gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
     GM_ASSERT(!chunks->has_placement);
     while (n_pinned < GM_N_PIECES && status == GM_OK) {
         piece *p = gm_piece_at(chunks, id, (gm_piece)n_pinned);
-        status = gm_is_resident(p) ? GM_OK
-                                   : gm_piece_make_resident(chunks, p, (gm_piece)n_pinned, true, 0,
-                                                            &is_done);
+        status = gm_is_resident(p)
+                     ? GM_OK
+                     : gm_piece_make_resident(chunks, p, (gm_piece)n_pinned, true, 0, &is_done);
         if (status == GM_OK) { /* none of the three makes room for another */
             p->pins++;
             p->last_use = ++chunks->clock;
@@ -669,7 +452,7 @@ gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *ou
     }
     while ((size_t)chunks->n_blocks * block_bytes > device_limit) {
         if (chunks->n_free > 0) {
-            GM_TRY(destroy_free_block(chunks));
+            GM_TRY(gm_pool_shrink(chunks));
             continue;
         }
         bool evicted;
@@ -703,7 +486,7 @@ static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t i
         if (!chunks->blocks[p->blocks[b]]) {
             return GM_FAIL(GM_ERR_STATE, "invariant 1: chunk %u owns a destroyed block", id);
         }
-        if (chunks->has_placement && chunks->owners[p->blocks[b]] != index_of(chunks, p)) {
+        if (chunks->has_placement && chunks->owners[p->blocks[b]] != gm_piece_index(chunks, p)) {
             return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u has another owner",
                            p->blocks[b], id);
         }

@@ -1,5 +1,5 @@
-/* engine.h - serves units on demand: fetches what a unit needs when it is entered, takes gradients as
- * they arrive, and runs the update where each chunk's states are.
+/* engine.h - has what a unit needs on the device when it is entered (by plan, or on demand), takes gradients as they
+ * arrive, and runs the update where each chunk's states are.
  *
  * Ownership: the engine is counted.  Its maker holds one reference; every tensor that shows engine memory
  * holds one through a lease, so that memory outlives the last tensor that can read it.
@@ -159,8 +159,7 @@ gm_status gm_engine_forget_outside(gm_engine *engine);
 /* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
-/* The plan that is followed, or NULL; valid until the next step or pass.  And the seconds of compute of one step
- * as measured, 0 before there is a plan. */
+/* The plan that is followed, or NULL; valid until the next call that may plan or run out of memory. */
 const gm_plan *gm_engine_plan(const gm_engine *engine);
 /* Logs from now on what is done and when it runs; the log is the caller's at the end, also when that fails
  * (*out may then be NULL). */

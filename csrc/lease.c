@@ -135,7 +135,7 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
         status = gm_update_check_between(engine, p->place.chunk);
         status = status == GM_OK ? gm_engine_pin_weights(engine, p->place.chunk, stream) : status;
         if (status == GM_OK && is_watched) {
-            /* Work that still writes the weight (the update) is on this stream. */
+            /* What others still write is on this stream. */
             status = engine->device->ops->stream_sync(engine->device, stream);
             status = status == GM_OK ? snapshot(engine, lease) : status;
             if (status != GM_OK) {

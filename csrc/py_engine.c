@@ -415,12 +415,15 @@ static PyObject *core_timeline_end(core *self, PyObject *unused)
 
 static PyObject *core_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
+    enum { FALL = 64 << 20 }; /* less is the driver's own coming and going */
     unsigned long long v[1];
-    if (!gm_py_engine_of(self) || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
         return NULL;
     }
-    atomic_store(&self->around->external_bytes, (size_t)v[0]);
-    Py_RETURN_NONE;
+    size_t before = atomic_exchange(&self->around->external_bytes, (size_t)v[0]);
+    /* What somebody else held while a pass was traced is no need of that pass. */
+    return gm_py_finish(before > v[0] + FALL ? gm_engine_forget_outside(engine) : GM_OK);
 }
 
 /* shed(bytes) -> bool: as for torch on a device that is full */

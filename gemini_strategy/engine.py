@@ -654,7 +654,7 @@ class Engine(Reporting):
         if dtype not in (None, torch.float32):
             raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
         self.recover()
-        if self._armed is not None:  # no step came after backward(step=True): the weights as they are
+        if self._armed is not None:  # no step came after backward(step=True): weights as they are
             self._armed = None
             self.core.disarm(0)
         if self.recording is not None:

@@ -265,7 +265,8 @@ class RootForward:
             self.model.__dict__.pop("forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine._memory.recover()
+        if self.engine._memory.recover():
+            self.engine.core.forget_outside()
         plan = self.engine.precision_plan
         context: Any = contextlib.nullcontext()
         if self.convert_inputs:

@@ -134,13 +134,15 @@ class DeviceMemory:
         self._kept_bytes = max(self._pool.bytes(), _LEAST_SLACK)
         return is_gain
 
-    def recover(self) -> None:
-        """Before a forward: invariant 2."""
-        if self._pool is not None and self._pool.refusals() != self._refusals:
-            self._pool.trim()
-            self._history.forget()
-            self._refusals = self._pool.refusals()
-            self._kept_bytes = 0
+    def recover(self) -> bool:
+        """Before a forward: invariant 2. True: as in tidy()."""
+        if self._pool is None or self._pool.refusals() == self._refusals:
+            return False
+        self._pool.trim()
+        self._history.forget()
+        self._refusals = self._pool.refusals()
+        self._kept_bytes = 0
+        return True
 
 
 def _end(pool: Any, history: _History) -> None:

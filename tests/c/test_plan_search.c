@@ -231,7 +231,7 @@ static void test_traffic(void)
         model_of_units(&m, 8 + (uint32_t)below(&seed, 40), 4000000 + below(&seed, 20000000), 1e5);
         m.input.rates.host_adam = m.input.rates.host_adam_beside = 1e15;
         m.input.rates.device_adam = 1e15;
-        for (uint32_t part = 3; part < 32; part++) {
+        for (uint32_t part = 3; part <= 33; part++) {
             gm_plan_info info =
                 plan_of(&m, (gm_when)(round % 2), (double)(whole_bytes(&m) / 32 * part));
             CHECK(info.h2d_bytes + info.d2h_bytes <= before + m.chunks[0].bytes[GM_STATE]);

@@ -45,7 +45,7 @@ STEPS = {0.35: 200, None: 60}  # by clipping
 FEW = 16
 VOCABULARY, LENGTH, SEQUENCES = 1024, 64, 4
 # what a budget has beside the state: reserve of the driver, workspaces, activations
-AROUND = 448 * MIB
+AROUND = 320 * MIB
 SLOW_HOST = "h2d=55e9,d2h=54e9,host_adam=5e7,host_adam_beside=5e7"  # states come to the device
 FAST_HOST = "h2d=20e9,d2h=20e9,host_adam=60e9,host_adam_beside=60e9"  # updates stay on the host
 
@@ -100,11 +100,11 @@ def loss_of(run: Any, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def transformer(width: int = 512, depth: int = 4, recompute: str | None = None) -> Case:
+def transformer(width: int = 768, depth: int = 4, recompute: str | None = None) -> Case:
     return Case("transformer", lambda: Transformer(width, depth, recompute), tokens, loss_of)
 
 
-CASE = transformer()  # 14 million parameters
+CASE = transformer()  # 30 million parameters
 
 
 def recipe_of(clip: float | None, steps: int) -> Recipe:
@@ -267,7 +267,7 @@ def test_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
     def build() -> nn.Module:
-        model = Transformer(512, 4)
+        model = Transformer(768, 4)
         for layer in model.layers:
             layer.compile(backend="aot_eager")
         return model
