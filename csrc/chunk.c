@@ -193,7 +193,8 @@ gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stre
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     GM_TRY(order_device_write(chunks, p, stream));
-    return set_fence(chunks, &p->filled, stream, true); /* it stands for the last owner's, if nothing is written */
+    return set_fence(chunks, &p->filled, stream,
+                     true); /* it stands for the last owner's, if nothing is written */
 }
 
 /* The home's bytes have arrived; the host may read them. */
@@ -332,9 +333,8 @@ gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece kind, bool
 {
     piece *p = gm_piece_at(chunks, id, kind);
     *out = gm_is_resident(p);
-    return *out || !chunks->has_placement
-               ? GM_OK
-               : gm_piece_make_resident(chunks, p, kind, true, 0, out);
+    return *out || !chunks->has_placement ? GM_OK
+                                          : gm_piece_make_resident(chunks, p, kind, true, 0, out);
 }
 
 gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream,

@@ -40,7 +40,7 @@ typedef struct gm_chunks_options {
 typedef struct gm_chunks_stats {
     uint64_t fetches, evictions;
     uint64_t fetched_bytes, evicted_bytes; /* copied H2D, D2H */
-    uint64_t n_host_waits, n_maps;         /* places where the host waited; map, poison and unmap calls */
+    uint64_t n_host_waits, n_maps; /* places where the host waited; map, poison and unmap calls */
     size_t device_bytes, device_peak_bytes; /* of blocks */
     uint32_t n_blocks;
 } gm_chunks_stats;
@@ -79,7 +79,8 @@ void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
  * blocks are in use or it has none. */
 gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
 /* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write. */
-gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream, bool *out);
+gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream,
+                          bool *out);
 /* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes or when pinned. */
 gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The device copy is forgotten, its bytes lost (no-op when not resident, without homes, or pinned). */
@@ -93,13 +94,17 @@ gm_status gm_chunks_end_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_
 gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* The same for homes.  After a home was written a resident copy is stale: home_written or discard. */
-gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                    gm_stream stream);
 gm_status gm_chunks_end_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                     gm_stream stream);
+gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                   gm_stream stream);
 /* Whoever has the piece pinned reads it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece); /* if DIRTY: issues the copy */
+gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id,
+                              gm_piece piece); /* if DIRTY: issues the copy */
 
 /* ---- the host's own access; it may wait ---- */
 
@@ -137,7 +142,8 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
  * that copy states in and out. */
 void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes);
 void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out);
-void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in); /* copied by others, for the stats */
+void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes,
+                          bool is_in); /* copied by others, for the stats */
 /* Back to the pool: waits, keeps what is resident. */
 gm_status gm_chunks_leave_placement(gm_chunks *chunks);
 

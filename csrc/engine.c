@@ -247,11 +247,11 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
                     needed, limit);
         goto done;
     }
-    GM_TRY_GOTO(status, done,
-                make_arena(engine,
-                           has_homes ? gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n)
-                                     : 0,
-                           options->host_budget));
+    GM_TRY_GOTO(
+        status, done,
+        make_arena(engine,
+                   has_homes ? gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n) : 0,
+                   options->host_budget));
     gm_chunks_options chunk_options = {
         .device = engine->device,
         .n_chunks = n,
@@ -384,7 +384,8 @@ gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream str
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
     }
     gm_status status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
-    if (status == GM_ERR_NOMEM && engine->shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
+    if (status == GM_ERR_NOMEM &&
+        engine->shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
         engine->shed_limit = SIZE_MAX;
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
         status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
@@ -552,7 +553,8 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
     if (!has_room && limit >= bytes) {
         gm_chunks_stats stats;
         gm_chunks_get_stats(engine->chunks, &stats);
-        if (stats.device_bytes > limit - bytes) { /* more than was measured: the plan asks too much */
+        if (stats.device_bytes >
+            limit - bytes) { /* more than was measured: the plan asks too much */
             (void)gm_replay_leave_plan(engine);
         }
         has_room = gm_chunks_set_limit(engine->chunks, limit - bytes, &held) == GM_OK &&
@@ -569,8 +571,9 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     gm_chunks_get_stats(engine->chunks, &stats);
     size_t before = stats.device_bytes, held = before;
     engine->shed_limit = before > bytes ? before - bytes : 0;
-    bool is_done = gm_replay_leave_plan(engine) == GM_OK &&
-                   gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), &held) == GM_OK;
+    bool is_done =
+        gm_replay_leave_plan(engine) == GM_OK &&
+        gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), &held) == GM_OK;
     engine->shed_limit = held;
     pthread_mutex_unlock(&engine->lock);
     return is_done && held < before;
@@ -678,8 +681,8 @@ gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
     *out = engine->timeline;
     engine->timeline = NULL;
     gm_chunks_set_timeline(engine->chunks, NULL);
-    gm_status status = *out ? gm_timeline_finish(*out)
-                            : GM_FAIL(GM_ERR_STATE, "no timeline is being recorded");
+    gm_status status =
+        *out ? gm_timeline_finish(*out) : GM_FAIL(GM_ERR_STATE, "no timeline is being recorded");
     return gm_engine_end_call(engine, status);
 }
 

@@ -39,10 +39,10 @@ typedef struct gm_engine_options {
     size_t host_budget;   /* SIZE_MAX: what the host has */
     gm_policy policy;
     bool is_strict;
-    bool is_grad_f32; /* gradients are kept in fp32 instead of the weight's dtype */
-    gm_rates rates;      /* h2d 0: unknown, and nothing is planned */
-    double state_share;  /* gm_plan_input */
-    size_t slack_bytes;  /* device bytes that a plan leaves free within the budget */
+    bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
+    gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
+    double state_share; /* gm_plan_input */
+    size_t slack_bytes; /* device bytes that a plan leaves free within the budget */
     /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
     size_t (*outside_bytes)(void *context);
     void *outside_context;
@@ -64,13 +64,14 @@ typedef struct gm_engine_stats {
     size_t weight_bytes; /* weights of all chunks, as blocks */
     uint32_t n_chunks, n_blocks, n_settled, n_leases;
     uint64_t layout_hash;
-    double host_adam_seconds; /* of updates on the host, so far */
+    double host_adam_seconds;   /* of updates on the host, so far */
     uint64_t n_plans, n_breaks; /* adopted; left because of memory or a pass that was not planned */
     uint64_t n_deviations;      /* passes that left their trace */
     uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
     uint32_t n_traces, n_pending;
-    uint64_t n_immediate;      /* updates of chunks inside a backward */
-    size_t outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
+    uint64_t n_immediate; /* updates of chunks inside a backward */
+    size_t
+        outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
     bool is_planned;
 } gm_engine_stats;
 

@@ -92,23 +92,23 @@ struct gm_engine {
     atomic_bool has_ended_lease; /* one of them may have ended since they were last processed */
 
     /* the step */
-    gm_chunk_state *chunk_states; /* (n_chunks,) */
-    uint32_t *chunk_params;       /* (n_params,) chunk after chunk */
-    gm_adam_range *ranges;        /* (2, n_params) behind the tasks */
+    gm_chunk_state *chunk_states;     /* (n_chunks,) */
+    uint32_t *chunk_params;           /* (n_params,) chunk after chunk */
+    gm_adam_range *ranges;            /* (2, n_params) behind the tasks */
     uint32_t n_pending, next_pending; /* chunks pending; where the search for the next one starts */
     gm_stream update_stream, host_stream;
     gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
     uint64_t n_steps;
     bool is_armed, wants_immediate, has_repeats;
-    atomic_ullong host_adam_ns, host_adam_params; /* of updates on the host, so far */
+    atomic_ullong host_adam_ns, host_adam_params;  /* of updates on the host, so far */
     unsigned long long planned_ns, planned_params; /* of these, before the plan that is followed */
     atomic_int async_status;
 
     /* gradients and their norm */
     bool wants_sums;
-    uint8_t *staging;     /* pinned, GM_STAGING_BYTES; NULL on the host device */
-    gm_sumsq *sums;       /* (n_params + 1,) device memory; the last one is scratch */
-    gm_sumsq *sums_home;  /* (n_params + 1,) pinned host memory */
+    uint8_t *staging;    /* pinned, GM_STAGING_BYTES; NULL on the host device */
+    gm_sumsq *sums;      /* (n_params + 1,) device memory; the last one is scratch */
+    gm_sumsq *sums_home; /* (n_params + 1,) pinned host memory */
     gm_block *sums_blocks;
     size_t n_sums_blocks;
 
@@ -174,7 +174,8 @@ gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream str
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
-size_t gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
+size_t
+gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
 
@@ -193,13 +194,13 @@ gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
 /* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
 void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
 gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
-gm_status gm_replay_plan(gm_engine *engine);       /* plans and adopts, if there is something to plan */
+gm_status gm_replay_plan(gm_engine *engine); /* plans and adopts, if there is something to plan */
 
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);
 void gm_update_free(gm_engine *engine);
-gm_status gm_update_issue(gm_engine *engine, uint32_t chunk);   /* its pending update, if any */
-gm_status gm_update_issue_all(gm_engine *engine);               /* every pending update */
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
+gm_status gm_update_issue_all(gm_engine *engine);             /* every pending update */
 gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
 /* Backward needs the weights: the engine dies if that backward has updated them. */
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);

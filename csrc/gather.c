@@ -146,10 +146,11 @@ static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_
                            gm_stream stream)
 {
     if (p->is_used_up) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "a gradient arrived for parameter %u, whose last one was used up by the update "
-                       "inside backward(step=True); call optimizer.zero_grad() before the next backward",
-                       (unsigned)(p - engine->params));
+        return GM_FAIL(
+            GM_ERR_STATE,
+            "a gradient arrived for parameter %u, whose last one was used up by the update "
+            "inside backward(step=True); call optimizer.zero_grad() before the next backward",
+            (unsigned)(p - engine->params));
     }
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
@@ -167,9 +168,8 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, g
     GM_TRY(gm_engine_check_param(engine, id));
     GM_TRY(gm_engine_begin_call(engine));
     gm_param *p = &engine->params[id];
-    gm_status status = p->spec.has_grad
-                           ? take_grad(engine, p, grad, dtype, stream)
-                           : GM_FAIL(GM_ERR_ARG, "parameter %u takes no gradient", id);
+    gm_status status = p->spec.has_grad ? take_grad(engine, p, grad, dtype, stream)
+                                        : GM_FAIL(GM_ERR_ARG, "parameter %u takes no gradient", id);
     return gm_engine_end_call(engine, status);
 }
 
@@ -224,9 +224,10 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
     for (uint32_t i = 0; i < n; i++) {
         gm_param *p = &engine->params[params[i]];
         if (p->is_used_up) {
-            return GM_FAIL(GM_ERR_STATE,
-                           "gradients were used up by the update inside backward(step=True); a norm "
-                           "needs backward(loss) without it");
+            return GM_FAIL(
+                GM_ERR_STATE,
+                "gradients were used up by the update inside backward(step=True); a norm "
+                "needs backward(loss) without it");
         }
         if (!p->has_grad || p->spec.numel == 0) {
             continue;

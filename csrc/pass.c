@@ -15,8 +15,8 @@ enum { TIMED_RUNS = 3 }; /* of each trace; the least time of a tick counts */
 typedef struct gm_tick_timer {
     gm_event *start, *end; /* (capacity,) */
     uint32_t capacity;
-    uint32_t n;          /* ticks of the pass that is being timed, or was and waits to be resolved */
-    uint32_t trace;      /* of that pass; GM_NO_TRACE: not known yet */
+    uint32_t n;     /* ticks of the pass that is being timed, or was and waits to be resolved */
+    uint32_t trace; /* of that pass; GM_NO_TRACE: not known yet */
     bool is_on, is_open; /* times the present pass; a start has been recorded */
     bool has_result;
 } gm_tick_timer;
@@ -171,14 +171,16 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     gm_pass_end(engine);
     if (!engine->plan && engine->wants_plan && engine->n_steps == 0 && engine->runs.n > 0 &&
         engine->n_pending == 0) {
-        (void)gm_replay_plan(engine); /* evaluation or inference before any step, or without an optimizer */
+        (void)gm_replay_plan(
+            engine); /* evaluation or inference before any step, or without an optimizer */
         engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
     }
     engine->is_pass_open = true;
     engine->is_pass_grad = is_grad;
     engine->has_pass_backward = false;
     engine->pass_first_unit = unit;
-    engine->n_passes += !engine->is_armed; /* an armed backward counts its arrivals from its own start */
+    engine->n_passes +=
+        !engine->is_armed; /* an armed backward counts its arrivals from its own start */
     if (gm_book_begin(engine->book, is_grad) != GM_OK) {
         return GM_OK; /* unrecorded: on demand */
     }
@@ -206,14 +208,14 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         size_t bytes[GM_N_PIECES];
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
-            bytes[piece] = gm_chunks_is_resident(engine->chunks, chunk, (gm_piece)piece)
-                               ? gm_chunks_block_bytes(engine->device,
-                                                       gm_engine_piece_bytes(engine, chunk,
-                                                                             (gm_piece)piece))
-                               : 0;
+            bytes[piece] =
+                gm_chunks_is_resident(engine->chunks, chunk, (gm_piece)piece)
+                    ? gm_chunks_block_bytes(engine->device,
+                                            gm_engine_piece_bytes(engine, chunk, (gm_piece)piece))
+                    : 0;
             live += bytes[piece];
         }
-        gm_class class = engine->plan ? gm_plan_class(engine->plan, chunk)
+        gm_class class = engine->plan          ? gm_plan_class(engine->plan, chunk)
                          : bytes[GM_STATE] > 0 ? GM_CLASS_R
                                                : GM_CLASS_C2;
         memory.weights[class] += bytes[GM_WEIGHT];

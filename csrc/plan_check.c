@@ -26,6 +26,7 @@ typedef struct gm_model_chunk {
     uint32_t until;  /* weights are in use before this tick of the present pass */
     uint32_t starts; /* tick of the present pass from which the gradient may grow */
     uint32_t ends;   /* tick at which it is complete */
+    uint32_t touch;  /* first of backward; GM_NO_TICK: none */
 } gm_model_chunk;
 
 typedef struct gm_model {
@@ -295,30 +296,55 @@ static gm_status start_grad(gm_model *m, uint32_t c)
     return GM_OK;
 }
 
+/* First touch in backward of one of a unit's chunks, or GM_NO_TICK. */
+static uint32_t touch_of_unit(const gm_model *m, uint32_t unit)
+{
+    uint32_t first = GM_NO_TICK;
+    for (uint32_t i = m->input->unit_begin[unit]; i < m->input->unit_begin[unit + 1]; i++) {
+        uint32_t touch = m->chunks[m->input->unit_chunks[i]].touch;
+        first = touch < first ? touch : first;
+    }
+    return first;
+}
+
+static void start_unit(gm_model *m, uint32_t unit, uint32_t tick)
+{
+    for (uint32_t i = m->input->unit_begin[unit]; i < m->input->unit_begin[unit + 1]; i++) {
+        gm_model_chunk *chunk = &m->chunks[m->input->unit_chunks[i]];
+        chunk->starts = tick < chunk->starts ? tick : chunk->starts;
+    }
+}
+
+/* A gradient may grow from the first touch of a chunk of a unit that the chunk belongs to; where a unit is never
+ * touched, from when backward enters it. */
 static void find_starts(gm_model *m)
 {
-    bool is_backward = false;
     for (uint32_t c = 0; c < m->input->n_chunks; c++) {
-        m->chunks[c].starts = m->chunks[c].ends = GM_NO_TICK;
-        m->chunks[c].until = 0;
-        m->chunks[c].was_pending = m->chunks[c].is_pending;
-        m->chunks[c].is_spent = false;
+        gm_model_chunk *chunk = &m->chunks[c];
+        chunk->starts = chunk->ends = chunk->touch = GM_NO_TICK;
+        chunk->until = 0;
+        chunk->was_pending = chunk->is_pending;
+        chunk->is_spent = false;
     }
     for (uint32_t t = 0; t < m->trace->n; t++) {
         const gm_tick *tick = &m->trace->ticks[t];
-        is_backward |= tick->kind != GM_TICK_ENTER;
-        if (tick->kind == GM_TICK_GRAD) {
-            m->chunks[tick->id].ends = t;
-            if (m->chunks[tick->id].starts == GM_NO_TICK) {
-                m->chunks[tick->id].starts = t;
-            }
-            continue;
+        if (tick->kind != GM_TICK_ENTER) {
+            gm_model_chunk *chunk = &m->chunks[tick->id];
+            chunk->starts = t < chunk->starts ? t : chunk->starts;
+            chunk->touch = tick->kind == GM_TICK_TOUCH && t < chunk->touch ? t : chunk->touch;
+            chunk->ends = tick->kind == GM_TICK_GRAD ? t : chunk->ends;
         }
-        uint32_t begin = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id] : 0;
-        uint32_t end = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id + 1] : 1;
-        for (uint32_t i = begin; i < end && is_backward; i++) {
-            uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
-            m->chunks[c].starts = m->chunks[c].starts == GM_NO_TICK ? t : m->chunks[c].starts;
+    }
+    for (uint32_t unit = 0; unit < m->input->n_units; unit++) {
+        start_unit(m, unit, touch_of_unit(m, unit));
+    }
+    bool is_backward = false;
+    for (uint32_t t = 0; t < m->trace->n; t++) {
+        const gm_tick *tick = &m->trace->ticks[t];
+        is_backward |= tick->kind != GM_TICK_ENTER;
+        if (is_backward && tick->kind == GM_TICK_ENTER &&
+            touch_of_unit(m, tick->id) == GM_NO_TICK) {
+            start_unit(m, tick->id, t);
         }
     }
 }
@@ -384,9 +410,6 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
         for (uint32_t c = 0; c < m->input->n_chunks; c++) {
             m->chunks[c].is_pending = (m->chunks[c].is_grad_dirty || m->chunks[c].has_home_grad) &&
                                       m->input->chunks[c].numel > 0;
-            if (m->input->chunks[c].numel == 0) {
-                forget_grad(m, c); /* no optimizer takes it: it is dropped before the next step */
-            }
         }
     }
     m->trace = NULL;

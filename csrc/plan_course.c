@@ -87,27 +87,63 @@ static int by_begin(const void *left, const void *right)
                             : (a->chunk > b->chunk) - (a->chunk < b->chunk);
 }
 
-static void read_opens(const gm_plan_input *input, gm_course *course, uint32_t *touched)
+static uint32_t first_touch(const gm_plan_input *input, uint32_t unit, uint32_t first,
+                            const uint32_t *touched)
+{
+    for (uint32_t i = input->unit_begin[unit]; i < input->unit_begin[unit + 1]; i++) {
+        uint32_t c = input->unit_chunks[i];
+        first = touched[c] < first ? touched[c] : first;
+    }
+    return first;
+}
+
+static void begin_unit(const gm_plan_input *input, uint32_t unit, uint32_t begin, uint32_t *out)
+{
+    for (uint32_t i = input->unit_begin[unit]; i < input->unit_begin[unit + 1]; i++) {
+        uint32_t c = input->unit_chunks[i];
+        out[c] = begin < out[c] ? begin : out[c];
+    }
+}
+
+/* (n_chunks,) When the gradient of a chunk may begin to grow; n: no tick tells.  The gradients of a unit's parameters
+ * come with the node that touches one of them, also those that are not needed themselves (a bias); a unit of which
+ * nothing is touched may give gradients from when it is entered again.  `touched` is scratch, (n_chunks,). */
+static void find_begins(const gm_plan_input *input, const gm_course *course, uint32_t *touched,
+                        uint32_t *out)
+{
+    const gm_tick *ticks = course->trace->ticks;
+    for (uint32_t c = 0; c < input->n_chunks; c++) {
+        touched[c] = out[c] = course->n;
+    }
+    for (uint32_t t = course->n; t-- > course->backward;) {
+        if (ticks[t].kind == GM_TICK_TOUCH) {
+            touched[ticks[t].id] = out[ticks[t].id] = t;
+        }
+    }
+    for (uint32_t unit = 0; unit < input->n_units; unit++) {
+        begin_unit(input, unit, first_touch(input, unit, course->n, touched), out);
+    }
+    for (uint32_t t = course->backward; t < course->n; t++) {
+        if (ticks[t].kind == GM_TICK_ENTER &&
+            first_touch(input, ticks[t].id, course->n, touched) == course->n) {
+            begin_unit(input, ticks[t].id, t, out);
+        }
+    }
+}
+
+static void read_opens(const gm_plan_input *input, gm_course *course, const uint32_t *begins)
 {
     uint32_t recent[OPEN_AHEAD];
     for (uint32_t i = 0; i < OPEN_AHEAD; i++) {
         recent[i] = course->backward;
     }
-    for (uint32_t c = 0; c < input->n_chunks; c++) {
-        touched[c] = UINT32_MAX;
-    }
     for (uint32_t t = course->backward; t < course->n; t++) {
         const gm_tick *tick = &course->trace->ticks[t];
         if (tick->kind != GM_TICK_GRAD) {
-            const uint32_t *chunks;
-            uint32_t n = n_chunks_of(input, tick, &chunks);
-            for (uint32_t i = 0; i < n; i++) {
-                touched[chunks[i]] = touched[chunks[i]] == UINT32_MAX ? t : touched[chunks[i]];
-            }
             continue;
         }
         if (course->grad[tick->id] == t && input->chunks[tick->id].bytes[GM_GRAD] > 0) {
-            uint32_t begin = touched[tick->id] < recent[0] ? touched[tick->id] : recent[0];
+            uint32_t begin = begins[tick->id] < recent[0] ? begins[tick->id] : recent[0];
             uint32_t last = input->when == GM_IMMEDIATE ? course->settle[tick->id] : t;
             uint32_t end = last < course->n ? last + 1 : course->n;
             course->opens[course->n_opens++] = (gm_use){tick->id, begin, end};
@@ -130,8 +166,11 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
     out->grad = calloc((size_t)input->n_chunks + 1, sizeof *out->grad);
     out->settle = calloc((size_t)input->n_chunks + 1, sizeof *out->settle);
     uint32_t *latest = calloc((size_t)input->n_chunks + 1, sizeof *latest);
-    if (!out->settle || !out->uses || !out->opens || !out->first || !out->grad || !latest) {
+    uint32_t *begins = calloc((size_t)input->n_chunks + 1, sizeof *begins);
+    if (!out->settle || !out->uses || !out->opens || !out->first || !out->grad || !latest ||
+        !begins) {
         free(latest);
+        free(begins);
         gm_course_free(out);
         return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan a trace of %u ticks", trace->n);
     }
@@ -154,8 +193,10 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
         uint32_t grad = out->grad[c] == GM_NO_TICK ? out->n : out->grad[c];
         out->settle[c] = end > grad ? end : grad;
     }
-    read_opens(input, out, latest);
+    find_begins(input, out, latest, begins);
+    read_opens(input, out, begins);
     free(latest);
+    free(begins);
     return GM_OK;
 }
 

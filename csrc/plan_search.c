@@ -25,6 +25,15 @@ typedef struct gm_dials {        /* without padding: compared as bytes */
         first; /* so many chunks, the first in use, have room for their states before any weights have */
 } gm_dials;
 
+enum { /* numbers of dials, behind those of the depths */
+       DIAL_HOST = GM_N_PIECES,
+       DIAL_LATE_HOST,
+       DIAL_LATE_STATE,
+       DIAL_STATES,
+       DIAL_WEIGHTS,
+       DIAL_FIRST
+};
+
 typedef struct gm_found { /* the best so far */
     gm_plan *plan;        /* NULL: nothing yet */
     gm_choice choice;
@@ -66,31 +75,6 @@ static void choice_copy(uint32_t n, gm_choice *to, const gm_choice *from)
     memcpy(to->depth, from->depth, sizeof to->depth);
 }
 
-gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out)
-{
-    gm_plan *plan;
-    *out = NULL;
-    GM_TRY(gm_plan_alloc(problem, &plan));
-    gm_status status = gm_plan_place_all(problem, choice, plan);
-    if (status != GM_OK || plan->n_blocks > problem->n_blocks) {
-        gm_plan_free(plan);
-        return status;
-    }
-    for (uint32_t k = 0; k < problem->n_courses && status == GM_OK; k++) {
-        status = gm_schedule_new(problem, plan, &problem->courses[k], &plan->schedules[k]);
-        plan->n_schedules += status == GM_OK;
-    }
-    if (status == GM_OK) {
-        status = gm_plan_time(problem, plan);
-    }
-    if (status != GM_OK) {
-        gm_plan_free(plan);
-        return status;
-    }
-    *out = plan;
-    return GM_OK;
-}
-
 /* Picks members evenly: whether the next of `weight` belongs to the share, with the error carried along. */
 static bool pick(double *carry, double weight, double share)
 {
@@ -107,11 +91,6 @@ typedef struct gm_room { /* blocks that a choice may give away */
     uint64_t grads, states;
 } gm_room;
 
-static bool needs_update(const gm_problem *problem, uint32_t c)
-{
-    return problem->is_trained[c];
-}
-
 static void choose_classes(const gm_search *s, const gm_dials *dials, const gm_room *room,
                            gm_choice *choice)
 {
@@ -126,7 +105,7 @@ static void choose_classes(const gm_search *s, const gm_dials *dials, const gm_r
                            room->weights >= 1 ||
                            pick(&weight_carry, chunk->blocks[GM_WEIGHT], room->weights);
         bool is_frozen = chunk->numel == 0;
-        bool is_fitting = is_all_cuda || (!is_full && needs_update(problem, c) &&
+        bool is_fitting = is_all_cuda || (!is_full && problem->is_trained[c] &&
                                           chunk->blocks[GM_STATE] <= states_left);
         is_full |= !is_frozen && !is_fitting;
         gm_class cls;
@@ -135,7 +114,7 @@ static void choose_classes(const gm_search *s, const gm_dials *dials, const gm_r
         } else if (is_fitting) {
             states_left -= is_all_cuda ? 0 : chunk->blocks[GM_STATE];
             cls = GM_CLASS_R;
-        } else if (!needs_update(problem, c) || dials->depth[GM_STATE] == 0 ||
+        } else if (!problem->is_trained[c] || dials->depth[GM_STATE] == 0 ||
                    pick(&host_carry, (double)chunk->numel, dials->host)) {
             cls = is_resident ? GM_CLASS_C1 : GM_CLASS_C2;
         } else {
@@ -214,7 +193,7 @@ static uint64_t first_states(const gm_problem *problem, const gm_dials *dials)
     uint64_t blocks = 0, n = (uint64_t)dials->first;
     for (uint32_t i = 0; i < problem->n && n > 0; i++) {
         uint32_t c = problem->order[i];
-        if (needs_update(problem, c)) {
+        if (problem->is_trained[c]) {
             blocks += problem->input->chunks[c].blocks[GM_STATE];
             n--;
         }
@@ -351,6 +330,14 @@ static gm_status try_dials(gm_search *s, const gm_dials *dials, bool *is_best)
     return GM_OK;
 }
 
+/* The share that a dial beyond the depths is. */
+static double *share_at(gm_dials *dials, uint32_t which)
+{
+    double *const shares[] = {&dials->host,   &dials->late_host, &dials->late_state,
+                              &dials->states, &dials->weights,   &dials->first};
+    return shares[which - GM_N_PIECES];
+}
+
 /* Turns one dial through values, around the best dials so far. */
 static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32_t n, bool *helps)
 {
@@ -358,16 +345,10 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
     for (uint32_t i = 0; i < n; i++) {
         gm_dials dials = start;
         bool is_best;
-        switch (which) {
-        case 0: dials.host = values[i]; break;
-        case 1: dials.depth[GM_STATE] = (uint32_t)values[i]; break;
-        case 2: dials.depth[GM_GRAD] = (uint32_t)values[i]; break;
-        case 3: dials.depth[GM_WEIGHT] = (uint32_t)values[i]; break;
-        case 4: dials.late_host = values[i]; break;
-        case 5: dials.late_state = values[i]; break;
-        case 6: dials.states = values[i]; break;
-        case 8: dials.first = values[i]; break;
-        default: dials.weights = values[i]; break;
+        if (which < GM_N_PIECES) {
+            dials.depth[which] = (uint32_t)values[i];
+        } else {
+            *share_at(&dials, which) = values[i];
         }
         if (memcmp(&dials, &start, sizeof dials) != 0) {
             GM_TRY(try_dials(s, &dials, &is_best));
@@ -390,25 +371,57 @@ static gm_status turn_dials(gm_search *s, int n_rounds)
         for (int i = 0; i < 4; i++) {
             near[i] = near[i] < 0 ? 0 : near[i] > 1 ? 1 : near[i];
         }
-        GM_TRY(round == 0 ? turn(s, 0, shares, 6, &helps) : turn(s, 0, near, 4, &helps));
+        GM_TRY(round == 0 ? turn(s, DIAL_HOST, shares, 6, &helps)
+                          : turn(s, DIAL_HOST, near, 4, &helps));
         if (input->state_share >= 1) {
-            GM_TRY(turn(s, 8, firsts, 6, &helps));
+            GM_TRY(turn(s, DIAL_FIRST, firsts, 6, &helps));
         }
         if (input->when == GM_IMMEDIATE) {
-            GM_TRY(turn(s, 4, parts, 5, &helps));
-            GM_TRY(turn(s, 5, parts, 5, &helps));
+            GM_TRY(turn(s, DIAL_LATE_HOST, parts, 5, &helps));
+            GM_TRY(turn(s, DIAL_LATE_STATE, parts, 5, &helps));
         }
-        GM_TRY(turn(s, 1, depths + 1, 5, &helps));
-        GM_TRY(turn(s, 2, depths, 5, &helps));
+        GM_TRY(turn(s, GM_STATE, depths + 1, 5, &helps));
+        GM_TRY(turn(s, GM_GRAD, depths, 5, &helps));
         if (s->best.plan->ring[GM_WEIGHT] > 0) {
-            GM_TRY(turn(s, 3, depths, 6, &helps));
+            GM_TRY(turn(s, GM_WEIGHT, depths, 6, &helps));
         }
-        GM_TRY(s->has_all_weights ? GM_OK : turn(s, 7, parts, 5, &helps));
-        GM_TRY(turn(s, 6, parts, 2, &helps));
+        GM_TRY(s->has_all_weights ? GM_OK : turn(s, DIAL_WEIGHTS, parts, 5, &helps));
+        GM_TRY(turn(s, DIAL_STATES, parts, 2, &helps));
         step = helps ? step : step / 2;
         if (!helps && step < 0.01) {
             break;
         }
+    }
+    return GM_OK;
+}
+
+static uint32_t draw(uint64_t *state, uint32_t bound)
+{
+    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)((*state >> 33) % bound);
+}
+
+/* Turns one to three dials at once, drawn from a sequence that is always the same. */
+static gm_status wander(gm_search *s, uint32_t n_questions_here)
+{
+    uint64_t state = 1;
+    s->n_left = n_questions_here;
+    for (uint32_t i = 0; i < 2 * n_questions_here && s->n_left > 0; i++) {
+        gm_dials dials = s->best.dials;
+        bool is_best;
+        for (uint32_t n = 1 + draw(&state, 3); n > 0; n--) {
+            uint32_t which = draw(&state, DIAL_STATES + 1);
+            if (which < GM_N_PIECES) {
+                dials.depth[which] = 1 + draw(&state, which == GM_STATE ? 6 : 10);
+            } else if (which == DIAL_STATES) {
+                dials.first = draw(&state, 10);
+            } else {
+                double *share = share_at(&dials, which);
+                *share += ((double)draw(&state, 11) - 5) / 50;
+                *share = *share < 0 ? 0 : *share > 1 ? 1 : *share;
+            }
+        }
+        GM_TRY(try_dials(s, &dials, &is_best));
     }
     return GM_OK;
 }
@@ -574,7 +587,7 @@ static uint32_t n_questions(const gm_problem *problem)
     for (uint32_t c = 0; c < problem->n; c++) {
         blocks += problem->input->chunks[c].blocks[GM_STATE];
     }
-    double n = 4e6 / (size + blocks);
+    double n = 3.5e6 / (size + blocks);
     return n < 7 ? 7 : n > 600 ? 600 : (uint32_t)n;
 }
 
@@ -598,6 +611,13 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
     static const gm_dials starts[] = {
         {.depth = {2, 3, 3}, .host = 0.5, .states = 1, .late_host = 0.5, .weights = 1},
         {.depth = {2, 2, 2}, .host = 0.8, .states = 1, .weights = 1},
+        {.depth = {8, 3, 10},
+         .host = 0.75,
+         .states = 0.5,
+         .late_host = 0.2,
+         .weights = 1,
+         .first = 4},
+        {.depth = {4, 3, 8}, .host = 0.65, .states = 1, .late_host = 0.2, .weights = 1, .first = 1},
         {.depth = {2, 0, 3}, .host = 1, .states = 1, .weights = 1},
         {.depth = {1, 0, 1}, .host = 1, .states = 1, .weights = 1},
         {.depth = {0, 0, 0}, .host = 1, .states = 1, .weights = 1},
@@ -612,7 +632,7 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
     for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
         gm_dials dials = starts[i];
         dials.blocks = blocks;
-        GM_TRY(i < 2 || !s->best.plan ? try_dials(s, &dials, &is_best) : GM_OK);
+        GM_TRY(i < 4 || !s->best.plan ? try_dials(s, &dials, &is_best) : GM_OK);
     }
     if (s->best.plan) {
         s->best.dials.blocks = blocks;
@@ -638,15 +658,17 @@ static gm_status run_search(gm_search *s)
             GM_TRY(run_level(s, (uint32_t)blocks, 40, 1));
         }
     }
-    GM_TRY(run_level(s, s->problem->n_blocks, n, 4));
+    uint32_t part = n_levels > 0 ? 2 * n / 3 : n;
+    GM_TRY(run_level(s, s->problem->n_blocks, part, 4));
     if (n_levels > 0) { /* and from nothing: the smaller ones may have led into a corner */
         gm_found aside;
         GM_TRY(set_aside(s, &aside));
         s->has_all_weights = true;
-        gm_status status = run_level(s, s->problem->n_blocks, n, 6);
+        gm_status status = run_level(s, s->problem->n_blocks, part + s->n_left, 6);
         s->has_all_weights = false;
         unite(s, &aside);
         GM_TRY(status);
+        GM_TRY(s->best.plan ? wander(s, part + s->n_left) : GM_OK);
     }
     if (!s->best.plan) {
         return fail_for_room(s);

@@ -103,20 +103,20 @@ static bool is_outward(int lane)
     return lane >= GM_LANE_EVICT && lane <= GM_LANE_GRAD_OUT;
 }
 
-static gm_speed speed_of(const gm_rates *rates, const bool *is_busy)
+static gm_speed speed_of(const gm_rates *rates, uint32_t busy)
 {
     uint32_t n_in = 0, n_out = 0;
     for (int lane = 0; lane < GM_N_LANES; lane++) {
-        n_in += is_busy[lane] && is_inward(lane);
-        n_out += is_busy[lane] && is_outward(lane);
+        n_in += (busy >> lane & 1) && is_inward(lane);
+        n_out += (busy >> lane & 1) && is_outward(lane);
     }
-    bool is_host = is_busy[GM_LANE_HOST], is_both = n_in > 0 && n_out > 0;
+    bool is_host = (busy >> GM_LANE_HOST & 1), is_both = n_in > 0 && n_out > 0;
     double in = link_rate(rates->h2d, rates->h2d_both, rates->h2d_beside, is_both, is_host);
     double out = link_rate(rates->d2h, rates->d2h_both, rates->d2h_beside, is_both, is_host);
     double host = is_both                 ? rates->host_adam_beside
                   : n_in > 0 || n_out > 0 ? (rates->host_adam + rates->host_adam_beside) / 2
                                           : rates->host_adam;
-    bool is_shared = is_busy[GM_LANE_COMPUTE] && is_busy[GM_LANE_UPDATE];
+    bool is_shared = (busy >> GM_LANE_COMPUTE & 1) && (busy >> GM_LANE_UPDATE & 1);
     gm_speed speed;
     for (int lane = 0; lane < GM_N_LANES; lane++) {
         speed.rate[lane] =
@@ -138,20 +138,17 @@ static double whole_work(const gm_node *node, const gm_rates *rates)
                                                 : 0);
 }
 
-double gm_sim_run(gm_sim *sim, const gm_rates *rates)
+/* Runs the nodes; `speeds` (2^GM_N_LANES,) is scratch, by the set of busy lanes. */
+static double run_nodes(gm_sim *sim, const gm_rates *rates, gm_speed *speeds)
 {
-    uint32_t head[GM_N_LANES], waited[GM_N_LANES] = {0};
+    uint32_t head[GM_N_LANES], waited[GM_N_LANES] = {0}, busy = 0;
     double left[GM_N_LANES] = {0}, now = 0;
-    bool is_busy[GM_N_LANES] = {false};
-    if (sim->has_failed) {
-        return 0;
-    }
     for (int lane = 0; lane < GM_N_LANES; lane++) {
         head[lane] = sim->first[lane];
     }
     for (uint32_t n_done = 0; n_done < sim->n;) {
         for (int lane = 0; lane < GM_N_LANES; lane++) {
-            if (is_busy[lane] || head[lane] == GM_NO_NODE) {
+            if (busy >> lane & 1 || head[lane] == GM_NO_NODE) {
                 continue;
             }
             const gm_node *node = &sim->nodes[head[lane]];
@@ -160,16 +157,19 @@ double gm_sim_run(gm_sim *sim, const gm_rates *rates)
                 waited[lane]++;
             }
             if (waited[lane] == node->n_waits) {
-                is_busy[lane] = true;
+                busy |= 1u << lane;
                 left[lane] = whole_work(node, rates);
             }
         }
-        gm_speed speed = speed_of(rates, is_busy);
+        gm_speed *speed = &speeds[busy];
+        if (speed->rate[0] <= 0) {
+            *speed = speed_of(rates, busy);
+        }
         double step = -1;
         int soonest = 0;
         for (int lane = 0; lane < GM_N_LANES; lane++) {
-            double need = left[lane] / speed.rate[lane];
-            if (is_busy[lane] && (step < 0 || need < step)) {
+            double need = busy >> lane & 1 ? left[lane] / speed->rate[lane] : 0;
+            if (busy >> lane & 1 && (step < 0 || need < step)) {
                 step = need;
                 soonest = lane;
             }
@@ -177,18 +177,27 @@ double gm_sim_run(gm_sim *sim, const gm_rates *rates)
         GM_ASSERT(step >= 0);
         now += step;
         for (int lane = 0; lane < GM_N_LANES; lane++) {
-            if (!is_busy[lane]) {
+            if (!(busy >> lane & 1)) {
                 continue;
             }
-            left[lane] -= step * speed.rate[lane];
+            left[lane] -= step * speed->rate[lane];
             if (lane == soonest || left[lane] <= 0) {
                 sim->nodes[head[lane]].end = now;
                 head[lane] = sim->nodes[head[lane]].next;
-                is_busy[lane] = false;
+                busy &= ~(1u << lane);
                 waited[lane] = 0;
                 n_done++;
             }
         }
     }
     return now;
+}
+
+double gm_sim_run(gm_sim *sim, const gm_rates *rates)
+{
+    gm_speed *speeds = sim->has_failed ? NULL : calloc((size_t)1 << GM_N_LANES, sizeof *speeds);
+    sim->has_failed = !speeds;
+    double end = speeds ? run_nodes(sim, rates, speeds) : 0;
+    free(speeds);
+    return end;
 }

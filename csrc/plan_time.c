@@ -532,10 +532,10 @@ gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan)
             follow_step(&r, loads, ends, &n_ends);
             cycle += r.sim.n > MANY_NODES && cycle == 0 ? 1 : 0;
         }
+        (void)gm_sim_run(&r.sim, &problem->input->rates);
         if (r.sim.has_failed) {
             status = GM_FAIL(GM_ERR_NOMEM, "host: no room to predict %u operations", r.sim.n);
         } else {
-            (void)gm_sim_run(&r.sim, &problem->input->rates);
             double start = before == GM_NO_NODE ? 0 : r.sim.nodes[before].end, step = 0;
             for (uint32_t i = 0; i < n_ends; i++) {
                 double end = r.sim.nodes[ends[2 * i]].end;

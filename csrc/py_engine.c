@@ -137,24 +137,22 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",        "params",      "unit_params",   "unit_begin",
-                            "chunk_bytes",    "block_bytes", "device_budget", "host_budget",
-                            "policy",         "is_strict",   "is_grad_f32",   "threads",
-                            "external_bytes", "rates",       "state_share",   "slack_bytes",
-                            NULL};
+    static char *names[] = {
+        "ordinal",        "params",      "unit_params", "unit_begin",  "chunk_bytes", "block_bytes",
+        "device_budget",  "host_budget", "policy",      "is_strict",   "is_grad_f32", "threads",
+        "external_bytes", "rates",       "state_share", "slack_bytes", NULL};
     PyObject *params, *unit_params, *unit_begin;
     int ordinal, policy, is_strict, is_grad_f32;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOOOnnnnippIn(ddddddddd)dn", names, &ordinal, &params,
-                                     &unit_params, &unit_begin, &chunk_bytes, &block_bytes,
-                                     &device_budget, &host_budget, &policy, &is_strict,
-                                     &is_grad_f32, &threads, &external_bytes, &rates.h2d,
-                                     &rates.d2h, &rates.h2d_both, &rates.d2h_both, &rates.host_adam,
-                                     &rates.host_adam_beside, &rates.h2d_beside, &rates.d2h_beside,
-                                     &rates.device_adam, &state_share, &slack_bytes)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "iOOOnnnnippIn(ddddddddd)dn", names, &ordinal, &params, &unit_params,
+            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
+            &is_strict, &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h,
+            &rates.h2d_both, &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside,
+            &rates.h2d_beside, &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -173,7 +171,8 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     uint32_t *ids = NULL, *begins = NULL, n_ids = 0, n_begins = 0;
     gm_engine_param *table = NULL;
     if (!self || !(table = parse_params(params, &options.n_params)) ||
-        gm_py_parse_ids(unit_params, &ids, &n_ids) < 0 || gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0) {
+        gm_py_parse_ids(unit_params, &ids, &n_ids) < 0 ||
+        gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0) {
         goto fail;
     }
     self->around = calloc(1, sizeof *self->around);
@@ -260,7 +259,7 @@ static void core_dealloc(core *self)
 /* ---- calls with integer arguments ---- */
 
 int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
-                         Py_ssize_t n_wanted, unsigned long long *out)
+                        Py_ssize_t n_wanted, unsigned long long *out)
 {
     if (n_args != n_wanted) {
         PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, n_wanted, n_args);

@@ -99,7 +99,8 @@ int gm_py_epoch_now(const gm_py_slot *slot, long long *out)
 {
     gm_py_net *net = (gm_py_net *)slot->net;
     *out = slot->epoch;
-    if (net && (PyObject *)net != Py_None && !gm_py_net_is_closed(net)) { /* updates in a backward */
+    if (net && (PyObject *)net != Py_None &&
+        !gm_py_net_is_closed(net)) { /* updates in a backward */
         *out += (long long)gm_engine_n_immediate(gm_py_net_engine(net), (uint32_t)slot->id);
     }
     if (slot->open_count) {

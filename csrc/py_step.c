@@ -169,11 +169,11 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
             return NULL;
         }
     }
-    PyObject *budget = s.device_budget_bytes == SIZE_MAX
-                           ? PyLong_FromLong(-1)
-                           : PyLong_FromSize_t(s.device_budget_bytes);
-    if (dict && (set_number(dict, "device_budget_bytes", budget) < 0 ||
-                 set_number(dict, "host_adam_seconds", PyFloat_FromDouble(s.host_adam_seconds)) < 0)) {
+    PyObject *budget = s.device_budget_bytes == SIZE_MAX ? PyLong_FromLong(-1)
+                                                         : PyLong_FromSize_t(s.device_budget_bytes);
+    if (dict &&
+        (set_number(dict, "device_budget_bytes", budget) < 0 ||
+         set_number(dict, "host_adam_seconds", PyFloat_FromDouble(s.host_adam_seconds)) < 0)) {
         Py_DECREF(dict);
         return NULL;
     }
@@ -216,4 +216,3 @@ PyObject *gm_py_chunk_search(PyObject *module, PyObject *args)
     }
     return PyLong_FromSize_t(chunk_bytes);
 }
-

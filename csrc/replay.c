@@ -74,7 +74,8 @@ static size_t device_bytes(gm_engine *engine)
             peak = trace->ticks[i].outside_bytes > peak ? trace->ticks[i].outside_bytes : peak;
         }
     }
-    size_t beside = peak + engine->n_sums_blocks * engine->device->block_bytes + engine->slack_bytes;
+    size_t beside =
+        peak + engine->n_sums_blocks * engine->device->block_bytes + engine->slack_bytes;
     engine->outside_peak_bytes = beside - engine->slack_bytes;
     if (engine->budget != SIZE_MAX) {
         limit = engine->budget > beside ? engine->budget - beside : 0;
@@ -149,8 +150,8 @@ static gm_status fill_inputs(gm_engine *engine, inputs *in)
     in->plan.when = engine->wants_immediate && !engine->has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
     in->plan.policy = engine->policy;
     in->plan.block_bytes = engine->device->block_bytes;
-    in->plan.stage_blocks =
-        (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) / engine->device->block_bytes);
+    in->plan.stage_blocks = (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /
+                                       engine->device->block_bytes);
     in->plan.state_share = engine->state_share;
     in->plan.rates = engine->rates;
     GM_TRY(describe_chunks(engine, in));
@@ -222,8 +223,7 @@ static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
 
 static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
 {
-    return engine->plan &&
-           gm_plan_get_info(engine->plan)->hash == gm_plan_get_info(plan)->hash;
+    return engine->plan && gm_plan_get_info(engine->plan)->hash == gm_plan_get_info(plan)->hash;
 }
 
 gm_status gm_replay_plan(gm_engine *engine)

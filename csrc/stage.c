@@ -127,9 +127,9 @@ static gm_status copy_arrays(gm_engine *engine, const array *arrays, uint32_t ch
                              bool is_in, gm_stream stream)
 {
     gm_device *device = engine->device;
-    uint32_t entry = gm_timeline_begin(engine->timeline, is_in ? GM_LOG_STATE_IN : GM_LOG_STATE_OUT,
-                                       is_in ? GM_ON_STATE : GM_ON_STATE_OUT, chunk, GM_STATE,
-                                       bytes, stream);
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, is_in ? GM_LOG_STATE_IN : GM_LOG_STATE_OUT,
+                          is_in ? GM_ON_STATE : GM_ON_STATE_OUT, chunk, GM_STATE, bytes, stream);
     for (int i = 0; i < 3; i++) {
         if (arrays[i].bytes > 0) {
             GM_TRY(is_in ? device->ops->copy_h2d(device, arrays[i].device, arrays[i].home,
@@ -207,9 +207,11 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->numel;
-    uint64_t most = engine->stage->slot_bytes / element_bytes(engine, chunk) / SLICE_UNIT * SLICE_UNIT;
+    uint64_t most =
+        engine->stage->slot_bytes / element_bytes(engine, chunk) / SLICE_UNIT * SLICE_UNIT;
     for (uint64_t begin = 0; begin < numel; begin += most) {
-        GM_TRY(update_slice(engine, chunk, task, begin, numel - begin < most ? numel - begin : most));
+        GM_TRY(
+            update_slice(engine, chunk, task, begin, numel - begin < most ? numel - begin : most));
     }
     GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, update));

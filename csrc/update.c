@@ -39,7 +39,8 @@ gm_status gm_update_new(gm_engine *engine)
         state->first_param = first;
         for (int turn = 0; turn < 2; turn++) {
             state->task[turn].engine = engine;
-            state->task[turn].ranges = &engine->ranges[2 * first + (uint32_t)turn * state->n_params];
+            state->task[turn].ranges =
+                &engine->ranges[2 * first + (uint32_t)turn * state->n_params];
         }
         first += state->n_params;
         state->n_params = 0;
@@ -111,7 +112,7 @@ static gm_status update_on_device(gm_engine *engine, uint32_t chunk, gm_task *ta
     gm_chunks *chunks = engine->chunks;
     GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->stream));
     GM_TRY(gm_chunks_is_resident(chunks, chunk, GM_STATE) ? update_in_place(engine, chunk, task)
-                                                           : gm_stage_update(engine, chunk, task));
+                                                          : gm_stage_update(engine, chunk, task));
     if (gm_chunks_pins(chunks, chunk, GM_WEIGHT) > 0) { /* who shows them may read on */
         GM_TRY(gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->stream));
     }
@@ -164,10 +165,10 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
                gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
     note_task(engine, chunk, stream);
     atomic_store(&task->is_running, true);
-    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk,
-                                       GM_STATE, gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
-    gm_status status =
-        engine->device->ops->host_call(engine->device, run_host_task, task, stream);
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
+                          gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    gm_status status = engine->device->ops->host_call(engine->device, run_host_task, task, stream);
     gm_timeline_end(engine->timeline, entry, stream);
     if (status != GM_OK) {
         atomic_store(&task->is_running, false);
@@ -257,7 +258,8 @@ gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
 {
     return is_updated(engine, chunk)
                ? GM_FAIL(GM_ERR_STATE,
-                         "backward(step=True) has updated these weights already, and others not yet: call "
+                         "backward(step=True) has updated these weights already, and others not "
+                         "yet: call "
                          "optimizer.step() before anything else uses weights, states or gradients")
                : GM_OK;
 }
@@ -298,7 +300,8 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
     state->updated = engine->n_passes;
     atomic_fetch_add(&state->n_immediate, 1);
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
-    if (!engine->is_following) { /* else the plan has just issued it, or wants it under the next forward */
+    if (!engine
+             ->is_following) { /* else the plan has just issued it, or wants it under the next forward */
         GM_TRY(gm_update_issue(engine, chunk));
     }
     for (uint32_t i = 0; i < state->n_params; i++) {
@@ -362,7 +365,8 @@ static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper
  * done already are left out. */
 static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
 {
-    for (uint32_t i = 0; i < n; i++) { /* empty first: a chunk's parameters need not be neighbours */
+    for (uint32_t i = 0; i < n;
+         i++) { /* empty first: a chunk's parameters need not be neighbours */
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         gm_task *task;
@@ -398,9 +402,11 @@ static void disarm(gm_engine *engine)
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     if (engine->is_armed) {
-        disarm(engine); /* what was not complete in backward becomes pending now, with the same numbers */
+        disarm(
+            engine); /* what was not complete in backward becomes pending now, with the same numbers */
     } else {
-        GM_TRY(gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+        GM_TRY(
+            gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
         engine->n_steps++;
     }
     GM_TRY(prepare_tasks(engine, updates, n, false));
@@ -519,10 +525,9 @@ gm_status gm_engine_disarm(gm_engine *engine, bool has_failed)
     }
     gm_status status = GM_OK;
     if (has_failed && has_updated) {
-        status = gm_engine_die(engine,
-                               GM_FAIL(GM_ERR_STATE,
-                                       "backward(step=True) failed after it had updated some of "
-                                       "the weights"));
+        status = gm_engine_die(
+            engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
+                                          "the weights"));
     } else if (engine->is_armed) {
         disarm(engine);
         engine->n_steps -= !has_updated;

@@ -178,6 +178,17 @@ static void test_measures(void)
     gm_book_time(book, 9, 0, 1.0);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 0.5F);
     CHECK(gm_book_trace(book, trace)->ticks[0].seconds == 0);
+    /* Forgotten in the trace and in the pass that is open: only what comes counts. */
+    CHECK_OK(gm_book_begin(book, true));
+    CHECK_OK(gm_book_tick(book, GM_TICK_ENTER, 0, 90, &trace, &tick));
+    gm_book_forget_outside(book);
+    CHECK_OK(gm_book_tick(book, GM_TICK_ENTER, 1, 3, &trace, &tick));
+    CHECK_OK(gm_book_tick(book, GM_TICK_TOUCH, 2, 0, &trace, &tick));
+    CHECK_OK(gm_book_tick(book, GM_TICK_GRAD, 2, 0, &trace, &tick));
+    CHECK_OK(gm_book_end(book, &trace));
+    known = gm_book_trace(book, trace);
+    CHECK(known->n_runs == 3 && known->ticks[0].outside_bytes == 0);
+    CHECK(known->ticks[1].outside_bytes == 3 && known->ticks[1].seconds == 0.5F);
     gm_book_free(book);
 }
 

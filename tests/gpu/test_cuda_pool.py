@@ -68,6 +68,21 @@ def test_trim_gives_back_what_is_cached_and_keeps_what_lives(pool: TorchPool) ->
     del alive, more
 
 
+def test_prepared_segments_serve_what_comes(pool: TorchPool) -> None:
+    pool.begin()
+    pool.prepare([96 * MIB, 64 * MIB])
+    assert pool.bytes() == 160 * MIB
+    inside = [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (60, 40, 50)]
+    assert pool.bytes() == 160 * MIB
+    more = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    assert pool.bytes() == 190 * MIB
+    refusals = pool.refusals()
+    pool.prepare([1 << 50])  # more than there is: nothing happens
+    assert pool.bytes() == 190 * MIB
+    assert pool.refusals() > refusals
+    del inside, more
+
+
 def test_tensors_outlive_the_pool(pool: TorchPool) -> None:
     other = TorchPool("cuda")
     other.begin()
