@@ -658,6 +658,16 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
     pthread_mutex_unlock(&engine->lock);
 }
 
+void gm_engine_lock(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+}
+
+void gm_engine_unlock(gm_engine *engine)
+{
+    pthread_mutex_unlock(&engine->lock);
+}
+
 const gm_plan *gm_engine_plan(const gm_engine *engine)
 {
     return engine->plan;

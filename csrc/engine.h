@@ -4,7 +4,9 @@
  * Ownership: the engine is counted.  Its maker holds one reference; every tensor that shows engine memory
  * holds one through a lease, so that memory outlives the last tensor that can read it.
  * Threads: any thread may call; a mutex admits one at a time.  gm_lease_end() may come from any thread at
- * any moment (a tensor's deleter) and takes no lock. */
+ * any moment (a tensor's deleter) and takes no lock.
+ *
+ * Above the length budget because it is the whole face of the engine, and what is behind it is one lock. */
 #ifndef GM_ENGINE_H
 #define GM_ENGINE_H
 
@@ -162,6 +164,9 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
 /* The plan that is followed, or NULL; valid until the next call that may plan or run out of memory. */
 const gm_plan *gm_engine_plan(const gm_engine *engine);
+/* Between the two no call of another thread changes the plan. */
+void gm_engine_lock(gm_engine *engine);
+void gm_engine_unlock(gm_engine *engine);
 /* Logs from now on what is done and when it runs; the log is the caller's at the end, also when that fails
  * (*out may then be NULL). */
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity);

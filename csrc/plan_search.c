@@ -5,7 +5,9 @@
  * turned one after the other as long as that helps; with few chunks, single chunks then change class.  How often the
  * time model may be asked depends on the size of the problem alone, so equal inputs give equal plans.
  *
- * 1. A choice that was found never takes more blocks than there are. */
+ * 1. A choice that was found never takes more blocks than there are.
+ *
+ * Above the length budget because the dials, their moves and what they are asked are one search. */
 #include <stdlib.h>
 #include <string.h>
 

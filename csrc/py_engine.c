@@ -384,10 +384,13 @@ static PyObject *core_plan_info(core *self, PyObject *unused)
     if (!engine) {
         return NULL;
     }
-    const gm_plan *plan = gm_engine_plan(engine);
     gm_engine_stats stats;
     gm_engine_get_stats(engine, &stats);
-    return plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
+    gm_engine_lock(engine); /* nobody who holds it wants the GIL */
+    const gm_plan *plan = gm_engine_plan(engine);
+    PyObject *info = plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
+    gm_engine_unlock(engine);
+    return info;
 }
 
 NUMBER_METHOD(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
