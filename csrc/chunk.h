@@ -15,7 +15,9 @@
  * the host waits.  With one (gm_chunks_adopt) every piece has its blocks for good: fetching overwrites what other
  * pieces showed there, behind their fences, and neither maps nor waits.
  *
- * Threads: one caller at a time (the engine's lock). */
+ * Threads: one caller at a time (the engine's lock).
+ *
+ * Above the length budget because it is the table's whole face. */
 #ifndef GM_CHUNK_H
 #define GM_CHUNK_H
 

@@ -175,6 +175,8 @@ gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
 gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
+size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
+                              gm_piece piece);           /* as bytes */
 uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
 size_t
 gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */

@@ -1,0 +1,97 @@
+/* engine_view.c - what the engine shows of itself: figures, its plan, a timeline.  Changes nothing. */
+#include "engine_impl.h"
+
+void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
+{
+    pthread_mutex_lock(&engine->lock);
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(engine->chunks, &stats);
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    *out = (gm_engine_stats){
+        .fetches = stats.fetches,
+        .evictions = stats.evictions,
+        .fetched_bytes = stats.fetched_bytes,
+        .evicted_bytes = stats.evicted_bytes,
+        .device_bytes = stats.device_bytes,
+        .device_peak_bytes = stats.device_peak_bytes,
+        .device_budget_bytes = engine->budget,
+        .host_bytes = engine->arena ? gm_arena_bytes(engine->arena) : 0,
+        .n_chunks = n,
+        .n_blocks = stats.n_blocks,
+        .layout_hash = gm_layout_hash(engine->layout),
+        .host_adam_seconds = (double)atomic_load(&engine->host_adam_ns) * 1e-9,
+        .n_plans = engine->n_plans,
+        .n_breaks = engine->n_breaks,
+        .n_deviations = engine->n_deviations,
+        .n_replay_waits = engine->n_replay_waits,
+        .n_traces = gm_book_n_traces(engine->book),
+        .n_pending = engine->n_pending,
+        .outside_peak_bytes = engine->outside_peak_bytes,
+        .is_planned = engine->plan != NULL,
+    };
+    for (uint32_t id = 0; id < n; id++) {
+        out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            out->state_bytes += gm_engine_piece_blocks(engine, id, (gm_piece)piece);
+        }
+        out->n_immediate += atomic_load(&engine->chunk_states[id].n_immediate);
+        out->n_settled += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
+                          gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
+    }
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
+    }
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void gm_engine_lock(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+}
+
+void gm_engine_unlock(gm_engine *engine)
+{
+    pthread_mutex_unlock(&engine->lock);
+}
+
+const gm_plan *gm_engine_plan(const gm_engine *engine)
+{
+    return engine->plan;
+}
+
+gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = engine->timeline
+                           ? GM_FAIL(GM_ERR_STATE, "a timeline is being recorded already")
+                           : gm_timeline_new(engine->device, capacity, &engine->timeline);
+    if (status == GM_OK) {
+        gm_chunks_set_timeline(engine->chunks, engine->timeline);
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    *out = engine->timeline;
+    engine->timeline = NULL;
+    gm_chunks_set_timeline(engine->chunks, NULL);
+    gm_status status =
+        *out ? gm_timeline_finish(*out) : GM_FAIL(GM_ERR_STATE, "no timeline is being recorded");
+    return gm_engine_end_call(engine, status);
+}
+
+uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t id)
+{
+    return id < engine->n_params
+               ? atomic_load(&engine->chunk_states[engine->params[id].place.chunk].n_immediate)
+               : 0;
+}
+
+gm_status gm_engine_check(gm_engine *engine)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = gm_chunks_check(engine->chunks);
+    return gm_engine_end_call(engine, status);
+}
