@@ -192,7 +192,8 @@ static gm_status measure(gm_search *s, gm_plan *plan, uint64_t *out)
  * no time is left to update them elsewhere. */
 static uint64_t first_states(const gm_problem *problem, const gm_dials *dials)
 {
-    uint64_t blocks = 0, n = (uint64_t)dials->first;
+    /* A share of the rest for states leaves none ahead of the weights. */
+    uint64_t blocks = 0, n = problem->input->state_share >= 1 ? (uint64_t)dials->first : 0;
     for (uint32_t i = 0; i < problem->n && n > 0; i++) {
         uint32_t c = problem->order[i];
         if (problem->is_trained[c]) {

@@ -10,7 +10,7 @@ from gemini_strategy import _C
 __all__ = ["ChunkSizes", "parse_bytes", "physical_memory"]
 
 _MIB = 1 << 20
-_BLOCKS_PER_CHUNK = 32  # little is lost to rounding, and mapping stays cheap
+_BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
 
 _UNITS = {
     "": 1,
