@@ -437,8 +437,10 @@ static PyObject *core_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
         return NULL;
     }
     bool is_done;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     is_done = gm_engine_shed(engine, (size_t)v[0]);
+    gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
     return PyBool_FromLong(is_done);
 }

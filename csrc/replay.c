@@ -40,18 +40,24 @@ gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
     return GM_OK;
 }
 
+/* On demand from here on, with what is resident and the whole budget. */
+static gm_status drop_plan(gm_engine *engine)
+{
+    gm_plan_free(engine->plan);
+    engine->plan = NULL;
+    GM_TRY(gm_chunks_leave_placement(engine->chunks)); /* waits: the stage is idle after it */
+    gm_stage_free(engine);
+    return gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
+}
+
 gm_status gm_replay_leave_plan(gm_engine *engine)
 {
     if (!engine->plan) {
         return GM_OK;
     }
-    gm_plan_free(engine->plan);
-    engine->plan = NULL;
     engine->wants_plan = true;
     engine->n_breaks++;
-    GM_TRY(gm_chunks_leave_placement(engine->chunks));
-    gm_stage_free(engine);
-    return gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
+    return drop_plan(engine);
 }
 
 /* ---- planning ---- */
@@ -253,13 +259,10 @@ gm_status gm_replay_plan(gm_engine *engine)
             gm_plan_free(plan);
         }
         if (status != GM_OK) {
-            (void)gm_chunks_leave_placement(engine->chunks);
+            (void)drop_plan(engine);
         }
     } else if (engine->plan) { /* the old plan is too large for what there is now */
-        gm_plan_free(engine->plan);
-        engine->plan = NULL;
-        (void)gm_chunks_leave_placement(engine->chunks);
-        (void)gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL);
+        (void)drop_plan(engine);
     }
     free(in.chunks);
     return status;
