@@ -40,6 +40,7 @@ from typing import IO, Any
 from measure import Peaks, host_used, open_driver_memory
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or not
 SYSTEMS = ("resident", "hybrid", "gemini", "fsdp2", "deepspeed")
 POLICIES = ("auto", "cpu", "cuda")
 
@@ -182,6 +183,9 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
             "warmup": args.warmup,
             "threads": args.threads,
             "result": str(result_path),
+            "timeline": str((args.timeline / f"{args.preset}-{name}.json").resolve())
+            if args.timeline
+            else None,
             "sample_here": args.device.startswith("cuda") and driver is None,
         }
         spec_path = Path(folder, "run.json")
@@ -240,7 +244,6 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "budget": case.budget if spec["system"] == "gemini" else None,
         "budget_bytes": budget_bytes(case.budget) if spec["system"] == "gemini" else None,
         "steps": args.steps,
-        "warmup": args.warmup,
         **result,
         "device_peak_bytes": max(in_steps) if in_steps else None,
         "device_train_peak_bytes": phases.get("train"),
@@ -392,10 +395,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
     parser.add_argument("--steps", type=int, default=7, help="measured steps (default 7)")
     parser.add_argument(
-        "--warmup", type=int, default=4, help="steps before them (default 4; Gemini plans in them)"
+        "--warmup",
+        type=int,
+        default=4,
+        help="steps before them (default 4); Gemini takes more until its plan stays",
     )
     parser.add_argument("--threads", type=int, default=0, help="torch's; default: as torch has it")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per run (600)")
+    parser.add_argument(
+        "--timeline", type=Path, help="a folder for Chrome traces and pictures of Gemini's steps"
+    )
     parser.add_argument("--out", type=Path, help="a .jsonl file to append to")
     args = parser.parse_args()
     args.runs = args.only.split(",") if args.only else list(PRESETS[args.preset].runs)

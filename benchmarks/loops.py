@@ -26,8 +26,12 @@ from measure import Clock, Peaks, environment, own_peak_rss
 from models import SHAPES, Batches, build_model
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this tree
+
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 MAX_NORM = 1.0
+MOST_SETTLING = 24  # steps until Gemini's plan stays, beyond the warm-up
+TIMELINE_STEPS = 2
 SLICE_ELEMENTS = 256 << 20  # masters updated at once, so that few gradients exist in fp32
 
 
@@ -62,6 +66,14 @@ class Loop:
     def finish(self) -> None:
         """Clips if asked, updates, drops the gradients."""
         raise NotImplementedError
+
+    def is_settling(self) -> bool:
+        """Whether the next steps are not yet as all later ones will be."""
+        return False
+
+    def record(self, path: Path) -> bool:
+        """Records a timeline of the next TIMELINE_STEPS steps there, if the loop can."""
+        return False
 
     def report(self) -> dict[str, Any]:
         """What only this loop can tell, after the last step."""
@@ -157,10 +169,19 @@ class Gemini(Loop):
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def is_settling(self) -> bool:
+        return bool(self.engine.stats()["settling"])
+
+    def record(self, path: Path) -> bool:
+        self.engine.timeline(path, path.with_suffix(".svg"), TIMELINE_STEPS)
+        return True
+
     def report(self) -> dict[str, Any]:
-        stats = self.engine.stats()
+        stats, plan = self.engine.stats(), self.engine.core.plan_info() or {}
+        kept = ("rates", "n_of_class", "when", "h2d_bytes", "d2h_bytes")
         return {
             "stats": stats,
+            "plan": {key: plan.get(key) for key in (*kept, "host_seconds", "h2d_seconds")},
             "says_that_backward_ends_the_step": self._ends_step,
             **{key: value for key, value in stats.items() if key.startswith("predicted_")},
         }
@@ -323,35 +344,44 @@ def train(loop: Loop, device: torch.device, enter: Any) -> dict[str, Any]:
     shape = SHAPES[spec["model"]]
     batches = Batches(shape, spec["sequences"], spec["length"], micro_batches, device)
     clock, losses = Clock(device), []
-    enter("warmup")
-    began = time.perf_counter()
-    warm_seconds = 0.0
-    for step in range(warmup + steps):
-        if step == warmup:
-            if is_cuda:
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-            warm_seconds = time.perf_counter() - began
-            enter("train")
-            began = time.perf_counter()
-            clock.mark("begin")
+
+    def run_step(step: int, is_measured: bool) -> None:
         total = torch.zeros((), device=device)
         for micro in range(micro_batches):
             loss = loop.loss(batches(step, micro)) / micro_batches
             total += loss.detach()
-            if step >= warmup:
+            if is_measured:
                 clock.mark("forward")
             loop.backward(loss, micro + 1 == micro_batches)
             del loss
-            if step >= warmup:
+            if is_measured:
                 clock.mark("backward")
         loop.finish()
-        if step >= warmup:
+        if is_measured:
             clock.mark("update")
         losses.append(total)
+
+    enter("warmup")
+    began = time.perf_counter()
+    while len(losses) < warmup or (loop.is_settling() and len(losses) < warmup + MOST_SETTLING):
+        run_step(len(losses), False)
+    warmed = len(losses)
+    if is_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    warm_seconds = time.perf_counter() - began
+    enter("train")
+    began = time.perf_counter()
+    clock.mark("begin")
+    for _ in range(steps):
+        run_step(len(losses), True)
     spans = clock.spans()
     wall = time.perf_counter() - began
     enter("after")
+    values = [loss.item() for loss in losses]
+    if spec.get("timeline") and loop.record(Path(spec["timeline"])):
+        for _ in range(TIMELINE_STEPS):
+            run_step(len(losses), False)
 
     per_step: list[dict[str, float]] = [{}]
     for name, seconds in spans:
@@ -360,7 +390,6 @@ def train(loop: Loop, device: torch.device, enter: Any) -> dict[str, Any]:
             per_step.append({})
     per_step.pop()
     seconds = [sum(parts.values()) for parts in per_step]
-    values = [loss.item() for loss in losses]
     peaks = {}
     if is_cuda:
         peaks["torch_peak_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -379,8 +408,9 @@ def train(loop: Loop, device: torch.device, enter: Any) -> dict[str, Any]:
         "backward_seconds": median(parts["backward"] for parts in per_step),
         "update_seconds": median(parts["update"] for parts in per_step),
         "tokens_per_s": tokens / median(seconds),
+        "warmup": warmed,
         "warmup_seconds": warm_seconds,
-        "loss": values[-1],
+        "loss": values[warmup + steps - 1],
         "losses": values,
         "losses_finite": all(map(math.isfinite, values)),
         **peaks,

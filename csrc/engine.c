@@ -81,6 +81,7 @@ static void engine_free(gm_engine *engine)
         free(lease);
     }
     gm_stage_free(engine);
+    gm_replay_free(engine);
     gm_timeline_free(engine->timeline);
     gm_pass_free(engine);
     gm_update_free(engine);
@@ -289,6 +290,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->is_grad_f32 = options->is_grad_f32;
     engine->is_strict = options->is_strict;
     engine->rates = options->rates;
+    engine->is_tuned = options->is_tuned;
     engine->state_share = options->state_share;
     engine->slack_bytes = options->slack_bytes;
     engine->budget = options->device_budget;

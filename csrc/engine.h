@@ -43,6 +43,7 @@ typedef struct gm_engine_options {
     bool is_strict;
     bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
     gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
+    bool is_tuned;      /* the first steps under plans correct the rate of Adam on the host */
     double state_share; /* gm_plan_input */
     size_t slack_bytes; /* device bytes that a plan leaves free within the budget */
     /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
@@ -75,6 +76,7 @@ typedef struct gm_engine_stats {
     size_t
         outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
     bool is_planned;
+    bool is_settling; /* a plan is still to be made or to be judged by its steps */
 } gm_engine_stats;
 
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy

@@ -14,6 +14,7 @@
 #include "layout.h"
 #include "plan.h"
 #include "trace.h"
+#include "tune.h"
 
 typedef struct gm_param {
     gm_engine_param spec;
@@ -64,6 +65,14 @@ typedef struct gm_runs {
     uint32_t n;
 } gm_runs;
 
+/* Steps under a plan that are timed. */
+typedef struct gm_window {
+    gm_event begin, end;           /* 0: not yet made */
+    unsigned n_steps;              /* under the present plan */
+    unsigned long long ns, params; /* of updates on the host, before it */
+    bool is_asked;                 /* the plan to be made comes of what a window has shown */
+} gm_window;
+
 struct gm_engine {
     pthread_mutex_t lock;
     atomic_uint references;
@@ -102,8 +111,7 @@ struct gm_engine {
     gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
     uint64_t n_steps;
     bool is_armed, wants_immediate, has_repeats;
-    atomic_ullong host_adam_ns, host_adam_params;  /* of updates on the host, so far */
-    unsigned long long planned_ns, planned_params; /* of these, before the plan that is followed */
+    atomic_ullong host_adam_ns, host_adam_params; /* of updates on the host, so far */
     atomic_int async_status;
 
     /* gradients and their norm */
@@ -116,8 +124,11 @@ struct gm_engine {
 
     /* passes, traces, the plan */
     gm_book *book;
-    gm_plan *plan; /* followed; NULL: on demand */
-    gm_rates rates;
+    gm_plan *plan;  /* followed; NULL: on demand */
+    gm_rates rates; /* as measured at start-up, and by steps since */
+    gm_tuner tuner;
+    gm_window window; /* see replay.c */
+    bool is_tuned;    /* steps correct the rates */
     double state_share;
     size_t slack_bytes, outside_peak_bytes;
     uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
@@ -198,7 +209,9 @@ gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
 /* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
 void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
 gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
-gm_status gm_replay_plan(gm_engine *engine); /* plans and adopts, if there is something to plan */
+/* After a step: plans and adopts, if there is something to plan. */
+gm_status gm_replay_plan(gm_engine *engine);
+void gm_replay_free(gm_engine *engine);
 
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);

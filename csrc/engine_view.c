@@ -28,6 +28,8 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .n_pending = engine->n_pending,
         .outside_peak_bytes = engine->outside_peak_bytes,
         .is_planned = engine->plan != NULL,
+        .is_settling =
+            !engine->plan || engine->wants_plan || (engine->is_tuned && !engine->tuner.is_done),
     };
     for (uint32_t id = 0; id < n; id++) {
         out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);

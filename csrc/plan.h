@@ -111,6 +111,7 @@ typedef struct gm_plan_info {
     uint64_t n_ops;
     uint64_t hash; /* of placement and operations: equal on all ranks */
     gm_when when;
+    gm_rates rates; /* that it was made from */
 } gm_plan_info;
 
 /* GM_ERR_NOMEM: it cannot be done with device_bytes; the text has the bytes needed and available. */

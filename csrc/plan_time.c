@@ -440,6 +440,7 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
     gm_plan_info *info = &plan->info;
     gm_load all = {loads[0].compute + loads[1].compute, loads[0].in + loads[1].in,
                    loads[0].out + loads[1].out, loads[0].host + loads[1].host};
+    info->rates = *rates;
     info->compute_seconds = all.compute;
     info->h2d_bytes = (size_t)all.in;
     info->d2h_bytes = (size_t)all.out;

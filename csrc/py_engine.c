@@ -140,19 +140,20 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     static char *names[] = {
         "ordinal",        "params",      "unit_params", "unit_begin",  "chunk_bytes", "block_bytes",
         "device_budget",  "host_budget", "policy",      "is_strict",   "is_grad_f32", "threads",
-        "external_bytes", "rates",       "state_share", "slack_bytes", NULL};
+        "external_bytes", "rates",       "state_share", "slack_bytes", "is_tuned",    NULL};
     PyObject *params, *unit_params, *unit_begin;
-    int ordinal, policy, is_strict, is_grad_f32;
+    int ordinal, policy, is_strict, is_grad_f32, is_tuned;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOnnnnippIn(ddddddddd)dn", names, &ordinal, &params, &unit_params,
-            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
-            &is_strict, &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h,
-            &rates.h2d_both, &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside,
-            &rates.h2d_beside, &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOOOnnnnippIn(ddddddddd)dnp", names, &ordinal,
+                                     &params, &unit_params, &unit_begin, &chunk_bytes, &block_bytes,
+                                     &device_budget, &host_budget, &policy, &is_strict,
+                                     &is_grad_f32, &threads, &external_bytes, &rates.h2d,
+                                     &rates.d2h, &rates.h2d_both, &rates.d2h_both, &rates.host_adam,
+                                     &rates.host_adam_beside, &rates.h2d_beside, &rates.d2h_beside,
+                                     &rates.device_adam, &state_share, &slack_bytes, &is_tuned)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -167,6 +168,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .rates = rates,
         .state_share = state_share,
         .slack_bytes = (size_t)slack_bytes,
+        .is_tuned = is_tuned,
     };
     uint32_t *ids = NULL, *begins = NULL, n_ids = 0, n_begins = 0;
     gm_engine_param *table = NULL;

@@ -114,6 +114,7 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
                  put(dict, "n_of_class", by_class(counts)) < 0 ||
                  put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
                  put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
+                 put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
                  put(dict, "when", PyUnicode_FromString(when)) < 0;
     return finished(dict, failed);
 }

@@ -6,6 +6,8 @@
 #include "py_common.h"
 #include "timeline.h"
 
+/* A new dict by name (py_rates.c). */
+PyObject *gm_py_rates(const gm_rates *rates);
 /* A new dict of gm_plan_info and the class of every chunk; keys in py_plan.c.  NULL with an exception set. */
 PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks);
 /* A new list of one dict per entry; keys in py_plan.c.  For a finished timeline. */

@@ -1,5 +1,5 @@
-/* py_rates.c - the function of gemini_strategy._C that measures this machine. */
-#include "py_common.h"
+/* py_rates.c - rates for Python, and the function of gemini_strategy._C that measures those of this machine. */
+#include "py_plan.h"
 
 #include "rates.h"
 
@@ -21,6 +21,14 @@ done:
     }
     gm_workers_free(workers);
     return status;
+}
+
+PyObject *gm_py_rates(const gm_rates *r)
+{
+    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "h2d", r->h2d, "d2h", r->d2h,
+                         "h2d_both", r->h2d_both, "d2h_both", r->d2h_both, "host_adam",
+                         r->host_adam, "host_adam_beside", r->host_adam_beside, "h2d_beside",
+                         r->h2d_beside, "d2h_beside", r->d2h_beside, "device_adam", r->device_adam);
 }
 
 PyDoc_STRVAR(rates_measure_doc,
@@ -49,10 +57,7 @@ static PyObject *rates_measure(PyObject *module, PyObject *args)
     if (status != GM_OK) {
         return gm_py_raise(status);
     }
-    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "h2d", r.h2d, "d2h", r.d2h,
-                         "h2d_both", r.h2d_both, "d2h_both", r.d2h_both, "host_adam", r.host_adam,
-                         "host_adam_beside", r.host_adam_beside, "h2d_beside", r.h2d_beside,
-                         "d2h_beside", r.d2h_beside, "device_adam", r.device_adam);
+    return gm_py_rates(&r);
 }
 
 PyMethodDef gm_py_rates_methods[] = {

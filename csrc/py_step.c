@@ -161,6 +161,7 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
         {"immediate_updates", s.n_immediate},
         {"outside_peak_bytes", s.outside_peak_bytes},
         {"planned", s.is_planned},
+        {"settling", s.is_settling},
     };
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict && i < sizeof counts / sizeof counts[0]; i++) {

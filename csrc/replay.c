@@ -1,14 +1,16 @@
-/* replay.c - making a plan from what was traced, adopting it, and fulfilling its operations.
+/* replay.c - making a plan from what was traced, adopting it, fulfilling its operations, and learning from its steps.
  *
  * Every operation is a wish: it is dropped when it holds already, or when the blocks it needs are in use; whoever then
  * needs the bytes gets them on demand.  So a pass may deviate from its trace at any tick, and stays right.
  *
- * The host may wait in: gm_replay_plan, gm_replay_leave_plan (both between passes, or where memory ran out). */
+ * The host may wait in: gm_replay_plan, gm_replay_leave_plan (both between passes, or where memory ran out).
+ *
+ * A window: the first steps under a plan, of which those after STEPS_SKIPPED are timed for tune.h. */
 #include <stdlib.h>
 
 #include "engine_impl.h"
 
-enum { LEAST_CALIBRATION_NS = 100 * 1000 * 1000 };
+enum { LEAST_SEEN_NS = 10 * 1000 * 1000 };
 enum { STAGE_BYTES = 80 << 20 }; /* of the stage, for each chunk that the plan lets pass at once */
 
 static gm_status run_op(gm_engine *engine, const gm_op *op)
@@ -185,17 +187,86 @@ void gm_replay_learn(gm_engine *engine, const gm_trace *trace)
     free(in.chunks);
 }
 
-/* Updates on the host beside everything else that a step does: once some have run under a plan, their own speed
- * counts, not that of the measurement at start-up. */
-static void calibrate(gm_engine *engine)
+/* ---- the rate of updates on the host, from steps that followed a plan ---- */
+
+enum { STEPS_SKIPPED = 1, STEPS_MEASURED = 2 }; /* of a window */
+
+static void start_counting(gm_engine *engine)
 {
-    unsigned long long ns = atomic_load(&engine->host_adam_ns) - engine->planned_ns;
-    unsigned long long n = atomic_load(&engine->host_adam_params) - engine->planned_params;
-    if (engine->plan && !engine->device->is_host && ns > LEAST_CALIBRATION_NS) {
-        engine->rates.host_adam_beside = (double)n / ((double)ns * 1e-9);
-        if (engine->rates.host_adam < engine->rates.host_adam_beside) {
-            engine->rates.host_adam = engine->rates.host_adam_beside;
+    engine->window.ns = atomic_load(&engine->host_adam_ns);
+    engine->window.params = atomic_load(&engine->host_adam_params);
+}
+
+/* Parameters/s of host Adam since start_counting(); 0: too few to tell. */
+static double seen_rate(const gm_engine *engine)
+{
+    unsigned long long ns = atomic_load(&engine->host_adam_ns) - engine->window.ns;
+    unsigned long long n = atomic_load(&engine->host_adam_params) - engine->window.params;
+    return ns > LEAST_SEEN_NS ? (double)n / ((double)ns * 1e-9) : 0;
+}
+
+/* A new plan is followed from here on, or the present one with newer predictions. */
+static void start_window(gm_engine *engine)
+{
+    start_counting(engine);
+    engine->window.n_steps = 0;
+    if (!engine->window.is_asked && !engine->tuner.is_done) {
+        gm_tuner_forget(&engine->tuner); /* the plan is another one for other reasons */
+    }
+    engine->window.is_asked = false;
+}
+
+void gm_replay_free(gm_engine *engine)
+{
+    if (engine->window.begin) {
+        engine->device->ops->event_free(engine->device, engine->window.begin);
+    }
+    if (engine->window.end) {
+        engine->device->ops->event_free(engine->device, engine->window.end);
+    }
+}
+
+/* Between the events are STEPS_MEASURED whole steps of the caller's stream. */
+static gm_status end_window(gm_engine *engine)
+{
+    const gm_device_ops *ops = engine->device->ops;
+    double seconds;
+    GM_TRY(ops->event_elapsed(engine->device, engine->window.begin, engine->window.end, &seconds));
+    engine->window.is_asked =
+        gm_tuner_next(&engine->tuner, seen_rate(engine), seconds / STEPS_MEASURED, &engine->rates);
+    engine->wants_plan |= engine->window.is_asked;
+    return GM_OK;
+}
+
+/* The host waits at the end of a window: a few times, early in a run. */
+static gm_status watch_step(gm_engine *engine)
+{
+    const gm_device_ops *ops = engine->device->ops;
+    if (!engine->is_tuned || engine->tuner.is_done || !engine->plan || engine->wants_plan) {
+        return GM_OK;
+    }
+    engine->window.n_steps++;
+    if (engine->window.n_steps == STEPS_SKIPPED) {
+        if (!engine->window.begin) {
+            GM_TRY(ops->event_new(engine->device, true, &engine->window.begin));
+            GM_TRY(ops->event_new(engine->device, true, &engine->window.end));
         }
+        start_counting(engine);
+        return ops->event_record(engine->device, engine->window.begin, engine->stream);
+    }
+    if (engine->window.n_steps < STEPS_SKIPPED + STEPS_MEASURED) {
+        return GM_OK;
+    }
+    GM_TRY(ops->event_record(engine->device, engine->window.end, engine->stream));
+    return end_window(engine);
+}
+
+/* A plan is made anew before a window was whole: what it has shown so far is better than what start-up measured. */
+static void believe_steps(gm_engine *engine)
+{
+    double seen = engine->plan ? seen_rate(engine) : 0;
+    if (engine->is_tuned && !engine->tuner.is_done && !engine->window.is_asked && seen > 0) {
+        gm_rates_set_host(&engine->rates, seen);
     }
 }
 
@@ -212,8 +283,7 @@ static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
         if (status == GM_OK) {
             engine->plan = plan;
             engine->n_plans++;
-            engine->planned_ns = atomic_load(&engine->host_adam_ns);
-            engine->planned_params = atomic_load(&engine->host_adam_params);
+            start_window(engine);
             return GM_OK;
         }
         gm_plan_free(plan);
@@ -235,6 +305,9 @@ static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
 gm_status gm_replay_plan(gm_engine *engine)
 {
     engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
+    if (watch_step(engine) != GM_OK) {
+        engine->tuner.is_done = true; /* without times there is nothing to learn */
+    }
     if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
         engine->runs.n = 0;
         return GM_OK;
@@ -243,12 +316,13 @@ gm_status gm_replay_plan(gm_engine *engine)
     inputs in = {0};
     engine->wants_plan = false;
     gm_pass_resolve_times(engine);
-    calibrate(engine);
+    believe_steps(engine);
     gm_status status = make_plan(engine, &in, &plan);
     engine->runs.n = 0;
     if (status == GM_OK && has_same_plan(engine, plan)) {
         gm_plan_free(engine->plan); /* same places and operations, newer predictions */
         engine->plan = plan;
+        start_window(engine);
     } else if (status == GM_OK) {
         status = gm_update_issue_all(engine); /* in the places they know */
         gm_plan_free(engine->plan);

@@ -55,6 +55,7 @@ class Settings:
     force_outputs_fp32: bool
     threads: int
     rates: tuple[float, ...]
+    is_tuned: bool
     report: bool | None
 
 
@@ -143,6 +144,7 @@ class Engine(Reporting):
             rates=settings.rates,
             state_share=1.0 if settings.margin is None else settings.margin,
             slack_bytes=self._memory.slack_bytes(settings.device_budget),
+            is_tuned=settings.is_tuned,
         )
         if settings.device_budget >= 0 and settings.policy != "cuda":
             adoption.check_floor(settings.device_budget, settings.device_budget - external)

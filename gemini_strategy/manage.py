@@ -13,7 +13,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.guard import close_side_doors
 from gemini_strategy.hooks import keep_nets_on_top
 from gemini_strategy.precision import LossScaler, Precision
-from gemini_strategy.rates import REFERENCE, machine_rates
+from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 
 __all__ = ["engine_of", "manage"]
@@ -153,6 +153,7 @@ def manage(
         force_outputs_fp32=force_outputs_fp32,
         threads=threads,
         rates=tuple(rates[name] for name in RATES),
+        is_tuned=are_tuned(where.type == "cuda"),
         report=report,
     )
     scaler = LossScaler(

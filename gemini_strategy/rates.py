@@ -13,6 +13,10 @@ second at the next start, and nothing else.
   named follows `REFERENCE`, in proportion where it belongs to a figure that is named (`h2d_both` and
   `h2d_beside` to `h2d`, and so on);
 * the path of a JSON file with one object of such figures: the same, from a file.
+
+What Adam does on the host in a step differs from what it does in that second. Beside a GPU the first
+steps under a plan therefore correct that figure, for this run alone (`csrc/tune.h`), unless figures were
+given; `GEMINI_TUNE=0` or `1` decides otherwise.
 """
 
 import hashlib
@@ -30,7 +34,7 @@ import torch
 
 from gemini_strategy import _C
 
-__all__ = ["REFERENCE", "machine_rates"]
+__all__ = ["REFERENCE", "are_tuned", "machine_rates"]
 
 #: Measured on one NVIDIA H200 with 16 cores of its host, PCIe Gen5: bytes/s and parameters/s.
 REFERENCE: dict[str, float] = {
@@ -80,6 +84,16 @@ def machine_rates(
                 _write(folder / name, {"machine": machine, "rates": kept})
         _measured[name] = kept
     return dict(_measured[name])
+
+
+def are_tuned(has_gpu: bool) -> bool:
+    """Whether steps correct the rates."""
+    wish = os.environ.get("GEMINI_TUNE", "")
+    if wish not in ("", "0", "1"):
+        raise ValueError(f"GEMINI_TUNE is {wish!r}: set it to 0 or 1, or not at all")
+    return (
+        wish == "1" if wish else has_gpu and os.environ.get("GEMINI_RATES", "") in ("", "measure")
+    )
 
 
 def _given(wish: str) -> dict[str, float]:

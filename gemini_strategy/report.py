@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from gemini_strategy.rates import REFERENCE
-
 __all__ = [
     "StepMeter",
     "about",
@@ -464,12 +462,8 @@ def about(engine: Any) -> dict[str, Any]:
 
 
 def plan_of(engine: Any) -> dict[str, Any] | None:
-    """The plan that the engine follows (gm_py_plan_info) and the rates it was made from; None: on demand."""
-    plan = engine.core.plan_info()
-    if plan is None:
-        return None
-    rates = dict(zip(REFERENCE, engine._settings.rates, strict=True))
-    return {"rates": rates, **plan}
+    """The plan that the engine follows (gm_py_plan_info); None: on demand."""
+    return engine.core.plan_info()
 
 
 def plan_table(engine: Any) -> str:

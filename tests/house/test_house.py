@@ -26,7 +26,7 @@ PY_FILES = sorted(
 NOUNS = [
     ["base"],
     ["layout", "order", "workers", "budget", "trace"],
-    ["plan"],
+    ["plan", "tune"],
     ["arith", "adam", "grad", "sumsq", "format", "isa", "hostmem", "cuda_driver"],
     ["kernels", "device"],
     ["device_host", "device_chaos", "device_cuda", "torch_alloc", "rates"],
@@ -39,7 +39,7 @@ NOUNS = [
 LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
 ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
 ENGINE = {"engine", "update", "field", "lease", "gather", "pass", "replay", "stage"}
-PURE = {"layout", "budget", "trace", "plan"}
+PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
     *("cuda_driver", "kernels", "device", "device_host", "device_chaos", "device_cuda", "hostmem"),
     "order",

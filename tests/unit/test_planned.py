@@ -7,6 +7,7 @@ plan that no longer fits and made another one.  All of it runs on the chaos devi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Iterator
@@ -671,4 +672,49 @@ def test_below_the_floor_says_how_much() -> None:
     run.zero_grad()
     for each in (want, run):
         drive(each, CASE, 4, first=3)
+    _finish(run, want)
+
+
+# ---- rates that steps correct --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["deferred", "step=True"])
+def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    """From a host that is said to be some times too slow, or far too fast, plans come to what it is."""
+    monkeypatch.delenv("GEMINI_CHAOS")
+    monkeypatch.setenv("GEMINI_TUNE", "1")
+    case, recipe = mlp_case(width=1280, depth=6), Recipe(precision="bf16-true", steps=17)
+    want = plain(case.build, recipe)
+    drive(want, case, recipe.steps)
+    ends = []
+    for said in (5e7, 1e13):
+        rates = f"h2d=1e9,d2h=1e9,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e9"
+        monkeypatch.setenv("GEMINI_RATES", rates)
+        run = budgeted(case, recipe, 0.3, chunk_size=4 << 20)
+        with contextlib.closing(run.engine):
+            assert run.engine.stats()["settling"]
+            for step in range(recipe.steps):
+                torch.manual_seed(1000 + step)
+                loss = case.loss(run, case.batch(step))
+                run.losses.append(loss.detach().float())
+                if is_told:
+                    run.engine.backward(loss, step=True)
+                else:
+                    run.backward(loss)
+                run.finish()
+            stats, plan = run.engine.stats(), run.engine.core.plan_info()
+            assert_same_outcome(run.outcome(), want.outcome())
+            assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
+            assert 2 <= stats["plans"] <= 7  # on demand, timed, four windows, back to the best
+            ends.append(plan["rates"]["host_adam_beside"])
+    assert ends[0] > 1.5 * 5e7 and ends[1] < 1e13 / 100
+
+
+def test_given_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    _rates(monkeypatch, "as measured")
+    want, run = _both(0.5)
+    drive(want, CASE, 12)
+    drive(run, CASE, 12)
+    assert not run.engine.stats()["settling"]
+    assert run.engine.core.plan_info()["rates"]["h2d"] == 55e9
     _finish(run, want)

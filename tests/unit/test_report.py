@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gemini_strategy import report
-from gemini_strategy.rates import REFERENCE
 from gemini_strategy.report import StepMeter, bytes_text, count_tokens
 
 GB = 10**9
@@ -373,7 +372,6 @@ class FakeSettings:
     policy = "cpu"
     device_budget = 24 * GB
     host_budget = -1
-    rates = tuple(RATES[name] for name in REFERENCE)
 
 
 class FakeEngine:
@@ -405,7 +403,7 @@ def test_about_an_engine() -> None:
     }
 
 
-@pytest.mark.parametrize("plan", [None, PLAN])
+@pytest.mark.parametrize("plan", [None, PLAN | {"rates": RATES}])
 def test_report_has_the_result_once_there_is_one(plan: dict[str, Any] | None) -> None:
     before, after = (report.report(FakeEngine(plan, steps)) for steps in (0, 7))
     assert "Gemini: the plan" in before and "Gemini: the result" not in before
