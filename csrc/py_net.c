@@ -174,7 +174,10 @@ static int touch(gm_py_net *net, uintptr_t address)
     PyObject *done = NULL;
     if (status == GM_ERR_NOMEM) {
         gm_py_raise(status);
-        return gm_py_explain((PyObject *)net, "no_room", (PyObject *)slot_at(net, address));
+        if (!gm_py_made_room((PyObject *)net, (PyObject *)slot_at(net, address))) {
+            return gm_py_explain((PyObject *)net, "no_room", (PyObject *)slot_at(net, address));
+        }
+        GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
     }
     if (status != GM_OK) {
         return gm_py_raised(status);

@@ -124,6 +124,25 @@ int gm_py_raised(gm_status status)
     return status == GM_OK ? 0 : gm_py_done(gm_py_raise(status));
 }
 
+bool gm_py_made_room(PyObject *object, PyObject *about)
+{
+    PyObject *type, *error, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return false;
+    }
+    PyErr_Fetch(&type, &error, &trace);
+    int is_made = gm_py_is_true(PyObject_CallMethod(object, "make_room", "O", about));
+    if (is_made == 1) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(trace);
+        return true;
+    }
+    PyErr_Clear(); /* the first error is the one to tell */
+    PyErr_Restore(type, error, trace);
+    return false;
+}
+
 int gm_py_explain(PyObject *object, const char *method, PyObject *about)
 {
     PyObject *type, *error, *trace;

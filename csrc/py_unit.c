@@ -122,7 +122,10 @@ static int enter_core(const unit *self, bool *out_has_grad)
     GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
     if (status == GM_ERR_NOMEM) {
         gm_py_raise(status);
-        return gm_py_explain((PyObject *)self, "no_room", (PyObject *)slot_at(self, 0));
+        if (!gm_py_made_room((PyObject *)self, (PyObject *)slot_at(self, 0))) {
+            return gm_py_explain((PyObject *)self, "no_room", (PyObject *)slot_at(self, 0));
+        }
+        GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
     }
     return gm_py_raised(status);
 }

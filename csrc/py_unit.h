@@ -35,6 +35,8 @@ typedef struct gm_py_torch {
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
 
+/* With a MemoryError set: whether object.make_room(about) found some; the error is then gone. */
+bool gm_py_made_room(PyObject *object, PyObject *about);
 /* Hands the pending exception, an error of memory, to `object.<method>(about, error)`, which raises a better
  * one; any other stays. Returns -1. */
 int gm_py_explain(PyObject *object, const char *method, PyObject *about);

@@ -6,10 +6,10 @@
 #define SAME_RATE  0.06 /* a rate that differs by less makes no other plan */
 #define CLEAR_GAIN 0.02 /* of a step's time: less is noise */
 
-void gm_rates_set_host(gm_rates *rates, double beside)
+void gm_rates_set_host(gm_rates *rates, double seen)
 {
-    rates->host_adam *= beside / rates->host_adam_beside;
-    rates->host_adam_beside = beside;
+    rates->host_adam_beside = seen;
+    rates->host_adam = seen > rates->host_adam ? seen : rates->host_adam;
 }
 
 void gm_tuner_forget(gm_tuner *tuner)

@@ -20,8 +20,8 @@ typedef struct gm_tuner { /* zeroed: nothing known */
     gm_rates best;       /* what that plan was made from */
 } gm_tuner;
 
-/* The host's rates with this speed beside copies; alone it is faster by the same factor as before. */
-void gm_rates_set_host(gm_rates *rates, double beside);
+/* In a step the host was as fast as this on average: mostly beside copies, so alone it is at least that fast. */
+void gm_rates_set_host(gm_rates *rates, double seen);
 
 /* A window under a plan made from *rates has shown `seen` parameters/s of host Adam (0: none ran) and `seconds` per
  * step.  True: a plan should be made anew, from *rates as they are now. */

@@ -140,7 +140,7 @@ class Engine(Reporting):
             is_strict=settings.is_strict,
             is_grad_f32=settings.is_grad_f32,
             threads=settings.threads,
-            external_bytes=external,
+            external_bytes=external + self._memory.first_reserve_bytes(settings.device_budget),
             rates=settings.rates,
             state_share=1.0 if settings.margin is None else settings.margin,
             slack_bytes=self._memory.slack_bytes(settings.device_budget),

@@ -107,6 +107,9 @@ class SavedTensorNet(_C.Net):
             _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
         )
 
+    def make_room(self, slot: Slot) -> bool:
+        return slot.engine._memory.give_cached()
+
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
 
@@ -159,6 +162,9 @@ class Unit(_C.Unit):
     def watch(self) -> list[torch.Tensor]:
         """Leases that find by comparison what this forward writes."""
         return [s.lease()[0] for s in self.slots if s.has_low]
+
+    def make_room(self, slot: Slot) -> bool:
+        return slot.engine._memory.give_cached()
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise self.engine.room_error(slot, f"module {self.name!r}", error) from None

@@ -25,7 +25,10 @@ __all__ = ["DeviceMemory"]
 
 _LEAST_SLACK = 64 << 20
 _DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
+# In the first step it takes most: kernels are loaded when they are first used (230 MB on an H200).
+_FIRST_RESERVE = 384 << 20
 _LEAST_GAIN = 32 << 20  # less is not worth the trouble
+_LEAST_GIVEN = 2 << 20  # torch's smallest segments
 _GROWTH = 1.05  # of what torch holds, until it is put in order again
 _HISTORY = 40_000  # allocations and ends of tensors that torch remembers, of the last steps
 
@@ -102,11 +105,15 @@ class DeviceMemory:
             _in_use.pop(self._device.index, None)
 
     def external_bytes(self, chunk_bytes: int) -> int:
-        """Device memory in use that is neither chunks nor torch's pool, with room for the driver."""
+        """Device memory in use that is neither chunks nor torch's pool, with room for the driver, in bytes."""
         if self._pool is None:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
         return max(total - free - chunk_bytes - self._pool.bytes(), 0) + _DRIVER_RESERVE
+
+    def first_reserve_bytes(self, device_budget: int) -> int:
+        """More room for the driver until the first step is over; little where the budget is small."""
+        return 0 if self._pool is None else min(_FIRST_RESERVE, device_budget // 32)
 
     def slack_bytes(self, device_budget: int) -> int:
         """What a plan leaves free within the budget, for torch's memory to grow a little without a new plan."""
@@ -133,6 +140,16 @@ class DeviceMemory:
             self._refusals = self._pool.refusals()
         self._kept_bytes = max(self._pool.bytes(), _LEAST_SLACK)
         return is_gain
+
+    def give_cached(self) -> bool:
+        """In a pass that has no room for its chunks: torch gives back what it only caches; False: nothing."""
+        if self._pool is None:
+            return False
+        held = self._pool.bytes()
+        if held <= torch.cuda.memory_allocated(self._device) + _LEAST_GIVEN:
+            return False
+        self._pool.trim()
+        return self._pool.bytes() < held
 
     def recover(self) -> bool:
         """Before a forward: invariant 2. True: as in tidy()."""

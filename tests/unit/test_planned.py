@@ -675,6 +675,39 @@ def test_below_the_floor_says_how_much() -> None:
     _finish(run, want)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_torch_only_caches_is_asked_for(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that finds no room is tried once more after torch has given back what it does not use."""
+    want, run = _both(0.5)
+    for each in (want, run):
+        drive(each, CASE, 3)
+    core, budget = run.engine.core, run.engine.stats()["device_budget_bytes"]
+    gave: list[int] = []
+
+    def give_cached() -> bool:
+        gave.append(core.stats()["device_bytes"])
+        core.set_external_bytes(0)
+        return True
+
+    def take() -> None:
+        core.reserve(budget - 4096)
+        core.set_external_bytes(budget - 4096)
+
+    monkeypatch.setattr(run.engine._memory, "give_cached", give_cached)
+    for each in (want, run):
+        torch.manual_seed(5)
+        if each is run and where == "forward":
+            take()
+        loss = CASE.loss(each, CASE.batch(3))
+        if each is run and where == "backward":
+            take()
+        each.backward(loss)
+        each.finish()
+        drive(each, CASE, 4, first=4)
+    assert len(gave) == 1
+    _finish(run, want)
+
+
 # ---- rates that steps correct --------------------------------------------------------------------
 
 
