@@ -403,6 +403,7 @@ def train(loop: Loop, device: torch.device, enter: Any) -> dict[str, Any]:
         "step_seconds": median(seconds),
         "step_seconds_min": min(seconds),
         "step_seconds_max": max(seconds),
+        "step_seconds_each": seconds,
         "wall_seconds_per_step": wall / steps,
         "forward_seconds": median(parts["forward"] for parts in per_step),
         "backward_seconds": median(parts["backward"] for parts in per_step),

@@ -313,11 +313,12 @@ const gm_trace *gm_book_trace(const gm_book *book, uint32_t index)
     return index < book->n_traces ? &book->traces[index] : NULL;
 }
 
-void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds)
+void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds, bool replaces)
 {
     if (trace < book->n_traces && tick < book->traces[trace].n && seconds > 0) {
         float *known = &book->traces[trace].ticks[tick].seconds;
-        *known = *known > 0 && (double)*known < seconds ? *known : (float)seconds;
+        bool is_least = !(*known > 0 && (double)*known < seconds);
+        *known = replaces || is_least ? (float)seconds : *known;
     }
 }
 

@@ -71,8 +71,8 @@ void gm_book_abandon(gm_book *book);
 uint32_t gm_book_n_traces(const gm_book *book);
 /* NULL: no such trace.  Valid until the next begin or end. */
 const gm_trace *gm_book_trace(const gm_book *book, uint32_t index);
-/* Sets the measured seconds of one tick of a trace (the least of all measurements counts). */
-void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds);
+/* Sets the measured seconds of one tick of a trace; the least counts of all since the last one that replaces. */
+void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds, bool replaces);
 /* The trace that is followed now, or GM_NO_TRACE. */
 uint32_t gm_book_following(const gm_book *book);
 

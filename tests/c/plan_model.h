@@ -152,7 +152,7 @@ static inline void time_trace(model *m, uint32_t trace, double seconds)
 {
     uint32_t n = gm_book_trace(m->book, trace)->n;
     for (uint32_t t = 0; t < n; t++) {
-        gm_book_time(m->book, trace, t, seconds / n);
+        gm_book_time(m->book, trace, t, seconds / n, false);
     }
 }
 

@@ -171,12 +171,16 @@ static void test_measures(void)
     CHECK(known->ticks[0].until == 3 && known->ticks[1].until == 2);
     CHECK(known->ticks[2].until == 4); /* never released: to the end */
     CHECK(known->ticks[3].until == 4);
-    gm_book_time(book, trace, 1, 2.0);
-    gm_book_time(book, trace, 1, 0.5);
-    gm_book_time(book, trace, 1, 1.0);
-    gm_book_time(book, trace, 9, 1.0);
-    gm_book_time(book, 9, 0, 1.0);
+    gm_book_time(book, trace, 1, 2.0, false);
+    gm_book_time(book, trace, 1, 0.5, false);
+    gm_book_time(book, trace, 1, 1.0, false);
+    gm_book_time(book, trace, 9, 1.0, false);
+    gm_book_time(book, 9, 0, 1.0, false);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 0.5F);
+    gm_book_time(book, trace, 1, 3.0, true);
+    CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 3.0F);
+    gm_book_time(book, trace, 1, 2.5, false);
+    CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 2.5F);
     CHECK(gm_book_trace(book, trace)->ticks[0].seconds == 0);
     /* Forgotten in the trace and in the pass that is open: only what comes counts. */
     CHECK_OK(gm_book_begin(book, true));
@@ -188,7 +192,7 @@ static void test_measures(void)
     CHECK_OK(gm_book_end(book, &trace));
     known = gm_book_trace(book, trace);
     CHECK(known->n_runs == 3 && known->ticks[0].outside_bytes == 0);
-    CHECK(known->ticks[1].outside_bytes == 3 && known->ticks[1].seconds == 0.5F);
+    CHECK(known->ticks[1].outside_bytes == 3 && known->ticks[1].seconds == 2.5F);
     gm_book_free(book);
 }
 
