@@ -299,11 +299,14 @@ const gm_trace *gm_book_trace(const gm_book *book, uint32_t index)
     return index < book->n_traces ? &book->traces[index] : NULL;
 }
 
-void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds)
+void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds)
 {
-    if (trace < book->n_traces && tick < book->traces[trace].n && seconds > 0) {
-        float *known = &book->traces[trace].ticks[tick].seconds;
-        *known = *known > 0 && (double)*known < seconds ? *known : (float)seconds;
+    for (uint32_t i = 0; i < book->n_traces; i++) {
+        const gm_trace *trace = &book->traces[i];
+        if (trace->hash == hash && tick < trace->n && seconds > 0) {
+            float *known = &trace->ticks[tick].seconds;
+            *known = *known > 0 && (double)*known < seconds ? *known : (float)seconds;
+        }
     }
 }
 

@@ -66,8 +66,9 @@ gm_status gm_book_end(gm_book *book, uint32_t *out_trace);
 uint32_t gm_book_n_traces(const gm_book *book);
 /* NULL: no such trace.  Valid until the next begin or end. */
 const gm_trace *gm_book_trace(const gm_book *book, uint32_t index);
-/* Sets the measured seconds of one tick of a trace (the least of all measurements counts). */
-void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds);
+/* Sets the measured seconds of one tick of the trace with this hash (the least of all measurements counts); nothing
+ * when the book has it no more: its index may be another trace's by now. */
+void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds);
 /* The trace that is followed now, or GM_NO_TRACE. */
 uint32_t gm_book_following(const gm_book *book);
 

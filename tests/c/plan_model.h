@@ -153,9 +153,9 @@ static inline uint32_t write_pass(model *m, uint64_t *seed, bool has_backward, b
 
 static inline void time_trace(model *m, uint32_t trace, double seconds)
 {
-    uint32_t n = gm_book_trace(m->book, trace)->n;
-    for (uint32_t t = 0; t < n; t++) {
-        gm_book_time(m->book, trace, t, seconds / n);
+    const gm_trace *timed = gm_book_trace(m->book, trace);
+    for (uint32_t t = 0; t < timed->n; t++) {
+        gm_book_time(m->book, timed->hash, t, seconds / timed->n);
     }
 }
 

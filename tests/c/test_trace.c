@@ -163,11 +163,11 @@ static void test_measures(void)
     CHECK(known->ticks[0].until == 3 && known->ticks[1].until == 2);
     CHECK(known->ticks[2].until == 4); /* never released: to the end */
     CHECK(known->ticks[3].until == 4);
-    gm_book_time(book, trace, 1, 2.0);
-    gm_book_time(book, trace, 1, 0.5);
-    gm_book_time(book, trace, 1, 1.0);
-    gm_book_time(book, trace, 9, 1.0);
-    gm_book_time(book, 9, 0, 1.0);
+    gm_book_time(book, known->hash, 1, 2.0);
+    gm_book_time(book, known->hash, 1, 0.5);
+    gm_book_time(book, known->hash, 1, 1.0);
+    gm_book_time(book, known->hash, 9, 1.0);
+    gm_book_time(book, known->hash + 1, 0, 1.0);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 0.5F);
     CHECK(gm_book_trace(book, trace)->ticks[0].seconds == 0);
     /* Forgotten in the trace and in the pass that is open: only what comes counts. */
@@ -222,6 +222,31 @@ static void test_book_is_bounded(void)
     gm_book_free(book);
 }
 
+/* Times that come after their trace has made room for another are nobody's, and those of a trace that came back are
+ * its own, whatever index it has now. */
+static void test_late_times(void)
+{
+    gm_book *book;
+    CHECK_OK(gm_book_new(&book));
+    step timed[2] = {{GM_TICK_ENTER, 0}, {GM_TICK_TOUCH, 7}};
+    uint32_t index = run(book, true, timed, 2, NULL), newer = GM_NO_TRACE;
+    uint64_t hash = gm_book_trace(book, index)->hash;
+    for (uint32_t k = 1; k <= GM_TRACES_KEPT; k++) {
+        newer = run(book, true, (step[]){{GM_TICK_ENTER, k}, {GM_TICK_TOUCH, k}}, 2, NULL);
+    }
+    CHECK(newer == index && gm_book_trace(book, index)->hash != hash); /* the 65th has its place */
+    gm_book_time(book, hash, 0, 1.0);
+    for (uint32_t i = 0; i < gm_book_n_traces(book); i++) {
+        CHECK(gm_book_trace(book, i)->ticks[0].seconds == 0);
+    }
+    uint32_t again = run(book, true, timed, 2, NULL);
+    CHECK(again != index);
+    gm_book_time(book, hash, 0, 1.0);
+    CHECK(gm_book_trace(book, again)->ticks[0].seconds == 1.0F);
+    CHECK(gm_book_trace(book, index)->ticks[0].seconds == 0);
+    gm_book_free(book);
+}
+
 /* While a known trace is followed nothing is allocated. */
 static void test_following_allocates_nothing(void)
 {
@@ -252,6 +277,7 @@ int main(void)
     test_measures();
     test_ticks_outside_of_a_pass();
     test_book_is_bounded();
+    test_late_times();
     test_following_allocates_nothing();
     printf("test_trace: ok\n");
     return 0;
