@@ -38,6 +38,7 @@ const char *gm_last_error_site(void)
 
 void gm_assert_failed(const char *condition, const char *file, int line)
 {
-    (void)fprintf(stderr, "gemini: broken invariant at %s:%d: %s\n", file, line, condition);
+    (void)fprintf(stderr, "gemini: broken invariant at %s:%d: %s; last error: %s\n", file, line,
+                  condition, error_text);
     abort();
 }

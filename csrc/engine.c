@@ -9,7 +9,7 @@
  *      do not wait; what they did of that is counted (n_replay_waits).
  *   3. Order between streams and the host is kept by the fences of chunk.c and by nothing else.
  *   4. Before a master is read, updated or saved, what was written through watched leases is reconciled.
- *   5. After an error inside a step the engine is dead: every call returns that first error.
+ *   5. After an error inside a step the engine is dead: every call returns that first error, until it is closed.
  *   6. A chunk's pending update is issued before its bytes are used (update.c).
  *   7. Device bytes = blocks of the plan + sums + what others of this process hold, each at its peak: the
  *      sum that the plan keeps within the budget. */
@@ -347,14 +347,20 @@ gm_status gm_engine_die(gm_engine *engine, gm_status status)
     return status;
 }
 
-/* Every public call starts here: one caller at a time, no dead engine, ended leases first. */
-gm_status gm_engine_begin_call(gm_engine *engine)
+/* A host update that has failed on its stream closes the engine, too. */
+static void notice_failed_update(gm_engine *engine)
 {
-    pthread_mutex_lock(&engine->lock);
     gm_status async = (gm_status)atomic_load(&engine->async_status);
     if (async != GM_OK && engine->dead == GM_OK) {
         (void)gm_engine_die(engine, GM_FAIL(async, "an update on the host failed"));
     }
+}
+
+/* Every public call starts here: one caller at a time, no dead engine, ended leases first. */
+gm_status gm_engine_begin_call(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    notice_failed_update(engine);
     gm_status status = engine->dead == GM_OK ? gm_lease_process_ended(engine) : fail_dead(engine);
     if (status != GM_OK) {
         pthread_mutex_unlock(&engine->lock);
@@ -366,6 +372,21 @@ gm_status gm_engine_end_call(gm_engine *engine, gm_status status)
 {
     pthread_mutex_unlock(&engine->lock);
     return status;
+}
+
+bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
+{
+    pthread_mutex_lock(&engine->lock);
+    notice_failed_update(engine);
+    bool was_dead = engine->dead != GM_OK;
+    if (was_dead) {
+        snprintf(text, size, "%s", engine->dead_text);
+        gm_update_forget_all(engine);
+        atomic_store(&engine->async_status, GM_OK); /* also of what ended just now */
+        engine->dead = GM_OK;
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return was_dead;
 }
 
 /* ---- units ---- */

@@ -124,10 +124,10 @@ typedef struct gm_update {
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
 /* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
  * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
- * gm_engine_step with the same updates; or gm_engine_disarm: after a failure of the backward (has_failed) it closes
- * the engine if weights have been updated already, else it lets them be as they are. */
+ * gm_engine_step with the same updates; or, when no step comes, gm_engine_disarm: it closes the engine if weights have
+ * been updated already, else nothing has changed. */
 gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
-gm_status gm_engine_disarm(gm_engine *engine, bool has_failed);
+gm_status gm_engine_disarm(gm_engine *engine);
 /* How often updates inside a backward have changed the parameter; takes no lock. */
 uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
 
@@ -154,6 +154,10 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stre
 
 /* Ended leases are processed at every call; this is such a call that does nothing else. */
 gm_status gm_engine_drain(gm_engine *engine);
+/* Before its end: after an error that has closed the engine, fields can be read again, as that error has left them;
+ * updates that still waited are forgotten.  `text` gets that error; false: the engine is not closed, and nothing has
+ * changed. */
+bool gm_engine_salvage(gm_engine *engine, char *text, size_t size);
 /* Gives room of `bytes` to others: evicts as needed; false when the budget does not allow it. */
 bool gm_engine_reserve(gm_engine *engine, size_t bytes);
 /* The device has no room although the budget has: gives up to `bytes` of blocks back to it, and takes no more until

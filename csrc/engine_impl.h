@@ -219,6 +219,7 @@ void gm_update_free(gm_engine *engine);
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
 gm_status gm_update_issue_all(gm_engine *engine);             /* every pending update */
 gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
+void gm_update_forget_all(gm_engine *engine); /* those that wait; those that run are waited for */
 /* Backward needs the weights: the engine dies if that backward has updated them. */
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
 /* Somebody else wants a part of the chunk: an error between its update inside backward and the step. */

@@ -17,8 +17,8 @@ enum { TIMED_RUNS = 3 };
 typedef struct gm_tick_timer {
     gm_event *start, *end; /* (capacity,) */
     uint32_t capacity;
-    uint32_t n;     /* ticks of the pass that is being timed, or was and waits to be resolved */
-    uint32_t trace; /* of that pass; GM_NO_TRACE: not known yet */
+    uint32_t n;    /* ticks of the pass that is being timed, or was and waits to be resolved */
+    uint64_t hash; /* of its trace, which may leave the book before the times are resolved */
     bool is_on, is_open; /* times the present pass; a start has been recorded */
     bool is_planned;     /* that pass follows a plan, as far as it can */
     bool has_result;
@@ -115,7 +115,7 @@ void gm_pass_resolve_times(gm_engine *engine)
         double seconds;
         if (engine->device->ops->event_elapsed(engine->device, timer->start[i], timer->end[i],
                                                &seconds) == GM_OK) {
-            gm_book_time(engine->book, timer->trace, i, seconds, timer->is_planned);
+            gm_book_time(engine->book, timer->hash, i, seconds, timer->is_planned);
         }
     }
 }
@@ -155,7 +155,7 @@ void gm_pass_end(gm_engine *engine)
     const gm_trace *trace = gm_book_trace(engine->book, index);
     note_run(engine, index);
     if (timer->is_on && timer->n == trace->n) {
-        timer->trace = index;
+        timer->hash = trace->hash;
         timer->has_result = true;
         /* A plan made now knows the times; the last timed run gives the best ones. */
         engine->wants_plan |= trace->n_runs == TIMED_RUNS && trace->has_backward;

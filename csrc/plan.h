@@ -133,8 +133,9 @@ bool gm_plan_knows(const gm_plan *plan, uint64_t trace_hash);
  * placement does not serve this trace (it uses chunks at once that share blocks); make a plan with it. */
 gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_trace *trace);
 
-/* Replays the plan for three steps in a model of blocks and events: no block shows two live pieces, every unit finds
- * its chunks, no dirty bytes are lost, device_bytes holds.  GM_ERR_STATE names the first violation. */
+/* Replays the plan for some steps in a model of blocks and events, with each trace once as the first of a step: no
+ * block shows two live pieces, every unit finds its chunks, no dirty bytes are lost, device_bytes holds.  GM_ERR_STATE
+ * names the first violation. */
 gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input);
 
 #endif

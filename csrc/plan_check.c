@@ -416,17 +416,20 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
     return GM_OK;
 }
 
-/* One step; of many equal passes three are as good as all. */
-static gm_status run_step(gm_model *m, bool is_with_evaluation)
+/* One step, whose passes come in any order: it begins with trace `first`.  Of many equal passes three are as good as
+ * all. */
+static gm_status run_step(gm_model *m, uint32_t first, bool is_with_evaluation)
 {
     const gm_plan_input *input = m->input;
     uint32_t last = UINT32_MAX;
-    for (uint32_t k = 0; k < input->n_traces; k++) {
+    for (uint32_t i = 0; i < input->n_traces; i++) {
+        uint32_t k = (first + i) % input->n_traces;
         if (input->traces[k]->has_backward && (!input->n_runs || input->n_runs[k] > 0)) {
             last = k;
         }
     }
-    for (uint32_t k = 0; k < input->n_traces; k++) {
+    for (uint32_t i = 0; i < input->n_traces; i++) {
+        uint32_t k = (first + i) % input->n_traces;
         bool is_training = input->traces[k]->has_backward;
         uint32_t n_runs = input->n_runs ? input->n_runs[k] : 1;
         n_runs = !is_training ? 0 : n_runs > 3 ? 3 : n_runs;
@@ -465,8 +468,9 @@ static gm_status run_check(gm_model *m)
             }
         }
     }
-    for (int step = 0; step < 3; step++) {
-        GM_TRY(run_step(m, step != 1));
+    uint32_t n_steps = m->input->n_traces > 3 ? m->input->n_traces : 3;
+    for (uint32_t step = 0; step < n_steps; step++) {
+        GM_TRY(run_step(m, step % m->input->n_traces, step != 1));
     }
     return GM_OK;
 }

@@ -2,7 +2,7 @@
  *
  * 1. A fetch into a ring is issued no earlier than the tick at which the last use of every piece that it overwrites
  *    has ended, and no later than the use that it serves.
- * 2. Every chunk with states has an update no later than its first use, and before a gradient of this pass grows.
+ * 2. Every chunk with states has an update no later than its first use, and before any gradient of this pass grows.
  * 3. Operations of one tick go out in the order of gm_phase, those of one phase in the order of need. */
 #include <stdlib.h>
 #include <string.h>
@@ -154,17 +154,22 @@ static uint32_t lookahead(const gm_writer *w)
     return ahead > 64 ? (held > 64 ? (uint32_t)held : 64) : (uint32_t)ahead;
 }
 
-/* Streamed weights that this pass does not use: they borrow their place for an update before anybody else comes. */
+/* Streamed weights that are not used by this pass, or, updated on the device, not by its forward: they borrow their
+ * place for the update before anybody else comes. */
 static bool is_passed_by(const gm_writer *w, uint32_t chunk)
 {
-    return w->course->first[chunk] == w->course->n && is_in_ring(w, chunk, GM_WEIGHT);
+    const gm_course *course = w->course;
+    uint32_t end = gm_is_on_host(w->plan->class_of[chunk]) ? course->n : course->backward;
+    return course->first[chunk] >= end && is_in_ring(w, chunk, GM_WEIGHT);
 }
 
-/* When pending updates are issued in forward, before fetches are known. */
+/* When pending updates are issued in forward, before fetches are known: no later than the first use, and before
+ * backward, where gradients that grow take the places of those that updates read. */
 static void place_updates(gm_writer *w)
 {
     const gm_course *course = w->course;
-    uint32_t n = w->plan->n, n_updates = 0, last = course->n - 1;
+    uint32_t n = w->plan->n, n_updates = 0;
+    uint32_t last = course->backward > 0 ? course->backward - 1 : 0;
     for (uint32_t c = 0; c < n; c++) {
         w->update[c] = w->problem->input->chunks[c].numel > 0 ? 0 : GM_NO_TICK;
     }
@@ -184,13 +189,6 @@ static void place_updates(gm_writer *w)
             w->latest[n_updates++] = first;
         }
         w->update[c] = is_passed_by(w, c) ? 0 : tick;
-    }
-    /* A gradient that grows without a use before it must not meet the pending one. */
-    for (uint32_t i = 0; i < course->n_opens; i++) {
-        uint32_t c = course->opens[i].chunk;
-        if (w->update[c] != GM_NO_TICK && w->update[c] > course->opens[i].begin) {
-            w->update[c] = course->opens[i].begin;
-        }
     }
 }
 
@@ -229,7 +227,7 @@ static void write_fetches(gm_writer *w)
             continue;
         }
         uint32_t from = claim(w, GM_WEIGHT, c, use->end);
-        if (use->begin == course->first[c] && w->update[c] != GM_NO_TICK) {
+        if (use->begin == course->first[c] && w->update[c] != GM_NO_TICK && !is_passed_by(w, c)) {
             uint32_t earliest = from == GM_NO_TICK ? 0 : from;
             bool is_before = gm_is_on_host(w->plan->class_of[c]) ? w->update[c] > earliest
                                                                  : w->update[c] < earliest;

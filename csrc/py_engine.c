@@ -316,7 +316,6 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
     }
 
 NUMBER_METHOD(enter, 3, gm_engine_enter(engine, (uint32_t)v[0], v[1], (uint32_t)v[2]))
-NUMBER_METHOD(disarm, 1, gm_engine_disarm(engine, v[0] != 0))
 NUMBER_METHOD(leave, 2, gm_engine_leave(engine, (uint32_t)v[0], v[1]))
 NUMBER_METHOD(touch, 2, gm_engine_touch(engine, (uintptr_t)v[0], v[1]))
 NUMBER_METHOD(release_touched, 1, gm_engine_release_touched(engine, (uint32_t)v[0]))
@@ -332,21 +331,27 @@ NUMBER_METHOD(write, 4,
                               v[3]))
 NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 
-static PyObject *core_drain(core *self, PyObject *unused)
-{
-    (void)unused;
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
+/* One method without arguments. */
+#define PLAIN_METHOD(name)                                     \
+    static PyObject *core_##name(core *self, PyObject *unused) \
+    {                                                          \
+        (void)unused;                                          \
+        gm_engine *engine = gm_py_engine_of(self);             \
+        if (!engine) {                                         \
+            return NULL;                                       \
+        }                                                      \
+        gm_status status;                                      \
+        gm_engine_ref(engine);                                 \
+        Py_BEGIN_ALLOW_THREADS                                 \
+        status = gm_engine_##name(engine);                     \
+        gm_engine_unref(engine);                               \
+        Py_END_ALLOW_THREADS                                   \
+        return gm_py_finish(status);                           \
     }
-    gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_drain(engine);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return gm_py_finish(status);
-}
+
+PLAIN_METHOD(check)
+PLAIN_METHOD(disarm)
+PLAIN_METHOD(drain)
 
 static PyObject *core_n_touched(core *self, PyObject *unused)
 {
@@ -553,20 +558,22 @@ static PyObject *core_lease_unwatch(core *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-static PyObject *core_check(core *self, PyObject *unused)
+static PyObject *core_salvage(core *self, PyObject *unused)
 {
     (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
     }
-    gm_status status;
+    char text[512];
+    bool was_dead;
     gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_check(engine);
+    was_dead = gm_engine_salvage(engine, text, sizeof text);
     gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
-    return gm_py_finish(status);
+    return was_dead ? PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace")
+                    : Py_NewRef(Py_None);
 }
 
 static PyObject *torch_abi_init(PyObject *module, PyObject *unused)
@@ -608,12 +615,14 @@ static PyMethodDef core_methods[] = {
     METHOD("lease_unwatch", core_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease)"),
     METHOD("step", gm_py_step, METH_VARARGS, "step(updates, stream)"),
     METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
-    METHOD("disarm", core_disarm, METH_FASTCALL, "disarm(has_failed)"),
+    METHOD("disarm", core_disarm, METH_NOARGS, "disarm()"),
     METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
     METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
     METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
     METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
     METHOD("stats", gm_py_stats, METH_NOARGS, "stats() -> dict"),
+    METHOD("salvage", core_salvage, METH_NOARGS,
+           "salvage() -> the error that has closed the engine, or None"),
     METHOD("check", core_check, METH_NOARGS, "check(): raises if an invariant is broken"),
     METHOD("close", core_close, METH_NOARGS, "close(): idempotent"),
     {NULL, NULL, 0, NULL},

@@ -1,7 +1,7 @@
 /* trace.c - the book of traces; see trace.h for what a trace is.
  *
  * 1. A pass writes its ticks into one run record, whether it is followed or new, and touches no trace before it
- *    ends: what an abandoned pass did changes nothing that is known.
+ *    ends.
  * 2. The record has room for the longest known trace, so a followed pass allocates nothing.
  * 3. While a trace is followed, the ticks so far are equal to its first ticks.
  * 4. No two traces are equal in is_grad and ticks. */
@@ -82,11 +82,6 @@ gm_status gm_book_begin(gm_book *book, bool is_grad)
     }
     book->following = guess;
     return status;
-}
-
-bool gm_book_is_open(const gm_book *book)
-{
-    return book->is_open;
 }
 
 static bool is_same(const gm_tick *a, const gm_tick *b)
@@ -171,15 +166,6 @@ gm_status gm_book_tick(gm_book *book, gm_tick_kind kind, uint32_t id, size_t out
     return GM_OK;
 }
 
-void gm_book_note_outside(gm_book *book, size_t outside_bytes)
-{
-    if (book->is_open && book->n_run > 0) {
-        gm_tick *tick = &book->run[book->n_run - 1];
-        tick->outside_bytes =
-            outside_bytes > tick->outside_bytes ? outside_bytes : tick->outside_bytes;
-    }
-}
-
 void gm_book_forget_outside(gm_book *book)
 {
     for (uint32_t t = 0; t < book->n_traces; t++) {
@@ -252,6 +238,13 @@ static gm_status keep_run(gm_book *book, uint32_t *out)
     return GM_OK;
 }
 
+static void close_run(gm_book *book)
+{
+    book->is_open = false;
+    book->following = GM_NO_TRACE;
+    book->n_run = 0;
+}
+
 gm_status gm_book_end(gm_book *book, uint32_t *out_trace)
 {
     uint32_t found = GM_NO_TRACE;
@@ -259,7 +252,7 @@ gm_status gm_book_end(gm_book *book, uint32_t *out_trace)
         *out_trace = GM_NO_TRACE;
     }
     if (!book->is_open || book->is_lost || book->n_run == 0) {
-        gm_book_abandon(book);
+        close_run(book);
         return GM_OK;
     }
     for (uint32_t i = 0; i < book->n_run; i++) {
@@ -280,7 +273,7 @@ gm_status gm_book_end(gm_book *book, uint32_t *out_trace)
     } else {
         status = keep_run(book, &found);
     }
-    gm_book_abandon(book);
+    close_run(book);
     if (status == GM_OK) {
         gm_trace *trace = &book->traces[found];
         trace->n_runs++;
@@ -296,13 +289,6 @@ gm_status gm_book_end(gm_book *book, uint32_t *out_trace)
     return status;
 }
 
-void gm_book_abandon(gm_book *book)
-{
-    book->is_open = false;
-    book->following = GM_NO_TRACE;
-    book->n_run = 0;
-}
-
 uint32_t gm_book_n_traces(const gm_book *book)
 {
     return book->n_traces;
@@ -313,12 +299,15 @@ const gm_trace *gm_book_trace(const gm_book *book, uint32_t index)
     return index < book->n_traces ? &book->traces[index] : NULL;
 }
 
-void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds, bool replaces)
+void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces)
 {
-    if (trace < book->n_traces && tick < book->traces[trace].n && seconds > 0) {
-        float *known = &book->traces[trace].ticks[tick].seconds;
-        bool is_least = !(*known > 0 && (double)*known < seconds);
-        *known = replaces || is_least ? (float)seconds : *known;
+    for (uint32_t i = 0; i < book->n_traces; i++) {
+        const gm_trace *trace = &book->traces[i];
+        if (trace->hash == hash && tick < trace->n && seconds > 0) {
+            float *known = &trace->ticks[tick].seconds;
+            bool is_least = !(*known > 0 && (double)*known < seconds);
+            *known = replaces || is_least ? (float)seconds : *known;
+        }
     }
 }
 

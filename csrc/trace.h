@@ -47,7 +47,6 @@ void gm_book_free(gm_book *book); /* NULL is fine */
 /* A pass begins; one that is open ends.  The guess is the trace that came after the last one if its is_grad
  * agrees, else the one with this is_grad that ran last. */
 gm_status gm_book_begin(gm_book *book, bool is_grad);
-bool gm_book_is_open(const gm_book *book);
 
 /* A tick of the open pass.  *out_trace is the trace that the pass follows up to and with this tick (when the guess
  * is wrong, another trace with the same beginning), or GM_NO_TRACE while a new one is being recorded; *out_tick is the
@@ -55,8 +54,6 @@ bool gm_book_is_open(const gm_book *book);
  * (GM_ERR_NOMEM) leaves the pass unrecorded, and later ticks of it give GM_NO_TRACE. */
 gm_status gm_book_tick(gm_book *book, gm_tick_kind kind, uint32_t id, size_t outside_bytes,
                        uint32_t *out_trace, uint32_t *out_tick);
-/* More of outside_bytes since the last tick. */
-void gm_book_note_outside(gm_book *book, size_t outside_bytes);
 /* Forgets every outside_bytes of traces and of the open pass: what was held is held no more. */
 void gm_book_forget_outside(gm_book *book);
 /* What tick `tick` of the open pass has taken is released now (before the next tick): sets its `until` while
@@ -65,14 +62,13 @@ void gm_book_release(gm_book *book, uint32_t tick);
 /* The pass is over: a recorded one becomes a trace (or is found to equal one).  *out_trace (may be NULL) is its index,
  * GM_NO_TRACE for a pass without ticks or without room.  Unreleased ticks end at n. */
 gm_status gm_book_end(gm_book *book, uint32_t *out_trace);
-/* The pass is forgotten: an error interrupted it. */
-void gm_book_abandon(gm_book *book);
 
 uint32_t gm_book_n_traces(const gm_book *book);
 /* NULL: no such trace.  Valid until the next begin or end. */
 const gm_trace *gm_book_trace(const gm_book *book, uint32_t index);
-/* Sets the measured seconds of one tick of a trace; the least counts of all since the last one that replaces. */
-void gm_book_time(gm_book *book, uint32_t trace, uint32_t tick, double seconds, bool replaces);
+/* Sets the measured seconds of one tick of the trace with this hash; the least counts of all since the last one that
+ * replaces.  Nothing when the book has the trace no more: its index may be another one's by now. */
+void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces);
 /* The trace that is followed now, or GM_NO_TRACE. */
 uint32_t gm_book_following(const gm_book *book);
 

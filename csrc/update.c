@@ -399,6 +399,17 @@ static void disarm(gm_engine *engine)
     engine->is_armed = false;
 }
 
+void gm_update_forget_all(gm_engine *engine)
+{
+    disarm(engine);
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].is_pending = false;
+    }
+    engine->n_pending = 0;
+    (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+    (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
+}
+
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     if (engine->is_armed) {
@@ -516,7 +527,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     return status;
 }
 
-gm_status gm_engine_disarm(gm_engine *engine, bool has_failed)
+gm_status gm_engine_disarm(gm_engine *engine)
 {
     GM_TRY(gm_engine_begin_call(engine));
     bool has_updated = false;
@@ -524,13 +535,13 @@ gm_status gm_engine_disarm(gm_engine *engine, bool has_failed)
         has_updated |= is_updated(engine, chunk);
     }
     gm_status status = GM_OK;
-    if (has_failed && has_updated) {
+    if (has_updated) {
         status = gm_engine_die(
             engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
                                           "the weights"));
     } else if (engine->is_armed) {
         disarm(engine);
-        engine->n_steps -= !has_updated;
+        engine->n_steps--;
     }
     return gm_engine_end_call(engine, status);
 }

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, report, state, takeover
+from gemini_strategy import _C, closing, state, takeover
 from gemini_strategy.adopt import Adoption
 from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.guard import guarded_class, open_class
@@ -115,7 +115,8 @@ class Engine(Reporting):
                 takeover.install(self, optimizer)
             self._settle()
         except BaseException:  # as it was: original dtypes, from the exact masters
-            self._give_back({s: s.read_master().to(s.original_dtype) for s in self._slots})
+            values = {s: s.read_master().to(s.original_dtype) for s in self._slots}
+            closing.give_back(self, values, closing.read_grads(self))
             raise
 
     def _make_core(self, adoption: Adoption) -> None:
@@ -315,7 +316,7 @@ class Engine(Reporting):
         except BaseException:
             if self._armed is not None:
                 self._armed = None
-                self.core.disarm(1)
+                self.core.disarm()
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -456,7 +457,7 @@ class Engine(Reporting):
                 continue
             self._armed = None
             try:
-                self.core.disarm(1)
+                self.core.disarm()
             except GeminiError:
                 raise GeminiError(
                     f"{self._slots_by_id[update[0]].name}: hyperparameters or the clip factor changed between "
@@ -645,53 +646,13 @@ class Engine(Reporting):
         }
 
     def close(self, dtype: torch.dtype | None = None) -> None:
-        """Makes model and optimizer ordinary again, with the trained weights. Idempotent.
+        """Makes model and optimizer ordinary again, with the trained weights, and frees everything. Idempotent.
+
+        An engine that an error has closed can be closed, too: a RuntimeWarning then says what could not be given
+        back (weights of one step, states of the optimizer).
 
         Args:
             dtype: None: parameters in compute dtype; torch.float32: trained parameters as their
                 fp32 masters. Parameters return to the device they came from.
         """
-        if self.closed:
-            return
-        if dtype not in (None, torch.float32):
-            raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
-        self.recover()
-        if self._armed is not None:  # no step came after backward(step=True): weights as they are
-            self._armed = None
-            self.core.disarm(0)
-        if self.recording is not None:
-            self.recording.finish()
-        if self._steps:
-            self._announce(report.result_table)
-        is_fp32 = dtype is torch.float32
-        values = {s: s.read_master() if is_fp32 else s.read_weight() for s in self._slots}
-        if self.optimizer is not None:
-            takeover.release(self, self.optimizer, is_fp32)
-        self._give_back(values)
-
-    def _give_back(self, values: dict[Slot, torch.Tensor]) -> None:
-        """Invariant 3: every parameter ordinary, with these values, and nothing of ours left behind."""
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        grads = {}
-        for slot in self._slots:
-            if slot.has_grad_home and self.core.has_grad(slot.id):
-                with contextlib.suppress(GeminiError):  # an update inside backward has used it up
-                    grads[slot] = slot.read_grad().float() / scale
-        for unit in self._units:
-            unit.remove()
-        self._root.remove()
-        for handle in self._handles:
-            handle.remove()
-        for slot, value in values.items():
-            parameter = slot.parameter
-            parameter.__class__ = slot.plain_class
-            parameter.data = value.to(slot.original_device)
-            if slot in grads:
-                parameter.grad = grads[slot].to(value.dtype).to(parameter.device)
-            del parameter._gm_slot
-        for _, lease, _ in self._held.values():
-            self.core.lease_end(lease)
-        self._held.clear()
-        self.closed = True
-        self.core.close()
-        self._memory.close()
+        closing.close(self, dtype)

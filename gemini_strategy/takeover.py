@@ -25,6 +25,7 @@ __all__ = [
     "check",
     "hyperparameters",
     "install",
+    "let_go",
     "load_state_dict",
     "mode",
     "release",
@@ -188,15 +189,16 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 
 
 def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> None:
-    """Gives the optimizer its class and state back; parameters are still managed."""
-    plain = type(optimizer).__mro__[2]
+    """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing."""
+    is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    lows: dict[nn.Parameter, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = engine.slot_of(parameter)
-            is_ours = issubclass(plain, HybridAdam)
             if is_ours and slot.has_low and slot.adam_step == 0 and not is_fp32:
                 low = split_low(slot.read_weight(), slot.read_master())[1]
-                parameter._gm_low = low.to(slot.original_device)
+                lows[parameter] = low.to(slot.original_device)
             if slot.adam_step == 0 or not slot.has_moments:
                 continue
             m, v = slot.read_moments()
@@ -207,9 +209,17 @@ def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> 
             if is_ours and slot.has_low and not is_fp32:
                 key, low = split_low(slot.read_weight(), slot.read_master())
                 state[key] = low.to(slot.original_device)
-            optimizer.state[parameter] = state
+            states[parameter] = state
+    for parameter, low in lows.items():
+        parameter._gm_low = low
+    optimizer.state.update(states)
+    let_go(optimizer)
+
+
+def let_go(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer its class back; what the engine has of its state stays there."""
     del optimizer._gm_engine
-    _swap_class(optimizer, plain)
+    _swap_class(optimizer, type(optimizer).__mro__[2])
 
 
 def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:

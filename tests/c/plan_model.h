@@ -25,6 +25,8 @@ typedef struct shape {
     uint32_t n_blocks;                     /* of a chunk's weights, at most */
     bool is_odd; /* nested units, tied and frozen and unused chunks, checkpointing, shared chunks */
     bool has_evaluation, has_second;
+    bool
+        is_cut; /* some units are used by backward alone: their forward was another pass (reentrant checkpointing) */
     uint32_t n_runs;
     double seconds; /* compute of one pass */
 } shape;
@@ -86,14 +88,15 @@ static inline void enter_unit(pass_writer *w, uint32_t unit, uint32_t end, uint3
     gm_book_release(w->m->book, tick);
 }
 
-/* A forward (units in order, one of them skipped) and a backward; is_checkpointed: units are entered again. */
+/* A forward (units in order, one of them skipped, and none before `forward_from`) and a backward; is_checkpointed:
+ * units are entered again. */
 static inline uint32_t write_pass(model *m, uint64_t *seed, bool has_backward, bool is_checkpointed,
-                                  uint32_t skip)
+                                  uint32_t forward_from, uint32_t skip)
 {
     pass_writer w = {.m = m, .open_touch = GM_NO_TICK};
     uint32_t trace;
     CHECK_OK(gm_book_begin(m->book, has_backward));
-    for (uint32_t unit = 0; unit < m->n_units; unit++) {
+    for (uint32_t unit = forward_from; unit < m->n_units; unit++) {
         if (m->parent[unit] == unit) {
             enter_unit(&w, unit, m->n_units, skip);
         }
@@ -150,9 +153,9 @@ static inline uint32_t write_pass(model *m, uint64_t *seed, bool has_backward, b
 
 static inline void time_trace(model *m, uint32_t trace, double seconds)
 {
-    uint32_t n = gm_book_trace(m->book, trace)->n;
-    for (uint32_t t = 0; t < n; t++) {
-        gm_book_time(m->book, trace, t, seconds / n, false);
+    const gm_trace *timed = gm_book_trace(m->book, trace);
+    for (uint32_t t = 0; t < timed->n; t++) {
+        gm_book_time(m->book, timed->hash, t, seconds / timed->n, false);
     }
 }
 
@@ -188,16 +191,18 @@ static inline void model_new(model *m, const shape *s, uint64_t *seed)
     }
     m->n_chunks = n;
     CHECK_OK(gm_book_new(&m->book));
-    bool is_checkpointed = !s->is_odd || below(seed, 2) == 0;
+    bool is_checkpointed = s->is_cut || !s->is_odd || below(seed, 2) == 0;
+    uint32_t from = s->is_cut ? (uint32_t)below(seed, s->n_units) : 0;
     uint32_t ids[MOST_TRACES], k = 0;
-    ids[k] = write_pass(m, seed, true, is_checkpointed, UINT32_MAX);
+    ids[k] = write_pass(m, seed, true, is_checkpointed, from, UINT32_MAX);
     m->n_runs[k++] = s->n_runs;
     if (s->has_second && s->n_units > 1) {
-        ids[k] = write_pass(m, seed, true, is_checkpointed, (uint32_t)below(seed, s->n_units));
+        ids[k] =
+            write_pass(m, seed, true, is_checkpointed, from, (uint32_t)below(seed, s->n_units));
         m->n_runs[k++] = 1;
     }
     if (s->has_evaluation) {
-        ids[k] = write_pass(m, seed, false, false, s->is_odd && s->n_units > 1 ? 1 : UINT32_MAX);
+        ids[k] = write_pass(m, seed, false, false, 0, s->is_odd && s->n_units > 1 ? 1 : UINT32_MAX);
         m->n_runs[k++] = 1;
     }
     m->n_traces = 0;

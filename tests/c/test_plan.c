@@ -17,6 +17,7 @@ static void test_random_models(void)
     uint32_t n_fit = 0, n_not = 0, n_of_class[GM_N_CLASSES] = {0};
     for (int round = 0; round < 250; round++) {
         shape s = random_shape(&seed);
+        s.is_cut = below(&seed, 3) == 0;
         model m;
         model_new(&m, &s, &seed);
         m.input.when = below(&seed, 2) ? GM_IMMEDIATE : GM_DEFERRED;
@@ -62,6 +63,7 @@ static gm_plan *tight_plan(model *m, gm_when when)
     for (;;) {
         shape s = random_shape(&seed);
         s.n_units += 6;
+        s.is_cut = below(&seed, 4) == 0;
         gm_plan *plan;
         model_new(m, &s, &seed);
         m->input.when = when;

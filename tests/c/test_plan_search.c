@@ -123,7 +123,8 @@ static void model_of_units(model *m, uint32_t n, uint64_t numel, double seconds)
     CHECK_OK(gm_book_end(m->book, &trace));
     for (uint32_t t = 0; t < 4 * n; t++) {
         bool is_touch = t >= n && (t - n) % 3 == 1, is_grad = t >= n && (t - n) % 3 == 2;
-        gm_book_time(m->book, trace, t, is_grad ? 0 : seconds / 4 / n * (is_touch ? 2 : 1), false);
+        gm_book_time(m->book, gm_book_trace(m->book, trace)->hash, t,
+                     is_grad ? 0 : seconds / 4 / n * (is_touch ? 2 : 1), false);
     }
     m->traces[0] = gm_book_trace(m->book, trace);
     m->input = (gm_plan_input){.chunks = m->chunks,

@@ -50,7 +50,7 @@ static void test_first_pass_is_recorded_second_followed(void)
     gm_book *book;
     uint32_t n_followed;
     CHECK_OK(gm_book_new(&book));
-    CHECK(gm_book_n_traces(book) == 0 && !gm_book_is_open(book));
+    CHECK(gm_book_n_traces(book) == 0);
     uint32_t first = run(book, true, train, 4, &n_followed);
     CHECK(first != GM_NO_TRACE && n_followed == 0 && gm_book_n_traces(book) == 1);
     CHECK(run(book, true, train, 4, &n_followed) == first && n_followed == 4);
@@ -129,15 +129,14 @@ static void test_guess(void)
     CHECK_OK(
         gm_book_begin(book, true)); /* nothing came after the third: the latest with gradients */
     CHECK(gm_book_following(book) == second);
-    gm_book_abandon(book);
+    CHECK_OK(gm_book_end(book, NULL)); /* a pass without ticks leaves nothing */
+    CHECK(gm_book_following(book) == GM_NO_TRACE);
     CHECK(run(book, true, a, 1, NULL) == first);
     CHECK_OK(gm_book_begin(book, true)); /* after the first came the second */
     CHECK(gm_book_following(book) == second);
-    gm_book_abandon(book);
     CHECK_OK(gm_book_begin(book, false)); /* which has gradients: the latest without */
     CHECK(gm_book_following(book) == third);
-    CHECK_OK(gm_book_begin(book, false)); /* a pass without ticks ends and leaves nothing */
-    gm_book_abandon(book);
+    CHECK_OK(gm_book_end(book, NULL));
     CHECK(gm_book_n_traces(book) == 3);
     gm_book_free(book);
 }
@@ -147,22 +146,15 @@ static void test_measures(void)
     gm_book *book;
     uint32_t trace, tick;
     CHECK_OK(gm_book_new(&book));
-    for (int pass = 0; pass < 3; pass++) {
+    for (int pass = 0; pass < 2; pass++) {
         CHECK_OK(gm_book_begin(book, true));
-        CHECK_OK(gm_book_tick(book, GM_TICK_ENTER, 0, pass == 1 ? 50 : 10, &trace, &tick));
-        gm_book_note_outside(book, pass == 2 ? 40 : 20);
-        CHECK_OK(gm_book_tick(book, GM_TICK_ENTER, 1, 5, &trace, &tick));
-        if (pass != 1) {
-            gm_book_release(book, 1);
-        }
+        CHECK_OK(gm_book_tick(book, GM_TICK_ENTER, 0, pass == 0 ? 40 : 10, &trace, &tick));
+        CHECK_OK(gm_book_tick(book, GM_TICK_ENTER, 1, pass == 0 ? 4 : 5, &trace, &tick));
+        gm_book_release(book, 1);
         CHECK_OK(gm_book_tick(book, GM_TICK_TOUCH, 2, 7, &trace, &tick));
         gm_book_release(book, 0);
         CHECK_OK(gm_book_tick(book, GM_TICK_GRAD, 2, 0, &trace, &tick));
         gm_book_release(book, 77); /* no such tick */
-        if (pass == 1) {
-            gm_book_abandon(book); /* what it saw is forgotten */
-            CHECK(!gm_book_is_open(book) && gm_book_following(book) == GM_NO_TRACE);
-        }
     }
     CHECK_OK(gm_book_end(book, &trace));
     const gm_trace *known = gm_book_trace(book, trace);
@@ -171,15 +163,15 @@ static void test_measures(void)
     CHECK(known->ticks[0].until == 3 && known->ticks[1].until == 2);
     CHECK(known->ticks[2].until == 4); /* never released: to the end */
     CHECK(known->ticks[3].until == 4);
-    gm_book_time(book, trace, 1, 2.0, false);
-    gm_book_time(book, trace, 1, 0.5, false);
-    gm_book_time(book, trace, 1, 1.0, false);
-    gm_book_time(book, trace, 9, 1.0, false);
-    gm_book_time(book, 9, 0, 1.0, false);
+    gm_book_time(book, known->hash, 1, 2.0, false);
+    gm_book_time(book, known->hash, 1, 0.5, false);
+    gm_book_time(book, known->hash, 1, 1.0, false);
+    gm_book_time(book, known->hash, 9, 1.0, false);
+    gm_book_time(book, known->hash + 1, 0, 1.0, false);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 0.5F);
-    gm_book_time(book, trace, 1, 3.0, true);
+    gm_book_time(book, known->hash, 1, 3.0, true);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 3.0F);
-    gm_book_time(book, trace, 1, 2.5, false);
+    gm_book_time(book, known->hash, 1, 2.5, false);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 2.5F);
     CHECK(gm_book_trace(book, trace)->ticks[0].seconds == 0);
     /* Forgotten in the trace and in the pass that is open: only what comes counts. */
@@ -204,7 +196,6 @@ static void test_ticks_outside_of_a_pass(void)
     CHECK(gm_book_tick(book, GM_TICK_ENTER, 0, 0, &trace, &tick) == GM_ERR_STATE);
     CHECK(trace == GM_NO_TRACE && tick == GM_NO_TICK);
     gm_book_release(book, 0);
-    gm_book_note_outside(book, 9);
     CHECK_OK(gm_book_end(book, &trace));
     CHECK(trace == GM_NO_TRACE);
     gm_book_free(book);
@@ -232,6 +223,31 @@ static void test_book_is_bounded(void)
         }
     }
     CHECK(gm_book_n_traces(book) == GM_TRACES_KEPT);
+    gm_book_free(book);
+}
+
+/* Times that come after their trace has made room for another are nobody's, and those of a trace that came back are
+ * its own, whatever index it has now. */
+static void test_late_times(void)
+{
+    gm_book *book;
+    CHECK_OK(gm_book_new(&book));
+    step timed[2] = {{GM_TICK_ENTER, 0}, {GM_TICK_TOUCH, 7}};
+    uint32_t index = run(book, true, timed, 2, NULL), newer = GM_NO_TRACE;
+    uint64_t hash = gm_book_trace(book, index)->hash;
+    for (uint32_t k = 1; k <= GM_TRACES_KEPT; k++) {
+        newer = run(book, true, (step[]){{GM_TICK_ENTER, k}, {GM_TICK_TOUCH, k}}, 2, NULL);
+    }
+    CHECK(newer == index && gm_book_trace(book, index)->hash != hash); /* the 65th has its place */
+    gm_book_time(book, hash, 0, 1.0);
+    for (uint32_t i = 0; i < gm_book_n_traces(book); i++) {
+        CHECK(gm_book_trace(book, i)->ticks[0].seconds == 0);
+    }
+    uint32_t again = run(book, true, timed, 2, NULL);
+    CHECK(again != index);
+    gm_book_time(book, hash, 0, 1.0);
+    CHECK(gm_book_trace(book, again)->ticks[0].seconds == 1.0F);
+    CHECK(gm_book_trace(book, index)->ticks[0].seconds == 0);
     gm_book_free(book);
 }
 
@@ -265,6 +281,7 @@ int main(void)
     test_measures();
     test_ticks_outside_of_a_pass();
     test_book_is_bounded();
+    test_late_times();
     test_following_allocates_nothing();
     printf("test_trace: ok\n");
     return 0;

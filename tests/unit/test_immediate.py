@@ -7,6 +7,9 @@ made inside a backward, so no test here passes because nothing was immediate.
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,7 +316,8 @@ def test_changed_hyperparameters_are_refused() -> None:
         run.engine.step()
     with pytest.raises(gs.GeminiError, match="closed by an earlier error"):
         CASE.loss(run, CASE.batch(4))
-    run.engine.core.close()
+    with pytest.warns(RuntimeWarning, match="of no single step"):
+        run.engine.close()
 
 
 def test_reading_a_gradient_after_it_is_refused() -> None:
@@ -356,7 +360,8 @@ def test_zero_grad_instead_of_step_is_refused() -> None:
     with pytest.raises(gs.GeminiError, match="step"):
         run.zero_grad()
         drive(run, CASE, 1, first=4)
-    run.engine.close()
+    with pytest.warns(RuntimeWarning, match=r"no optimizer\.step\(\) followed"):
+        run.engine.close()
 
 
 def test_forward_between_backward_and_step() -> None:
@@ -376,7 +381,8 @@ def test_forward_between_backward_and_step() -> None:
             assert "step" in str(error)
         else:
             assert_same_bits(got, expected)
-    run.engine.close()
+    with pytest.warns(RuntimeWarning, match=r"no optimizer\.step\(\) followed"):
+        run.engine.close()
 
 
 class _Detached(nn.Module):
@@ -455,7 +461,8 @@ def test_detached_reuse_is_never_wrong(
         assert "backward(step=True)" in text
         with pytest.raises(gs.GeminiError, match="closed by an earlier error"):
             run.engine.core.check()
-        run.engine.core.close()
+        with pytest.warns(RuntimeWarning, match="of no single step"):
+            run.engine.close()
     else:
         _finish(run, want)
 
@@ -499,7 +506,96 @@ def test_error_in_a_backward_that_has_updated() -> None:
     run.model.is_armed = False
     with pytest.raises(gs.GeminiError, match="failed after it had updated"):
         drive(run, case, 1, first=4)
-    run.engine.core.close()
+    with pytest.warns(RuntimeWarning, match="failed after it had updated"):
+        run.engine.close()
+
+
+def _device_maps() -> int:
+    """Mappings of the host device's memory in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:gemini-blocks")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.2])
+def test_close_after_an_error_in_a_backward_that_has_updated(
+    share: float, dtype: torch.dtype | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    """An ordinary model of weights from before or after the step, an ordinary optimizer, and all memory back."""
+    gc.collect()
+    maps = _device_maps()
+    case = Case("bomb", _Bomb, CASE.batch, _mse)
+    want, run = _planned(share, case)
+    model, optimizer, engine = run.model, run.optimizer, run.engine
+    names = [n for n, p in model.named_parameters()]
+    before = engine.model_state_dict(masters=dtype is not None)
+    model.is_armed = True
+    with pytest.raises(gs.GeminiError, match="failed after it had updated"):
+        drive(run, case, 1, first=3)
+    del run
+    recwarn.clear()
+    with pytest.warns(RuntimeWarning, match="failed after it had updated") as told:
+        engine.close(dtype)
+    assert len(told) == 1 and told[0].filename == __file__
+    engine.close(dtype)  # idempotent, and silent
+    assert engine.closed and not recwarn.list
+    gone = weakref.ref(engine)
+
+    drive(want, case, 1, first=3)
+    after = want.outcome()
+    after = after.weights if dtype is None else after.masters
+    n_changed = 0
+    for name, p in model.named_parameters():
+        assert type(p) is nn.Parameter and p.grad is None and not hasattr(p, "_gm_slot")
+        assert p.dtype is (dtype or torch.bfloat16)
+        is_old, is_new = torch.equal(p, before[name]), torch.equal(p, after[name])
+        assert is_old or is_new, name
+        n_changed += not is_old
+    assert 0 < n_changed < len(names)
+    assert gs.engine_of(model) is None
+    assert type(optimizer) is gs.HybridAdam and not optimizer.state
+
+    model.is_armed = False
+    x, y = CASE.batch(9)
+    F.mse_loss(model(x.to(p.dtype)).float(), y).backward()  # ordinary hooks, ordinary gradients
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    del engine, optimizer
+    gc.collect()
+    assert gone() is None and _device_maps() == maps
+
+    fresh, again = plain(case.build, RECIPE), budgeted(case, RECIPE, share, chunk_size=4096)
+    for each in (fresh, _says_step(again)):
+        drive(each, case, 5)
+    _finish(again, fresh)
+
+
+def test_close_after_an_error_manages_the_same_model_again() -> None:
+    """A checkpoint makes the model of an engine that had died as good as new."""
+    case = Case("bomb", _Bomb, CASE.batch, _mse)
+    want, run = _planned(0.8, case)
+    state = run.engine.state_dict()
+    run.model.is_armed = True
+    with pytest.raises(gs.GeminiError, match="failed after it had updated"):
+        drive(run, case, 1, first=3)
+    with pytest.warns(RuntimeWarning):
+        run.engine.close()
+    run.model.is_armed = False
+    again = Managed(
+        gs.manage(
+            run.model,
+            run.optimizer,
+            device="cpu",
+            precision=RECIPE.precision,
+            chunk_size=4096,
+            device_budget=run.engine._settings.device_budget,
+        ),
+        RECIPE,
+    )
+    again.losses = run.losses[:3]
+    again.engine.load_state_dict(state)
+    for each in (want, _says_step(again)):
+        drive(each, case, 3, first=3)
+    _finish(again, want)
 
 
 def test_error_before_the_first_update() -> None:

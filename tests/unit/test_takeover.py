@@ -429,6 +429,79 @@ def test_everything_is_given_back(how: str, mapping: str) -> None:
     assert min(grown) <= 40 << 20, "30 engines with 4 MiB of state each"
 
 
+def test_close_without_room_for_copies_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost while the engine lives: it stays open, trains on, and can be closed later."""
+    recipe = Recipe(precision="bf16-true")
+    reference = plain(CASE.build, recipe)
+    run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
+    drive(run, CASE, 3)
+    last = run.engine._slots[-1]
+
+    def full(slot: Any) -> tuple[Tensor, Tensor]:
+        if slot is last:
+            raise gs.GeminiMemoryError("HOST: no room")
+        return read_moments(slot)
+
+    read_moments = type(last).read_moments
+    monkeypatch.setattr(type(last), "read_moments", full)
+    with pytest.raises(gs.GeminiMemoryError, match="no room"):
+        run.engine.close()
+    monkeypatch.undo()
+    assert not run.engine.closed and not run.optimizer.state
+    drive(run, CASE, 3, first=3)
+    drive(reference, CASE, 6)
+    assert_same_outcome(run.outcome(), reference.outcome())
+    run.engine.close()
+    assert run.engine.closed
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_close_of_an_engine_that_can_read_nothing(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no values says so, in the text and in every use."""
+    run = managed(
+        CASE.build, Recipe(precision="bf16-true"), placement_policy="cpu", chunk_size=4096
+    )
+    drive(run, CASE, 2)
+    monkeypatch.setattr(run.engine, "core", _Lost(run.engine.core))
+    with pytest.warns(RuntimeWarning, match=r"the device is gone.*22 parameters .*stem\.weight"):
+        run.engine.close(dtype)
+    assert run.engine.closed and gs.engine_of(run.model) is None
+    for p in run.model.parameters():
+        assert type(p) is nn.Parameter and p.dtype is (dtype or torch.bfloat16) and p.isnan().all()
+    assert type(run.optimizer) is gs.HybridAdam and not run.optimizer.state
+
+
+class _Lost:
+    """A core whose device is gone."""
+
+    def __init__(self, core: Any):
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def salvage(self) -> str:
+        return "the device is gone"
+
+    def read(self, *args: Any) -> None:
+        raise gs.GeminiError("the device is gone")
+
+
+def test_close_says_what_a_recording_could_not_write(tmp_path: Path) -> None:
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    run.engine.timeline(folder / "trace.json", steps=9)
+    drive(run, CASE, 2)
+    folder.rmdir()
+    with pytest.raises(OSError, match="gone"):
+        run.engine.close()
+    assert run.engine.closed and gs.engine_of(run.model) is None
+    run.engine.close()
+
+
 def test_failed_manage_gives_everything_back() -> None:
     def once() -> None:
         with pytest.raises(gs.GeminiMemoryError):

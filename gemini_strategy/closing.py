@@ -1,0 +1,151 @@
+"""Closing an engine: everything it holds is let go, and the model and its optimizer are ordinary again.
+
+Invariants
+    1. After close() the engine holds nothing, whatever came before: an error that had closed the core does not keep
+       memory or hooks. Only a copy that cannot be made while the core still lives stops it; nothing has changed then.
+    2. What is given back without a word is exact. Weights between two steps are given back with a warning.
+    3. The engine's device memory is free before parameters go back to the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy import report, takeover
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.slot import Slot
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["close", "give_back", "read_grads"]
+
+
+def close(engine: Engine, dtype: torch.dtype | None) -> None:
+    """See Engine.close."""
+    if engine.closed:
+        return
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
+    is_fp32 = dtype is torch.float32
+    cause = engine.core.salvage() or _give_up_step(engine)
+    first = _let_go(engine, is_dead=cause is not None)
+    if cause is None:
+        try:
+            values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine._slots}
+            grads = read_grads(engine)
+            if engine.optimizer is not None:
+                takeover.release(engine, engine.optimizer, is_fp32)
+        except GeminiError:
+            cause = engine.core.salvage()
+            if cause is None:
+                raise
+    if cause is not None:
+        _close_dead(engine, is_fp32, cause)
+        return
+    give_back(engine, values, grads)
+    if first is not None:
+        raise first
+
+
+def _give_up_step(engine: Engine) -> str | None:
+    """No step came after backward(step=True): why the weights are between two steps, or None."""
+    if engine._armed is None:
+        return None
+    engine._armed = None
+    try:
+        engine.core.disarm()
+    except GeminiError:
+        engine.core.salvage()
+        return "backward(step=True) had updated weights, and no optimizer.step() followed"
+    return None
+
+
+def _let_go(engine: Engine, is_dead: bool) -> Exception | None:
+    """Leaves what is entered and ends what is recorded, whatever it finds; the first error."""
+    first: Exception | None = None
+
+    def attempt(act: Callable[[], Any]) -> None:
+        nonlocal first
+        try:
+            act()
+        except Exception as error:
+            first = first or error
+
+    attempt(engine.begin_pass)
+    for unit in engine._units:
+        while unit.is_entered:
+            attempt(unit.leave)
+    if engine.recording is not None:
+        attempt(engine.recording.finish)
+    if engine._steps and not is_dead:
+        attempt(lambda: engine._announce(report.result_table))
+    return first
+
+
+def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
+    """Weights as the error has left them; gradients and the optimizer's states would belong to no step."""
+    values, lost = {}, []
+    for slot in engine._slots:
+        try:
+            values[slot] = slot.read_master() if is_fp32 else slot.read_weight()
+        except Exception:  # the device itself may be gone
+            filler = float("nan") if slot.dtype.is_floating_point else 0
+            dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
+            values[slot] = torch.full(slot.shape, filler, dtype=dtype)
+            lost.append(slot.name)
+    if engine.optimizer is not None:
+        takeover.let_go(engine.optimizer)
+    text = (
+        f"this engine ended inside a step: {cause}. Its model and optimizer are ordinary again, but the weights are "
+        "of no single step, and the optimizer's states are gone: load a checkpoint into both before they are used"
+    )
+    if lost:
+        text += f"; {len(lost)} parameters could not be read and hold no values (the first is {lost[0]})"
+    try:
+        give_back(engine, values, {})
+    finally:
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
+    """The gradients that the engine holds, unscaled."""
+    scale = engine.scaler.scale if engine.scaler is not None else 1.0
+    grads = {}
+    for slot in engine._slots:
+        if slot.has_grad_home and engine.core.has_grad(slot.id):
+            with contextlib.suppress(GeminiError):  # an update inside backward has used it up
+                grads[slot] = slot.read_grad().float() / scale
+    return grads
+
+
+def give_back(
+    engine: Engine, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
+) -> None:
+    """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
+    engine.closed = True
+    for unit in engine._units:
+        unit.remove()
+    engine._root.remove()
+    for handle in engine._handles:
+        handle.remove()
+    for slot, value in values.items():
+        parameter = slot.parameter
+        parameter.__class__ = slot.plain_class
+        parameter.data = value
+        del parameter._gm_slot
+    for _, lease, _ in engine._held.values():
+        engine.core.lease_end(lease)
+    engine._held.clear()
+    engine.core.close()
+    engine._memory.close()
+    for slot in values:
+        parameter = slot.parameter
+        parameter.data = parameter.data.to(slot.original_device)
+        if slot in grads:
+            parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)
