@@ -239,13 +239,13 @@ static void test_late_times(void)
         newer = run(book, true, (step[]){{GM_TICK_ENTER, k}, {GM_TICK_TOUCH, k}}, 2, NULL);
     }
     CHECK(newer == index && gm_book_trace(book, index)->hash != hash); /* the 65th has its place */
-    gm_book_time(book, hash, 0, 1.0);
+    gm_book_time(book, hash, 0, 1.0, false);
     for (uint32_t i = 0; i < gm_book_n_traces(book); i++) {
         CHECK(gm_book_trace(book, i)->ticks[0].seconds == 0);
     }
     uint32_t again = run(book, true, timed, 2, NULL);
     CHECK(again != index);
-    gm_book_time(book, hash, 0, 1.0);
+    gm_book_time(book, hash, 0, 1.0, false);
     CHECK(gm_book_trace(book, again)->ticks[0].seconds == 1.0F);
     CHECK(gm_book_trace(book, index)->ticks[0].seconds == 0);
     gm_book_free(book);
