@@ -85,10 +85,11 @@ typedef struct gm_place {
 
 typedef enum gm_op_kind {
     GM_OP_FETCH, /* weights onto the device, also onto a resident copy that a host update has left behind */
-    GM_OP_STATE_IN, /* states of an S chunk onto the device, ahead of its update */
     GM_OP_GRAD_IN, /* the gradient gathered so far onto the device, to be added to; if there is one */
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
-    GM_OP_UPDATE /* the chunk's pending update, if there is one, with the copies for it that were not made */
+    /* The chunk's pending update, if there is one, with the copies for it that were not made; streamed states pass
+     * through the device with it. */
+    GM_OP_UPDATE
 } gm_op_kind;
 
 typedef struct gm_op {

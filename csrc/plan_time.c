@@ -278,7 +278,6 @@ static void follow_op(gm_replay *r, const gm_op *op)
         update(r, op->chunk);
         fetch(r, op->chunk);
         break;
-    case GM_OP_STATE_IN: break; /* states pass through the stage with their update */
     case GM_OP_GRAD_IN: grad_in(r, op->chunk); break;
     case GM_OP_GRAD_OUT: grad_out(r, op->chunk); break;
     case GM_OP_UPDATE: update(r, op->chunk); break;

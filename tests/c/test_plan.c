@@ -136,12 +136,12 @@ static bool is_updated(const model *m, uint32_t chunk)
 /* What is needed may not be missing: all fetches of a chunk, all updates, or all copies of an only gradient. */
 static void test_checker_misses_nothing(void)
 {
-    uint32_t n_caught[5] = {0};
+    uint32_t n_caught[GM_OP_UPDATE + 1] = {0};
     for (int round = 0; round < 160; round++) {
         model m;
         gm_plan *plan = tight_plan(&m, round % 2 ? GM_IMMEDIATE : GM_DEFERRED);
         uint32_t c = (uint32_t)below(&seed, m.n_chunks);
-        gm_op_kind kind = (gm_op_kind)below(&seed, 5);
+        gm_op_kind kind = (gm_op_kind)below(&seed, GM_OP_UPDATE + 1);
         bool is_streamed = gm_is_streamed(plan->class_of[c]);
         bool is_needed = kind == GM_OP_FETCH    ? is_streamed && is_used_by(&m, c)
                          : kind == GM_OP_UPDATE ? is_updated(&m, c)
