@@ -3,7 +3,8 @@
  *
  * Placement.  The plan numbers the device's blocks 0..n_blocks-1.  A resident piece has blocks of its own; the others
  * of a kind (weights, states, gradients) share a ring of blocks: piece after piece in the order of use, the end
- * meeting the beginning, so that neighbours in time do not overlap and a later one overwrites an earlier one.
+ * meeting the beginning, so that neighbours in time do not overlap and a later one overwrites an earlier one.  The ring
+ * of states is the stage, of gm_stage_least blocks at least.
  *
  * Classes (bytes per parameter in bf16; `deferred` adds what a gradient costs that leaves the device)
  *   R   weights and states resident; updated on the device
