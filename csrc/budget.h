@@ -1,4 +1,4 @@
-/* budget.h - what a plan may use: the measured rates of this machine.  Pure data.
+/* budget.h - what a plan may use: the measured rates of this machine, and the stage for states.  Pure data.
  *
  * Bytes allowed are fields of gm_plan_input; rates come from rates.c, once per machine. */
 #ifndef GM_BUDGET_H
@@ -15,5 +15,30 @@ typedef struct gm_rates {
     double h2d_beside, d2h_beside; /* both ways at once while the host runs Adam */
     double device_adam;            /* parameters/s, everything on the device */
 } gm_rates;
+
+/* The stage is device memory through which streamed states pass, slice by slice, each in a slot. */
+enum {
+    GM_SLICE_UNIT = 256,      /* elements: slices begin where the kernels' wide loads can */
+    GM_SLICE_BYTES = 40 << 20 /* about: copies of 8 and 16 MiB run at full speed */
+};
+
+typedef struct gm_slots {
+    uint32_t n;
+    size_t bytes; /* of each */
+} gm_slots;
+
+/* How a stage is cut: at least three slots, one each way and one in between. */
+static inline gm_slots gm_slots_of(size_t stage_bytes)
+{
+    uint32_t n = (uint32_t)(stage_bytes / GM_SLICE_BYTES);
+    n = n > 3 ? n : 3;
+    return (gm_slots){n, stage_bytes / n / 4096 * 4096};
+}
+
+/* The least blocks of a stage: slots of a page each, which hold a slice of any states (12 bytes an element). */
+static inline uint32_t gm_stage_least(size_t block_bytes)
+{
+    return (uint32_t)(gm_round_up(3 * 4096, block_bytes) / block_bytes);
+}
 
 #endif

@@ -228,8 +228,7 @@ gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk);
 /* stage.c */
 gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */
 void gm_stage_free(gm_engine *engine);
-bool gm_stage_takes(const gm_engine *engine, uint32_t chunk);
-/* Weights and gradient are on the device, the states at home. */
+/* For a class that streams states: weights and gradient are on the device, the states at home. */
 gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* gather.c */

@@ -3,7 +3,8 @@
  *
  * Placement.  The plan numbers the device's blocks 0..n_blocks-1.  A resident piece has blocks of its own; the others
  * of a kind (weights, states, gradients) share a ring of blocks: piece after piece in the order of use, the end
- * meeting the beginning, so that neighbours in time do not overlap and a later one overwrites an earlier one.
+ * meeting the beginning, so that neighbours in time do not overlap and a later one overwrites an earlier one.  The ring
+ * of states is the stage, of gm_stage_least blocks at least.
  *
  * Classes (bytes per parameter in bf16; `deferred` adds what a gradient costs that leaves the device)
  *   R   weights and states resident; updated on the device
@@ -85,10 +86,11 @@ typedef struct gm_place {
 
 typedef enum gm_op_kind {
     GM_OP_FETCH, /* weights onto the device, also onto a resident copy that a host update has left behind */
-    GM_OP_STATE_IN, /* states of an S chunk onto the device, ahead of its update */
     GM_OP_GRAD_IN, /* the gradient gathered so far onto the device, to be added to; if there is one */
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
-    GM_OP_UPDATE /* the chunk's pending update, if there is one, with the copies for it that were not made */
+    /* The chunk's pending update, if there is one, with the copies for it that were not made; streamed states pass
+     * through the device with it. */
+    GM_OP_UPDATE
 } gm_op_kind;
 
 typedef struct gm_op {

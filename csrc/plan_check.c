@@ -241,23 +241,15 @@ static gm_status update(gm_model *m, uint32_t c)
 
 static gm_status run_op(gm_model *m, const gm_op *op)
 {
-    gm_class cls;
     if (op->chunk >= m->input->n_chunks) {
         return VIOLATION(m, "operation %u on chunk %u of %u", op->kind, op->chunk,
                          m->input->n_chunks);
     }
-    cls = gm_plan_class(m->plan, op->chunk);
     switch (op->kind) {
     case GM_OP_FETCH: return fetch(m, op->chunk);
     case GM_OP_GRAD_IN: return grad_in(m, op->chunk);
     case GM_OP_GRAD_OUT: return grad_out(m, op->chunk);
     case GM_OP_UPDATE: return update(m, op->chunk);
-    case GM_OP_STATE_IN:
-        if (cls != GM_CLASS_S1 && cls != GM_CLASS_S2) {
-            return VIOLATION(m, "states of chunk %u of class %d are not streamed", op->chunk,
-                             (int)cls);
-        }
-        return show(m, op->chunk, GM_STATE);
     default: return VIOLATION(m, "operation of unknown kind %u", op->kind);
     }
 }

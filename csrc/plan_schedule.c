@@ -17,7 +17,6 @@ typedef enum gm_phase {
     PHASE_EARLY_UPDATE, /* on the host, or at the gradient's tick: a fetch may depend on it */
     PHASE_FETCH,
     PHASE_UPDATE,
-    PHASE_STATE_IN,
     PHASE_GRAD_IN,
     N_PHASES
 } gm_phase;
@@ -303,51 +302,6 @@ static int by_begin(const void *left, const void *right)
     return (a->end > b->end) - (a->end < b->end); /* `end` holds the place in the order of need */
 }
 
-/* The states' way through their ring: in the order of updates, each copy behind the update that frees its place. */
-static void write_states(gm_writer *w)
-{
-    const gm_course *course = w->course;
-    uint32_t n = 0;
-    for (uint32_t i = 0; i < w->plan->n; i++) {
-        uint32_t c = w->order[i];
-        if (is_in_ring(w, c, GM_STATE) && w->problem->is_trained[c] && w->update[c] != GM_NO_TICK) {
-            if (w->plan->is_late[c]) {
-                w->list[n++] = (gm_use){c, w->update[c], i};
-            } else if (is_at_grad(w, c)) {
-                w->list[n++] = (gm_use){c, course->settle[c], i};
-            }
-        }
-    }
-    qsort(w->list, n, sizeof *w->list, by_begin);
-    clear_ring(w, GM_STATE);
-    bool is_sure = w->problem->n_passes == 1; /* every pass ends a step: what is updated is known */
-    uint32_t n_first = 0;
-    uint64_t filled = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t c = w->list[i].chunk;
-        uint32_t from = claim(w, GM_STATE, c, w->list[i].begin);
-        filled += blocks_of(w, c, GM_STATE);
-        n_first += filled <= w->plan->ring[GM_STATE];
-        bool is_first = filled <= w->plan->ring[GM_STATE];
-        if (from != GM_NO_TICK && from < w->list[i].begin && (is_sure || is_first)) {
-            note(w, from, PHASE_STATE_IN, GM_OP_STATE_IN, c);
-        }
-    }
-    /* The next pass's first ring-full, spread over the second half of backward. */
-    uint32_t half = course->backward + (course->n - course->backward) / 2;
-    for (uint32_t i = 0; i < n_first && course->backward < course->n; i++) {
-        uint32_t c = w->list[i].chunk;
-        if (!w->plan->is_late[c] || free_from(w, GM_STATE, c) >= course->n) {
-            break;
-        }
-        uint32_t from = claim(w, GM_STATE, c, course->n + w->list[i].begin);
-        uint32_t spread = half + (uint32_t)((uint64_t)(course->n - half) * i / (n_first + 1));
-        if (from != GM_NO_TICK) {
-            note(w, from > spread ? from : spread, PHASE_STATE_IN, GM_OP_STATE_IN, c);
-        }
-    }
-}
-
 /* Gradients that come back: to be added to, or for an update on the device. */
 static void write_grads_in(gm_writer *w)
 {
@@ -473,7 +427,6 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
             write_refreshes(&w);
             write_grad_ticks(&w);
             write_updates(&w);
-            write_states(&w);
             write_grads_in(&w);
         }
         status = w.misfit != GM_NO_TICK

@@ -14,9 +14,8 @@
 #include "plan_sim.h"
 
 #define MANY_NODES    40000u /* a step of more is followed twice instead of three times */
-#define SLICE_BYTES   ((size_t)40 << 20) /* of streamed states; at least three slots */
-#define SLICE_SECONDS 1.5e-5             /* that a slice costs beside its bytes */
-#define ISSUED_AT_END 8u                 /* pending updates that the step itself issues */
+#define SLICE_SECONDS 1.5e-5 /* that a slice costs beside its bytes */
+#define ISSUED_AT_END 8u     /* pending updates that the step itself issues */
 
 typedef struct gm_item { /* one piece of one chunk */
     uint32_t filled, used, homed;
@@ -278,7 +277,6 @@ static void follow_op(gm_replay *r, const gm_op *op)
         update(r, op->chunk);
         fetch(r, op->chunk);
         break;
-    case GM_OP_STATE_IN: break; /* states pass through the stage with their update */
     case GM_OP_GRAD_IN: grad_in(r, op->chunk); break;
     case GM_OP_GRAD_OUT: grad_out(r, op->chunk); break;
     case GM_OP_UPDATE: update(r, op->chunk); break;
@@ -474,8 +472,9 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     r->use_end = calloc(n, sizeof(uint32_t));
     r->node_of = calloc(n_ticks, sizeof(uint32_t));
     size_t stage = (size_t)plan->ring[GM_STATE] * problem->input->block_bytes;
-    r->n_slots = stage / SLICE_BYTES > 3 ? (uint32_t)(stage / SLICE_BYTES) : 3;
-    r->slot_bytes = stage > 0 ? (double)stage / r->n_slots : 1;
+    gm_slots slots = gm_slots_of(stage);
+    r->n_slots = slots.n;
+    r->slot_bytes = (double)slots.bytes; /* 0: no states are streamed */
     r->most_gone = r->n_slots + 8;
     r->last_gone = GM_NO_NODE;
     r->gone = calloc(r->most_gone, sizeof *r->gone);

@@ -22,7 +22,6 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
         /* A pending host update rewrites the home first; one on the device comes after the fetch. */
         GM_TRY(gm_update_issue(engine, op->chunk));
         return gm_chunks_prefetch(chunks, op->chunk, GM_WEIGHT, &is_done);
-    case GM_OP_STATE_IN: return gm_chunks_prefetch(chunks, op->chunk, GM_STATE, &is_done);
     case GM_OP_GRAD_IN:
         return engine->chunk_states[op->chunk].n_held > 0
                    ? gm_chunks_prefetch(chunks, op->chunk, GM_GRAD, &is_done)

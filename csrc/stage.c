@@ -1,7 +1,7 @@
 /* stage.c - the streamed update: a chunk's states pass through the device slice by slice, so that however large a
  * parameter is, a little memory suffices and the copies of both directions and Adam overlap.
  *
- * The stage is one range on the blocks of the plan's state ring, cut into slots.  A slice of a chunk is a run of its
+ * The stage is one range on the blocks of the plan's state ring, cut into slots (gm_slots_of).  A slice of a chunk is a run of its
  * elements; its remainder (low), m and v go into one slot, Adam runs on them there, with weights and gradient where
  * they are, and the three go home again.
  *
@@ -14,12 +14,6 @@
 #include <stdlib.h>
 
 #include "engine_impl.h"
-
-enum {
-    SLICE_BYTES = 40 << 20, /* about: copies of 8 and 16 MiB run at full speed */
-    LEAST_SLOTS = 3,        /* one each way and one in between */
-    SLICE_UNIT = 256        /* elements: slices begin where the kernels' wide loads can */
-};
 
 typedef struct slot {
     uintptr_t address;
@@ -71,15 +65,14 @@ gm_status gm_stage_new(gm_engine *engine)
     }
     struct gm_stage *stage = calloc(1, sizeof *stage);
     engine->stage = stage;
-    uint32_t n = (uint32_t)(bytes / SLICE_BYTES);
-    n = n < LEAST_SLOTS ? LEAST_SLOTS : n;
-    if (!stage || !(stage->slots = calloc(n, sizeof *stage->slots)) ||
+    gm_slots shape = gm_slots_of(bytes);
+    if (!stage || !(stage->slots = calloc(shape.n, sizeof *stage->slots)) ||
         !(stage->ranges = calloc((size_t)engine->n_params + 1, sizeof *stage->ranges))) {
         gm_stage_free(engine);
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a stage of %u slots", n);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a stage of %u slots", shape.n);
     }
-    stage->slot_bytes = bytes / n / 4096 * 4096;
-    for (; stage->n_slots < n; stage->n_slots++) {
+    stage->slot_bytes = shape.bytes;
+    for (; stage->n_slots < shape.n; stage->n_slots++) {
         slot *s = &stage->slots[stage->n_slots];
         s->address = address + stage->n_slots * stage->slot_bytes;
         gm_status status = device->ops->event_new(device, false, &s->in);
@@ -92,11 +85,6 @@ gm_status gm_stage_new(gm_engine *engine)
         }
     }
     return GM_OK;
-}
-
-bool gm_stage_takes(const gm_engine *engine, uint32_t chunk)
-{
-    return engine->stage && engine->stage->slot_bytes / element_bytes(engine, chunk) >= SLICE_UNIT;
 }
 
 /* The part of a task's ranges that lies in [begin, begin + n), relative to begin. */
@@ -208,7 +196,8 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->numel;
     uint64_t most =
-        engine->stage->slot_bytes / element_bytes(engine, chunk) / SLICE_UNIT * SLICE_UNIT;
+        engine->stage->slot_bytes / element_bytes(engine, chunk) / GM_SLICE_UNIT * GM_SLICE_UNIT;
+    GM_ASSERT(most > 0); /* gm_stage_least */
     for (uint64_t begin = 0; begin < numel; begin += most) {
         GM_TRY(
             update_slice(engine, chunk, task, begin, numel - begin < most ? numel - begin : most));

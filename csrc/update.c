@@ -195,7 +195,6 @@ static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
     }
     bool is_streamed = *out && !gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
                        !(place_of(engine, chunk, GM_STATE)->is_resident);
-    *out = *out && (!is_streamed || gm_stage_takes(engine, chunk));
     for (int piece = 0; *out && piece < GM_N_PIECES; piece++) {
         if (piece != GM_STATE || !is_streamed) {
             GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));

@@ -57,6 +57,47 @@ static void test_random_models(void)
     }
 }
 
+/* Chunks of a few elements on blocks of a page: where states are streamed, the stage takes a slice of any. */
+static void test_stage_has_slots(void)
+{
+    uint32_t n_streamed = 0;
+    for (int round = 0; round < 100; round++) {
+        shape s = random_shape(&seed);
+        model m;
+        model_new(&m, &s, &seed);
+        m.input.when = round % 2 ? GM_IMMEDIATE : GM_DEFERRED;
+        m.input.block_bytes = 4096;
+        m.input.rates.host_adam = m.input.rates.host_adam_beside = 1e2;
+        m.input.stage_blocks = (uint32_t)below(&seed, 4);
+        size_t whole = 0;
+        for (uint32_t c = 0; c < m.n_chunks; c++) {
+            gm_plan_chunk *chunk = &m.chunks[c];
+            uint64_t numel = 1 + below(&seed, 900);
+            for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+                chunk->bytes[piece] = chunk->bytes[piece] > 0 ? numel * 4 : 0;
+                chunk->blocks[piece] = (uint32_t)((chunk->bytes[piece] + 4095) / 4096);
+                whole += chunk->blocks[piece];
+            }
+            chunk->numel = chunk->numel > 0 ? numel : 0;
+        }
+        m.input.device_bytes = (whole / 4 + below(&seed, whole)) * 4096;
+        gm_plan *plan;
+        if (gm_plan_new(&m.input, &plan) == GM_OK) {
+            CHECK_OK(gm_plan_check(plan, &m.input));
+            const gm_plan_info *info = gm_plan_get_info(plan);
+            if (info->n_of_class[GM_CLASS_S1] + info->n_of_class[GM_CLASS_S2] > 0) {
+                CHECK(gm_slots_of(info->state_ring_bytes).bytes >= (size_t)GM_SLICE_UNIT * 12);
+                n_streamed++;
+            } else {
+                CHECK(info->state_ring_bytes == 0);
+            }
+            gm_plan_free(plan);
+        }
+        model_free(&m);
+    }
+    CHECK(n_streamed > 20);
+}
+
 /* A plan of some random model in which memory is short enough that everything moves. */
 static gm_plan *tight_plan(model *m, gm_when when)
 {
@@ -136,12 +177,12 @@ static bool is_updated(const model *m, uint32_t chunk)
 /* What is needed may not be missing: all fetches of a chunk, all updates, or all copies of an only gradient. */
 static void test_checker_misses_nothing(void)
 {
-    uint32_t n_caught[5] = {0};
+    uint32_t n_caught[GM_OP_UPDATE + 1] = {0};
     for (int round = 0; round < 160; round++) {
         model m;
         gm_plan *plan = tight_plan(&m, round % 2 ? GM_IMMEDIATE : GM_DEFERRED);
         uint32_t c = (uint32_t)below(&seed, m.n_chunks);
-        gm_op_kind kind = (gm_op_kind)below(&seed, 5);
+        gm_op_kind kind = (gm_op_kind)below(&seed, GM_OP_UPDATE + 1);
         bool is_streamed = gm_is_streamed(plan->class_of[c]);
         bool is_needed = kind == GM_OP_FETCH    ? is_streamed && is_used_by(&m, c)
                          : kind == GM_OP_UPDATE ? is_updated(&m, c)
@@ -389,6 +430,7 @@ static void test_bad_input(void)
 int main(void)
 {
     test_random_models();
+    test_stage_has_slots();
     test_checker_misses_nothing();
     test_checker_sees_lost_sums();
     test_checker_sees_early_fetches();
