@@ -10,9 +10,9 @@
 
 #include "engine_impl.h"
 
-/* Of each trace.  On demand the device waits often and then computes faster than it will under a plan: a run under a plan
- * replaces the times of those before it; without one the least counts. */
-enum { TIMED_RUNS = 3 };
+/* Of each trace, on demand and again under a plan.  On demand the device waits often and then computes faster than it
+ * will under a plan: a run under a plan replaces the times of those before it; without one the least counts. */
+enum { TIMED_RUNS = 2 };
 
 typedef struct gm_tick_timer {
     gm_event *start, *end; /* (capacity,) */
@@ -157,8 +157,10 @@ void gm_pass_end(gm_engine *engine)
     if (timer->is_on && timer->n == trace->n) {
         timer->hash = trace->hash;
         timer->has_result = true;
+        gm_book_count_timed(engine->book, index, timer->is_planned);
         /* A plan made now knows the times; the last timed run gives the best ones. */
-        engine->wants_plan |= trace->n_runs == TIMED_RUNS && trace->has_backward;
+        engine->wants_plan |=
+            timer->is_planned && trace->n_timed[1] == TIMED_RUNS && trace->has_backward;
     }
     timer->is_on = false;
     if (!engine->plan) {
@@ -190,13 +192,14 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     gm_tick_timer *timer = engine->timer;
     uint32_t guess = gm_book_following(engine->book);
     const gm_trace *trace = guess == GM_NO_TRACE ? NULL : gm_book_trace(engine->book, guess);
-    timer->is_on = !trace || trace->n_runs < TIMED_RUNS;
+    bool is_planned = engine->plan != NULL;
+    timer->is_on = !trace || trace->n_timed[is_planned] < TIMED_RUNS;
     if (timer->is_on && !engine->plan) {
         gm_pass_resolve_times(engine); /* on demand the host may wait */
     }
     timer->has_result = timer->has_result && !timer->is_on; /* else newer ones are on their way */
     timer->n = timer->is_on ? 0 : timer->n;
-    timer->is_planned = timer->is_on ? engine->plan != NULL : timer->is_planned;
+    timer->is_planned = timer->is_on ? is_planned : timer->is_planned;
     timer->is_open = false;
     return GM_OK;
 }

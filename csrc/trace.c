@@ -299,6 +299,13 @@ const gm_trace *gm_book_trace(const gm_book *book, uint32_t index)
     return index < book->n_traces ? &book->traces[index] : NULL;
 }
 
+void gm_book_count_timed(gm_book *book, uint32_t trace, bool is_planned)
+{
+    if (trace < book->n_traces) {
+        book->traces[trace].n_timed[is_planned]++;
+    }
+}
+
 void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces)
 {
     for (uint32_t i = 0; i < book->n_traces; i++) {

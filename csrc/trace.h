@@ -27,11 +27,12 @@ typedef struct gm_tick {
 typedef struct gm_trace {
     gm_tick *ticks; /* (n,) */
     uint32_t n, capacity;
-    uint32_t next;     /* the trace that last came after this one; GM_NO_TRACE: none yet */
-    bool is_grad;      /* gradients were enabled in its forward */
-    bool has_backward; /* has a TOUCH or GRAD tick */
-    uint64_t hash;     /* FNV-1a over is_grad and every (kind, id) */
-    uint64_t n_runs;   /* passes that followed it */
+    uint32_t next;       /* the trace that last came after this one; GM_NO_TRACE: none yet */
+    bool is_grad;        /* gradients were enabled in its forward */
+    bool has_backward;   /* has a TOUCH or GRAD tick */
+    uint64_t hash;       /* FNV-1a over is_grad and every (kind, id) */
+    uint64_t n_runs;     /* passes that followed it */
+    uint32_t n_timed[2]; /* of them, timed on demand and under a plan */
     uint64_t last_run;
 } gm_trace;
 
@@ -66,6 +67,8 @@ gm_status gm_book_end(gm_book *book, uint32_t *out_trace);
 uint32_t gm_book_n_traces(const gm_book *book);
 /* NULL: no such trace.  Valid until the next begin or end. */
 const gm_trace *gm_book_trace(const gm_book *book, uint32_t index);
+/* A run of the trace was timed. */
+void gm_book_count_timed(gm_book *book, uint32_t trace, bool is_planned);
 /* Sets the measured seconds of one tick of the trace with this hash; the least counts of all since the last one that
  * replaces.  Nothing when the book has the trace no more: its index may be another one's by now. */
 void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces);

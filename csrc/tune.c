@@ -8,8 +8,7 @@
 
 void gm_rates_set_host(gm_rates *rates, double seen)
 {
-    rates->host_adam_beside = seen;
-    rates->host_adam = seen > rates->host_adam ? seen : rates->host_adam;
+    rates->host_adam = rates->host_adam_beside = seen;
 }
 
 void gm_tuner_forget(gm_tuner *tuner)

@@ -20,7 +20,8 @@ typedef struct gm_tuner { /* zeroed: nothing known */
     gm_rates best;       /* what that plan was made from */
 } gm_tuner;
 
-/* In a step the host was as fast as this on average: mostly beside copies, so alone it is at least that fast. */
+/* In a step the host was as fast as this, on average.  It is hardly faster when nothing is copied: it shares its cores
+ * and caches with the threads that feed the device all the time, which a measurement alone does not show. */
 void gm_rates_set_host(gm_rates *rates, double seen);
 
 /* A window under a plan made from *rates has shown `seen` parameters/s of host Adam (0: none ran) and `seconds` per
