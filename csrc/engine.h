@@ -62,9 +62,10 @@ typedef enum gm_field {
 typedef struct gm_engine_stats {
     uint64_t fetches, evictions, fetched_bytes, evicted_bytes;
     size_t device_bytes, device_peak_bytes, device_budget_bytes;
-    size_t host_bytes;   /* the arena */
-    size_t state_bytes;  /* weights + optimizer states + gradients of all chunks, as blocks */
-    size_t weight_bytes; /* weights of all chunks, as blocks */
+    size_t host_bytes;       /* the arena */
+    double host_pin_seconds; /* that taking and pinning it took */
+    size_t state_bytes;      /* weights + optimizer states + gradients of all chunks, as blocks */
+    size_t weight_bytes;     /* weights of all chunks, as blocks */
     uint32_t n_chunks, n_blocks, n_settled, n_leases;
     uint64_t layout_hash;
     double host_adam_seconds;   /* of updates on the host, so far */

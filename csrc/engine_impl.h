@@ -82,6 +82,7 @@ struct gm_engine {
     gm_chunks *chunks;
     gm_arena *arena;
     bool is_pinned_arena, is_strict;
+    double arena_seconds; /* that taking and pinning it took */
     gm_policy policy;
     bool is_grad_f32;
     size_t budget;

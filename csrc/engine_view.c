@@ -15,6 +15,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .device_bytes = stats.device_bytes,
         .device_peak_bytes = stats.device_peak_bytes,
         .device_budget_bytes = engine->budget,
+        .host_pin_seconds = engine->arena_seconds,
         .host_bytes = engine->arena ? gm_arena_bytes(engine->arena) : 0,
         .n_chunks = n,
         .n_blocks = stats.n_blocks,
