@@ -71,6 +71,7 @@ typedef struct gm_window {
     unsigned n_steps;              /* under the present plan */
     unsigned long long ns, params; /* of updates on the host, before it */
     bool is_asked;                 /* the plan to be made comes of what a window has shown */
+    bool is_spoiled;               /* something else than steps ran in it: evaluation */
 } gm_window;
 
 struct gm_engine {

@@ -153,6 +153,7 @@ void gm_pass_end(gm_engine *engine)
         return;
     }
     const gm_trace *trace = gm_book_trace(engine->book, index);
+    engine->window.is_spoiled |= !trace->has_backward;
     note_run(engine, index);
     if (timer->is_on && timer->n == trace->n) {
         timer->hash = trace->hash;

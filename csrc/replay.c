@@ -244,6 +244,11 @@ static gm_status watch_step(gm_engine *engine)
     if (!engine->is_tuned || engine->tuner.is_done || !engine->plan || engine->wants_plan) {
         return GM_OK;
     }
+    if (engine->window.is_spoiled) { /* its time is not that of steps: from the beginning */
+        engine->window.is_spoiled = false;
+        engine->window.n_steps = 0;
+        return GM_OK;
+    }
     engine->window.n_steps++;
     if (engine->window.n_steps == STEPS_SKIPPED) {
         if (!engine->window.begin) {

@@ -736,6 +736,21 @@ def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_
     assert ends[0] > 1.5 * 5e7 and ends[1] < 1e13 / 100
 
 
+def test_a_window_with_an_evaluation_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_TUNE", "1")
+    _rates(monkeypatch, "as measured")
+    want, run = _both(0.5)
+    for step in range(12):
+        for each in (want, run):
+            drive(each, CASE, 1, first=step)
+            _evaluate(each, CASE, 900 + step)
+        assert run.engine.stats()["settling"]
+    for each in (want, run):
+        drive(each, CASE, 8, first=12)
+    assert not run.engine.stats()["settling"]
+    _finish(run, want)
+
+
 def test_given_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     _rates(monkeypatch, "as measured")
     want, run = _both(0.5)
