@@ -633,7 +633,7 @@ class Engine(Reporting):
         32 steps that report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on
         the device, others included, the driver's figure. With a plan what it foretells: predicted_step_seconds,
         predicted_bound_seconds (perfect overlap), compute_seconds, predicted_device_peak_bytes,
-        predicted_host_peak_bytes.
+        predicted_host_peak_bytes (of the whole process; on the CPU without activations).
         """
         self._check_open()
         return {

@@ -28,6 +28,7 @@ __all__ = [
     "bytes_text",
     "count_tokens",
     "host_peak_bytes",
+    "host_resident_bytes",
     "plan_of",
     "plan_table",
     "report",
@@ -76,9 +77,18 @@ def count_tokens(inputs: Any) -> int:
 
 def host_peak_bytes() -> int:
     """The most host memory that this process has had resident, shared memory included."""
+    return _status_bytes("VmHWM:")
+
+
+def host_resident_bytes() -> int:
+    """The host memory that this process has resident now, shared memory included."""
+    return _status_bytes("VmRSS:")
+
+
+def _status_bytes(name: str) -> int:
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
         for line in status:
-            if line.startswith("VmHWM:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -296,6 +306,7 @@ def _expected(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, fl
         "host_adam_s": plan["host_seconds"],
         "device_peak_bytes": plan["device_bytes"] + _outside_bytes(stats, plan),
         "host_bytes": plan.get("host_bytes", stats.get("host_bytes", _NAN)),
+        "host_peak_bytes": stats.get("predicted_host_peak_bytes", _NAN),
     }
 
 

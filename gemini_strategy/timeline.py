@@ -136,6 +136,7 @@ class Reporting:
         self.recording: Recording | None = None
         self._has_plan = False  # the first one has been told, or would have been
         self._total_peak_bytes = 0
+        self._host_before_bytes = report.host_resident_bytes()  # with the model as it came
 
     def _note_step(self, stats: Mapping[str, Any]) -> None:
         """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
@@ -169,10 +170,15 @@ class Reporting:
                 "predicted_step_seconds": plan["step_seconds"],
                 "predicted_bound_seconds": plan["bound_seconds"],
                 "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
-                "predicted_host_peak_bytes": core["host_bytes"],
+                "predicted_host_peak_bytes": self._host_peak_bytes(plan, core),
                 "compute_seconds": plan["compute_seconds"],
             }
         return figures
+
+    def _host_peak_bytes(self, plan: Mapping[str, Any], core: Mapping[str, Any]) -> int:
+        """Of the whole process: manage() takes the homes while the model's own tensors are still there."""
+        device_bytes = plan["device_bytes"] if self.device.type == "cpu" else 0
+        return self._host_before_bytes + core["host_bytes"] + device_bytes
 
     def report(self) -> str:
         """The table of the plan and, once there have been steps, what was planned beside what was measured."""

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,30 @@ def test_close_after_updates_inside_backward() -> None:
         grads = [p.grad for p in model.parameters()]
         assert any(g is None for g in grads) == ends_step
     assert all(map(torch.equal, *results))
+
+
+HOST_PEAK = """
+import torch, gemini_strategy as gs
+model = torch.nn.Sequential(*[torch.nn.Linear(1536, 1536) for _ in range(20)])
+optimizer = torch.optim.AdamW(model.parameters())
+engine = gs.manage(model, optimizer, device_budget="200MB", device="cpu", precision="bf16-true")
+for _ in range(3):
+    engine.model(torch.randn(2, 1536)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+stats = engine.stats()
+print(stats["predicted_host_peak_bytes"], stats["host_peak_bytes"])
+"""
+
+
+def test_predicted_host_peak() -> None:
+    """Of a process of its own: what it held before, the homes, and the device, which is host memory here.
+
+    The model's tensors go one by one while the homes fill, before the blocks are taken: up to their size less.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", HOST_PEAK], capture_output=True, text=True, check=True
+    )
+    predicted, measured = map(int, run.stdout.split())
+    weights = 20 * 1536 * 1537 * 4
+    assert predicted - 1.5 * weights <= measured <= 1.05 * predicted
