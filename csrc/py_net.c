@@ -170,14 +170,16 @@ static int touch(gm_py_net *net, uintptr_t address)
         return -1;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
     PyObject *done = NULL;
-    if (status == GM_ERR_NOMEM) {
+    for (bool is_last = false;; is_last = true) {
+        GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
+        if (status != GM_ERR_NOMEM) {
+            break;
+        }
         gm_py_raise(status);
-        if (!gm_py_made_room((PyObject *)net, (PyObject *)slot_at(net, address))) {
+        if (is_last || !gm_py_made_room((PyObject *)net, (PyObject *)slot_at(net, address))) {
             return gm_py_explain((PyObject *)net, "no_room", (PyObject *)slot_at(net, address));
         }
-        GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
     }
     if (status != GM_OK) {
         return gm_py_raised(status);

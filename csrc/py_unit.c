@@ -118,16 +118,17 @@ static int enter_core(const unit *self, bool *out_has_grad)
         (node != Py_None ? GM_ENTER_IN_BACKWARD : 0u) | (has_grad ? GM_ENTER_GRAD : 0u);
     Py_DECREF(node);
     *out_has_grad = has_grad;
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
-    if (status == GM_ERR_NOMEM) {
+    for (bool is_last = false;; is_last = true) {
+        gm_status status;
+        GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
+        if (status != GM_ERR_NOMEM) {
+            return gm_py_raised(status);
+        }
         gm_py_raise(status);
-        if (!gm_py_made_room((PyObject *)self, (PyObject *)slot_at(self, 0))) {
+        if (is_last || !gm_py_made_room((PyObject *)self, (PyObject *)slot_at(self, 0))) {
             return gm_py_explain((PyObject *)self, "no_room", (PyObject *)slot_at(self, 0));
         }
-        GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
     }
-    return gm_py_raised(status);
 }
 
 static int push_frame(unit *self)

@@ -701,6 +701,24 @@ def test_what_torch_only_caches_is_asked_for(where: str, monkeypatch: pytest.Mon
     _finish(run, want)
 
 
+def test_asking_in_vain_still_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    want, run = _both(0.5)
+    for each in (want, run):
+        drive(each, CASE, 3)
+    core, budget = run.engine.core, run.engine.stats()["device_budget_bytes"]
+    monkeypatch.setattr(run.engine._memory, "give_cached", lambda: True)
+    core.reserve(budget - 4096)
+    core.set_external_bytes(budget - 4096)
+    torch.manual_seed(5)
+    with pytest.raises(gs.GeminiMemoryError, match=r"no room on the device for .*, for module "):
+        CASE.loss(run, CASE.batch(3))
+    core.set_external_bytes(0)
+    run.zero_grad()
+    for each in (want, run):
+        drive(each, CASE, 4, first=3)
+    _finish(run, want)
+
+
 # ---- rates that steps correct --------------------------------------------------------------------
 
 
