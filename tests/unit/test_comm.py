@@ -160,9 +160,16 @@ def check_bits(rank: int, size: int) -> None:
         comm.check()
 
 
+def check_bits_and_ends(rank: int, size: int) -> None:
+    check_bits(rank, size)
+    for root in range(size):  # its last collective may be over for one rank long before another
+        with communicator(timeout=PATIENT) as comm:
+            check_broadcast(comm, 5_000_003, root)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bits(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, tmp_path, check_bits))
+    values(run_ranks(size, tmp_path, check_bits_and_ends))
 
 
 def check_in_a_row(rank: int, size: int) -> list[bytes]:
