@@ -2,7 +2,10 @@
  *
  * The GIL is released around every call: a collective may wait for other ranks, and the transport's functions
  * take it back.  Numbers of calls inside are counted under the GIL, so that close() on one thread lets a
- * collective on another come back first. */
+ * collective on another come back first.
+ *
+ * A transport in Python wants the GIL inside a collective: whoever waits for a lock that is held around collectives
+ * must not hold the GIL. */
 #include "py_comm.h"
 
 #include <stdio.h>
