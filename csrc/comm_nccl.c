@@ -299,6 +299,7 @@ static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
     f->call = *call;
     f->issued_at = now();
     c->n += is_full ? 0 : 1;
+    GM_ASSERT(c->n <= N_FLIGHTS);
     return GM_OK;
 }
 
