@@ -19,7 +19,7 @@ typedef enum gm_status {
     GM_ERR_ARG,         /* the caller's argument is wrong                     -> ValueError */
     GM_ERR_STATE,       /* the call does not fit the present state            -> RuntimeError */
     GM_ERR_NOMEM,       /* no room; text has tier, bytes wanted and available -> MemoryError */
-    GM_ERR_DEVICE,      /* the driver or the operating system failed     -> GeminiDeviceError */
+    GM_ERR_DEVICE,      /* the driver, the system or another rank failed -> GeminiDeviceError */
     GM_ERR_UNSUPPORTED, /* this build or machine cannot do it             -> NotImplementedError */
 } gm_status;
 

@@ -17,10 +17,11 @@
     X(cuMemUnmap) X(cuMemSetAccess) X(cuMemGetAllocationGranularity) X(cuMemHostRegister)        \
     X(cuMemHostUnregister) X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamSynchronize)           \
     X(cuStreamWaitEvent) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord)                     \
-    X(cuEventSynchronize) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuMemcpyDtoDAsync)         \
-    X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction)              \
-    X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuStreamWaitValue32) X(cuEventElapsedTime)           \
-    X(cuMemHostAlloc) X(cuMemHostGetDevicePointer) X(cuMemFreeHost) X(cuCtxSynchronize)
+    X(cuEventSynchronize) X(cuEventQuery) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)              \
+    X(cuMemcpyDtoDAsync) X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload)                \
+    X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuStreamWaitValue32)          \
+    X(cuEventElapsedTime) X(cuMemHostAlloc) X(cuMemHostGetDevicePointer) X(cuMemFreeHost)        \
+    X(cuCtxSynchronize)
 /* clang-format on */
 
 typedef struct gm_cuda_api {

@@ -2,6 +2,7 @@
  * translation of status codes.  Types and functions live in the other py_*.c files. */
 #include "py_common.h"
 
+#include "py_comm.h"
 #include "py_engine.h"
 #include "py_unit.h"
 #include "workers.h"
@@ -53,7 +54,8 @@ static int module_exec(PyObject *module)
 {
     if (fetch_errors() < 0 || PyModule_AddFunctions(module, gm_py_arith_methods) < 0 ||
         PyModule_AddFunctions(module, gm_py_rates_methods) < 0 || gm_py_engine_init(module) < 0 ||
-        gm_py_slot_init(module) < 0 || gm_py_unit_init(module) < 0 || gm_py_net_init(module) < 0) {
+        gm_py_slot_init(module) < 0 || gm_py_unit_init(module) < 0 || gm_py_net_init(module) < 0 ||
+        gm_py_comm_init(module) < 0) {
         return -1;
     }
 #ifdef GM_WITH_CUDA

@@ -12,7 +12,7 @@ class GeminiMemoryError(GeminiError, MemoryError):
 
 
 class GeminiDeviceError(GeminiError):
-    """The CUDA driver or the operating system refused a call."""
+    """The CUDA driver or the operating system refused a call, or another rank did not do its part."""
 
 
 class GuardError(GeminiError):

@@ -29,7 +29,7 @@ NOUNS = [
     ["plan", "tune"],
     ["arith", "adam", "grad", "sumsq", "format", "isa", "hostmem", "cuda_driver"],
     ["kernels", "device"],
-    ["device_host", "device_chaos", "device_cuda", "torch_alloc", "rates"],
+    ["device_host", "device_chaos", "device_cuda", "torch_alloc", "rates", "comm"],
     ["timeline"],
     ["chunk"],
     ["engine", "update", "field", "lease", "gather", "pass", "replay", "stage"],
@@ -42,7 +42,7 @@ ENGINE = {"engine", "update", "field", "lease", "gather", "pass", "replay", "sta
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
     *("cuda_driver", "kernels", "device", "device_host", "device_chaos", "device_cuda", "hostmem"),
-    "order",
+    *("order", "comm"),
 }
 
 LENGTHS = {".h": 150, ".cuh": 150, ".c": 700, ".cu": 400, ".py": 700}

@@ -1,0 +1,236 @@
+/* comm.c - what every communicator does alike: arguments, the first failure, a collective in words.
+ *
+ * 1. `failed` is set once, behind the complete text: whoever sees it may read the text without a lock.
+ * 2. A call that is refused for its arguments is not counted and leaves the communicator as it was. */
+#include "comm_impl.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+static const char *const dtype_names[] = {"fp32", "bf16", "fp16", "fp64", "u64"};
+
+int gm_comm_rank(const gm_comm *comm)
+{
+    return comm->rank;
+}
+
+int gm_comm_size(const gm_comm *comm)
+{
+    return comm->size;
+}
+
+gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size)
+{
+    if (size < 1 || rank < 0 || rank >= size) {
+        return GM_FAIL(GM_ERR_ARG, "rank %d of %d: a rank from 0 to size - 1 is wanted", rank,
+                       size);
+    }
+    comm->ops = ops;
+    comm->rank = rank;
+    comm->size = size;
+    comm->owner = getpid();
+    atomic_init(&comm->failed, GM_OK);
+    pthread_mutex_init(&comm->lock, NULL);
+    return GM_OK;
+}
+
+void gm_comm_fini(gm_comm *comm)
+{
+    pthread_mutex_destroy(&comm->lock);
+}
+
+/* ---- words ---- */
+
+size_t gm_comm_dtype_bytes(gm_comm_dtype dtype)
+{
+    switch (dtype) {
+    case GM_COMM_F32: return 4;
+    case GM_COMM_BF16:
+    case GM_COMM_F16: return 2;
+    case GM_COMM_F64:
+    case GM_COMM_U64: break;
+    }
+    return 8;
+}
+
+size_t gm_comm_element_bytes(const gm_comm_call *call)
+{
+    return call->is_bytes ? 1 : gm_comm_dtype_bytes(call->dtype);
+}
+
+static bool has_shards(const gm_comm_call *call)
+{
+    return call->kind == GM_COMM_ALL_GATHER || call->kind == GM_COMM_REDUCE_SCATTER;
+}
+
+size_t gm_comm_call_bytes(const gm_comm *comm, const gm_comm_call *call)
+{
+    size_t bytes = call->count * gm_comm_element_bytes(call);
+    return has_shards(call) ? bytes * (size_t)comm->size : bytes;
+}
+
+void gm_comm_describe(const gm_comm *comm, const gm_comm_call *call, char *out, size_t out_bytes)
+{
+    char shards[24] = "", what[40] = "";
+    if (has_shards(call)) {
+        (void)snprintf(shards, sizeof shards, "%d x ", comm->size);
+    }
+    if (call->kind == GM_COMM_BROADCAST) {
+        (void)snprintf(what, sizeof what, " from rank %d", call->root);
+    } else if (!call->is_bytes) {
+        (void)snprintf(what, sizeof what, " (%s of %s)", call->op == GM_COMM_MAX ? "max" : "sum",
+                       dtype_names[call->dtype]);
+    }
+    (void)snprintf(out, out_bytes, "%s number %llu of %s%zu bytes%s", kind_names[call->kind],
+                   (unsigned long long)call->number, shards,
+                   call->count * gm_comm_element_bytes(call), what);
+}
+
+/* ---- the first failure ---- */
+
+bool gm_comm_has_failed(gm_comm *comm)
+{
+    return atomic_load_explicit(&comm->failed, memory_order_acquire) != GM_OK;
+}
+
+gm_status gm_comm_failure(gm_comm *comm)
+{
+    gm_status status = (gm_status)atomic_load_explicit(&comm->failed, memory_order_acquire);
+    GM_ASSERT(status != GM_OK);
+    return GM_FAIL(status, "%s", comm->failure);
+}
+
+gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status status,
+                        const char *format, ...)
+{
+    char words[160] = "", text[sizeof comm->failure - 200];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (call) {
+        gm_comm_describe(comm, call, words, sizeof words);
+    }
+    pthread_mutex_lock(&comm->lock);
+    if (!gm_comm_has_failed(comm)) {
+        (void)snprintf(comm->failure, sizeof comm->failure, "%s%srank %d of %d: %s", words,
+                       call ? ", " : "", comm->rank, comm->size, text);
+        atomic_store_explicit(&comm->failed, status, memory_order_release);
+    }
+    pthread_mutex_unlock(&comm->lock);
+    comm->ops->end(comm);
+    return gm_comm_failure(comm);
+}
+
+static gm_status check_owner(const gm_comm *comm)
+{
+    if (comm->owner != getpid()) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "rank %d of %d: this process was forked from the one that has the "
+                       "communicator, and cannot use it",
+                       comm->rank, comm->size);
+    }
+    return GM_OK;
+}
+
+gm_status gm_comm_check(gm_comm *comm)
+{
+    GM_TRY(check_owner(comm));
+    if (comm->ops->check && !gm_comm_has_failed(comm)) {
+        comm->ops->check(comm);
+    }
+    return gm_comm_has_failed(comm) ? gm_comm_failure(comm) : GM_OK;
+}
+
+void gm_comm_abort(gm_comm *comm, const char *reason)
+{
+    if (comm && check_owner(comm) == GM_OK) {
+        (void)gm_comm_break(comm, NULL, GM_ERR_STATE, "%s", reason);
+    }
+}
+
+void gm_comm_free(gm_comm *comm)
+{
+    if (comm && comm->owner == getpid()) { /* in a forked child everything stays the parent's */
+        comm->ops->free(comm);
+    }
+}
+
+gm_status gm_comm_attach(gm_comm *comm, gm_device *dev)
+{
+    GM_TRY(check_owner(comm));
+    return comm->ops->attach(comm, dev);
+}
+
+/* ---- collectives ---- */
+
+static gm_status refuse(const gm_comm *comm, const gm_comm_call *call, const char *why)
+{
+    return GM_FAIL(GM_ERR_ARG, "%s, rank %d of %d: %s", kind_names[call->kind], comm->rank,
+                   comm->size, why);
+}
+
+static gm_status issue(gm_comm *comm, gm_comm_call *call, gm_stream stream)
+{
+    size_t element = gm_comm_element_bytes(call);
+    if (call->count > (SIZE_MAX - call->base) / element / (size_t)comm->size) {
+        return refuse(comm, call, "the range is longer than the address space");
+    }
+    if (call->count > 0 && (call->base == 0 || call->base % element != 0)) {
+        return refuse(comm, call, "the address is NULL or not a multiple of the element's size");
+    }
+    GM_TRY(check_owner(comm));
+    if (gm_comm_has_failed(comm)) {
+        return gm_comm_failure(comm);
+    }
+    call->number = ++comm->n_calls;
+    if (comm->size == 1 || call->count == 0) {
+        return GM_OK;
+    }
+    return comm->ops->issue(comm, call, stream);
+}
+
+gm_status gm_comm_all_gather(gm_comm *comm, uintptr_t base, size_t shard_bytes, gm_stream stream)
+{
+    gm_comm_call call = {
+        .kind = GM_COMM_ALL_GATHER, .base = base, .count = shard_bytes, .is_bytes = true};
+    return issue(comm, &call, stream);
+}
+
+gm_status gm_comm_reduce_scatter(gm_comm *comm, uintptr_t base, size_t shard_count,
+                                 gm_comm_dtype dtype, gm_stream stream)
+{
+    gm_comm_call call = {
+        .kind = GM_COMM_REDUCE_SCATTER, .base = base, .count = shard_count, .dtype = dtype};
+    if (dtype != GM_COMM_F32 && dtype != GM_COMM_BF16 && dtype != GM_COMM_F16) {
+        return refuse(comm, &call, "the dtype must be fp32, bf16 or fp16");
+    }
+    return issue(comm, &call, stream);
+}
+
+gm_status gm_comm_all_reduce(gm_comm *comm, uintptr_t data, size_t count, gm_comm_dtype dtype,
+                             gm_comm_op op, gm_stream stream)
+{
+    gm_comm_call call = {
+        .kind = GM_COMM_ALL_REDUCE, .base = data, .count = count, .dtype = dtype, .op = op};
+    if ((unsigned)dtype > GM_COMM_U64) {
+        return refuse(comm, &call, "the dtype must be fp32, bf16, fp16, fp64 or u64");
+    }
+    if (op != GM_COMM_SUM && (op != GM_COMM_MAX || dtype != GM_COMM_U64)) {
+        return refuse(comm, &call, "the operation must be sum, or max of u64");
+    }
+    return issue(comm, &call, stream);
+}
+
+gm_status gm_comm_broadcast(gm_comm *comm, uintptr_t data, size_t bytes, int root, gm_stream stream)
+{
+    gm_comm_call call = {
+        .kind = GM_COMM_BROADCAST, .base = data, .count = bytes, .is_bytes = true, .root = root};
+    if (root < 0 || root >= comm->size) {
+        return refuse(comm, &call, "the root must be a rank from 0 to size - 1");
+    }
+    return issue(comm, &call, stream);
+}

@@ -1,0 +1,70 @@
+/* comm_impl.h - what the files of comm share: a collective in words, the table of an implementation, and the
+ * first failure. */
+#ifndef GM_COMM_IMPL_H
+#define GM_COMM_IMPL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#include "comm.h"
+
+typedef enum gm_comm_kind {
+    GM_COMM_ALL_GATHER,
+    GM_COMM_REDUCE_SCATTER,
+    GM_COMM_ALL_REDUCE,
+    GM_COMM_BROADCAST,
+} gm_comm_kind;
+
+typedef struct gm_comm_call {
+    uint64_t number; /* 1 for the communicator's first collective */
+    gm_comm_kind kind;
+    uintptr_t base;
+    size_t count;        /* elements of a shard, or of everything where there are no shards */
+    bool is_bytes;       /* elements are bytes, dtype says nothing */
+    gm_comm_dtype dtype; /* of the elements */
+    gm_comm_op op;
+    int root;
+} gm_comm_call;
+
+typedef struct gm_comm_ops {
+    const char *name; /* "nccl" or "host" */
+    /* Arguments are right, there is more than one rank and something to do.  A failure is recorded with
+     * gm_comm_break. */
+    gm_status (*issue)(gm_comm *comm, const gm_comm_call *call, gm_stream stream);
+    gm_status (*attach)(gm_comm *comm, gm_device *dev);
+    void (*check)(
+        gm_comm *comm);         /* looks for a failure and records it; NULL: nothing to look for */
+    void (*end)(gm_comm *comm); /* after a failure was recorded; any thread, many times */
+    void (*free)(gm_comm *comm);
+} gm_comm_ops;
+
+struct gm_comm {
+    const gm_comm_ops *ops;
+    int rank, size;
+    pid_t owner;
+    uint64_t n_calls;
+    atomic_int failed;    /* a gm_status; set once, after `failure` is complete */
+    pthread_mutex_t lock; /* of the first failure */
+    char failure[800];
+};
+
+/* GM_ERR_ARG for a rank or a size that cannot be. */
+gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size);
+void gm_comm_fini(gm_comm *comm);
+
+size_t gm_comm_dtype_bytes(gm_comm_dtype dtype);
+size_t gm_comm_element_bytes(const gm_comm_call *call);
+/* All bytes that the collective reads or writes on a rank. */
+size_t gm_comm_call_bytes(const gm_comm *comm, const gm_comm_call *call);
+/* "reduce_scatter number 7 of 3 x 512 bytes (sum of bf16)" */
+void gm_comm_describe(const gm_comm *comm, const gm_comm_call *call, char *out, size_t out_bytes);
+/* Records the first failure: "CALL, rank 0 of 3: TEXT", without CALL where call is NULL.  Returns the status of the
+ * first failure, its text in gm_last_error(). */
+gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status status,
+                        const char *format, ...) __attribute__((format(printf, 4, 5), cold));
+bool gm_comm_has_failed(gm_comm *comm);
+/* The recorded failure of a communicator that has one. */
+gm_status gm_comm_failure(gm_comm *comm);
+
+#endif

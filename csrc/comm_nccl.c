@@ -1,0 +1,658 @@
+/* comm_nccl.c - collectives by NCCL, looked up in the copy that torch has loaded.
+ *
+ * NCCL's header is not needed to build: the few types and functions are declared here, as they are from NCCL 2.18
+ * on (ncclConfig_t in its first form, of 2.14, which later versions read by the version that it names).
+ *
+ * The communicator is a non-blocking one: a call of NCCL that has to meet other ranks returns at once and is
+ * waited for here, with an end to the wait.  Work on the device is watched by a thread: an event behind each
+ * collective, and NCCL's own asynchronous errors.  Aborting makes the kernels of a collective return, and with
+ * them whoever waits for their stream.
+ *
+ * Invariants
+ *   1. `lock` is held around every call of NCCL that names the handle, and while `flights` is read or written.  It is
+ *      never held while a failure is recorded, which aborts and so takes it.
+ *   2. Once aborted or destroyed the handle is NULL and never named again.
+ *   3. flights[] has the collectives that may still run, oldest first.  NCCL runs them in that order, so the
+ *      event of one says the same of all before it; where the ring is full the newest is recorded anew.
+ *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a long queue is not
+ *      a late rank. */
+#define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
+#include "comm_impl.h"
+
+#ifdef GM_WITH_CUDA
+
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cuda_driver.h"
+
+/* ---- NCCL's interface, 2.18 and newer ---- */
+
+enum { NCCL_OLDEST = 21800, NCCL_TOO_NEW = 30000 };
+enum { NCCL_SUCCESS = 0, NCCL_IN_PROGRESS = 7 };
+enum { NCCL_U8 = 1, NCCL_U64 = 5, NCCL_F16 = 6, NCCL_F32 = 7, NCCL_F64 = 8, NCCL_BF16 = 9 };
+enum { NCCL_SUM = 0, NCCL_MAX = 2 };
+
+typedef int nccl_result;
+typedef void *nccl_handle; /* ncclComm_t */
+typedef struct nccl_id {
+    char bytes[GM_COMM_ID_BYTES];
+} nccl_id;
+
+typedef struct nccl_config { /* of 2.14 */
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+} nccl_config;
+
+typedef struct nccl_api {
+    int version;
+    nccl_result (*get_version)(int *version);
+    nccl_result (*get_unique_id)(nccl_id *id);
+    nccl_result (*init_rank)(nccl_handle *out, int size, nccl_id id, int rank,
+                             const nccl_config *config);
+    nccl_result (*finalize)(nccl_handle comm);
+    nccl_result (*destroy)(nccl_handle comm);
+    nccl_result (*stop)(nccl_handle comm); /* ncclCommAbort */
+    nccl_result (*async_error)(nccl_handle comm, nccl_result *error);
+    const char *(*error_string)(nccl_result result);
+    const char *(*last_error)(nccl_handle comm);
+    nccl_result (*all_gather)(const void *src, void *dst, size_t src_count, int dtype,
+                              nccl_handle comm, CUstream stream);
+    nccl_result (*reduce_scatter)(const void *src, void *dst, size_t dst_count, int dtype, int op,
+                                  nccl_handle comm, CUstream stream);
+    nccl_result (*all_reduce)(const void *src, void *dst, size_t count, int dtype, int op,
+                              nccl_handle comm, CUstream stream);
+    nccl_result (*broadcast)(const void *src, void *dst, size_t count, int dtype, int root,
+                             nccl_handle comm, CUstream stream);
+} nccl_api;
+
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static nccl_api api; /* under load_lock until is_loaded, then for life */
+static bool is_loaded;
+
+static gm_status look_up(void *library)
+{
+    nccl_api a = {0};
+    const struct {
+        const char *name;
+        void *out;
+    } symbols[] = {
+        {"ncclGetVersion", (void *)&a.get_version},
+        {"ncclGetUniqueId", (void *)&a.get_unique_id},
+        {"ncclCommInitRankConfig", (void *)&a.init_rank},
+        {"ncclCommFinalize", (void *)&a.finalize},
+        {"ncclCommDestroy", (void *)&a.destroy},
+        {"ncclCommAbort", (void *)&a.stop},
+        {"ncclCommGetAsyncError", (void *)&a.async_error},
+        {"ncclGetErrorString", (void *)&a.error_string},
+        {"ncclGetLastError", (void *)&a.last_error},
+        {"ncclAllGather", (void *)&a.all_gather},
+        {"ncclReduceScatter", (void *)&a.reduce_scatter},
+        {"ncclAllReduce", (void *)&a.all_reduce},
+        {"ncclBroadcast", (void *)&a.broadcast},
+    };
+    for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
+        void *address = dlsym(library, symbols[i].name);
+        if (!address) {
+            return GM_FAIL(GM_ERR_UNSUPPORTED,
+                           "NCCL: libnccl.so.2 has no %s; 2.18 or newer is needed",
+                           symbols[i].name);
+        }
+        /* ISO C has no conversion from object to function pointer; POSIX guarantees that the bits agree. */
+        memcpy(symbols[i].out, &address, sizeof address);
+    }
+    nccl_result result = a.get_version(&a.version);
+    if (result != NCCL_SUCCESS || a.version < NCCL_OLDEST || a.version >= NCCL_TOO_NEW) {
+        return GM_FAIL(GM_ERR_UNSUPPORTED,
+                       "NCCL: version code %d; this build knows 2.18 (%d) up to 2.99", a.version,
+                       NCCL_OLDEST);
+    }
+    api = a;
+    is_loaded = true;
+    return GM_OK;
+}
+
+static gm_status load(const char *path)
+{
+    if (is_loaded) {
+        return GM_OK;
+    }
+    /* Two copies in one process would each take device memory: torch's, wherever it came from, is first. */
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (!library && path) {
+        library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    }
+    if (!library) {
+        library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    }
+    if (!library) {
+        const char *reason = dlerror();
+        return GM_FAIL(GM_ERR_UNSUPPORTED, "NCCL: none is loaded and none can be (%s)",
+                       reason ? reason : "libnccl.so.2 not found");
+    }
+    gm_status status = look_up(library); /* the library stays open for life */
+    if (status != GM_OK) {
+        dlclose(library);
+    }
+    return status;
+}
+
+static gm_status nccl(const char *path, const nccl_api **out)
+{
+    *out = &api;
+    pthread_mutex_lock(&load_lock);
+    gm_status status = load(path);
+    pthread_mutex_unlock(&load_lock);
+    return status;
+}
+
+/* ---- the communicator ---- */
+
+enum { N_FLIGHTS = 256 };
+static const double LOOK_SECONDS = 0.1;      /* between two looks of the watching thread */
+static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
+
+typedef struct flight {
+    CUevent event; /* belongs to the slot of the ring; NULL until the slot is first used */
+    gm_comm_call call;
+    double issued_at;
+} flight;
+
+typedef struct nccl_comm {
+    gm_comm base; /* first: a gm_comm * is an nccl_comm * */
+    const nccl_api *nccl;
+    const gm_cuda_api *cuda;
+    CUdevice device;
+    CUcontext context;
+    double timeout;
+    atomic_bool is_ending; /* a failure is recorded: whoever waits under `lock` gives up */
+
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    nccl_handle handle;
+    flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
+    size_t head, n;
+    double progress_at; /* when the oldest flight became the oldest */
+    bool is_stopping;
+    bool has_watcher;
+    pthread_t watcher;
+} nccl_comm;
+
+static nccl_comm *as_nccl(gm_comm *comm)
+{
+    return (nccl_comm *)comm;
+}
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void rest(long nanoseconds)
+{
+    struct timespec t = {0, nanoseconds};
+    (void)nanosleep(&t, NULL);
+}
+
+static gm_status enter(nccl_comm *c)
+{
+    return gm_cuda_check(c->cuda->cuCtxPushCurrent(c->context), "cuCtxPushCurrent", __FILE__,
+                         __LINE__);
+}
+
+static void leave(nccl_comm *c)
+{
+    CUcontext popped;
+    (void)c->cuda->cuCtxPopCurrent(&popped);
+}
+
+typedef struct trouble {
+    bool is_there, has_call;
+    gm_comm_call call;
+    char why[400];
+} trouble;
+
+static void tell(nccl_comm *c, trouble *t, nccl_result result)
+{
+    const char *words = c->nccl->last_error(c->handle);
+    t->is_there = true;
+    (void)snprintf(t->why, sizeof t->why, "NCCL: %s%s%.250s", c->nccl->error_string(result),
+                   words && *words ? ": " : "", words ? words : "");
+}
+
+/* The lock is held.  Waits until NCCL has done on the host what `result` says is in progress. */
+static void finish_call(nccl_comm *c, nccl_result result, double seconds, const char *what,
+                        trouble *t)
+{
+    double end = now() + seconds;
+    long pause = 5000;
+    while (result == NCCL_IN_PROGRESS) {
+        nccl_result asked = c->nccl->async_error(c->handle, &result);
+        result = asked == NCCL_SUCCESS ? result : asked;
+        if (result != NCCL_IN_PROGRESS) {
+            break;
+        }
+        if (atomic_load(&c->is_ending)) {
+            t->is_there = true;
+            return;
+        }
+        if (now() > end) {
+            t->is_there = true;
+            (void)snprintf(
+                t->why, sizeof t->why,
+                "%s took longer than %g s; a rank has not come, has stopped or has ended", what,
+                seconds);
+            return;
+        }
+        rest(pause);
+        pause = pause < 1000000 ? 2 * pause : pause;
+    }
+    if (result != NCCL_SUCCESS) {
+        tell(c, t, result);
+    }
+}
+
+static void stop_now(nccl_comm *c)
+{
+    if (c->handle) {
+        (void)c->nccl->stop(c->handle);
+        c->handle = NULL;
+    }
+}
+
+static void nccl_end(gm_comm *comm)
+{
+    nccl_comm *c = as_nccl(comm);
+    atomic_store(&c->is_ending, true);
+    pthread_mutex_lock(&c->lock);
+    if (c->handle && enter(c) == GM_OK) {
+        stop_now(c);
+        leave(c);
+    }
+    pthread_mutex_unlock(&c->lock);
+}
+
+static gm_status report(nccl_comm *c, const trouble *t)
+{
+    return gm_comm_break(&c->base, t->has_call ? &t->call : NULL, GM_ERR_DEVICE, "%s", t->why);
+}
+
+/* ---- flights ---- */
+
+/* The lock is held, the context current. */
+static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
+{
+    bool is_full = c->n == N_FLIGHTS;
+    flight *f = &c->flights[(c->head + c->n - (is_full ? 1 : 0)) % N_FLIGHTS];
+    if (!f->event) {
+        GM_CU(c->cuda->cuEventCreate(&f->event, CU_EVENT_DISABLE_TIMING));
+    }
+    GM_CU(c->cuda->cuEventRecord(f->event, stream));
+    f->call = *call;
+    f->issued_at = now();
+    c->n += is_full ? 0 : 1;
+    GM_ASSERT(c->n <= N_FLIGHTS);
+    return GM_OK;
+}
+
+/* The lock is held, the context current. */
+static void look(nccl_comm *c, trouble *t)
+{
+    nccl_result error = NCCL_SUCCESS;
+    while (c->n > 0) {
+        flight *f = &c->flights[c->head];
+        CUresult result = c->cuda->cuEventQuery(f->event);
+        if (result == CUDA_ERROR_NOT_READY) {
+            break;
+        }
+        if (result != CUDA_SUCCESS) {
+            (void)gm_cuda_check(result, "cuEventQuery", __FILE__, __LINE__);
+            t->is_there = t->has_call = true;
+            t->call = f->call;
+            (void)snprintf(t->why, sizeof t->why, "%.390s", gm_last_error());
+            return;
+        }
+        c->head = (c->head + 1) % N_FLIGHTS;
+        c->n--;
+        c->progress_at = now();
+    }
+    t->has_call = c->n > 0;
+    t->call = c->flights[c->head].call;
+    nccl_result asked = c->nccl->async_error(c->handle, &error);
+    error = asked == NCCL_SUCCESS ? error : asked;
+    if (error != NCCL_SUCCESS && error != NCCL_IN_PROGRESS) {
+        tell(c, t, error);
+        return;
+    }
+    if (c->n > 0) {
+        double issued_at = c->flights[c->head].issued_at;
+        double since = issued_at > c->progress_at ? issued_at : c->progress_at;
+        if (now() - since > c->timeout) {
+            t->is_there = true;
+            (void)snprintf(
+                t->why, sizeof t->why,
+                "not done after %g s; a rank has not issued it, has stopped or has ended",
+                c->timeout);
+        }
+    }
+}
+
+static void nccl_check(gm_comm *comm)
+{
+    nccl_comm *c = as_nccl(comm);
+    trouble t = {0};
+    if (enter(c) != GM_OK) {
+        return; /* the caller's next call of the driver fails in the same way */
+    }
+    pthread_mutex_lock(&c->lock);
+    if (c->handle) {
+        look(c, &t);
+    }
+    pthread_mutex_unlock(&c->lock);
+    leave(c);
+    if (t.is_there) {
+        (void)report(c, &t);
+    }
+}
+
+static void *watch(void *context)
+{
+    nccl_comm *c = context;
+    (void)pthread_setname_np(pthread_self(), "gm-comm");
+    (void)c->cuda->cuCtxSetCurrent(c->context);
+    pthread_mutex_lock(&c->lock);
+    while (!c->is_stopping) {
+        trouble t = {0};
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_nsec += (long)(LOOK_SECONDS * 1e9);
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        (void)pthread_cond_timedwait(&c->wake, &c->lock, &until);
+        if (c->is_stopping || !c->handle) {
+            break;
+        }
+        look(c, &t);
+        if (t.is_there) {
+            pthread_mutex_unlock(&c->lock);
+            (void)report(c, &t);
+            pthread_mutex_lock(&c->lock);
+        }
+    }
+    pthread_mutex_unlock(&c->lock);
+    return NULL;
+}
+
+static gm_status start_watcher(nccl_comm *c)
+{
+    sigset_t all, before;
+    sigfillset(&all); /* signals are for the process's own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&c->watcher, NULL, watch, c);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) {
+        return GM_FAIL(GM_ERR_DEVICE, "rank %d of %d: no thread to watch the communicator: %s",
+                       c->base.rank, c->base.size, strerror(error));
+    }
+    c->has_watcher = true;
+    return GM_OK;
+}
+
+/* ---- collectives ---- */
+
+static int nccl_dtype(const gm_comm_call *call)
+{
+    if (call->is_bytes) {
+        return NCCL_U8;
+    }
+    switch (call->dtype) {
+    case GM_COMM_F32: return NCCL_F32;
+    case GM_COMM_BF16: return NCCL_BF16;
+    case GM_COMM_F16: return NCCL_F16;
+    case GM_COMM_F64: return NCCL_F64;
+    case GM_COMM_U64: break;
+    }
+    return NCCL_U64;
+}
+
+static nccl_result call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream stream)
+{
+    const nccl_api *n = c->nccl;
+    int dtype = nccl_dtype(call), op = call->op == GM_COMM_MAX ? NCCL_MAX : NCCL_SUM;
+    size_t shard_bytes = call->count * gm_comm_element_bytes(call);
+    void *base = (void *)call->base;
+    void *own = (char *)base + (size_t)c->base.rank * shard_bytes; /* of a range of shards */
+    switch (call->kind) {
+    case GM_COMM_ALL_GATHER: return n->all_gather(own, base, call->count, dtype, c->handle, stream);
+    case GM_COMM_REDUCE_SCATTER:
+        return n->reduce_scatter(base, own, call->count, dtype, op, c->handle, stream);
+    case GM_COMM_ALL_REDUCE:
+        return n->all_reduce(base, base, call->count, dtype, op, c->handle, stream);
+    case GM_COMM_BROADCAST: break;
+    }
+    return n->broadcast(base, base, call->count, dtype, call->root, c->handle, stream);
+}
+
+static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream stream)
+{
+    nccl_comm *c = as_nccl(comm);
+    CUstream cuda_stream = (CUstream)(uintptr_t)stream;
+    trouble t = {.has_call = true, .call = *call};
+    gm_status status = GM_OK;
+    GM_TRY(enter(c));
+    pthread_mutex_lock(&c->lock);
+    if (c->handle) { /* else the watcher has just found a failure */
+        finish_call(c, call_nccl(c, call, cuda_stream), c->timeout, "issuing it", &t);
+        if (!t.is_there) {
+            status = track(c, call, cuda_stream);
+        }
+    } else {
+        t.is_there = true;
+    }
+    pthread_mutex_unlock(&c->lock);
+    leave(c);
+    if (t.is_there) {
+        return report(c, &t); /* says what came first */
+    }
+    if (status != GM_OK) { /* it runs unwatched */
+        return gm_comm_break(comm, call, status, "%s", gm_last_error());
+    }
+    return GM_OK;
+}
+
+static gm_status nccl_attach(gm_comm *comm, gm_device *dev)
+{
+    if (dev && dev->is_host) {
+        return GM_FAIL(GM_ERR_ARG, "rank %d of %d: this communicator is for CUDA devices, not %s",
+                       comm->rank, comm->size, dev->ops->name);
+    }
+    return GM_OK; /* streams are the driver's: it needs nothing of a device */
+}
+
+/* ---- life ---- */
+
+/* The lock is held, the context current: the work that is issued, then NCCL's own farewell. */
+static void say_farewell(nccl_comm *c)
+{
+    trouble t = {0};
+    double seconds = c->timeout < FAREWELL_SECONDS ? c->timeout : FAREWELL_SECONDS;
+    for (look(c, &t); c->n > 0 && !t.is_there; look(c, &t)) {
+        rest(200000);
+    }
+    if (!t.is_there) {
+        finish_call(c, c->nccl->finalize(c->handle), seconds, "the end", &t);
+    }
+    if (!t.is_there) {
+        (void)c->nccl->destroy(c->handle);
+        c->handle = NULL;
+    }
+    stop_now(c); /* if it is still there */
+}
+
+static void nccl_free(gm_comm *comm)
+{
+    nccl_comm *c = as_nccl(comm);
+    if (c->has_watcher) {
+        pthread_mutex_lock(&c->lock);
+        c->is_stopping = true;
+        pthread_cond_signal(&c->wake);
+        pthread_mutex_unlock(&c->lock);
+        pthread_join(c->watcher, NULL);
+    }
+    if (c->context) {
+        if (enter(c) == GM_OK) {
+            if (c->handle) {
+                say_farewell(c);
+            }
+            for (size_t i = 0; i < N_FLIGHTS; i++) {
+                if (c->flights[i].event) {
+                    (void)c->cuda->cuEventDestroy(c->flights[i].event);
+                }
+            }
+            leave(c);
+        }
+        (void)c->cuda->cuDevicePrimaryCtxRelease(c->device);
+    }
+    pthread_cond_destroy(&c->wake);
+    pthread_mutex_destroy(&c->lock);
+    gm_comm_fini(comm);
+    free(c);
+}
+
+static const gm_comm_ops nccl_ops = {
+    .name = "nccl",
+    .issue = nccl_issue,
+    .attach = nccl_attach,
+    .check = nccl_check,
+    .end = nccl_end,
+    .free = nccl_free,
+};
+
+static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
+{
+    nccl_id id;
+    trouble t = {0};
+    const nccl_config config = {
+        .size = sizeof config, .magic = 0xcafebeef, .version = 21400, .blocking = 0};
+    memcpy(id.bytes, id_bytes, sizeof id.bytes);
+    GM_TRY(enter(c));
+    pthread_mutex_lock(&c->lock);
+    nccl_result result = c->nccl->init_rank(&c->handle, c->base.size, id, c->base.rank, &config);
+    if (c->handle) {
+        finish_call(c, result, c->timeout, "meeting the other ranks", &t);
+        if (t.is_there) {
+            stop_now(c);
+        }
+    } else {
+        tell(c, &t, result);
+    }
+    pthread_mutex_unlock(&c->lock);
+    leave(c);
+    if (t.is_there) {
+        return GM_FAIL(GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
+                       c->base.size, t.why);
+    }
+    return GM_OK;
+}
+
+static void init_locks(nccl_comm *c)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->wake, &attributes);
+    pthread_condattr_destroy(&attributes);
+    atomic_init(&c->is_ending, false);
+}
+
+gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
+{
+    const nccl_api *n;
+    nccl_id made;
+    GM_TRY(nccl(path, &n));
+    nccl_result result = n->get_unique_id(&made);
+    if (result != NCCL_SUCCESS) {
+        return GM_FAIL(GM_ERR_DEVICE, "NCCL: no unique id: %s: %s", n->error_string(result),
+                       n->last_error(NULL));
+    }
+    memcpy(id, made.bytes, sizeof made.bytes);
+    return GM_OK;
+}
+
+gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_COMM_ID_BYTES],
+                           int rank, int size, double timeout, gm_comm **out)
+{
+    const nccl_api *n;
+    const gm_cuda_api *cuda;
+    *out = NULL;
+    if (!(timeout > 0 && timeout <= 1e9)) {
+        return GM_FAIL(GM_ERR_ARG, "timeout is %g s; it must be positive", timeout);
+    }
+    GM_TRY(nccl(path, &n));
+    GM_TRY(gm_cuda(&cuda));
+    nccl_comm *c = calloc(1, sizeof *c);
+    gm_status status =
+        c ? gm_comm_init(&c->base, &nccl_ops, rank, size)
+          : GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for a communicator", sizeof *c);
+    if (status != GM_OK) {
+        free(c);
+        return status;
+    }
+    init_locks(c);
+    c->nccl = n;
+    c->cuda = cuda;
+    c->timeout = timeout;
+    c->progress_at = now();
+    CUresult result = cuda->cuDeviceGet(&c->device, ordinal);
+    GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDeviceGet", __FILE__, __LINE__));
+    result = cuda->cuDevicePrimaryCtxRetain(&c->context, c->device);
+    GM_TRY_GOTO(status, fail,
+                gm_cuda_check(result, "cuDevicePrimaryCtxRetain", __FILE__, __LINE__));
+    GM_TRY_GOTO(status, fail, meet(c, id));
+    GM_TRY_GOTO(status, fail, start_watcher(c));
+    *out = &c->base;
+    return GM_OK;
+fail:
+    nccl_free(&c->base);
+    return status;
+}
+
+#else
+
+static gm_status not_built(void)
+{
+    return GM_FAIL(GM_ERR_UNSUPPORTED,
+                   "NCCL: this build of gemini_strategy has no CUDA support; install a build made "
+                   "with the CUDA toolkit, or use device=\"cpu\"");
+}
+
+gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
+{
+    (void)path;
+    (void)id;
+    return not_built();
+}
+
+gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_COMM_ID_BYTES],
+                           int rank, int size, double timeout, gm_comm **out)
+{
+    (void)path;
+    (void)ordinal;
+    (void)id;
+    (void)rank;
+    (void)size;
+    (void)timeout;
+    *out = NULL;
+    return not_built();
+}
+
+#endif

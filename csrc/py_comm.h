@@ -1,0 +1,14 @@
+/* py_comm.h - the Python type gemini_strategy._C.Comm. */
+#ifndef GM_PY_COMM_H
+#define GM_PY_COMM_H
+
+#include "py_common.h"
+
+#include "comm.h"
+
+/* A Comm's communicator, borrowed; NULL with an exception set when it is closed or `object` is something else. */
+gm_comm *gm_py_comm(PyObject *object);
+
+int gm_py_comm_init(PyObject *module); /* adds the type; -1 with an exception set on failure */
+
+#endif

@@ -1,0 +1,303 @@
+"""communicator(): the ranks of a torch.distributed group, as collectives that the core can issue.
+
+On CUDA it is an NCCL communicator of its own, made from C; the group's store carries the id. On the host device bytes
+travel through a gloo process group of its own, point to point, so that a rank that is missing has a name; sums are
+taken in C (csrc/comm_host.c). Neither disturbs the user's group, and neither is disturbed by its timeouts.
+
+When a rank fails or aborts it leaves a note in the store. A rank that fails later, or sees that another has gone,
+reads the notes and says what the others said, and who said nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_strategy import _C
+from gemini_strategy.errors import GeminiDeviceError, GeminiError
+
+__all__ = ["COMM_DTYPES", "Communicator", "communicator"]
+
+# The core's numbers (gm_comm_dtype); 64-bit integers are summed and compared without a sign.
+COMM_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.uint64: 4,
+    torch.int64: 4,
+}
+DEFAULT_TIMEOUT = 300.0
+_TAG = 0
+_made: dict[str, int] = {}  # communicators made so far, by the name of the group
+
+
+def communicator(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Communicator:
+    """A communicator between the ranks of `group` (default: all). Every rank of the group calls this, in one order.
+
+    It returns when all of them have come, and raises `GeminiDeviceError` naming those that have not after
+    `timeout` seconds. The same timeout holds for each collective.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise GeminiError(
+            "communicator: torch.distributed is not initialised; start with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if not 0 < timeout <= 1e9:
+        raise ValueError(f"communicator: timeout is {timeout} s; it must be positive")
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("communicator: this rank is not in the group")
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"communicator: device is {device}; it must be cpu or cuda")
+    rank, size, name = group.rank(), group.size(), group.group_name
+    number = _made[name] = _made.get(name, 0) + 1
+    notes = _Notes(group.get_group_store(), f"gemini/comm/{number}", rank, size)
+    notes.write("here", str(device.type))
+    try:
+        core = (_host if device.type == "cpu" else _nccl)(device, notes, rank, size, timeout)
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        here = notes.read("here", wait=1.0)
+        missing = [r for r in range(size) if r not in here]
+        others = [r for r, kind in here.items() if kind != device.type]
+        reason = str(error)
+        if missing:
+            reason = f"{_ranks(missing)} did not come within {timeout:g} s"
+        elif others:
+            reason = f"{_ranks(others)} made it for another kind of device than {device.type}"
+        raise GeminiDeviceError(f"new communicator, rank {rank} of {size}: {reason}") from error
+    return Communicator(core, notes, timeout)
+
+
+class Communicator:
+    """One rank's end. Addresses are device memory; streams are CUstream as int, 0 the default.
+
+    Leaving a `with` block by an exception aborts it, so that the other ranks raise instead of waiting.
+    """
+
+    def __init__(self, core: _C.Comm, notes: _Notes, timeout: float) -> None:
+        self.core = core  # for the engine; its collectives raise without the other ranks' notes
+        self.rank, self.size = core.rank, core.size
+        self._notes = notes
+        self._timeout = timeout
+        self._is_reported = False
+
+    def all_gather(self, address: int, shard_bytes: int, stream: int = 0) -> None:
+        """Rank r's shard is at address + r * shard_bytes; afterwards every rank has all of them."""
+        self._run(self.core.all_gather, address, shard_bytes, stream)
+
+    def reduce_scatter(
+        self, address: int, shard_count: int, dtype: torch.dtype, stream: int = 0
+    ) -> None:
+        """Leaves the sum of shard r in place on rank r; float32, bfloat16 or float16."""
+        self._run(self.core.reduce_scatter, address, shard_count, _number(dtype), stream)
+
+    def all_reduce(
+        self, address: int, count: int, dtype: torch.dtype, op: str = "sum", stream: int = 0
+    ) -> None:
+        """op: "sum", or "max" of unsigned 64-bit integers."""
+        if op not in ("sum", "max"):
+            raise ValueError(f'all_reduce: op is {op!r}; it must be "sum" or "max"')
+        self._run(self.core.all_reduce, address, count, _number(dtype), int(op == "max"), stream)
+
+    def broadcast(self, address: int, n_bytes: int, root: int, stream: int = 0) -> None:
+        self._run(self.core.broadcast, address, n_bytes, root, stream)
+
+    def check(self) -> None:
+        """Raises the first failure, if there is one."""
+        self._run(self.core.check)
+
+    def explained(self, error: GeminiError) -> GeminiError:
+        """`error`, a failure of this communicator, with what the other ranks said of it; told to them, too."""
+        if self._is_reported:
+            return error
+        self._is_reported = True
+        self._notes.write("failed", str(error))
+        said = self._notes.read("failed", wait=min(2.0, self._timeout / 4))
+        parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
+        silent = [r for r in range(self.size) if r not in said and r != self.rank]
+        if silent:
+            parts.append(f"{_ranks(silent)} said nothing")
+        return type(error)("; ".join([str(error), *parts]))
+
+    def abort(self, reason: str) -> None:
+        """Ends it for all ranks; theirs raise with `reason`."""
+        if not self._is_reported:
+            self._is_reported = True
+            self._notes.write("failed", reason)
+        self.core.abort(reason)
+
+    def close(self) -> None:
+        """Waits for what is issued, and ends it; any number of times."""
+        self.core.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def _run(self, call: Callable[..., None], *args: int) -> None:
+        try:
+            call(*args)
+        except GeminiError as error:
+            raise self.explained(error) from error.__cause__
+
+
+def _number(dtype: torch.dtype) -> int:
+    if dtype not in COMM_DTYPES:
+        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, COMM_DTYPES))}")
+    return COMM_DTYPES[dtype]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+# ---- notes in the group's store ----
+
+
+class _Notes:
+    """One text for each rank and topic, in the group's store. A store that fails or hangs costs time, no error."""
+
+    PATIENCE = 3.0  # seconds for one visit: whoever serves the store may be the rank that stopped
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int) -> None:
+        # A connection of our own: a visit that hangs must not block the group's.
+        self.store = dist.PrefixStore(prefix, store.clone())
+        self.rank, self.size = rank, size
+
+    def write(self, topic: str, text: str) -> None:
+        self._visit(lambda: self.store.set(f"{topic}/{self.rank}", text[:2000]), self.PATIENCE)
+
+    def read(self, topic: str, wait: float) -> dict[int, str]:
+        """The texts by rank, all of them as soon as they are there, those that are after `wait` seconds."""
+        found: dict[int, str] = {}
+        end = time.monotonic() + wait
+
+        def visit() -> None:
+            while True:
+                for r in range(self.size):
+                    key = f"{topic}/{r}"
+                    if r not in found and self.store.check([key]):
+                        found[r] = self.store.get(key).decode(errors="replace")
+                if len(found) == self.size or time.monotonic() >= end:
+                    return
+                time.sleep(0.02)
+
+        self._visit(visit, wait + self.PATIENCE)
+        return dict(sorted(found.copy().items()))
+
+    @staticmethod
+    def _visit(do: Callable[[], None], patience: float) -> None:
+        def quietly() -> None:
+            with contextlib.suppress(
+                RuntimeError, OSError
+            ):  # it ended with the rank that served it
+                do()
+
+        thread = threading.Thread(target=quietly, name="gemini-comm-notes", daemon=True)
+        thread.start()
+        thread.join(patience)
+
+
+# ---- the host device: gloo, point to point ----
+
+
+class _Gloo:
+    """The transport of csrc/comm.h over a gloo process group of its own."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.timeout = rank, timeout
+        self.group: Any = None
+        if size > 1:
+            self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+
+    def exchange(self, out: Sequence[tuple[int, int]], into: Sequence[tuple[int, int]]) -> None:
+        group = self.group
+        if group is None:
+            raise GeminiDeviceError("the communicator is closed")
+        end = time.monotonic() + self.timeout
+        works = []
+        peer, verb = self.rank, ""
+        try:
+            for issue, pieces, verb in ((group.recv, into, "sent"), (group.send, out, "taken")):
+                for peer, (address, n_bytes) in enumerate(pieces):
+                    if n_bytes:
+                        works.append((issue([_bytes_at(address, n_bytes)], peer, _TAG), peer, verb))
+            for waited in works:
+                work, peer, verb = waited
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            if time.monotonic() >= end:
+                raise GeminiDeviceError(
+                    f"rank {peer} has not {verb} its bytes after {self.timeout:g} s"
+                ) from error
+            raise GeminiDeviceError(f"rank {peer} is gone or has closed its end") from error
+
+    def close(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+
+
+def _bytes_at(address: int, n_bytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_ubyte * n_bytes).from_address(address), dtype=torch.uint8)
+
+
+def _host(device: torch.device, notes: _Notes, rank: int, size: int, timeout: float) -> _C.Comm:
+    gloo = _Gloo(dist.PrefixStore("gloo", notes.store), rank, size, timeout)
+    return _C.comm_host(gloo.exchange, gloo.close, rank, size)
+
+
+# ---- CUDA: NCCL ----
+
+
+def _nccl_path() -> str | None:
+    """The library that torch's own packages bring, for the case that torch has not loaded it."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [Path(folder) / "lib" / "libnccl.so.2" for folder in folders]
+    return next((str(file) for file in files if file.is_file()), None)
+
+
+def _nccl(device: torch.device, notes: _Notes, rank: int, size: int, timeout: float) -> _C.Comm:
+    path = _nccl_path()
+    if rank == 0:
+        try:
+            word = _C.comm_nccl_id(path).hex()
+        except (NotImplementedError, GeminiError) as error:
+            notes.store.set("id", f"rank 0: {error}")  # so that nobody waits for it
+            raise
+        notes.store.set("id", word)
+    else:
+        notes.store.wait(["id"], timedelta(seconds=timeout))
+        word = notes.store.get("id").decode()
+    if word.startswith("rank 0"):
+        raise GeminiDeviceError(word)
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return _C.comm_nccl(path, ordinal, bytes.fromhex(word), rank, size, timeout)

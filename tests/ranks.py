@@ -1,0 +1,103 @@
+"""Several processes of one gloo group, for tests: started afresh, bounded in time, none left behind."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = 120.0  # of what the tests do not measure: the group's own start
+
+
+@dataclass
+class Ended:
+    """How one rank ended: what its function returned, or the text of what it raised; None if it had no time."""
+
+    exit_code: int | None
+    value: Any = None
+    error: str | None = None
+
+
+def _rank_main(
+    body: Callable[..., Any], rank: int, size: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )
+    ended = Ended(0)
+    try:
+        ended.value = body(rank, size, *args)
+    except SystemExit:
+        raise
+    except BaseException:  # pytest's own failures are no Exception
+        ended.error = traceback.format_exc()
+    partial = Path(folder) / f"{rank}.part"
+    partial.write_bytes(pickle.dumps(ended))
+    partial.rename(Path(folder) / f"{rank}.done")
+    os._exit(0)  # the other ranks may be gone, and an orderly end would wait for them
+
+
+def run_ranks(
+    size: int, folder: Path, body: Callable[..., Any], *args: Any, timeout: float = 200.0
+) -> list[Ended]:
+    """body(rank, size, *args) on `size` processes; a rank that runs longer than `timeout` seconds is killed."""
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_rank_main, args=(body, rank, size, str(folder), args))
+        for rank in range(size)
+    ]
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.start()
+    done = [folder / f"{rank}.done" for rank in range(size)]
+    try:
+        # A stopped rank neither ends nor answers: all the others must be done without it.
+        while time.monotonic() < end:
+            is_settled = [
+                file.exists() or not process.is_alive() or _is_stopped(process.pid)
+                for file, process in zip(done, processes, strict=True)
+            ]
+            if all(is_settled):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.join(5.0 if not _is_stopped(process.pid) else 0.0)
+            process.kill()
+            process.join()
+    return [
+        pickle.loads(file.read_bytes()) if file.exists() else Ended(process.exitcode)
+        for file, process in zip(done, processes, strict=True)
+    ]
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def values(ended: list[Ended]) -> list[Any]:
+    """What the ranks returned; fails with the traceback of one that raised, or the exit code of one that died."""
+    for rank, end in enumerate(ended):
+        assert end.error is None, f"rank {rank}:\n{end.error}"
+        assert end.exit_code == 0, f"rank {rank} ended with {end.exit_code} before it was done"
+    return [end.value for end in ended]

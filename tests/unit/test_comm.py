@@ -1,0 +1,453 @@
+"""Communicators over gloo processes: the bits of each collective, and what the others see when a rank fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemini_strategy as gs
+from gemini_strategy import _C
+from gemini_strategy.comm import COMM_DTYPES, Communicator, communicator
+from ranks import run_ranks, values
+
+PATIENT = 90.0  # a timeout that no test of bits should meet
+SHORT = 4.0
+SLICE = 2**20  # elements, as in csrc/comm_host.c
+GUARD = 3  # elements before and behind a range
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 2, 5, 64, 191, 4099)
+
+
+# ---- numbers, the same ones on every rank --------------------------------------------------------
+
+
+def numbers(rank: int, count: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(1000 * rank + 7 * count + sum(map(ord, f"{dtype}{kind}")))
+    if dtype in (torch.int64, torch.uint64):
+        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=seed).view(dtype)
+    if kind == "exact":  # small integers times a power of two: any order of a sum gives the same
+        return torch.randint(-8, 9, (count,), generator=seed).to(dtype) / 16
+    x = torch.randn(count, generator=seed, dtype=torch.float64)
+    x *= torch.exp2(torch.randint(-20, 20, (count,), generator=seed))
+    x = x.to(dtype)
+    if kind == "special":
+        odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, 6e-8])
+        where = torch.randint(0, 7, (count,), generator=seed)
+        x = torch.where(torch.rand(count, generator=seed) < 0.5, x, odd.to(dtype)[where])
+    return x
+
+
+def sum_in_rank_order(terms: list[torch.Tensor]) -> torch.Tensor:
+    dtype = terms[0].dtype
+    if dtype == torch.uint64:
+        return sum_in_rank_order([t.view(torch.int64) for t in terms]).view(dtype)
+    wide = dtype if dtype in (torch.float64, torch.int64) else torch.float32
+    total = terms[0].to(wide, copy=True)
+    for term in terms[1:]:
+        total += term
+    return total.to(dtype)
+
+
+def greatest(terms: list[torch.Tensor]) -> torch.Tensor:
+    lists = [t.view(torch.uint64).tolist() for t in terms]
+    return torch.tensor([max(xs) for xs in zip(*lists, strict=True)], dtype=torch.uint64)
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    if got.dtype.is_floating_point:  # every NaN is canonical, torch's may have a sign
+        nan = want.isnan()
+        assert bool((got.isnan() == nan).all())
+        got, want = got.masked_fill(nan, 0), want.masked_fill(nan, 0)
+    assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+class Range:
+    """`content` between guards, at an address that is aligned to an element and no more."""
+
+    def __init__(self, content: torch.Tensor) -> None:
+        mark = torch.full((GUARD,), 77).to(content.dtype)
+        self.all = torch.cat([mark, content, mark])
+        self.content = self.all[GUARD:-GUARD]
+        self.address = self.content.data_ptr()
+        self.mark = mark
+
+    def check_guards(self) -> None:
+        assert torch.equal(self.all[:GUARD], self.mark)
+        assert torch.equal(self.all[-GUARD:], self.mark)
+
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+
+def check_all_gather(comm: Communicator, n_bytes: int) -> None:
+    shards = [
+        torch.randint(
+            0, 256, (n_bytes,), generator=torch.Generator().manual_seed(100 * r + n_bytes)
+        )
+        for r in range(comm.size)
+    ]
+    shards = [shard.to(torch.uint8) for shard in shards]
+    mine = [s if r == comm.rank else torch.zeros_like(s) for r, s in enumerate(shards)]
+    place = Range(torch.cat(mine))
+    comm.all_gather(place.address, n_bytes)
+    assert torch.equal(place.content, torch.cat(shards))
+    place.check_guards()
+
+
+def check_reduce_scatter(comm: Communicator, count: int, dtype: torch.dtype, kind: str) -> None:
+    terms = [numbers(r, count * comm.size, dtype, kind) for r in range(comm.size)]
+    place = Range(terms[comm.rank])
+    comm.reduce_scatter(place.address, count, dtype)
+    own = slice(comm.rank * count, (comm.rank + 1) * count)
+    if comm.size == 1:
+        assert torch.equal(place.content.view(torch.uint8), terms[0].view(torch.uint8))
+    else:
+        assert_same_bits(place.content[own], sum_in_rank_order(terms)[own])
+    if kind == "exact":
+        exact = torch.stack([t.double() for t in terms]).sum(0).to(dtype)
+        assert_same_bits(place.content[own] + 0, exact[own] + 0)  # + 0: either zero
+    place.check_guards()
+
+
+def check_all_reduce(comm: Communicator, count: int, dtype: torch.dtype, kind: str) -> None:
+    terms = [numbers(r, count, dtype, kind) for r in range(comm.size)]
+    for op, want in (("sum", sum_in_rank_order), ("max", greatest)):
+        if op == "max" and dtype != torch.uint64:
+            continue
+        place = Range(terms[comm.rank])
+        comm.all_reduce(place.address, count, dtype, op)
+        if comm.size == 1:
+            assert torch.equal(place.content.view(torch.uint8), terms[0].view(torch.uint8))
+        else:
+            assert_same_bits(place.content, want(terms))
+        place.check_guards()
+
+
+def check_broadcast(comm: Communicator, n_bytes: int, root: int) -> None:
+    content = [torch.full((n_bytes,), 10 + r, dtype=torch.uint8) for r in range(comm.size)]
+    place = Range(content[comm.rank])
+    comm.broadcast(place.address, n_bytes, root)
+    assert torch.equal(place.content, content[root])
+    place.check_guards()
+
+
+def check_bits(rank: int, size: int) -> None:
+    with communicator(timeout=PATIENT) as comm:
+        assert (comm.rank, comm.size) == (rank, size) == (comm.core.rank, comm.core.size)
+        for count in SIZES:
+            check_all_gather(comm, count)
+            for kind in ("random", "special", "exact"):
+                for dtype in FLOATS:
+                    check_reduce_scatter(comm, count, dtype, kind)
+                    check_all_reduce(comm, count, dtype, kind)
+            for dtype in (torch.float64, torch.int64, torch.uint64):
+                check_all_reduce(comm, count, dtype, "random")
+        for root in range(size):
+            check_broadcast(comm, 1013, root)
+        # More than one slice of a sum, and a range whose last ranks have fewer elements or none.
+        check_reduce_scatter(comm, SLICE + 5, torch.bfloat16, "random")
+        check_all_reduce(comm, 2 * SLICE + 1, torch.float32, "random")
+        comm.all_gather(0, 0)  # nothing is a size, too
+        comm.check()
+
+
+def check_bits_and_ends(rank: int, size: int) -> None:
+    check_bits(rank, size)
+    for root in range(size):  # its last collective may be over for one rank long before another
+        with communicator(timeout=PATIENT) as comm:
+            check_broadcast(comm, 5_000_003, root)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_bits(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_bits_and_ends))
+
+
+def check_in_a_row(rank: int, size: int) -> list[bytes]:
+    """A step's worth of collectives without a wait in between, on two communicators; returns what is left."""
+    count = 257
+    with communicator(timeout=PATIENT) as comm, communicator(timeout=PATIENT) as second:
+        weights = numbers(rank, count * size, torch.bfloat16, "random")
+        gradient = numbers(rank, count * size, torch.float32, "random")
+        norm = numbers(rank, 22, torch.uint64, "random")
+        for _ in range(20):
+            comm.reduce_scatter(gradient.data_ptr(), count, torch.float32)
+            own = gradient[rank * count : (rank + 1) * count]
+            weights[rank * count : (rank + 1) * count] = (own / size).bfloat16()
+            second.all_reduce(norm.data_ptr(), 22, torch.uint64)
+            comm.all_gather(weights.data_ptr(), 2 * count)
+            gradient = weights.float()
+        return [
+            weights.view(torch.uint8).numpy().tobytes(),
+            norm.view(torch.uint8).numpy().tobytes(),
+        ]
+
+
+def test_ranks_and_runs_agree(tmp_path: Path) -> None:
+    kept = []
+    for run in ("first", "second"):
+        (tmp_path / run).mkdir()
+        kept += values(run_ranks(3, tmp_path / run, check_in_a_row))
+    assert all(one == kept[0] for one in kept)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+BUFFER = 48  # elements of fp32
+WORDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+def issue(comm: Communicator, word: str, buffer: torch.Tensor) -> None:
+    address, n = buffer.data_ptr(), buffer.numel()
+    match word:
+        case "all_gather":
+            comm.all_gather(address, 4 * n // comm.size)
+        case "reduce_scatter":
+            comm.reduce_scatter(address, n // comm.size, torch.float32)
+        case "all_reduce":
+            comm.all_reduce(address, n, torch.float32)
+        case "broadcast":
+            comm.broadcast(address, 4 * n, comm.size - 1)
+
+
+def failure_of(comm: Communicator, word: str) -> tuple[float, str]:
+    """Seconds until the collective raised, and its words."""
+    began = time.monotonic()
+    with pytest.raises(gs.GeminiError) as raised:
+        issue(comm, word, torch.ones(BUFFER))
+    return time.monotonic() - began, str(raised.value)
+
+
+def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[float, str]:
+    comm = communicator(timeout=SHORT)
+    for each in WORDS:
+        issue(comm, each, torch.ones(BUFFER))
+    if rank == size - 1:
+        match how:
+            case "exits":
+                sys.exit(3)
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+    first = failure_of(comm, word)
+    again = failure_of(comm, "all_reduce")[1]  # the first failure stands
+    assert first[1].startswith(again), (first[1], again)
+    comm.close()
+    comm.close()
+    return first
+
+
+@pytest.mark.parametrize(
+    ("how", "word", "longest"),
+    [
+        ("exits", "all_gather", SHORT),
+        ("killed", "reduce_scatter", SHORT),
+        ("stopped", "all_reduce", 3 * SHORT),
+        ("killed", "broadcast", SHORT),
+    ],
+)
+def test_rank_that_goes(how: str, word: str, longest: float, tmp_path: Path) -> None:
+    ended = run_ranks(3, tmp_path, check_rank_that_goes, word, how)
+    assert ended[2].value is None
+    for rank, (seconds, text) in enumerate(values(ended[:2])):
+        assert f"{word} number 5 of" in text and f"rank {rank} of 3" in text
+        assert "rank 2 said nothing" in text
+        assert seconds < longest
+        if how == "stopped":
+            assert seconds > 0.9 * SHORT
+    texts = [end.value[1] for end in ended[:2]]
+    if how == "stopped":
+        assert any(f"rank 2 has not sent its bytes after {SHORT:g} s" in text for text in texts)
+    else:
+        assert any("rank 2 is gone" in text for text in texts)
+
+
+def check_raising(rank: int) -> None:
+    """Rank 1 leaves by an exception; the others are told, and do not wait for the timeout."""
+    if rank == 1:
+        with pytest.raises(KeyError), communicator(timeout=PATIENT):
+            raise KeyError("a parameter's name")
+        return
+    with communicator(timeout=PATIENT) as comm:
+        seconds, text = failure_of(comm, "all_gather")
+        assert seconds < PATIENT / 4
+        assert "all_gather number 1 of 3 x 64 bytes" in text and f"rank {rank} of 3" in text
+        assert 'rank 1 said: KeyError: "a parameter\'s name"' in text
+        with pytest.raises(gs.GeminiError, match="all_gather number 1"):
+            comm.check()
+
+
+def check_different_collectives(rank: int) -> None:
+    with communicator(timeout=PATIENT) as comm:
+        buffer = torch.full((BUFFER,), float(rank))
+        issue(comm, "all_reduce", torch.ones(BUFFER))
+        word = "reduce_scatter" if rank == 1 else "all_gather"
+        with pytest.raises(gs.GeminiError) as raised:
+            issue(comm, word, buffer)
+        text = str(raised.value)
+        assert f"{word} number 2 of 3 x 64 bytes" in text and "the same collectives" in text
+        if rank != 1:
+            assert "rank 1 is at reduce_scatter number 2 of 3 x 64 bytes (sum of fp32)" in text
+        assert bool((buffer == rank).all())
+
+
+def check_different_sizes(rank: int) -> None:
+    with communicator(timeout=PATIENT) as comm:
+        n_bytes = 96 if rank == 2 else 64
+        with pytest.raises(gs.GeminiError, match="rank [02] is at all_gather number 1 of 3 x"):
+            comm.all_gather(torch.zeros(300, dtype=torch.uint8).data_ptr(), n_bytes)
+
+
+def check_abort_wakes_a_waiting_thread(rank: int) -> None:
+    comm = communicator(timeout=PATIENT)
+    if rank == 0:
+        timer = threading.Timer(0.5, comm.abort, ["the user has had enough"])
+        timer.start()
+        seconds, text = failure_of(comm, "all_gather")
+        assert seconds < PATIENT / 4 and "the user has had enough" in text
+        timer.join()
+    else:
+        time.sleep(1.5)
+        _, text = failure_of(comm, "all_gather")
+        assert "rank 0" in text and "the user has had enough" in text
+    comm.close()
+
+
+def check_missing_at_the_start(rank: int) -> None:
+    if rank == 2:
+        time.sleep(2.5 * SHORT)
+        return
+    with pytest.raises(gs.GeminiDeviceError, match="new communicator.*: rank 2 did not come"):
+        communicator(timeout=SHORT)
+
+
+def check_failures(rank: int, size: int) -> None:
+    check_raising(rank)
+    check_different_collectives(rank)
+    check_different_sizes(rank)
+    check_abort_wakes_a_waiting_thread(rank)
+    with communicator(timeout=PATIENT) as comm:  # none of it has hurt the group
+        check_all_gather(comm, 100)
+    check_missing_at_the_start(rank)
+
+
+def test_failures_of_ranks_that_live(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_failures))
+
+
+# ---- one process ---------------------------------------------------------------------------------
+
+
+def test_without_torch_distributed() -> None:
+    with pytest.raises(gs.GeminiError, match="torch.distributed is not initialised"):
+        communicator()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "alone"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_arguments_by_name(alone: None) -> None:
+    with pytest.raises(ValueError, match="timeout is 0.0 s"):
+        communicator(timeout=0.0)
+    with pytest.raises(ValueError, match="device is meta"):
+        communicator(device="meta")
+    comm = communicator()
+    x = torch.zeros(64)
+    with pytest.raises(ValueError, match="dtype is torch.int32"):
+        comm.all_reduce(x.data_ptr(), 64, torch.int32)
+    with pytest.raises(ValueError, match="reduce_scatter, rank 0 of 1: the dtype must be fp32"):
+        comm.reduce_scatter(x.data_ptr(), 64, torch.float64)
+    with pytest.raises(ValueError, match="op is 'min'"):
+        comm.all_reduce(x.data_ptr(), 64, torch.float32, "min")
+    with pytest.raises(ValueError, match="all_reduce, rank 0 of 1: the operation must be sum"):
+        comm.all_reduce(x.data_ptr(), 64, torch.float32, "max")
+    with pytest.raises(ValueError, match="broadcast, rank 0 of 1: the root"):
+        comm.broadcast(x.data_ptr(), 64, 1)
+    with pytest.raises(ValueError, match="all_gather, rank 0 of 1: the address"):
+        comm.all_gather(0, 64)
+    with pytest.raises(ValueError, match="longer than the address space"):
+        comm.all_gather(x.data_ptr(), -1)
+    comm.all_gather(x.data_ptr(), 64)
+    comm.close()
+    comm.close()
+    comm.abort("too late to matter")
+    with pytest.raises(ValueError, match="communicator is closed"):
+        comm.all_gather(x.data_ptr(), 64)
+    with pytest.raises(ValueError, match="communicator is closed"):
+        comm.check()
+    with pytest.raises(TypeError):
+        _C.Comm()
+
+
+def test_core_and_python_agree_on_dtypes() -> None:
+    assert [COMM_DTYPES[d] for d in FLOATS] == [0, 1, 2]
+
+
+def test_exception_of_the_transport_is_the_cause() -> None:
+    def refuse(out: object, into: object) -> None:
+        raise OSError("no route to rank 1")
+
+    def interrupt(out: object, into: object) -> None:
+        raise KeyboardInterrupt
+
+    closed = []
+    x = torch.zeros(64)
+    comm = _C.comm_host(refuse, lambda: closed.append(1), 0, 2)
+    with pytest.raises(gs.GeminiDeviceError, match="number 1.*no route to rank 1") as raised:
+        comm.all_gather(x.data_ptr(), 64, 0)
+    assert isinstance(raised.value.__cause__, OSError) and closed
+    comm.close()
+    comm = _C.comm_host(interrupt, lambda: None, 0, 2)
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_gather(x.data_ptr(), 64, 0)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        _C.comm_host(refuse, lambda: None, 2, 2)
+
+
+def test_nccl_needs_cuda() -> None:
+    """In a build without CUDA, and in one with it on a machine that has no NCCL or no driver."""
+    if _C.BUILT_WITH_CUDA:
+        with pytest.raises(ValueError, match="id has 3 bytes"):
+            _C.comm_nccl(None, 0, b"abc", 0, 1, 1.0)
+        return
+    with pytest.raises(NotImplementedError, match="no CUDA support"):
+        _C.comm_nccl_id(None)
+    with pytest.raises(NotImplementedError, match="no CUDA support"):
+        _C.comm_nccl(None, 0, bytes(128), 0, 1, 1.0)
+
+
+def test_cuda_communicator_says_why_it_cannot(alone: None) -> None:
+    if not _C.BUILT_WITH_CUDA:
+        with pytest.raises(NotImplementedError, match="no CUDA support"):
+            communicator(device="cuda:0")
+
+
+def test_forked_child_has_no_communicator(alone: None) -> None:
+    comm = communicator()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            comm.check()
+        except gs.GeminiError as error:
+            code = 0 if "forked" in str(error) else 2
+        comm.close()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    comm.check()
+    comm.close()
