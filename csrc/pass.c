@@ -194,7 +194,8 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     uint32_t guess = gm_book_following(engine->book);
     const gm_trace *trace = guess == GM_NO_TRACE ? NULL : gm_book_trace(engine->book, guess);
     bool is_planned = engine->plan != NULL;
-    timer->is_on = !trace || trace->n_timed[is_planned] < TIMED_RUNS;
+    bool is_known = trace && !is_planned && trace->n_timed[1] > 0; /* better than on demand */
+    timer->is_on = !trace || (!is_known && trace->n_timed[is_planned] < TIMED_RUNS);
     if (timer->is_on && !engine->plan) {
         gm_pass_resolve_times(engine); /* on demand the host may wait */
     }

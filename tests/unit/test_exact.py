@@ -206,12 +206,19 @@ def test_torch_adamw_thousand_steps(weight_decay: float) -> None:
 
 
 def test_torch_adamw_real_gradients() -> None:
-    """The same on a regression whose gradients follow the weights."""
-    torch.manual_seed(0)
-    plain_model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
-    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
-    model.load_state_dict(plain_model.state_dict())
+    """On a regression whose gradients follow the weights: as near to exact arithmetic as torch's own in fp32.
+
+    Rounding comes back through the gradients, and how much of it depends on the processor's matrix products; so the
+    measure is what torch's fp32 run itself is away from the same run in fp64.
+    """
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
+
+    plain_model, model, exact_model = build(), build(), build().double()
     theirs = torch.optim.AdamW(plain_model.parameters(), lr=1e-3, weight_decay=0.01)
+    exact = torch.optim.AdamW(exact_model.parameters(), lr=1e-3, weight_decay=0.01)
     engine = gs.manage(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),
@@ -221,13 +228,16 @@ def test_torch_adamw_real_gradients() -> None:
     )
     x, y = torch.randn(64, 24), torch.randn(64, 8)
     for _ in range(1000):
-        for module, opt in ((plain_model, theirs), (model, engine.optimizer)):
-            nn.functional.mse_loss(module(x), y).backward()
+        for module, opt in ((plain_model, theirs), (model, engine.optimizer), (exact_model, exact)):
+            dtype = next(module.parameters()).dtype
+            nn.functional.mse_loss(module(x.to(dtype)), y.to(dtype)).backward()
             opt.step()
             opt.zero_grad()
-    for name, want in plain_model.state_dict().items():
-        gap = (engine.model_state_dict()[name].double() - want.double()).norm()
-        assert gap <= 1e-6 * want.double().norm(), name
+    want, ours = exact_model.state_dict(), engine.model_state_dict()
+    for name, torchs in plain_model.state_dict().items():
+        gap, torchs_gap = ((w.double() - want[name]).norm() for w in (ours[name], torchs))
+        assert gap <= 2 * torchs_gap, name
+        assert torchs_gap <= 1e-4 * want[name].norm(), name  # it is rounding that is compared
     engine.close()
 
 
