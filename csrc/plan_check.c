@@ -402,6 +402,9 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
         for (uint32_t c = 0; c < m->input->n_chunks; c++) {
             m->chunks[c].is_pending = (m->chunks[c].is_grad_dirty || m->chunks[c].has_home_grad) &&
                                       m->input->chunks[c].numel > 0;
+            if (m->input->chunks[c].numel == 0) {
+                forget_grad(m, c); /* no optimizer takes it: zero_grad drops it */
+            }
         }
     }
     m->trace = NULL;

@@ -24,6 +24,11 @@ static void test_random_models(void)
         m.input.policy = (gm_policy)(below(&seed, 6) < 4 ? 0 : below(&seed, 3));
         m.input.state_share = below(&seed, 3) ? 1 : 0.01 * (double)below(&seed, 100);
         m.input.stage_blocks = below(&seed, 2) ? 0 : 1 + (uint32_t)below(&seed, 12);
+        for (uint32_t c = 0; c < m.n_chunks; c++) {
+            if (s.is_odd && below(&seed, 8) == 0) {
+                m.chunks[c].numel = 0; /* gets gradients that no optimizer takes */
+            }
+        }
         size_t whole = whole_bytes(&m) / MODEL_BLOCK;
         m.input.device_bytes =
             (size_t)below(&seed, 1 + whole * (1 + below(&seed, 2))) * MODEL_BLOCK;
