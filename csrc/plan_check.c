@@ -355,6 +355,10 @@ static gm_status run_tick(gm_model *m, bool is_last)
     uint32_t end = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id + 1] : 1;
     if (is_grad && m->chunks[tick->id].ends == m->tick && has_grad(m, tick->id)) {
         gm_model_chunk *chunk = &m->chunks[tick->id];
+        if (m->tick == 0) { /* no operation comes before: the engine does on demand what is due */
+            GM_TRY(update(m, tick->id));
+            GM_TRY(grad_in(m, tick->id));
+        }
         if (!chunk->is_growing) {
             GM_TRY(start_grad(m, tick->id));
         }
