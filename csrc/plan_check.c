@@ -355,6 +355,10 @@ static gm_status run_tick(gm_model *m, bool is_last)
     uint32_t end = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id + 1] : 1;
     if (is_grad && m->chunks[tick->id].ends == m->tick && has_grad(m, tick->id)) {
         gm_model_chunk *chunk = &m->chunks[tick->id];
+        if (m->tick == 0) { /* no operation comes before: the engine does on demand what is due */
+            GM_TRY(update(m, tick->id));
+            GM_TRY(grad_in(m, tick->id));
+        }
         if (!chunk->is_growing) {
             GM_TRY(start_grad(m, tick->id));
         }
@@ -402,6 +406,9 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
         for (uint32_t c = 0; c < m->input->n_chunks; c++) {
             m->chunks[c].is_pending = (m->chunks[c].is_grad_dirty || m->chunks[c].has_home_grad) &&
                                       m->input->chunks[c].numel > 0;
+            if (m->input->chunks[c].numel == 0) {
+                forget_grad(m, c); /* no optimizer takes it: zero_grad drops it */
+            }
         }
     }
     m->trace = NULL;

@@ -44,11 +44,13 @@ typedef struct gm_writer {
 bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk)
 {
     bool is_on_host = gm_is_on_host(plan->class_of[chunk]);
+    bool is_kept = !problem->is_trained[chunk]; /* no update takes it: somebody may read it later */
     const gm_place *place = &plan->places[chunk * GM_N_PIECES + GM_GRAD];
     if (place->is_resident) {
-        return is_on_host && problem->n_passes == 1;
+        return !is_kept && is_on_host && problem->n_passes == 1;
     }
-    return place->length > 0 && (plan->is_late[chunk] || is_on_host || problem->n_passes > 1);
+    return place->length > 0 &&
+           (is_kept || plan->is_late[chunk] || is_on_host || problem->n_passes > 1);
 }
 
 void gm_schedule_free(gm_schedule *schedule)

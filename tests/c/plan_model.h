@@ -25,8 +25,9 @@ typedef struct shape {
     uint32_t n_blocks;                     /* of a chunk's weights, at most */
     bool is_odd; /* nested units, tied and frozen and unused chunks, checkpointing, shared chunks */
     bool has_evaluation, has_second;
-    bool
-        is_cut; /* some units are used by backward alone: their forward was another pass (reentrant checkpointing) */
+    /* Some units, or all, are used by backward alone: their forward was another pass (reentrant checkpointing), or
+     * their parameters are used outside units. */
+    bool is_cut;
     uint32_t n_runs;
     double seconds; /* compute of one pass */
 } shape;
@@ -191,8 +192,8 @@ static inline void model_new(model *m, const shape *s, uint64_t *seed)
     }
     m->n_chunks = n;
     CHECK_OK(gm_book_new(&m->book));
-    bool is_checkpointed = s->is_cut || !s->is_odd || below(seed, 2) == 0;
-    uint32_t from = s->is_cut ? (uint32_t)below(seed, s->n_units) : 0;
+    uint32_t from = s->is_cut ? 1 + (uint32_t)below(seed, s->n_units) : 0;
+    bool is_checkpointed = (s->is_cut && from < s->n_units) || !s->is_odd || below(seed, 2) == 0;
     uint32_t ids[MOST_TRACES], k = 0;
     ids[k] = write_pass(m, seed, true, is_checkpointed, from, UINT32_MAX);
     m->n_runs[k++] = s->n_runs;

@@ -24,6 +24,11 @@ static void test_random_models(void)
         m.input.policy = (gm_policy)(below(&seed, 6) < 4 ? 0 : below(&seed, 3));
         m.input.state_share = below(&seed, 3) ? 1 : 0.01 * (double)below(&seed, 100);
         m.input.stage_blocks = below(&seed, 2) ? 0 : 1 + (uint32_t)below(&seed, 12);
+        for (uint32_t c = 0; c < m.n_chunks; c++) {
+            if (s.is_odd && below(&seed, 8) == 0) {
+                m.chunks[c].numel = 0; /* gets gradients that no optimizer takes */
+            }
+        }
         size_t whole = whole_bytes(&m) / MODEL_BLOCK;
         m.input.device_bytes =
             (size_t)below(&seed, 1 + whole * (1 + below(&seed, 2))) * MODEL_BLOCK;
@@ -96,6 +101,32 @@ static void test_stage_has_slots(void)
         model_free(&m);
     }
     CHECK(n_streamed > 20);
+}
+
+/* Parameters that are used outside units: a pass has nothing but gradients, and no tick comes before the first. */
+static void test_gradients_alone(void)
+{
+    shape s = {.n_units = 6, .most_chunks_of_unit = 2, .n_blocks = 3, .n_runs = 1};
+    for (int round = 0; round < 60; round++) {
+        model m;
+        uint32_t index, tick;
+        model_new(&m, &s, &seed);
+        CHECK_OK(gm_book_begin(m.book, true));
+        for (uint32_t c = m.n_chunks; c-- > 0;) {
+            CHECK_OK(gm_book_tick(m.book, GM_TICK_GRAD, c, 0, &index, &tick));
+        }
+        CHECK_OK(gm_book_end(m.book, &index));
+        m.traces[0] = gm_book_trace(m.book, index);
+        m.n_runs[0] = 1 + (uint32_t)below(&seed, 3);
+        m.input.when = round % 2 ? GM_IMMEDIATE : GM_DEFERRED;
+        m.input.policy = round % 3 ? GM_POLICY_AUTO : GM_POLICY_CPU;
+        m.input.device_bytes = whole_bytes(&m) / 8 * (2 + below(&seed, 8));
+        gm_plan *plan;
+        CHECK_OK(gm_plan_new(&m.input, &plan));
+        CHECK_OK(gm_plan_check(plan, &m.input));
+        gm_plan_free(plan);
+        model_free(&m);
+    }
 }
 
 /* A plan of some random model in which memory is short enough that everything moves. */
@@ -431,6 +462,7 @@ int main(void)
 {
     test_random_models();
     test_stage_has_slots();
+    test_gradients_alone();
     test_checker_misses_nothing();
     test_checker_sees_lost_sums();
     test_checker_sees_early_fetches();
