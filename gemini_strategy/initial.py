@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["InitialValues", "is_transformer"]
+__all__ = ["InitialValues", "is_transformer", "silent_modules"]
 
 # Answered by the tensor itself, without values.
 _GETTERS = ("shape", "ndim", "dtype", "layout", "requires_grad", "is_leaf", "itemsize")
@@ -73,6 +73,16 @@ def _initializers(module: nn.Module, owner: nn.Module | None) -> list[Callable[[
     return found
 
 
+def silent_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules with tensors on the meta device that say nothing about initial values."""
+    return [
+        module
+        for _, module, owner in _walk("", model, None, set())
+        if any(t.is_meta for t in _own_tensors(module).values())
+        and not _initializers(module, owner)
+    ]
+
+
 class _Stage(TorchFunctionMode):
     """Inside, a model's tensors are replaced by ordinary ones on the CPU, made when they are first used."""
 
@@ -111,9 +121,9 @@ class _Stage(TorchFunctionMode):
         if func in _FACTS:
             return func(*args, **kwargs)
         args, kwargs = tree_map(self._shown, (args, kwargs))
-        if func is torch.Tensor.data.__get__:
+        if func == torch.Tensor.data.__get__:
             return args[0].detach()  # `.data` would hide what is written through it
-        if func is torch.Tensor.data.__set__:
+        if func == torch.Tensor.data.__set__:
             return args[0].copy_(args[1])
         return func(*args, **kwargs)
 

@@ -33,7 +33,7 @@ Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 MISSING = ("refuse", "init")
 _ROTARY = re.compile(r"rotary_emb\.inv_freq")
 _POSITIONS = re.compile(r"(^|\.)position_ids$")
-_PART = 4 << 20  # elements that are written at once
+_PART = 1 << 20  # elements that are written at once
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

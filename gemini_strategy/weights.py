@@ -21,8 +21,8 @@ from gemini_strategy.errors import GeminiError
 
 __all__ = ["WeightFiles"]
 
-_PIECE = 4 << 20  # elements
-_MAPPED = 64 << 20  # bytes
+_PIECE = 1 << 20  # elements
+_MAPPED = 16 << 20  # bytes
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
