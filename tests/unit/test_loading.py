@@ -722,7 +722,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
         _other_shape,
         r"stem.weight: \(16, 16\) in the file, \(32, 32\) in the model.*and \d+ more",
     ),
-    "names": (_other_names, r"none of the \d+ names .*\(the file has net\..*the model stem.weight.*weights=\{"),
+    "names": (
+        _other_names,
+        r"none of the \d+ names .*\(the file has net\..*the model stem.weight.*weights=\{",
+    ),
     "submodule": (lambda f: {"nett": f}, r"no submodule 'nett'.*stem, blocks, head"),
 }
 
