@@ -16,7 +16,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Loading:
         self._swapped: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._files: list[WeightFiles] = []
+        self._unused: list[tuple[nn.Module, WeightFiles, list[str]]] = []
         self._tensors: dict[int, torch.Tensor] = {}
         for name, tensor in itertools.chain(
             model.named_parameters(remove_duplicate=False),
@@ -84,6 +85,8 @@ class Loading:
         if weights is not None and missing == "refuse":
             self._check_missing(wanted)
         self._initial = InitialValues(model, wanted) if wanted else None
+        for module, files, names in self._unused:
+            _warn_unused(module, files, names)
         self._is_random = any(key in self._parameters for key in wanted)
 
     def has(self, parameter: torch.Tensor) -> bool:
@@ -123,12 +126,20 @@ class Loading:
                 self._match(tops[0], files)
                 return
         found: dict[str, str] = {}
+        rename = _renaming(module)
+        own = {name: rename(name) for name in files.shapes}
+        converted = [name for name, now in own.items() if now is None]
+        if converted:
+            raise GeminiError(
+                f"{files.path} keeps {_some(converted, 2)} in another form than {type(module).__name__} does, and "
+                "transformers converts it while it loads: load the model with from_pretrained() and manage that"
+            )
         for name in files.shapes:
             if name in known:
                 found[name] = name
         taken = set(found.values())
-        for name in files.shapes:
-            other = None if name in found else _with_other_prefix(module, name, known)
+        for name, now in own.items():
+            other = None if name in found else _with_other_prefix(module, str(now), known)
             if other is not None and other not in taken:
                 found[name] = other
                 taken.add(other)
@@ -154,7 +165,7 @@ class Loading:
                 f"{files.path} does not fit {type(module).__name__}: {_some(wrong)}: build the model with the "
                 "configuration of the file"
             )
-        _warn_unused(module, files, [name for name in files.shapes if name not in found])
+        self._unused.append((module, files, [name for name in files.shapes if name not in found]))
 
     def _check_missing(self, wanted: dict[int, str]) -> None:
         """What the files lack and nobody asked to initialize."""
@@ -181,7 +192,7 @@ class Loading:
         where = ", ".join(str(files.path) for files in self._files)
         raise GeminiError(
             f"not in {where}: {_some(lacking.values(), 8)}; give missing='init' to begin these with their modules' own "
-            "initial values; where the file keeps them under other names or in another form, load the model with "
+            "initial values; where the file keeps them under other names, load the model with "
             "from_pretrained() and manage that"
         )
 
@@ -329,6 +340,26 @@ def _state_names(module: nn.Module) -> dict[str, torch.Tensor]:
             if tensor is not None:
                 known[f"{prefix}.{key}".lstrip(".").replace("_orig_mod.", "")] = tensor
     return known
+
+
+def _renaming(module: nn.Module) -> Callable[[str], str | None]:
+    """transformers' own new names for those of older files; None for what it would compute from several tensors."""
+    if not is_transformer(module):
+        return lambda name: name
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+    except ImportError:  # a version without new names
+        return lambda name: name
+    changes = get_model_conversion_mapping(module)
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
+
+    def rename(name: str) -> str | None:
+        now, converter = rename_source_key(name, renamings, converters)
+        return None if converter is not None else now
+
+    return rename
 
 
 def _with_other_prefix(module: nn.Module, name: str, known: Mapping[str, Any]) -> str | None:
