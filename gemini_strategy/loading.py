@@ -226,7 +226,7 @@ class Loading:
     def _fill_initial(self, by_parameter: dict[int, Slot], ready: set[int]) -> None:
         def read(tensor: torch.Tensor) -> torch.Tensor | None:
             slot = by_parameter.get(id(tensor))
-            if slot is not None and id(tensor) in ready:
+            if slot is not None and id(tensor) in ready:  # of what is frozen, as it was rounded
                 return slot.read_master().to(tensor.dtype)
             if id(tensor) in self._buffers:
                 return self._buffers[id(tensor)].clone()

@@ -635,6 +635,31 @@ def test_ways_to_write_initial_values() -> None:
     _assert_same_state(engine, _manage(want))
 
 
+class _Rotary(nn.Module):
+    """As in transformers 4 and code made after it: the function that computes the frequencies is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"base": 100.0}
+        self.rope_init_fn = lambda config, device: (
+            config["base"] ** -torch.arange(0.0, 1.0, 0.25, device=device),
+            1.0,
+        )
+        self.register_buffer("inv_freq", self.rope_init_fn(self.config, None)[0], persistent=False)
+        self.original_inv_freq = self.inv_freq
+
+
+def test_rotary_frequencies(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), _Rotary())
+
+    path = _save(_built(build), tmp_path / "some.safetensors")
+    model = _blank(build)
+    assert model[1].original_inv_freq.is_meta
+    _assert_same_state(_manage(model, weights=path), _manage(_built(build)))
+    assert model[1].original_inv_freq is model[1].inv_freq
+
+
 # ---- what is refused ---------------------------------------------------------------------------------
 
 
