@@ -137,6 +137,10 @@ uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
 gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, void *dst);
 gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src,
                           gm_stream stream);
+/* The first bytes of a parameter, part by part: elements [first, first + n), before anything has read them.  MASTER
+ * takes fp32 and rounds the weight; WEIGHT takes the weight's dtype and is for parameters without a low part. */
+gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
+                         uint64_t n, const void *src, gm_stream stream);
 
 /* A lease keeps what a tensor shows.  is_pinned: the chunk stays resident until the end of the lease (the
  * guard); otherwise the lease only keeps the address range alive (a parameter's own storage).

@@ -203,6 +203,53 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     return gm_engine_end_call(engine, status);
 }
 
+/* Elements [first, first + n) of a weight, with its low part where `field` is MASTER. */
+static gm_status write_part(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                            uint64_t n, const void *src, gm_stream stream)
+{
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    size_t width = p->spec.weight_bytes, low_width = gm_low_bytes(&p->spec);
+    size_t weight_at = gm_field_slice(engine, p, GM_FIELD_WEIGHT).offset + width * first;
+    if (field == GM_FIELD_WEIGHT) {
+        return gm_chunks_write(chunks, chunk, GM_WEIGHT, weight_at, width * n, src, stream);
+    }
+    uint8_t *scratch = malloc((width + 4) * n + 1); /* 4: the widest low part */
+    if (!scratch) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)n);
+    }
+    uint8_t *weight = scratch + 4 * n;
+    gm_split_host(p->spec.format, src, weight, scratch, n, engine->workers);
+    gm_status status =
+        gm_chunks_write(chunks, chunk, GM_WEIGHT, weight_at, width * n, weight, stream);
+    if (status == GM_OK && p->spec.has_low) {
+        size_t low_at = gm_field_slice(engine, p, GM_FIELD_MASTER).offset + low_width * first;
+        status = gm_chunks_write(chunks, chunk, GM_STATE, low_at, low_width * n, scratch, stream);
+    }
+    free(scratch);
+    return status;
+}
+
+gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_t first, uint64_t n,
+                         const void *src, gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    if (first > p->spec.numel || n > p->spec.numel - first) {
+        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of parameter %u, which has %llu of them",
+                       (unsigned long long)first, (unsigned long long)(first + n), id,
+                       (unsigned long long)p->spec.numel);
+    }
+    if (field != GM_FIELD_MASTER && (field != GM_FIELD_WEIGHT || p->spec.has_low)) {
+        return GM_FAIL(GM_ERR_ARG, "field %d of parameter %u cannot be filled in parts", (int)field,
+                       id);
+    }
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = n > 0 ? write_part(engine, p, field, first, n, src, stream) : GM_OK;
+    return gm_engine_end_call(engine, status);
+}
+
 gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));

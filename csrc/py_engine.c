@@ -290,7 +290,7 @@ typedef gm_status (*number_call)(gm_engine *engine, const unsigned long long *v)
 static PyObject *call_numbers(core *self, const char *name, number_call call, PyObject *const *args,
                               Py_ssize_t n_args, Py_ssize_t n_wanted)
 {
-    unsigned long long v[4];
+    unsigned long long v[6];
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine || gm_py_parse_numbers(name, args, n_args, n_wanted, v) < 0) {
         return NULL;
@@ -329,6 +329,9 @@ NUMBER_METHOD(read, 3,
 NUMBER_METHOD(write, 4,
               gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1], (const void *)(uintptr_t)v[2],
                               v[3]))
+NUMBER_METHOD(fill, 6,
+              gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                             (const void *)(uintptr_t)v[4], v[5]))
 NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 
 /* One method without arguments. */
@@ -518,7 +521,7 @@ static PyObject *core_weight_span(core *self, PyObject *unused)
 
 static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
-    unsigned long long v[4];
+    unsigned long long v[6];
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine || gm_py_parse_numbers("lease", args, n_args, 4, v) < 0) {
         return NULL;
@@ -600,6 +603,7 @@ static PyMethodDef core_methods[] = {
     METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
     METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
     METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
+    METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),

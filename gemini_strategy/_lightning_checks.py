@@ -2,6 +2,8 @@
 #
 # Nothing here imports Lightning.
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import gemini_strategy as gs
@@ -55,3 +57,9 @@ def check_size(name: str, value: Any, of_total: bool = False) -> None:
             f"GeminiStrategy({name}={value!r}): expected None, a positive int of bytes, or a string such as '64MiB' or"
             f" '24GB'{fraction}."
         ) from error
+
+
+def check_paths(name: str, value: Any) -> None:
+    paths = value.values() if isinstance(value, Mapping) else [value]
+    valid = value is None or all(isinstance(path, str | os.PathLike) for path in paths)
+    check(valid, name, value, "None, a path, or a mapping of submodules' names to paths")

@@ -8,7 +8,8 @@
 #      or pickled while the engine lives on, and `trainer.save_checkpoint` works after `fit`.
 #   3. An engine is reused only if every parameter of the module is in it and it was made with the same configuration;
 #      otherwise it is closed to its fp32 masters and a new one starts from exactly those values.
-#   4. `configure_optimizers` always sees ordinary parameters, and its optimizer is the one that the engine takes over.
+#   4. `configure_optimizers` always sees ordinary parameters (on the meta device where the module was built there), and
+#      its optimizer is the one that the engine takes over.
 #   5. Checkpoints hold plain keys, fp32 masters and Adam's own state form: files are interchangeable with those of
 #      Lightning's single-device and DDP strategies.
 #   6. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
@@ -17,7 +18,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -32,11 +33,14 @@ from gemini_strategy._lightning_checks import (
     check_choice,
     check_count,
     check_number,
+    check_paths,
     check_size,
 )
 from gemini_strategy._lightning_logs import StepLogs
 from gemini_strategy._lightning_precision import Tree, cast_floating, precision_class
 from gemini_strategy._lightning_schedule import UPDATE_SCHEDULES, StepSchedule
+from gemini_strategy.initial import silent_modules
+from gemini_strategy.loading import MISSING, Weights
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
 MAPPINGS = ("aliased", "strict")
@@ -44,6 +48,8 @@ PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo")
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
 _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
+# The modules that have taken their strategy's weights: what they hold since is worth more.
+_loaded: "WeakSet[nn.Module]" = WeakSet()
 
 
 def build_strategy(tree: Tree) -> type:
@@ -122,6 +128,10 @@ def build_strategy(tree: Tree) -> type:
                 gradients afterwards (no clipping, no loss scale, no hook of the module or a callback that may read
                 them), and under the next forward otherwise; ``"deferred"``: always under the next forward. The bits
                 are the same. An error inside a backward that updates closes the engine.
+            weights: a safetensors file or a Hugging Face folder that the module begins with, or such paths by the name
+                of the submodule that each is of; see ``gemini_strategy.manage``. A checkpoint comes after it. Best
+                with a module that ``configure_model`` builds on the meta device.
+            missing: ``"refuse"`` or ``"init"``: what a parameter on the meta device is that `weights` lack.
             report: tell the table of the plan when there is one, and at the end what was planned beside what was
                 measured, at Lightning's log level INFO.
             timeout: how long collectives between several devices may take. One device makes none.
@@ -174,6 +184,8 @@ def build_strategy(tree: Tree) -> type:
             checkpoint_weights_only: bool | None = None,
             update_schedule: Literal["auto", "deferred"] = "auto",
             report: bool = True,
+            weights: Weights | None = None,
+            missing: Literal["refuse", "init"] = "refuse",
         ) -> None:
             check(
                 use_chunk is True, "use_chunk", use_chunk, "True: parameters always live in chunks"
@@ -228,6 +240,8 @@ def build_strategy(tree: Tree) -> type:
             check_choice("checkpoint_weights_only", checkpoint_weights_only, (None, True, False))
             check_choice("update_schedule", update_schedule, UPDATE_SCHEDULES)
             check_bool("report", report)
+            check_paths("weights", weights)
+            check_choice("missing", missing, MISSING)
             tree.check("cluster_environment", cluster_environment, environment_type)
             tree.check("checkpoint_io", checkpoint_io, checkpoint_io_type)
 
@@ -238,6 +252,8 @@ def build_strategy(tree: Tree) -> type:
             self.checkpoint_weights_only = checkpoint_weights_only
             self.update_schedule = update_schedule
             self.report = report
+            self.weights = weights
+            self.missing = missing
             self.engine_arguments: dict[str, Any] = {
                 "device_budget": device_budget,
                 "host_budget": host_budget,
@@ -408,7 +424,8 @@ def build_strategy(tree: Tree) -> type:
             self.model_to_device()
             training = trainer.state.fn == fitting
             engine = self._adopt(module, reuse=not training)
-            _materialize(module, rank_zero_warn)
+            if self.weights is None:  # what manage() cannot give values to
+                _materialize(module, rank_zero_warn)
             for metric in module.modules():
                 if isinstance(metric, Metric) and engine is None:
                     metric.to(self.root_device)
@@ -512,10 +529,13 @@ def build_strategy(tree: Tree) -> type:
                     f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
                     " precision, with fp32 masters, use Trainer(precision='bf16-true')."
                 )
+            is_blank = any(parameter.is_meta for parameter in module.parameters())
             with torch.inference_mode(False):
                 engine = gs.manage(
                     module,
                     optimizer,
+                    weights=self.weights if is_blank or module not in _loaded else None,
+                    missing=self.missing,
                     device=self.root_device,
                     precision=self.precision_plugin.precision,
                     convert_inputs=False,
@@ -523,6 +543,7 @@ def build_strategy(tree: Tree) -> type:
                     **self.engine_arguments,
                 )
             _configurations[engine] = self._configuration()
+            _loaded.add(module)
             return engine
 
         def _only_optimizer(self) -> Optimizer:
@@ -623,38 +644,36 @@ def _manages_all(engine: Any, module: nn.Module) -> bool:
 
 
 def _materialize(module: nn.Module, warn: Any) -> None:
-    """Give parameters and buffers on the meta device memory on the CPU and the module's own initial values.
+    """Give memory on the CPU to what is on the meta device and for which manage() would find no initial values.
 
-    Tied parameters stay tied. A module class without ``reset_parameters`` keeps uninitialised memory and is named
-    in a warning: a checkpoint that holds every key makes up for it.
+    Such modules keep uninitialised memory and are named in a warning: a checkpoint that holds every key makes up for
+    it. Tied parameters stay tied.
     """
-    first: dict[int, tuple[nn.Module, str]] = {}
-    ties: list[tuple[nn.Module, str, nn.Module, str]] = []
-    empty: list[nn.Module] = []
-    for part in module.modules():
-        own = [*part._parameters.items(), *part._buffers.items()]
-        if not any(tensor is not None and tensor.is_meta for _, tensor in own):
-            continue
-        empty.append(part)
-        for name, parameter in part._parameters.items():
-            if parameter is None:
+    silent = silent_modules(module)
+    silent_ids = {id(part) for part in silent}
+    spoken_for = {
+        id(parameter)
+        for part in module.modules()
+        if id(part) not in silent_ids
+        for parameter in part._parameters.values()
+    }
+    made: dict[int, nn.Parameter] = {}
+    named = set()
+    for part in silent:
+        for name, tensor in part._parameters.items():
+            if tensor is None or not tensor.is_meta or id(tensor) in spoken_for:
                 continue
-            origin = first.setdefault(id(parameter), (part, name))
-            if origin != (part, name):
-                ties.append((part, name, *origin))
-    for part in empty:
-        part.to_empty(device="cpu", recurse=False)
-    for part, name, origin, origin_name in ties:
-        part._parameters[name] = origin._parameters[origin_name]
-    silent = set()
-    for part in empty:
-        reset = getattr(part, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        else:
-            silent.add(type(part).__name__)
-    if silent:
+            if id(tensor) not in made:
+                values = torch.empty_like(tensor, device="cpu")
+                made[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+            part._parameters[name] = made[id(tensor)]
+            named.add(type(part).__name__)
+        for name, tensor in part._buffers.items():
+            if tensor is not None and tensor.is_meta:
+                part._buffers[name] = torch.empty_like(tensor, device="cpu")
+                named.add(type(part).__name__)
+    if named:
         warn(
             "These modules were built without memory and have no reset_parameters(), so their parameters and buffers"
-            f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(silent))}."
+            f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(named))}."
         )

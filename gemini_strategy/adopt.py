@@ -18,6 +18,7 @@ from gemini_strategy.slot import FORMATS, Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
+    from gemini_strategy.loading import Loading
 
 __all__ = ["Adoption"]
 
@@ -74,16 +75,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
             f"{name} was made under torch.inference_mode(): such parameters cannot be trained; build or "
             "load the model outside it"
         )
-    if parameter.is_meta:
-        raise GeminiError(
-            f"{name} is on the meta device: materialize the model (model.to_empty() and its weights) "
-            "before manage()"
-        )
     if parameter.layout is not torch.strided:
         raise GeminiError(
             f"{name} has layout {parameter.layout}: only dense parameters are supported"
         )
-    if parameter.device.type not in ("cpu", device.type):
+    if parameter.device.type not in ("cpu", "meta", device.type):
         raise GeminiError(
             f"{name} is on {parameter.device}, the engine on {device}: move the model to the CPU first, or "
             f'give device="{parameter.device.type}"'
@@ -105,7 +101,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
 
 
 class Adoption:
-    """One model on its way into an engine. Nothing of the model changes before `fill`."""
+    """One model on its way into an engine. Nothing of the model changes before `attach`."""
 
     def __init__(self, engine: Engine, groups: set[int]) -> None:
         self._engine = engine
@@ -189,11 +185,11 @@ class Adoption:
                     f"{budget + wanted - available}, or give a smaller chunk_size"
                 )
 
-    def fill(self) -> tuple[list[Unit], list[Any]]:
+    def attach(self, loading: Loading) -> tuple[list[Unit], list[Any]]:
         """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""
         handles = []
         for slot in self.slots:
-            self._fill_slot(slot)
+            self._attach_slot(slot, loading)
             if slot.has_grad_home:
                 with _plain_torch():
                     handle = slot.parameter.register_post_accumulate_grad_hook(_C.take_grad)
@@ -212,6 +208,7 @@ class Adoption:
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)
             units.append(unit)
+        loading.commit()
         device = self._engine.device
         for module in self._engine.model.modules():
             for key, tensor in module._buffers.items():
@@ -219,13 +216,17 @@ class Adoption:
                     module._buffers[key] = tensor.to(device)
         return units, handles
 
-    def _fill_slot(self, slot: Slot) -> None:
+    def _attach_slot(self, slot: Slot, loading: Loading) -> None:
         parameter, core = slot.parameter, self._engine.core
         low = parameter.__dict__.pop("_gm_low", None)
-        slot.fill(parameter.detach(), low)
+        if not loading.has(parameter):
+            slot.fill(parameter.detach(), low)
         grad = parameter.grad
         parameter.grad = None
-        parameter.data = slot.blob(core.lease(slot.id, 0, 0, 0))
+        if parameter.is_meta:
+            loading.show(parameter, slot.blob(core.lease(slot.id, 0, 0, 0)))
+        else:
+            parameter.data = slot.blob(core.lease(slot.id, 0, 0, 0))
         slot.storage = parameter.untyped_storage()._cdata
         slot.base_count = torch._C._storage_Use_Count(slot.storage)
         slot.open_class = open_class(slot.plain_class)

@@ -125,9 +125,12 @@ def read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
 
 
 def give_back(
-    engine: Engine, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
+    engine: Engine, values: dict[Slot, torch.Tensor | None], grads: dict[Slot, torch.Tensor]
 ) -> None:
-    """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
+    """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind.
+
+    Where the value is None the parameter shows no data that may be used: the caller gives it other data (Loading.undo).
+    """
     engine.closed = True
     for unit in engine._units:
         unit.remove()
@@ -137,14 +140,17 @@ def give_back(
     for slot, value in values.items():
         parameter = slot.parameter
         parameter.__class__ = slot.plain_class
-        parameter.data = value
+        if value is not None:
+            parameter.data = value
         del parameter._gm_slot
     for _, lease, _ in engine._held.values():
         engine.core.lease_end(lease)
     engine._held.clear()
     engine.core.close()
     engine._memory.close()
-    for slot in values:
+    for slot, value in values.items():
+        if value is None:
+            continue
         parameter = slot.parameter
         parameter.data = parameter.data.to(slot.original_device)
         if slot in grads:

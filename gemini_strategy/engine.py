@@ -25,6 +25,7 @@ from gemini_strategy.adopt import Adoption
 from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.guard import guarded_class, open_class
 from gemini_strategy.hooks import RootForward, SavedTensorNet
+from gemini_strategy.loading import Loading, Weights
 from gemini_strategy.memory import DeviceMemory
 from gemini_strategy.optim import clip_coefficient
 from gemini_strategy.precision import LossScaler, Precision
@@ -57,6 +58,8 @@ class Settings:
     rates: tuple[float, ...]
     is_tuned: bool
     report: bool | None
+    weights: Weights | None
+    missing: str
 
 
 class Engine(Reporting):
@@ -96,6 +99,7 @@ class Engine(Reporting):
         self._armed: dict[int, tuple[Any, ...]] | None = None
         grouped = takeover.check(optimizer, model) if optimizer is not None else set()
         adoption = Adoption(self, grouped)
+        loading = Loading(model, settings.weights, settings.missing)
         self._slots = adoption.slots
         self._slots_by_id = {slot.id: slot for slot in self._slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
@@ -103,10 +107,13 @@ class Engine(Reporting):
         self._memory = DeviceMemory(device)
         try:
             self._make_core(adoption)
+            loading.fill(adoption.slots)
         except BaseException:
+            if hasattr(self, "core"):
+                self.core.close()
             self._memory.close()
             raise
-        self._units, self._handles = adoption.fill()
+        self._units, self._handles = adoption.attach(loading)
         self._handles += state.install(self, model)
         self.net = SavedTensorNet(self, self._slots)
         self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
@@ -115,9 +122,19 @@ class Engine(Reporting):
                 takeover.install(self, optimizer)
             self._settle()
         except BaseException:  # as it was: original dtypes, from the exact masters
-            values = {s: s.read_master().to(s.original_dtype) for s in self._slots}
+            values = {
+                s: None
+                if s.original_device.type == "meta"
+                else s.read_master().to(s.original_dtype)
+                for s in self._slots
+            }
             closing.give_back(self, values, closing.read_grads(self))
+            loading.undo()
             raise
+        loading.finish()
+        for slot in self._slots:
+            if slot.original_device.type == "meta":  # it goes back to the host
+                slot.original_device = torch.device("cpu")
 
     def _make_core(self, adoption: Adoption) -> None:
         settings = self._settings

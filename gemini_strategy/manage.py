@@ -12,6 +12,7 @@ from gemini_strategy.engine import POLICIES, Engine, Settings
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.guard import close_side_doors
 from gemini_strategy.hooks import keep_nets_on_top
+from gemini_strategy.loading import MISSING, Weights
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
@@ -34,6 +35,8 @@ def manage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    weights: Weights | None = None,
+    missing: str = "refuse",
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
     placement_policy: str = "auto",
@@ -70,9 +73,16 @@ def manage(
     The first step is served on demand and traced; the plan that is made at its end is followed from then on.
 
     Args:
-        model: a built model; its parameters may be on the CPU or on `device`.
+        model: a built model; its parameters may be on the CPU, on `device` or on the meta device. Those on
+            the meta device keep their identity, so that the optimizer may be made before, and get their
+            values straight in their chunks: from `weights`, else from their modules' own initial values
+            (reset_parameters, or transformers' _init_weights), module after module on the CPU.
         optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
             model; None for inference (parameters then keep torch's own `.grad`).
+        weights: a safetensors file, its index, or a Hugging Face folder whose values the model takes, as
+            load_state_dict would give them; or such paths by the name of the submodule that each is of.
+        missing: what a parameter on the meta device is that the weights lack: "refuse", by name, or "init":
+            its module's own initial values. Buffers that are never saved are always made anew.
         device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
             everything this process holds there counts, activations included; on the host device what
             the engine places there. None: what the device has.
@@ -128,6 +138,8 @@ def manage(
             f'gpu_margin_mem_ratio has a meaning with placement_policy="auto" only, not '
             f"{placement_policy!r}"
         )
+    if missing not in MISSING:
+        raise ValueError(f'missing={missing!r} is not supported; choose "refuse" or "init"')
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r} must be at least 1")
     where = _find_device(device)
@@ -155,6 +167,8 @@ def manage(
         rates=tuple(rates[name] for name in RATES),
         is_tuned=are_tuned(where.type == "cuda"),
         report=report,
+        weights=weights,
+        missing=missing,
     )
     scaler = LossScaler(
         initial_scale,
@@ -172,7 +186,8 @@ def manage(
         )
     close_side_doors()
     keep_nets_on_top()
-    return Engine(model, optimizer, settings, scaler)
+    with torch.device("cpu"):  # whatever device the caller builds on
+        return Engine(model, optimizer, settings, scaler)
 
 
 def _default_threads(device: torch.device) -> int:

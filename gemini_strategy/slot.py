@@ -144,6 +144,15 @@ class Slot(_C.Slot):
             master = merge(values.to("cpu"), low.to("cpu")).contiguous()
         core.write(self.id, _MASTER, master.data_ptr(), self.engine.stream())
 
+    def fill_part(self, first: int, values: torch.Tensor) -> None:
+        """The first bytes, part by part: flat `values` of the elements from `first` on."""
+        values = values.to("cpu", self.original_dtype)  # what an ordinary parameter would hold
+        is_float = self.dtype in FORMATS
+        plain = values.to(torch.float32 if is_float else self.dtype).contiguous()
+        field = _MASTER if is_float else _WEIGHT
+        stream = self.engine.stream()
+        self.engine.core.fill(self.id, field, first, plain.numel(), plain.data_ptr(), stream)
+
     def read_weight(self) -> torch.Tensor:
         """A CPU copy of the weight, in its dtype."""
         values = torch.empty(self.shape, dtype=self.dtype)

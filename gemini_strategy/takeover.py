@@ -85,6 +85,10 @@ def _check_entry(name: str | None, shape: tuple[int, ...], entry: dict[str, Any]
     if "step" not in entry or "exp_avg_sq" not in entry:
         raise ValueError(f"{name}: its optimizer state lacks step or exp_avg_sq")
     for moment in ("exp_avg", "exp_avg_sq"):
+        if entry[moment].is_meta:
+            raise GeminiError(
+                f"{name}: its optimizer state is on the meta device: build a new optimizer, or load its state first"
+            )
         if tuple(entry[moment].shape) != shape:
             raise ValueError(
                 f"{name}: {moment} in the optimizer state has shape {tuple(entry[moment].shape)}, expected "

@@ -100,18 +100,22 @@ def test_host_budget_too_small() -> None:
 
 
 def test_host_memory_is_checked_before_allocating() -> None:
-    """A frozen model of more bytes than this machine has, in memory that was never touched."""
+    """A model of more bytes than this machine has, whose values are not there yet."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = memory // 4 // 4096 + 4096
 
     class Huge(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.empty(1, device="meta").expand(rows, 4096))
+            self.weight = nn.Parameter(torch.empty(rows, 4096, device="meta"))
+
+        def reset_parameters(self):
+            raise AssertionError("too late")
 
     model = Huge()
-    with pytest.raises(REFUSED, match="weight"):
+    with pytest.raises(gs.GeminiMemoryError, match="(?i)host.*bytes"):
         _manage(model, placement_policy="cpu")
+    _untouched(model)
 
 
 def test_no_cuda() -> None:
