@@ -521,7 +521,7 @@ static PyObject *core_weight_span(core *self, PyObject *unused)
 
 static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
-    unsigned long long v[6];
+    unsigned long long v[4];
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine || gm_py_parse_numbers("lease", args, n_args, 4, v) < 0) {
         return NULL;
