@@ -15,7 +15,6 @@ Invariants
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,21 +23,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from gemini_strategy._transformers import is_transformer
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["InitialValues", "is_transformer", "silent_modules"]
+__all__ = ["InitialValues", "silent_modules"]
 
 # Answered by the tensor itself, without values.
 _GETTERS = ("shape", "ndim", "dtype", "layout", "requires_grad", "is_leaf", "itemsize")
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "__len__")
 _FACTS: set[Any] = {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
 _FACTS |= {getattr(torch.Tensor, name) for name in _METHODS}
-
-
-def is_transformer(module: nn.Module) -> bool:
-    """Whether `module` is a model of the package transformers, as a whole."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def _walk(

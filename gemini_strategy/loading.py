@@ -14,16 +14,23 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from gemini_strategy._transformers import (
+    base_prefix,
+    declared_ties,
+    ignores_missing,
+    ignores_unused,
+    is_transformer,
+    renaming,
+)
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.initial import InitialValues, is_transformer
+from gemini_strategy.initial import InitialValues
 from gemini_strategy.slot import Slot
 from gemini_strategy.weights import WeightFiles
 
@@ -31,8 +38,6 @@ __all__ = ["MISSING", "Loading", "Weights"]
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 MISSING = ("refuse", "init")
-_ROTARY = re.compile(r"rotary_emb\.inv_freq")
-_POSITIONS = re.compile(r"(^|\.)position_ids$")
 _PART = 1 << 20  # elements that are written at once
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -126,7 +131,7 @@ class Loading:
                 self._match(tops[0], files)
                 return
         found: dict[str, str] = {}
-        rename = _renaming(module)
+        rename = renaming(module)
         own = {name: rename(name) for name in files.shapes}
         converted = [name for name, now in own.items() if now is None]
         if converted:
@@ -172,18 +177,13 @@ class Loading:
         persistent = {id(t) for t in _state_names(self._model).values()}
         lacking = {key: name for key, name in wanted.items() if key in persistent}
         for prefix, part in self._model.named_modules():
-            patterns = (
-                (getattr(part, "_keys_to_ignore_on_load_missing", None) or ())
-                if is_transformer(part)
-                else ()
-            )
+            start = f"{prefix}." if prefix else ""
             for key, name in list(lacking.items()):
-                local = name.removeprefix(f"{prefix}.") if prefix else name
-                if any(re.search(pattern, local) for pattern in patterns):
+                if name.startswith(start) and ignores_missing(part, name.removeprefix(start)):
                     del lacking[key]
         if not lacking:
             return
-        for name, source in _declared_ties(self._model).items():
+        for name, source in declared_ties(self._model).items():
             if name in lacking.values():
                 raise GeminiError(
                     f"{name} is not in {self._files[0].path}: the model's configuration ties it to {source}, but the "
@@ -342,56 +342,17 @@ def _state_names(module: nn.Module) -> dict[str, torch.Tensor]:
     return known
 
 
-def _renaming(module: nn.Module) -> Callable[[str], str | None]:
-    """transformers' own new names for those of older files; None for what it would compute from several tensors."""
-    if not is_transformer(module):
-        return lambda name: name
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-    except ImportError:  # a version without new names
-        return lambda name: name
-    changes = get_model_conversion_mapping(module)
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
-
-    def rename(name: str) -> str | None:
-        now, converter = rename_source_key(name, renamings, converters)
-        return None if converter is not None else now
-
-    return rename
-
-
 def _with_other_prefix(module: nn.Module, name: str, known: Mapping[str, Any]) -> str | None:
     """The model's name of a tensor that was saved without the head of the model, with it, or from a compiled one."""
     name = name.replace("_orig_mod.", "")
-    base = getattr(module, "base_model_prefix", "") if is_transformer(module) else ""
+    base = base_prefix(module)
     names = [name, *([name.removeprefix(f"{base}."), f"{base}.{name}"] if base else [])]
     return next((other for other in names if other in known), None)
 
 
-def _declared_ties(model: nn.Module) -> dict[str, str]:
-    """Names that the configuration of a transformers model ties, and to what."""
-    ties: dict[str, str] = {}
-    for prefix, part in model.named_modules():
-        if is_transformer(part) and hasattr(part, "get_expanded_tied_weights_keys"):
-            start = f"{prefix}." if prefix else ""
-            found = part.get_expanded_tied_weights_keys(all_submodels=False)
-            ties.update((start + name, start + source) for name, source in found.items())
-    return ties
-
-
 def _warn_unused(module: nn.Module, files: WeightFiles, names: list[str]) -> None:
     """As transformers does: says which tensors of the files have no place in the model."""
-    patterns = [
-        re.compile(p) for p in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
-    buffers = [name for name, _ in module.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.append(_ROTARY)
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.append(_POSITIONS)
-    unused = [name for name in names if not any(pattern.search(name) for pattern in patterns)]
+    unused = [name for name in names if not ignores_unused(module, name)]
     if unused:
         warnings.warn(
             f"{files.path} has {len(unused)} tensors that {type(module).__name__} has no place for, and that are not "
