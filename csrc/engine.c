@@ -485,6 +485,14 @@ static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bo
     return status;
 }
 
+/* The tick is recorded; the caller may try again at once, when there is room. */
+static void note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_status status)
+{
+    engine->is_refused = status == GM_ERR_NOMEM;
+    engine->refused_kind = kind;
+    engine->refused_id = id;
+}
+
 gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)
 {
     GM_TRY(check_unit(engine, unit));
@@ -492,6 +500,7 @@ gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, ui
     gm_status status = gm_pass_enter(engine, unit, stream, flags);
     if (status == GM_OK) {
         status = pin_unit(engine, unit, stream, (flags & GM_ENTER_IN_BACKWARD) != 0);
+        note_refusal(engine, GM_TICK_ENTER, unit, status);
     }
     if (status == GM_OK) {
         engine->n_entered++;
@@ -538,7 +547,9 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
         return touch_again(engine, chunk, stream);
     }
     GM_TRY(gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream));
-    GM_TRY(gm_engine_pin_weights(engine, chunk, stream));
+    gm_status status = gm_engine_pin_weights(engine, chunk, stream);
+    note_refusal(engine, GM_TICK_TOUCH, chunk, status);
+    GM_TRY(status);
     engine->is_touched[chunk] = true;
     engine->touched_stream[engine->n_touched] = stream;
     engine->touched_tick[engine->n_touched] = engine->tick;

@@ -77,7 +77,8 @@ typedef struct gm_engine_stats {
     size_t
         outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
     bool is_planned;
-    bool is_settling; /* a plan is still to be made or to be judged by its steps */
+    bool
+        is_settling; /* there is no plan, or one is due, or the steps that judge it have not ended */
 } gm_engine_stats;
 
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy

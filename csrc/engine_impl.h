@@ -71,7 +71,8 @@ typedef struct gm_window {
     unsigned n_steps;              /* under the present plan */
     unsigned long long ns, params; /* of updates on the host, before it */
     bool is_asked;                 /* the plan to be made comes of what a window has shown */
-    bool is_spoiled;               /* something else than steps ran in it: evaluation */
+    bool is_spoiled;    /* something else than steps ran in it: evaluation, reading, a timeline */
+    unsigned n_spoiled; /* such windows so far */
 } gm_window;
 
 struct gm_engine {
@@ -135,6 +136,9 @@ struct gm_engine {
     size_t slack_bytes, outside_peak_bytes;
     uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
     bool is_pass_open, is_pass_grad, has_pass_backward, is_following;
+    bool is_refused; /* the last enter or touch found no room for this: */
+    gm_tick_kind refused_kind;
+    uint32_t refused_id;
     uint32_t pass_first_unit, tick, n_entered;
     uint64_t n_passes, pass_waits;
     gm_runs runs;
@@ -200,6 +204,8 @@ gm_status gm_engine_die(gm_engine *engine, gm_status status);
 gm_status gm_pass_new(gm_engine *engine);
 void gm_pass_free(gm_engine *engine);
 gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
+/* Whether the tick is that of a call that was refused just now; it is then no longer. */
+bool gm_pass_is_retry(gm_engine *engine, gm_tick_kind kind, uint32_t id);
 void gm_pass_start_timer(gm_engine *engine, gm_stream stream); /* the tick's own work begins */
 gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
 void gm_pass_end(gm_engine *engine);

@@ -111,6 +111,10 @@ void gm_pass_resolve_times(gm_engine *engine)
         return;
     }
     timer->has_result = false;
+    bool has_backward = false;
+    uint32_t n_timed =
+        gm_book_count_timed(engine->book, timer->hash, timer->is_planned, &has_backward);
+    engine->wants_plan |= timer->is_planned && has_backward && n_timed == TIMED_RUNS;
     for (uint32_t i = 0; i < timer->n; i++) {
         double seconds;
         if (engine->device->ops->event_elapsed(engine->device, timer->start[i], timer->end[i],
@@ -158,10 +162,6 @@ void gm_pass_end(gm_engine *engine)
     if (timer->is_on && timer->n == trace->n) {
         timer->hash = trace->hash;
         timer->has_result = true;
-        gm_book_count_timed(engine->book, index, timer->is_planned);
-        /* A plan made now knows the times; the last timed run gives the best ones. */
-        engine->wants_plan |=
-            timer->is_planned && trace->n_timed[1] == TIMED_RUNS && trace->has_backward;
     }
     timer->is_on = false;
     if (!engine->plan) {
@@ -194,12 +194,12 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     uint32_t guess = gm_book_following(engine->book);
     const gm_trace *trace = guess == GM_NO_TRACE ? NULL : gm_book_trace(engine->book, guess);
     bool is_planned = engine->plan != NULL;
-    bool is_known = trace && !is_planned && trace->n_timed[1] > 0; /* better than on demand */
-    timer->is_on = !trace || (!is_known && trace->n_timed[is_planned] < TIMED_RUNS);
-    if (timer->is_on && !engine->plan) {
+    if (!is_planned) {
         gm_pass_resolve_times(engine); /* on demand the host may wait */
     }
-    timer->has_result = timer->has_result && !timer->is_on; /* else newer ones are on their way */
+    bool is_known = trace && !is_planned && trace->n_timed[1] > 0; /* better than on demand */
+    bool is_due = !trace || (!is_known && trace->n_timed[is_planned] < TIMED_RUNS);
+    timer->is_on = is_due && !timer->has_result; /* one result at a time waits for the step's end */
     timer->n = timer->is_on ? 0 : timer->n;
     timer->is_planned = timer->is_on ? is_planned : timer->is_planned;
     timer->is_open = false;
@@ -236,8 +236,19 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
     gm_timeline_tick(engine->timeline, engine->tick, kind, id, &memory, stream);
 }
 
+bool gm_pass_is_retry(gm_engine *engine, gm_tick_kind kind, uint32_t id)
+{
+    bool is_retry = engine->is_refused && engine->is_pass_open && engine->refused_kind == kind &&
+                    engine->refused_id == id;
+    engine->is_refused = false;
+    return is_retry;
+}
+
 gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream)
 {
+    if (gm_pass_is_retry(engine, kind, id)) {
+        return GM_OK; /* it has its tick */
+    }
     if (!engine->is_pass_open) { /* a backward that is resumed after a step, for example */
         GM_TRY(begin_pass(engine, GM_NO_TICK, true));
     }
@@ -262,6 +273,9 @@ gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_str
 gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)
 {
     bool is_grad = (flags & GM_ENTER_GRAD) != 0;
+    if (gm_pass_is_retry(engine, GM_TICK_ENTER, unit)) {
+        return GM_OK;
+    }
     if (!(flags & GM_ENTER_IN_BACKWARD)) {
         bool is_again = engine->n_entered == 0 && unit == engine->pass_first_unit;
         if (!engine->is_pass_open || engine->has_pass_backward || is_again ||

@@ -189,6 +189,7 @@ void gm_replay_learn(gm_engine *engine, const gm_trace *trace)
 /* ---- the rate of updates on the host, from steps that followed a plan ---- */
 
 enum { STEPS_SKIPPED = 1, STEPS_MEASURED = 2 }; /* of a window */
+enum { MOST_SPOILED = 16 };                     /* windows that are begun again, in all */
 
 static void start_counting(gm_engine *engine)
 {
@@ -212,7 +213,7 @@ static void start_window(gm_engine *engine)
     if (!engine->window.is_asked && !engine->tuner.is_done) {
         gm_tuner_forget(&engine->tuner); /* the plan is another one for other reasons */
     }
-    engine->window.is_asked = false;
+    engine->window.is_asked = engine->window.is_spoiled = false;
 }
 
 void gm_replay_free(gm_engine *engine)
@@ -247,6 +248,7 @@ static gm_status watch_step(gm_engine *engine)
     if (engine->window.is_spoiled) { /* its time is not that of steps: from the beginning */
         engine->window.is_spoiled = false;
         engine->window.n_steps = 0;
+        engine->tuner.is_done = ++engine->window.n_spoiled == MOST_SPOILED;
         return GM_OK;
     }
     engine->window.n_steps++;
@@ -309,6 +311,7 @@ static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
 gm_status gm_replay_plan(gm_engine *engine)
 {
     engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
+    gm_pass_resolve_times(engine); /* of the first steps only; it may find that a plan is due */
     if (watch_step(engine) != GM_OK) {
         engine->tuner.is_done = true; /* without times there is nothing to learn */
     }
@@ -319,7 +322,6 @@ gm_status gm_replay_plan(gm_engine *engine)
     gm_plan *plan;
     inputs in = {0};
     engine->wants_plan = false;
-    gm_pass_resolve_times(engine);
     believe_steps(engine);
     gm_status status = make_plan(engine, &in, &plan);
     engine->runs.n = 0;
@@ -342,6 +344,7 @@ gm_status gm_replay_plan(gm_engine *engine)
     } else if (engine->plan) { /* the old plan is too large for what there is now */
         (void)drop_plan(engine);
     }
+    engine->window.is_asked = false; /* also where there is no such plan */
     free(in.chunks);
     return status;
 }

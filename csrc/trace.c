@@ -299,11 +299,16 @@ const gm_trace *gm_book_trace(const gm_book *book, uint32_t index)
     return index < book->n_traces ? &book->traces[index] : NULL;
 }
 
-void gm_book_count_timed(gm_book *book, uint32_t trace, bool is_planned)
+uint32_t gm_book_count_timed(gm_book *book, uint64_t hash, bool is_planned, bool *out_has_backward)
 {
-    if (trace < book->n_traces) {
-        book->traces[trace].n_timed[is_planned]++;
+    for (uint32_t i = 0; i < book->n_traces; i++) {
+        gm_trace *trace = &book->traces[i];
+        if (trace->hash == hash) {
+            *out_has_backward = trace->has_backward;
+            return ++trace->n_timed[is_planned];
+        }
     }
+    return 0;
 }
 
 void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces)

@@ -67,8 +67,9 @@ gm_status gm_book_end(gm_book *book, uint32_t *out_trace);
 uint32_t gm_book_n_traces(const gm_book *book);
 /* NULL: no such trace.  Valid until the next begin or end. */
 const gm_trace *gm_book_trace(const gm_book *book, uint32_t index);
-/* A run of the trace was timed. */
-void gm_book_count_timed(gm_book *book, uint32_t trace, bool is_planned);
+/* A run of the trace with this hash was timed; how many by now, in *out_has_backward whether it is one to plan for.
+ * 0: the book has it no more. */
+uint32_t gm_book_count_timed(gm_book *book, uint64_t hash, bool is_planned, bool *out_has_backward);
 /* Sets the measured seconds of one tick of the trace with this hash; the least counts of all since the last one that
  * replaces.  Nothing when the book has the trace no more: its index may be another one's by now. */
 void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces);

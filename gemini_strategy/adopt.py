@@ -164,18 +164,23 @@ class Adoption:
             begins.append(len(params))
         return params, begins
 
-    def check_floor(self, budget: int, available: int) -> None:
+    def check_floor(self, budget: int, available: int) -> int:
         """Every module must fit together with the modules around it that own parameters.
+
+        Returns:
+            The bytes that the largest of them leaves of `available`.
 
         Raises:
             GeminiMemoryError: naming the module, its largest parameter and the budget that suffices.
         """
         chunks_of: dict[str, set[tuple[int, int]]] = {}
+        spare = available
         for unit in self._units:
             parents = [p for p in chunks_of if p == "" or unit.name.startswith(p + ".")]
             chunks = {self._engine.core.chunk(self._index[id(p)]) for _, p in unit.owned}
             chunks_of[unit.name] = chunks.union(*(chunks_of[p] for p in parents))
             wanted = sum(size for _, size in chunks_of[unit.name])
+            spare = min(spare, available - wanted)
             if wanted > available:
                 largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
                 raise GeminiMemoryError(
@@ -184,6 +189,7 @@ class Adoption:
                     f"{parameter.numel()} elements): raise device_budget to at least "
                     f"{budget + wanted - available}, or give a smaller chunk_size"
                 )
+        return spare
 
     def attach(self, loading: Loading) -> tuple[list[Unit], list[Any]]:
         """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""

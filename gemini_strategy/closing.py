@@ -9,7 +9,6 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,9 @@ def close(engine: Engine, dtype: torch.dtype | None) -> None:
     if dtype not in (None, torch.float32):
         raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
     is_fp32 = dtype is torch.float32
-    cause = engine.core.salvage() or _give_up_step(engine)
+    cause = engine.core.salvage()
+    if cause is None:
+        cause = _give_up_step(engine)
     first = _let_go(engine, is_dead=cause is not None)
     if cause is None:
         try:
@@ -119,8 +120,12 @@ def read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
     grads = {}
     for slot in engine._slots:
         if slot.has_grad_home and engine.core.has_grad(slot.id):
-            with contextlib.suppress(GeminiError):  # an update inside backward has used it up
-                grads[slot] = slot.read_grad().float() / scale
+            try:
+                grads[slot] = slot.read_grad().cpu().float() / scale
+            except GeminiError as error:
+                if type(error) is not GeminiError:  # of memory, of the device: it is still there
+                    raise
+                # an update inside backward has used it up
     return grads
 
 

@@ -158,14 +158,17 @@ class Engine(Reporting):
             is_strict=settings.is_strict,
             is_grad_f32=settings.is_grad_f32,
             threads=settings.threads,
-            external_bytes=external + self._memory.first_reserve_bytes(settings.device_budget),
+            external_bytes=external,
             rates=settings.rates,
             state_share=1.0 if settings.margin is None else settings.margin,
             slack_bytes=self._memory.slack_bytes(settings.device_budget),
             is_tuned=settings.is_tuned,
         )
         if settings.device_budget >= 0 and settings.policy != "cuda":
-            adoption.check_floor(settings.device_budget, settings.device_budget - external)
+            available = settings.device_budget - external
+            spare = adoption.check_floor(settings.device_budget, available)
+            reserve = min(self._memory.first_reserve_bytes(settings.device_budget), spare)
+            self.core.set_external_bytes(external + reserve)
 
     def _settle(self) -> None:
         """Before there is a plan: uses what is left on the host device for optimizer states ("auto")."""
@@ -190,6 +193,8 @@ class Engine(Reporting):
             self.core.forget_outside()
         chunk_bytes = self.core.stats()["device_bytes"]
         self.core.set_external_bytes(self._memory.external_bytes(chunk_bytes))
+        if not self._steps:  # the first step's reserve is no need of a plan
+            self.core.forget_outside()
 
     # ---- what hooks call ----
 
@@ -645,8 +650,9 @@ class Engine(Reporting):
 
         Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
         fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
-        device_budget_bytes (-1: none), host_bytes, state_bytes (the training state: weights, optimizer
-        states and gradients, padding included), weight_bytes, leases, layout_hash; and the medians over the last
+        device_budget_bytes (-1: none), host_bytes, host_pin_seconds, settling (1: another plan may come), state_bytes
+        (the training state: weights, optimizer states and gradients, padding included), weight_bytes, leases,
+        layout_hash; and the medians over the last
         32 steps that report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on
         the device, others included, the driver's figure. With a plan what it foretells: predicted_step_seconds,
         predicted_bound_seconds (perfect overlap), compute_seconds, predicted_device_peak_bytes,

@@ -108,10 +108,18 @@ class SavedTensorNet(_C.Net):
         )
 
     def make_room(self, slot: Slot) -> bool:
-        return slot.engine._memory.give_cached()
+        return _make_room(slot.engine)
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
+
+
+def _make_room(engine: Engine) -> bool:
+    """A chunk finds no room: whether torch could give something back; what it held until now is no need then."""
+    if not engine._memory.give_cached():
+        return False
+    engine.core.forget_outside()
+    return True
 
 
 def wants_marks(engine: Engine) -> bool:
@@ -164,7 +172,7 @@ class Unit(_C.Unit):
         return [s.lease()[0] for s in self.slots if s.has_low]
 
     def make_room(self, slot: Slot) -> bool:
-        return slot.engine._memory.give_cached()
+        return _make_room(slot.engine)
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise self.engine.room_error(slot, f"module {self.name!r}", error) from None

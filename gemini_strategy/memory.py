@@ -113,7 +113,7 @@ class DeviceMemory:
 
     def first_reserve_bytes(self, device_budget: int) -> int:
         """More room for the driver until the first step is over; little where the budget is small."""
-        return 0 if self._pool is None else min(_FIRST_RESERVE, device_budget // 32)
+        return 0 if self._pool is None else max(0, min(_FIRST_RESERVE, device_budget // 32))
 
     def slack_bytes(self, device_budget: int) -> int:
         """What a plan leaves free within the budget, for torch's memory to grow a little without a new plan."""

@@ -172,9 +172,11 @@ static void test_measures(void)
     gm_book_time(book, known->hash, 1, 3.0, true);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 3.0F);
     gm_book_time(book, known->hash, 1, 2.5, false);
-    gm_book_count_timed(book, trace, true);
-    gm_book_count_timed(book, trace + 1, true); /* there is none */
-    CHECK(known->n_timed[0] == 0 && known->n_timed[1] == 1);
+    bool has_backward = false;
+    CHECK(gm_book_count_timed(book, known->hash, true, &has_backward) == 1 && has_backward);
+    CHECK(gm_book_count_timed(book, known->hash, true, &has_backward) == 2);
+    CHECK(gm_book_count_timed(book, known->hash + 1, true, &has_backward) == 0);
+    CHECK(known->n_timed[0] == 0 && known->n_timed[1] == 2);
     CHECK(gm_book_trace(book, trace)->ticks[1].seconds == 2.5F);
     CHECK(gm_book_trace(book, trace)->ticks[0].seconds == 0);
     /* Forgotten in the trace and in the pass that is open: only what comes counts. */

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -698,6 +699,7 @@ def test_what_torch_only_caches_is_asked_for(where: str, monkeypatch: pytest.Mon
         each.finish()
         drive(each, CASE, 4, first=4)
     assert len(gave) == 1
+    assert run.engine.stats()["traces"] == 1, "the second try is the same tick"
     _finish(run, want)
 
 
@@ -717,6 +719,45 @@ def test_asking_in_vain_still_says_what_is_missing(monkeypatch: pytest.MonkeyPat
     for each in (want, run):
         drive(each, CASE, 4, first=3)
     _finish(run, want)
+
+
+# ---- times --------------------------------------------------------------------------------------
+
+
+class Sleeper(nn.Module):
+    """A chain of which each forward uses the first `n` layers, and in which each layer takes its time."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+        self.seconds = 0.0
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
+
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        for layer in self.layers[:n]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("n_shapes", [1, 2, 4])
+def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass of a step, however many differ, and not as fast as it was on demand."""
+    monkeypatch.delenv("GEMINI_CHAOS")
+    _rates(monkeypatch, "as measured")
+    model = Sleeper(5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = gs.manage(model, optimizer, device_budget=30_000, device="cpu", chunk_size=2048)
+    lengths = [5 - shape for shape in range(n_shapes)]
+    with contextlib.closing(engine):
+        for _ in range(3 * n_shapes + 3):
+            model.seconds = 0.012 if engine.stats()["planned"] else 0.001
+            for n in lengths:
+                model(torch.randn(2, 16), n).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.stats()["traces"] == n_shapes
+        assert engine.core.plan_info()["compute_seconds"] >= 0.012 * sum(lengths)
 
 
 # ---- rates that steps correct --------------------------------------------------------------------
