@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gemini_strategy.errors import GeminiError, GuardError
@@ -398,7 +399,11 @@ def close_side_doors() -> None:
     [Note: side doors] torch.tensor(p) and its kin read the bytes behind a tensor at once. While a parameter
     is guarded these are not its bytes, so a guarded argument is served or refused first; all other calls
     pass through. Done once per process, by the first manage().
+
+    `with torch.device(...)` knows by identity the functions that it gives a device, and remembers them when it is
+    first used: it has to remember torch's own, which the checks call.
     """
+    _device._device_constructors()
     for owner, name in (
         (torch, "tensor"),
         (torch, "as_tensor"),

@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -856,3 +858,22 @@ def test_view_kept_across_steps(view: str, mapping: str, placement: str) -> None
         assert_same_outcome(run.outcome(), reference.outcome())
     finally:
         run.engine.close()
+
+
+DEVICE_CONTEXT = """
+import torch, gemini_strategy as gs
+gs.manage(torch.nn.Linear(4, 4), device="cpu").close()
+for make in (torch.tensor, torch.as_tensor, torch.asarray, lambda values: torch.zeros(1).new_tensor(values)):
+    with torch.device("meta"):
+        print(make([1.0]).device.type)
+torch.set_default_device("meta")
+print(torch.tensor([1.0]).device.type)
+"""
+
+
+def test_device_contexts_after_the_first_manage() -> None:
+    """Who begins with them later still gets their device; transformers asks torch.tensor([]) for it."""
+    run = subprocess.run(
+        [sys.executable, "-c", DEVICE_CONTEXT], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["meta"] * 5
