@@ -32,7 +32,7 @@ size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n
 {
     size_t total = 0;
     for (uint32_t id = 0; id < n_chunks; id++) {
-        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
             total += gm_round_up(piece_bytes[id][kind], 4096);
         }
     }
@@ -53,24 +53,25 @@ uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 
 void gm_chunks_weight_span(const gm_chunks *chunks, uintptr_t *begin, uintptr_t *end)
 {
-    *begin = chunks->span[GM_WEIGHT];
-    *end = *begin + chunks->span_bytes[GM_WEIGHT];
+    gm_piece shown = gm_shown_piece(chunks);
+    *begin = chunks->span[shown];
+    *end = *begin + chunks->span_bytes[shown];
 }
 
 uint32_t gm_chunks_at(const gm_chunks *chunks, uintptr_t address)
 {
+    gm_piece shown = gm_shown_piece(chunks);
     uint32_t low = 0, high = chunks->n_chunks;
     while (low < high) { /* first chunk whose weights end beyond the address */
         uint32_t middle = low + (high - low) / 2;
-        const piece *p = gm_piece_at(chunks, middle, GM_WEIGHT);
+        const piece *p = gm_piece_at(chunks, middle, shown);
         if (p->address + (size_t)p->n_blocks * chunks->device->block_bytes > address) {
             high = middle;
         } else {
             low = middle + 1;
         }
     }
-    bool is_inside =
-        low < chunks->n_chunks && gm_piece_at(chunks, low, GM_WEIGHT)->address <= address;
+    bool is_inside = low < chunks->n_chunks && gm_piece_at(chunks, low, shown)->address <= address;
     return is_inside ? low : UINT32_MAX;
 }
 
@@ -221,8 +222,8 @@ gm_status gm_chunks_sync(gm_chunks *chunks)
 
 /* ---- copies ---- */
 
-static const gm_log_kind log_of_send[GM_N_PIECES] = {GM_LOG_WEIGHT_OUT, GM_LOG_STATE_OUT,
-                                                     GM_LOG_GRAD_OUT};
+static const gm_log_kind log_of_send[GM_N_OWN_PIECES] = {GM_LOG_WEIGHT_OUT, GM_LOG_STATE_OUT,
+                                                         GM_LOG_GRAD_OUT};
 
 void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline)
 {
@@ -258,6 +259,7 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     if (p->state != DIRTY) {
         return GM_OK;
     }
+    GM_ASSERT(!gm_is_transient(kind));
     if (!chunks->has_homes) {
         return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
     }
@@ -341,17 +343,8 @@ gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stre
                           bool *out)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(!gm_is_resident(p) && chunks->has_placement);
+    GM_ASSERT(!gm_is_resident(p) && (chunks->has_placement || gm_is_transient(kind)));
     return gm_piece_make_resident(chunks, p, kind, false, stream, out);
-}
-
-void gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece kind)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    if (gm_is_resident(p) && p->pins == 0 && chunks->has_homes && chunks->has_placement) {
-        gm_timeline_mark(chunks->timeline, GM_LOG_DROPPED, id, kind);
-        gm_piece_move(p, HOME);
-    }
 }
 
 /* ---- work on pieces ---- */

@@ -8,6 +8,8 @@
  *       ^               |  ^                          |       CLEAN  resident; home and device agree
  *       +----evict------+  +---------send_home--------+       DIRTY  resident; only the device is right
  *
+ * A transient piece (layout.h) has no home: it is claimed (HOME -> DIRTY), and discarded when nobody needs it.
+ *
  * States are those of the order of issue: a piece is CLEAN once its copy home is issued.  Who looks at bytes waits
  * for the piece's fences (chunk_impl.h), on a stream or on the host.
  *
@@ -56,9 +58,9 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out);
 void gm_chunks_free(gm_chunks *chunks); /* waits for the copies in flight; NULL is fine */
 
 uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* The one address range that holds every weight piece. */
+/* The one address range that tensors show: of gathered weights where there are some, else of weights. */
 void gm_chunks_weight_span(const gm_chunks *chunks, uintptr_t *begin, uintptr_t *end);
-/* The chunk whose weights are at `address`, or UINT32_MAX. */
+/* The chunk that shows `address` in that range, or UINT32_MAX. */
 uint32_t gm_chunks_at(const gm_chunks *chunks, uintptr_t address);
 bool gm_chunks_is_resident(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 bool gm_chunks_is_dirty(const gm_chunks *chunks, uint32_t id, gm_piece piece);
@@ -80,13 +82,15 @@ void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has happened, when its
  * blocks are in use or it has none. */
 gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
-/* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write. */
+/* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write.  A transient piece can
+ * be claimed without a placement too, as gm_chunks_pin() takes blocks. */
 gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream,
                           bool *out);
 /* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes or when pinned. */
 gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* The device copy is forgotten, its bytes lost (no-op when not resident, without homes, or pinned). */
-void gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The device copy is forgotten, its bytes lost (no-op when not resident or pinned; of pieces that are not transient
+ * also without homes or without a placement). */
+gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- work on pieces, ordered by fences ---- */
 

@@ -46,7 +46,7 @@ struct gm_chunks {
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up no other. */
-    gm_stream in[GM_N_PIECES], out[GM_N_PIECES], refresh;
+    gm_stream in[GM_N_OWN_PIECES], out[GM_N_OWN_PIECES], refresh;
 
     gm_block *blocks;      /* (capacity,) handles */
     uint32_t *free_blocks; /* (capacity,) stack of indices; unused under a placement */
@@ -78,6 +78,17 @@ static inline uint32_t gm_piece_chunk(const gm_chunks *chunks, const piece *p)
 static inline uint32_t gm_piece_index(const gm_chunks *chunks, const piece *p)
 {
     return (uint32_t)(p - chunks->pieces);
+}
+
+static inline bool gm_is_transient(gm_piece kind)
+{
+    return kind >= GM_N_OWN_PIECES;
+}
+
+/* What tensors show. */
+static inline gm_piece gm_shown_piece(const gm_chunks *chunks)
+{
+    return chunks->span_bytes[GM_GATHERED] > 0 ? GM_GATHERED : GM_WEIGHT;
 }
 
 static inline bool gm_is_resident(const piece *p)

@@ -11,8 +11,8 @@
 
 #include "chunk_impl.h"
 
-static const gm_log_kind log_of_fetch[GM_N_PIECES] = {GM_LOG_FETCH, GM_LOG_STATE_IN,
-                                                      GM_LOG_GRAD_IN};
+static const gm_log_kind log_of_fetch[GM_N_OWN_PIECES] = {GM_LOG_FETCH, GM_LOG_STATE_IN,
+                                                          GM_LOG_GRAD_IN};
 
 #define STAGE_BYTES_MOST ((size_t)8 << 30)
 
@@ -50,7 +50,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             p->bytes = options->piece_bytes[id][kind];
             p->n_blocks = (uint32_t)(gm_round_up(p->bytes, block_bytes) / block_bytes);
-            if (options->has_homes) {
+            if (options->has_homes && !gm_is_transient((gm_piece)kind)) {
                 p->home = home;
                 home += gm_round_up(p->bytes, 4096);
             }
@@ -78,7 +78,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
 static gm_status make_streams(gm_chunks *chunks)
 {
     gm_device *device = chunks->device;
-    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+    for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
         GM_TRY(device->ops->stream_new(device, &chunks->in[kind]));
         GM_TRY(device->ops->stream_new(device, &chunks->out[kind]));
     }
@@ -181,7 +181,7 @@ void gm_chunks_free(gm_chunks *chunks)
             device->ops->block_free(device, chunks->blocks[i]);
         }
     }
-    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+    for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
         free_stream(device, chunks->in[kind]);
         free_stream(device, chunks->out[kind]);
     }
@@ -277,19 +277,9 @@ static void give_blocks_back(gm_chunks *chunks, const piece *p)
     }
 }
 
-gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
+/* The piece is on the device no more; with it go its blocks, unless they are its own for good. */
+static gm_status release(gm_chunks *chunks, piece *p, uint32_t id, gm_piece kind)
 {
-    piece *p = gm_piece_at(chunks, id, kind);
-    if (!gm_is_resident(p)) {
-        return GM_OK;
-    }
-    if (p->pins > 0) {
-        return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be evicted", id);
-    }
-    if (!chunks->has_homes) {
-        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
-    }
-    GM_TRY(gm_chunks_send_home(chunks, id, kind));
     if (!chunks->has_placement) {
         GM_TRY(gm_piece_wait_idle(chunks, p)); /* invariant 4 */
         if (chunks->is_strict && p->n_blocks > 0) {
@@ -299,9 +289,36 @@ gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
     }
     gm_timeline_mark(chunks->timeline, GM_LOG_DROPPED, id, kind);
     gm_piece_move(p, HOME);
+    return GM_OK;
+}
+
+gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (!gm_is_resident(p)) {
+        return GM_OK;
+    }
+    if (p->pins > 0) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be evicted", id);
+    }
+    if (gm_is_transient(kind)) {
+        return release(chunks, p, id, kind);
+    }
+    if (!chunks->has_homes) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
+    }
+    GM_TRY(gm_chunks_send_home(chunks, id, kind));
+    GM_TRY(release(chunks, p, id, kind));
     chunks->is_settled[id] = false;
     chunks->stats.evictions++;
     return GM_OK;
+}
+
+gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    bool is_possible = gm_is_transient(kind) || (chunks->has_homes && chunks->has_placement);
+    return gm_is_resident(p) && p->pins == 0 && is_possible ? release(chunks, p, id, kind) : GM_OK;
 }
 
 /* Evicts the piece that is needed last: the least recently used weights of a chunk that is not settled;
@@ -374,15 +391,16 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
 
 static gm_status make_resident_from_pool(gm_chunks *chunks, piece *p, gm_piece kind)
 {
+    bool is_filled = !gm_is_transient(kind); /* who claims a transient piece writes all of it */
     gm_device *device = chunks->device;
     GM_TRY(take_blocks(chunks, p->n_blocks, p->blocks));
     gm_status status = gm_pool_map(chunks, p);
-    if (status == GM_OK &&
+    if (status == GM_OK && is_filled &&
         !p->home) { /* without a home the bytes start as zeros, as an arena's do */
         status = device->ops->fill(device, p->address, 0, (size_t)p->n_blocks * device->block_bytes,
                                    chunks->in[kind]);
         status = status == GM_OK ? device->ops->stream_sync(device, chunks->in[kind]) : status;
-    } else if (status == GM_OK) {
+    } else if (status == GM_OK && is_filled) {
         status = gm_piece_fetch(chunks, p, kind, log_of_fetch[kind]);
     }
     if (status != GM_OK) { /* nothing half done: the blocks go back */
@@ -419,7 +437,7 @@ gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
     int n_pinned = 0;
     bool is_done = true;
     GM_ASSERT(!chunks->has_placement);
-    while (n_pinned < GM_N_PIECES && status == GM_OK) {
+    while (n_pinned < GM_N_OWN_PIECES && status == GM_OK) {
         piece *p = gm_piece_at(chunks, id, (gm_piece)n_pinned);
         status = gm_is_resident(p)
                      ? GM_OK

@@ -144,7 +144,7 @@ static gm_status copy_params(gm_engine *engine, const gm_engine_options *options
             .weight_bytes = options->params[i].weight_bytes,
         };
     }
-    gm_status status = gm_layout_new(specs, n, options->chunk_bytes, &engine->layout);
+    gm_status status = gm_layout_new(specs, n, options->chunk_bytes, 1, &engine->layout);
     free(specs);
     GM_TRY(status);
     for (uint32_t i = 0; i < n; i++) {

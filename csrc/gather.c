@@ -191,9 +191,9 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     chunk->n_held -= p->has_grad;
     p->has_grad = p->has_sum = p->is_used_up = false;
     if (chunk->n_held == 0 && !chunk->is_pending) {
-        gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
+        status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
     }
-    return gm_engine_end_call(engine, GM_OK);
+    return gm_engine_end_call(engine, status);
 }
 
 /* ---- the norm ---- */

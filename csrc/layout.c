@@ -56,10 +56,10 @@ static gm_chunk_shape *open_chunk(gm_layout *layout, uint32_t kind)
 }
 
 gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t chunk_bytes,
-                        gm_layout **out)
+                        uint32_t n_shards, gm_layout **out)
 {
-    if (chunk_bytes == 0) {
-        return GM_FAIL(GM_ERR_ARG, "chunk size must be positive");
+    if (chunk_bytes == 0 || n_shards == 0) {
+        return GM_FAIL(GM_ERR_ARG, "chunk size and number of shards must be positive");
     }
     for (uint32_t i = 0; i < n_params; i++) {
         GM_TRY(check_spec(&params[i], i));
@@ -101,6 +101,12 @@ gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t c
         chunk->numel += take;
         chunk->used += params[i].numel;
         chunk->n_params++;
+    }
+    for (uint32_t i = 0; i < layout->n_chunks; i++) { /* invariant 3 */
+        gm_chunk_shape *chunk = &layout->chunks[i];
+        uint64_t unit = GM_ALIGN / chunk->weight_bytes * n_shards;
+        chunk->numel = (chunk->numel + unit - 1) / unit * unit;
+        chunk->shard_numel = chunk->numel / n_shards;
     }
     *out = layout;
     return GM_OK;

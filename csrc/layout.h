@@ -8,7 +8,7 @@
  *   1. Each parameter starts at a multiple of GM_ALIGN bytes of weight, as torch's allocator would
  *      place it: libraries choose kernels by alignment, and other kernels mean other bits.
  *   2. Parameters of one chunk do not overlap and lie in [0, chunk.numel).
- *   3. chunk.numel * weight_bytes is a multiple of GM_ALIGN. */
+ *   3. chunk.numel is n_shards * shard_numel, and shard_numel * weight_bytes a multiple of GM_ALIGN. */
 #ifndef GM_LAYOUT_H
 #define GM_LAYOUT_H
 
@@ -18,8 +18,20 @@
 
 typedef struct gm_layout gm_layout; /* opaque */
 
-/* What a chunk consists of; each piece is moved and placed by itself. */
-typedef enum gm_piece { GM_WEIGHT = 0, GM_STATE = 1, GM_GRAD = 2, GM_N_PIECES = 3 } gm_piece;
+/* What a chunk consists of; each piece is moved and placed by itself.
+ *
+ * With one rank the first three are the chunk, and the others have no bytes.  With more, the first three are this
+ * rank's shard: elements [rank, rank + 1) * shard_numel of the chunk, updated by this rank alone.  The others are
+ * transient: whole chunks without a home, whose bytes come of a collective or go into one. */
+typedef enum gm_piece {
+    GM_WEIGHT = 0,
+    GM_STATE = 1,
+    GM_GRAD = 2,
+    GM_GATHERED = 3,  /* the weights of all ranks: what tensors show */
+    GM_UNREDUCED = 4, /* this rank's gradients of one pass, before the sum over ranks */
+    GM_N_PIECES = 5,
+    GM_N_OWN_PIECES = 3
+} gm_piece;
 
 typedef struct gm_param_spec {
     uint64_t numel;        /* may be 0 */
@@ -37,14 +49,16 @@ typedef struct gm_chunk_shape {
     uint32_t kind;
     uint32_t weight_bytes;
     uint64_t numel;       /* elements with padding */
+    uint64_t shard_numel; /* of them, of one rank */
     uint64_t used;        /* elements of parameters */
     uint32_t first_param; /* in the order of the kind; a chunk's have place.chunk == its id */
     uint32_t n_params;
 } gm_chunk_shape;
 
-/* chunk_bytes > 0: bytes of weights.  GM_ERR_ARG on a bad element size or numel that overflows. */
+/* chunk_bytes > 0: bytes of weights.  n_shards > 0: ranks that share each chunk.  GM_ERR_ARG on a bad element size or
+ * numel that overflows. */
 gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t chunk_bytes,
-                        gm_layout **out);
+                        uint32_t n_shards, gm_layout **out);
 void gm_layout_free(gm_layout *layout); /* NULL is fine */
 uint32_t gm_layout_n_chunks(const gm_layout *layout);
 uint32_t gm_layout_n_params(const gm_layout *layout);

@@ -39,7 +39,8 @@ typedef struct gm_model {
     uint32_t tick;
 } gm_model;
 
-static const char *const piece_names[] = {"weights", "states", "gradient"};
+static const char *const piece_names[] = {"weights", "states", "gradient", "gathered weights",
+                                          "unreduced gradient"};
 
 #define VIOLATION(m, ...) violation((m), GM_FAIL(GM_ERR_STATE, __VA_ARGS__))
 

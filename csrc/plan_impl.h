@@ -61,8 +61,8 @@ struct gm_plan {
 typedef struct gm_choice {
     uint8_t *class_of;                /* (n,) */
     bool *is_late, *is_grad_resident; /* (n,) */
-    uint32_t
-        depth[GM_N_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
+    uint32_t depth
+        [GM_N_OWN_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
 } gm_choice;
 
 static inline bool gm_is_streamed(uint32_t cls)

@@ -222,7 +222,7 @@ static gm_status place_rings(const gm_choice *choice, gm_ring *ring, uint32_t *o
     gm_plan *plan = ring->plan;
     uint64_t base = 0;
     state_order(problem, choice, order);
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+    for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         ring->piece = (gm_piece)piece;
         ring->depth = choice->depth[piece];
         ring->order = piece == GM_STATE  ? order

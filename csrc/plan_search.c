@@ -15,10 +15,10 @@
 
 #define FEW_CHUNKS 5u
 
-typedef struct gm_dials {        /* without padding: compared as bytes */
-    uint32_t depth[GM_N_PIECES]; /* of the rings, in chunks */
-    uint32_t blocks;             /* that may be taken */
-    double host;                 /* share of the updates that are not resident, by parameters */
+typedef struct gm_dials {            /* without padding: compared as bytes */
+    uint32_t depth[GM_N_OWN_PIECES]; /* of the rings, in chunks */
+    uint32_t blocks;                 /* that may be taken */
+    double host;                     /* share of the updates that are not resident, by parameters */
     double late_host,
         late_state; /* immediate only: shares of these updates put off to the next forward */
     double weights; /* most that may be resident, a share */
@@ -28,7 +28,7 @@ typedef struct gm_dials {        /* without padding: compared as bytes */
 } gm_dials;
 
 enum { /* numbers of dials, behind those of the depths */
-       DIAL_HOST = GM_N_PIECES,
+       DIAL_HOST = GM_N_OWN_PIECES,
        DIAL_LATE_HOST,
        DIAL_LATE_STATE,
        DIAL_STATES,
@@ -338,7 +338,7 @@ static double *share_at(gm_dials *dials, uint32_t which)
 {
     double *const shares[] = {&dials->host,   &dials->late_host, &dials->late_state,
                               &dials->states, &dials->weights,   &dials->first};
-    return shares[which - GM_N_PIECES];
+    return shares[which - GM_N_OWN_PIECES];
 }
 
 /* Turns one dial through values, around the best dials so far. */
@@ -348,7 +348,7 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
     for (uint32_t i = 0; i < n; i++) {
         gm_dials dials = start;
         bool is_best;
-        if (which < GM_N_PIECES) {
+        if (which < GM_N_OWN_PIECES) {
             dials.depth[which] = (uint32_t)values[i];
         } else {
             *share_at(&dials, which) = values[i];
@@ -414,7 +414,7 @@ static gm_status wander(gm_search *s, uint32_t n_questions_here)
         bool is_best;
         for (uint32_t n = 1 + draw(&state, 3); n > 0; n--) {
             uint32_t which = draw(&state, DIAL_STATES + 1);
-            if (which < GM_N_PIECES) {
+            if (which < GM_N_OWN_PIECES) {
                 dials.depth[which] = 1 + draw(&state, which == GM_STATE ? 6 : 10);
             } else if (which == DIAL_STATES) {
                 dials.first = draw(&state, 10);
@@ -476,18 +476,18 @@ static bool exchange(gm_search *s, uint32_t a, uint32_t b)
 static gm_status climb(gm_search *s, uint32_t limit)
 {
     uint32_t n = s->problem->n, n_moves = GM_N_CLASSES + 2;
-    uint32_t n_all = n * n_moves + 2 * GM_N_PIECES + n * n, n_quiet = 0;
+    uint32_t n_all = n * n_moves + 2 * GM_N_OWN_PIECES + n * n, n_quiet = 0;
     for (uint32_t at = 0; n_quiet < n_all && limit > 0; at = at + 1 == n_all ? 0 : at + 1) {
         bool is_allowed, is_best = false;
         choice_copy(n, &s->choice, &s->best.choice);
         if (at < n * n_moves) {
             is_allowed = move_chunk(s, at / n_moves, at % n_moves);
-        } else if (at < n * n_moves + 2 * GM_N_PIECES) {
+        } else if (at < n * n_moves + 2 * GM_N_OWN_PIECES) {
             uint32_t piece = (at - n * n_moves) / 2, up = (at - n * n_moves) % 2;
             is_allowed = up || s->choice.depth[piece] > 0;
             s->choice.depth[piece] += up ? 1 : UINT32_MAX;
         } else {
-            uint32_t pair = at - n * n_moves - 2 * GM_N_PIECES;
+            uint32_t pair = at - n * n_moves - 2 * GM_N_OWN_PIECES;
             is_allowed = pair / n < pair % n && exchange(s, pair / n, pair % n);
         }
         if (is_allowed) {
@@ -651,7 +651,7 @@ static gm_status run_search(gm_search *s)
     uint32_t n = n_questions(s->problem), n_levels = n / 40;
     n_levels = n_levels > 16 ? 16 : n_levels;
     for (uint32_t c = 0; c < s->problem->n; c++) {
-        for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
             whole += s->problem->input->chunks[c].blocks[piece];
         }
     }

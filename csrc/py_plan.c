@@ -4,7 +4,8 @@
 #include "py_plan.h"
 
 static const char *const class_names[GM_N_CLASSES] = {"R", "S1", "S2", "C1", "C2"};
-static const char *const piece_names[GM_N_PIECES] = {"weight", "state", "grad"};
+static const char *const piece_names[GM_N_PIECES] = {"weight", "state", "grad", "gathered",
+                                                     "unreduced"};
 static const char *const tick_names[] = {"enter", "touch", "grad"}; /* of gm_tick_kind */
 
 /* Puts `value` (a new reference, or NULL with an exception set) under `key` and gives the reference away. */

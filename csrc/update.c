@@ -177,7 +177,8 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
     GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
-    gm_chunks_discard(chunks, chunk, GM_STATE); /* stale; under a placement it goes for nothing */
+    GM_TRY(gm_chunks_discard(chunks, chunk,
+                             GM_STATE)); /* stale; under a placement it goes for nothing */
     GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->stream));
     return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->stream);
 }
@@ -307,7 +308,7 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
         engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
     }
     if (!state->is_pending) {
-        gm_chunks_discard(engine->chunks, chunk, GM_GRAD);
+        GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
     }
     gm_pass_start_timer(engine, stream);
     return GM_OK;

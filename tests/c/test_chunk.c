@@ -66,7 +66,7 @@ static void write_home(world *w, uint32_t id, gm_piece piece)
 static void step(world *w)
 {
     uint32_t id = (uint32_t)next(N_CHUNKS);
-    gm_piece piece = (gm_piece)next(GM_N_PIECES);
+    gm_piece piece = (gm_piece)next(GM_N_OWN_PIECES);
     switch (next(9)) {
     case 0:
     case 1:
@@ -116,7 +116,7 @@ static void test_against_shadow(bool is_strict)
     world *w = calloc(1, sizeof *w);
     CHECK(gm_device_host_new(4096, NULL, &w->device) == GM_OK);
     for (uint32_t id = 0; id < N_CHUNKS; id++) {
-        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+        for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
             w->bytes[id][piece] = next(5) == 0 ? 0 : 1 + next(MAX_BYTES - 1);
         }
     }
@@ -137,7 +137,7 @@ static void test_against_shadow(bool is_strict)
         step(w);
     }
     for (uint32_t id = 0; id < N_CHUNKS; id++) {
-        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+        for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
             check_piece(w, id, (gm_piece)piece);
         }
         uintptr_t address = gm_chunks_address(w->chunks, id, GM_WEIGHT);

@@ -11,11 +11,12 @@ static uint64_t next(uint64_t bound)
     return next_random(&state) % bound;
 }
 
-static void check_layout(const gm_param_spec *specs, uint32_t n, size_t chunk_bytes)
+static void check_layout(const gm_param_spec *specs, uint32_t n, size_t chunk_bytes,
+                         uint32_t n_shards)
 {
     gm_layout *layout, *again;
-    CHECK(gm_layout_new(specs, n, chunk_bytes, &layout) == GM_OK);
-    CHECK(gm_layout_new(specs, n, chunk_bytes, &again) == GM_OK);
+    CHECK(gm_layout_new(specs, n, chunk_bytes, n_shards, &layout) == GM_OK);
+    CHECK(gm_layout_new(specs, n, chunk_bytes, n_shards, &again) == GM_OK);
     CHECK(gm_layout_hash(layout) == gm_layout_hash(again));
     uint32_t n_chunks = gm_layout_n_chunks(layout);
     uint64_t *end = calloc(n_chunks + 1, sizeof *end), *used = calloc(n_chunks + 1, sizeof *used);
@@ -32,8 +33,10 @@ static void check_layout(const gm_param_spec *specs, uint32_t n, size_t chunk_by
     for (uint32_t id = 0; id < n_chunks; id++) {
         const gm_chunk_shape *chunk = gm_layout_chunk(layout, id);
         CHECK(chunk->used == used[id] && chunk->n_params > 0);
-        CHECK(chunk->numel * chunk->weight_bytes % GM_ALIGN == 0); /* invariant 3 */
-        CHECK(chunk->n_params == 1 || chunk->numel * chunk->weight_bytes <= chunk_bytes ||
+        CHECK(chunk->numel == n_shards * chunk->shard_numel); /* invariant 3 */
+        CHECK(chunk->shard_numel * chunk->weight_bytes % GM_ALIGN == 0);
+        size_t padding = n_shards * GM_ALIGN - GM_ALIGN;
+        CHECK(chunk->n_params == 1 || chunk->numel * chunk->weight_bytes <= chunk_bytes + padding ||
               specs[chunk->first_param].numel == 0);
     }
     free(end);
@@ -53,7 +56,7 @@ static void test_random_models(void)
             uint64_t numel = next(8) == 0 ? 0 : next(4) == 0 ? next(100000) : next(700);
             specs[i] = (gm_param_spec){.numel = numel, .kind = kind, .weight_bytes = widths[kind]};
         }
-        check_layout(specs, n, 512 + next(65536));
+        check_layout(specs, n, 512 + next(65536), round % 2 ? 1 : 1 + (uint32_t)next(9));
     }
 }
 
@@ -61,15 +64,16 @@ static void test_bad_input(void)
 {
     gm_layout *layout;
     gm_param_spec spec = {.numel = 10, .kind = 0, .weight_bytes = 3};
-    CHECK(gm_layout_new(&spec, 1, 4096, &layout) == GM_ERR_ARG);
+    CHECK(gm_layout_new(&spec, 1, 4096, 1, &layout) == GM_ERR_ARG);
     CHECK(strstr(gm_last_error(), "3 bytes"));
     spec.weight_bytes = 4;
-    CHECK(gm_layout_new(&spec, 1, 0, &layout) == GM_ERR_ARG);
+    CHECK(gm_layout_new(&spec, 1, 0, 1, &layout) == GM_ERR_ARG);
+    CHECK(gm_layout_new(&spec, 1, 4096, 0, &layout) == GM_ERR_ARG);
     spec.numel = UINT64_MAX;
-    CHECK(gm_layout_new(&spec, 1, 4096, &layout) == GM_ERR_ARG);
+    CHECK(gm_layout_new(&spec, 1, 4096, 1, &layout) == GM_ERR_ARG);
     gm_param_spec two[2] = {{.numel = 1, .kind = 5, .weight_bytes = 2},
                             {.numel = 1, .kind = 5, .weight_bytes = 4}};
-    CHECK(gm_layout_new(two, 2, 4096, &layout) == GM_ERR_ARG);
+    CHECK(gm_layout_new(two, 2, 4096, 1, &layout) == GM_ERR_ARG);
     gm_layout_free(NULL);
 }
 

@@ -280,7 +280,8 @@ static void test_checker_sees_wrong_places(void)
     for (int round = 0; round < 80; round++) {
         model m;
         gm_plan *plan = tight_plan(&m, round % 2 ? GM_IMMEDIATE : GM_DEFERRED);
-        uint32_t c = (uint32_t)below(&seed, m.n_chunks), i = (uint32_t)below(&seed, GM_N_PIECES);
+        uint32_t c = (uint32_t)below(&seed, m.n_chunks),
+                 i = (uint32_t)below(&seed, GM_N_OWN_PIECES);
         gm_place *place = &plan->places[c * GM_N_PIECES + i], kept = *place;
         if (place->length > 0) {
             place->base += place->base > 0 ? UINT32_MAX : 1; /* one block to the left */
