@@ -235,6 +235,8 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
         memory.weights[class] += bytes[GM_WEIGHT];
         memory.states += bytes[GM_STATE];
         memory.grads += bytes[GM_GRAD];
+        memory.gathered += bytes[GM_GATHERED];
+        memory.unreduced += bytes[GM_UNREDUCED];
     }
     memory.free_blocks = stats.device_bytes > live ? stats.device_bytes - live : 0;
     memory.host = engine->arena ? gm_arena_bytes(engine->arena) : 0;

@@ -98,10 +98,13 @@ static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
+    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
+                                       GM_GATHERED, bytes * engine->n_shards, stream);
     GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->rank * bytes,
                                          gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
                                          stream));
     GM_TRY(gm_comm_all_gather(engine->shard_comm, whole, bytes, stream));
+    gm_timeline_end(engine->timeline, entry, stream);
     engine->gathers++;
     engine->gathered_bytes += bytes * engine->n_shards;
     return gm_chunks_end_write(chunks, chunk, GM_GATHERED, stream);
@@ -317,6 +320,9 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
     gm_stream stream = engine->comm_stream;
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
     GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
+                          gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
     if (engine->n_shards > 1) {
         GM_TRY(gm_comm_reduce_scatter(engine->shard_comm,
                                       gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED), numel,
@@ -326,6 +332,7 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
         GM_TRY(gm_comm_all_reduce(engine->replica_comm, mine, numel, (gm_comm_dtype)dtype,
                                   GM_COMM_SUM, stream));
     }
+    gm_timeline_end(engine->timeline, entry, stream);
     engine->reduces++;
     engine->reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
     return gm_chunks_end_write(engine->chunks, chunk, GM_UNREDUCED, stream);
