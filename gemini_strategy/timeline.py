@@ -151,7 +151,7 @@ class Reporting:
 
     def _announce(self, table: Callable[[Any], str]) -> None:
         wanted = self._settings.report
-        if wanted is not False:
+        if wanted is not False and self.ranks.rank == 0:
             report.announce(self, wanted is True, table)
 
     def _sample_device(self) -> None:
