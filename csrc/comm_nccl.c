@@ -1,8 +1,5 @@
 /* comm_nccl.c - collectives by NCCL, looked up in the copy that torch has loaded.
  *
- * NCCL's header is not needed to build: the few types and functions are declared here, as they are from NCCL 2.18
- * on (ncclConfig_t in its first form, of 2.14, which later versions read by the version that it names).
- *
  * The communicator is a non-blocking one: a call of NCCL that has to meet other ranks returns at once and is
  * waited for here, with an end to the wait.  Work on the device is watched by a thread: an event behind each
  * collective, and NCCL's own asynchronous errors.  Aborting makes the kernels of a collective return, and with
@@ -21,7 +18,6 @@
 
 #ifdef GM_WITH_CUDA
 
-#include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,128 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "cuda_driver.h"
-
-/* ---- NCCL's interface, 2.18 and newer ---- */
-
-enum { NCCL_OLDEST = 21800, NCCL_TOO_NEW = 30000 };
-enum { NCCL_SUCCESS = 0, NCCL_IN_PROGRESS = 7 };
-enum { NCCL_U8 = 1, NCCL_U64 = 5, NCCL_F16 = 6, NCCL_F32 = 7, NCCL_F64 = 8, NCCL_BF16 = 9 };
-enum { NCCL_SUM = 0, NCCL_MAX = 2 };
-
-typedef int nccl_result;
-typedef void *nccl_handle; /* ncclComm_t */
-typedef struct nccl_id {
-    char bytes[GM_COMM_ID_BYTES];
-} nccl_id;
-
-typedef struct nccl_config { /* of 2.14 */
-    size_t size;
-    unsigned magic, version;
-    int blocking;
-} nccl_config;
-
-typedef struct nccl_api {
-    int version;
-    nccl_result (*get_version)(int *version);
-    nccl_result (*get_unique_id)(nccl_id *id);
-    nccl_result (*init_rank)(nccl_handle *out, int size, nccl_id id, int rank,
-                             const nccl_config *config);
-    nccl_result (*finalize)(nccl_handle comm);
-    nccl_result (*destroy)(nccl_handle comm);
-    nccl_result (*stop)(nccl_handle comm); /* ncclCommAbort */
-    nccl_result (*async_error)(nccl_handle comm, nccl_result *error);
-    const char *(*error_string)(nccl_result result);
-    const char *(*last_error)(nccl_handle comm);
-    nccl_result (*all_gather)(const void *src, void *dst, size_t src_count, int dtype,
-                              nccl_handle comm, CUstream stream);
-    nccl_result (*reduce_scatter)(const void *src, void *dst, size_t dst_count, int dtype, int op,
-                                  nccl_handle comm, CUstream stream);
-    nccl_result (*all_reduce)(const void *src, void *dst, size_t count, int dtype, int op,
-                              nccl_handle comm, CUstream stream);
-    nccl_result (*broadcast)(const void *src, void *dst, size_t count, int dtype, int root,
-                             nccl_handle comm, CUstream stream);
-} nccl_api;
-
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
-static nccl_api api; /* under load_lock until is_loaded, then for life */
-static bool is_loaded;
-
-static gm_status look_up(void *library)
-{
-    nccl_api a = {0};
-    const struct {
-        const char *name;
-        void *out;
-    } symbols[] = {
-        {"ncclGetVersion", (void *)&a.get_version},
-        {"ncclGetUniqueId", (void *)&a.get_unique_id},
-        {"ncclCommInitRankConfig", (void *)&a.init_rank},
-        {"ncclCommFinalize", (void *)&a.finalize},
-        {"ncclCommDestroy", (void *)&a.destroy},
-        {"ncclCommAbort", (void *)&a.stop},
-        {"ncclCommGetAsyncError", (void *)&a.async_error},
-        {"ncclGetErrorString", (void *)&a.error_string},
-        {"ncclGetLastError", (void *)&a.last_error},
-        {"ncclAllGather", (void *)&a.all_gather},
-        {"ncclReduceScatter", (void *)&a.reduce_scatter},
-        {"ncclAllReduce", (void *)&a.all_reduce},
-        {"ncclBroadcast", (void *)&a.broadcast},
-    };
-    for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
-        void *address = dlsym(library, symbols[i].name);
-        if (!address) {
-            return GM_FAIL(GM_ERR_UNSUPPORTED,
-                           "NCCL: libnccl.so.2 has no %s; 2.18 or newer is needed",
-                           symbols[i].name);
-        }
-        /* ISO C has no conversion from object to function pointer; POSIX guarantees that the bits agree. */
-        memcpy(symbols[i].out, &address, sizeof address);
-    }
-    nccl_result result = a.get_version(&a.version);
-    if (result != NCCL_SUCCESS || a.version < NCCL_OLDEST || a.version >= NCCL_TOO_NEW) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED,
-                       "NCCL: version code %d; this build knows 2.18 (%d) up to 2.99", a.version,
-                       NCCL_OLDEST);
-    }
-    api = a;
-    is_loaded = true;
-    return GM_OK;
-}
-
-static gm_status load(const char *path)
-{
-    if (is_loaded) {
-        return GM_OK;
-    }
-    /* Two copies in one process would each take device memory: torch's, wherever it came from, is first. */
-    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    if (!library && path) {
-        library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    }
-    if (!library) {
-        library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-    }
-    if (!library) {
-        const char *reason = dlerror();
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "NCCL: none is loaded and none can be (%s)",
-                       reason ? reason : "libnccl.so.2 not found");
-    }
-    gm_status status = look_up(library); /* the library stays open for life */
-    if (status != GM_OK) {
-        dlclose(library);
-    }
-    return status;
-}
-
-static gm_status nccl(const char *path, const nccl_api **out)
-{
-    *out = &api;
-    pthread_mutex_lock(&load_lock);
-    gm_status status = load(path);
-    pthread_mutex_unlock(&load_lock);
-    return status;
-}
+#include "comm_nccl_impl.h"
 
 /* ---- the communicator ---- */
 
@@ -578,7 +453,7 @@ gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
 {
     const nccl_api *n;
     nccl_id made;
-    GM_TRY(nccl(path, &n));
+    GM_TRY(gm_nccl(path, &n));
     nccl_result result = n->get_unique_id(&made);
     if (result != NCCL_SUCCESS) {
         return GM_FAIL(GM_ERR_DEVICE, "NCCL: no unique id: %s: %s", n->error_string(result),
@@ -597,7 +472,7 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     if (!(timeout > 0 && timeout <= 1e9)) {
         return GM_FAIL(GM_ERR_ARG, "timeout is %g s; it must be positive", timeout);
     }
-    GM_TRY(nccl(path, &n));
+    GM_TRY(gm_nccl(path, &n));
     GM_TRY(gm_cuda(&cuda));
     nccl_comm *c = calloc(1, sizeof *c);
     gm_status status =
