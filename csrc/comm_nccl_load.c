@@ -1,4 +1,5 @@
-/* comm_nccl_load.c - looks up NCCL's functions, once, in the copy that torch has loaded if there is one. */
+/* comm_nccl_load.c - looks up NCCL's functions, once, in the copy that torch has loaded if there is one; and what there is
+ * of NCCL in a build without CUDA. */
 #include "comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -86,6 +87,49 @@ gm_status gm_nccl(const char *path, const nccl_api **out)
     gm_status status = load(path);
     pthread_mutex_unlock(&load_lock);
     return status;
+}
+
+gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
+{
+    const nccl_api *n;
+    nccl_id made;
+    GM_TRY(gm_nccl(path, &n));
+    nccl_result result = n->get_unique_id(&made);
+    if (result != NCCL_SUCCESS) {
+        return GM_FAIL(GM_ERR_DEVICE, "NCCL: no unique id: %s: %s", n->error_string(result),
+                       n->last_error(NULL));
+    }
+    memcpy(id, made.bytes, sizeof made.bytes);
+    return GM_OK;
+}
+
+#else
+
+static gm_status not_built(void)
+{
+    return GM_FAIL(GM_ERR_UNSUPPORTED,
+                   "NCCL: this build of gemini_strategy has no CUDA support; install a build made "
+                   "with the CUDA toolkit, or use device=\"cpu\"");
+}
+
+gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
+{
+    (void)path;
+    (void)id;
+    return not_built();
+}
+
+gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_COMM_ID_BYTES],
+                           int rank, int size, double timeout, gm_comm **out)
+{
+    (void)path;
+    (void)ordinal;
+    (void)id;
+    (void)rank;
+    (void)size;
+    (void)timeout;
+    *out = NULL;
+    return not_built();
 }
 
 #endif
