@@ -315,9 +315,13 @@ static PyObject *comm_name_labels(comm *self, PyObject *args)
     return end(self, GM_OK);
 }
 
+/* Empty after close(). */
 static PyObject *comm_history(comm *self, PyObject *unused)
 {
     (void)unused;
+    if (!self->comm || self->is_closing) {
+        return PyList_New(0);
+    }
     gm_comm *c = begin(self);
     PyObject *list = c ? PyList_New(0) : NULL;
     uint64_t last = c ? gm_comm_count(c) : 0;
