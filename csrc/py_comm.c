@@ -315,15 +315,12 @@ static PyObject *comm_name_labels(comm *self, PyObject *args)
     return end(self, GM_OK);
 }
 
-/* Empty after close(). */
+/* Empty once it is freed; the GIL is held throughout, so nobody frees it meanwhile. */
 static PyObject *comm_history(comm *self, PyObject *unused)
 {
     (void)unused;
-    if (!self->comm || self->is_closing) {
-        return PyList_New(0);
-    }
-    gm_comm *c = begin(self);
-    PyObject *list = c ? PyList_New(0) : NULL;
+    gm_comm *c = self->comm;
+    PyObject *list = PyList_New(0);
     uint64_t last = c ? gm_comm_count(c) : 0;
     char words[GM_COMM_WORDS];
     for (uint64_t n = last > 512 ? last - 511 : 1; list && n <= last; n++) {
@@ -335,9 +332,6 @@ static PyObject *comm_history(comm *self, PyObject *unused)
             }
             Py_XDECREF(pair);
         }
-    }
-    if (c) {
-        Py_DECREF(end(self, GM_OK));
     }
     return list;
 }
