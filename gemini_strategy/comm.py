@@ -142,7 +142,7 @@ class Communicator:
         if self._is_reported:
             return error
         self._tell(str(error))
-        said = self._notes.read("failed", wait=min(5.0, self._timeout / 3))
+        said = self._notes.read("failed", wait=min(5.0, self._timeout))
         calls = {r: _unpacked(text) for r, text in self._notes.read("calls", wait=0.0).items()}
         parts = [_first_difference(calls), _not_reached(calls, self.core.failed_at)]
         parts += [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
@@ -239,7 +239,7 @@ def _not_reached(calls: dict[int, _Calls], number: int) -> str:
 class _Notes:
     """One text for each rank and topic, in the group's store. A store that fails or hangs costs time, no error."""
 
-    PATIENCE = 3.0  # seconds for one visit: whoever serves the store may be the rank that stopped
+    PATIENCE = 5.0  # seconds for one visit: whoever serves the store may be the rank that stopped
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, size: int) -> None:
         # A connection of our own: a visit that hangs must not block the group's.

@@ -38,7 +38,18 @@ NOUNS = [
 ]
 LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
 ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
-ENGINE = {"engine", "update", "field", "lease", "gather", "shard", "agree", "pass", "replay", "stage"}
+ENGINE = {
+    "engine",
+    "update",
+    "field",
+    "lease",
+    "gather",
+    "shard",
+    "agree",
+    "pass",
+    "replay",
+    "stage",
+}
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
     *("cuda_driver", "kernels", "device", "device_host", "device_chaos", "device_cuda", "hostmem"),

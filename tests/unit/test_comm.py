@@ -234,7 +234,7 @@ def failure_of(comm: Communicator, word: str) -> tuple[float, str]:
 
 
 def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[float, str]:
-    comm = communicator(timeout=SHORT)
+    comm = communicator(timeout=SHORT if how == "stopped" else PATIENT)
     chunks(comm)
     for number, each in enumerate(WORDS, 1):
         comm.label(number)
@@ -262,10 +262,10 @@ def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[flo
 @pytest.mark.parametrize(
     ("how", "word", "longest"),
     [
-        ("exits", "all_gather", SHORT),
-        ("killed", "reduce_scatter", SHORT),
-        ("stopped", "all_reduce", 3 * SHORT),
-        ("killed", "broadcast", SHORT),
+        ("exits", "all_gather", PATIENT / 3),
+        ("killed", "reduce_scatter", PATIENT / 3),
+        ("stopped", "all_reduce", 4 * SHORT),
+        ("killed", "broadcast", PATIENT / 3),
     ],
 )
 def test_rank_that_goes(how: str, word: str, longest: float, tmp_path: Path) -> None:
