@@ -179,7 +179,7 @@ static gm_status fill_arena(gm_arena *arena, size_t bytes, gm_workers *pool)
     }
     GM_TRY(map_region(arena, bytes));
     touch_job job = {.arena = arena};
-    gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 4, touch_span, &job);
+    gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 1, touch_span, &job);
     int error = atomic_load(&job.error);
     if (error) {
         return GM_FAIL(

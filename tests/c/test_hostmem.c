@@ -3,6 +3,7 @@
 #include "hostmem.h"
 
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -102,6 +103,35 @@ static void check_arena(gm_workers *pool, size_t bytes)
     gm_arena_free(arena);
 }
 
+/* Page faults of the calling thread while it makes an arena. */
+static long faults_of_arena(gm_workers *pool)
+{
+    struct rusage before, after;
+    gm_arena *arena;
+    CHECK(getrusage(RUSAGE_THREAD, &before) == 0);
+    CHECK_OK(gm_arena_new((size_t)128 << 20, pool, &arena));
+    CHECK(getrusage(RUSAGE_THREAD, &after) == 0);
+    gm_arena_free(arena);
+    return after.ru_minflt - before.ru_minflt;
+}
+
+/* The threads of a bound pool touch an arena first, the calling thread, which may be anywhere, does not. */
+static void check_first_touch(void)
+{
+    unsigned *mask;
+    size_t n_mask;
+    gm_workers *pool;
+    CHECK_OK(gm_topology_mask(&mask, &n_mask));
+    CHECK_OK(gm_workers_new_on(mask, 1, 1, &pool));
+    if (faults_of_arena(NULL) < 64) {
+        printf("test_hostmem: this system does not count page faults\n");
+    } else {
+        CHECK(faults_of_arena(pool) < 32);
+    }
+    gm_workers_free(pool);
+    free(mask);
+}
+
 /* Pages of a bound pool's arena lie on the node of the pool's cores. */
 static void check_placement(void)
 {
@@ -179,6 +209,7 @@ int main(void)
     gm_workers_free(bound);
     free(mask);
 
+    check_first_touch();
     check_placement();
 
     size_t before = resident_bytes();
