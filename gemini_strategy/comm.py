@@ -146,7 +146,9 @@ class Communicator:
         parts += [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
         silent = [r for r in range(self.size) if r not in said and r != self.rank]
         if silent and self._notes.is_lost:
-            parts.append(f"the group's store does not answer, {ranks_text(silent)} could not be asked")
+            parts.append(
+                f"the group's store does not answer, {ranks_text(silent)} could not be asked"
+            )
         elif silent:
             parts.append(f"{ranks_text(silent)} said nothing (ended, stopped, or busy elsewhere)")
         return type(error)("; ".join([str(error), *filter(None, parts)]))
@@ -217,7 +219,7 @@ def _first_difference(calls: dict[int, _Calls]) -> str:
                 at.setdefault(issued[number].replace(f" number {number}", "", 1), []).append(r)
         if len(at) > 1:
             earlier = " or an earlier one" if number == first > 1 else ""
-            each = ", ".join(f"{_ranks(ranks)} {words}" for words, ranks in at.items())
+            each = ", ".join(f"{ranks_text(ranks)} {words}" for words, ranks in at.items())
             return f"the ranks differ from collective {number}{earlier} on: {each}"
     return ""
 

@@ -1,6 +1,6 @@
 """Several ranks on devices whose streams run late and out of order: the bits of the reference on every rank.
 
-Each case trains random scenarios (tests/sharded.py) in 2, 3 or 4 processes over the host device, plainly and on the
+Each case trains random scenarios (tests/rank_scenario.py) in 2, 3 or 4 processes over the host device, plainly and on the
 chaos device, which also reports accesses that nothing orders. `GEMINI_RANKS_CASES` is the number of
 scenarios for each number of ranks (default 12); seeds start at `GEMINI_RANKS_FIRST`.
 """
@@ -16,7 +16,7 @@ import torch
 
 from ranks import run_ranks, values
 from reference import assert_same_outcome
-from sharded import play_ranks_plain, play_sharded, sharded_scenario
+from rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
 
 N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "12"))
 FIRST = int(os.environ.get("GEMINI_RANKS_FIRST", "0"))
