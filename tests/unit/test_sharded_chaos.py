@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
 
 from ranks import run_ranks, values
 from reference import assert_same_outcome
-from rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
 
 N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "12"))
 FIRST = int(os.environ.get("GEMINI_RANKS_FIRST", "0"))
