@@ -20,9 +20,9 @@
  * Several ranks (n_ranks > 1).  A chunk with GM_GATHERED bytes is used through its gathered weights; its other pieces
  * are this rank's shard, and a class speaks of the shard alone: its weights are needed only to gather and to update.
  * The gathered weights are kept (blocks of their own: gathered once after each update; the shard is then resident,
- * too) or pass through a ring.  They hold until the shard is updated or something else takes their blocks.  A chunk
- * with GM_UNREDUCED bytes collects a pass's gradients there, in a ring in the order of gradients; when they are
- * complete they are reduced, the sum goes to GM_GRAD, and their blocks are free.
+ * too) or pass through a ring.  They hold until the shard is updated, a pass begins with an update of it pending, or
+ * something else takes their blocks.  A chunk with GM_UNREDUCED bytes collects a pass's gradients there, in a ring in
+ * the order of gradients; when they are complete they are reduced, the sum goes to GM_GRAD, and their blocks are free.
  * The engine keeps these rules, and plans count on them:
  *   1. Gathers and reduces run one at a time in the order of issue.  What is issued depends on the sequence of ticks
  *      and on the plan alone: a GM_OP_GATHER is dropped when the gathered weights hold, and for no other reason.

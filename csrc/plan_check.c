@@ -33,14 +33,16 @@ typedef struct gm_model_chunk {
     uint32_t starts; /* tick of the present pass from which the gradient may grow */
     uint32_t ends;   /* tick at which it is complete */
     uint32_t touch;  /* first of backward; GM_NO_TICK: none */
+    uint32_t next;   /* chunk whose gradient may grow from the same tick; NOBODY: none */
 } gm_model_chunk;
 
 typedef struct gm_model {
     const gm_plan *plan;
     const gm_plan_input *input;
     gm_model_chunk *chunks;
-    uint32_t *shows;  /* (n_blocks,) piece: chunk * GM_N_PIECES + piece, or NOBODY */
-    uint32_t *region; /* (n_blocks,) who a block is given to: a piece, or a ring */
+    uint32_t *shows;   /* (n_blocks,) piece: chunk * GM_N_PIECES + piece, or NOBODY */
+    uint32_t *region;  /* (n_blocks,) who a block is given to: a piece, or a ring */
+    uint32_t *started; /* (most ticks,) first of the chunks whose gradients may grow from a tick */
     const gm_trace *trace;
     uint32_t tick;
 } gm_model;
@@ -226,11 +228,11 @@ static gm_status gather(gm_model *m, uint32_t c)
     if (!is_gathered(m, c)) {
         return VIOLATION(m, "chunk %u is gathered, but has no such place", c);
     }
-    if (is_on_device(m, c, GM_GATHERED) && !chunk->is_outdated) {
-        return GM_OK;
-    }
     if (chunk->was_pending) {
         return VIOLATION(m, "chunk %u is gathered before its pending update", c);
+    }
+    if (is_on_device(m, c, GM_GATHERED) && !chunk->is_outdated) {
+        return GM_OK;
     }
     if (chunk->until > m->tick) {
         return VIOLATION(m, "chunk %u is gathered over weights in use until %u", c, chunk->until);
@@ -430,6 +432,14 @@ static void find_starts(gm_model *m)
             start_unit(m, tick->id, t);
         }
     }
+    memset(m->started, 0xff, m->trace->n * sizeof *m->started);
+    for (uint32_t c = m->input->n_chunks; c-- > 0;) {
+        uint32_t starts = m->chunks[c].starts;
+        if (starts < m->chunks[c].ends && starts != GM_NO_TICK) {
+            m->chunks[c].next = m->started[starts];
+            m->started[starts] = c;
+        }
+    }
 }
 
 static bool has_grad(const gm_model *m, uint32_t c)
@@ -455,9 +465,8 @@ static gm_status run_tick(gm_model *m, bool is_last)
         uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
         GM_TRY(take(m, c, tick->until < m->trace->n ? tick->until : m->trace->n));
     }
-    for (uint32_t i = begin; i < end && !is_grad; i++) {
-        uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
-        if (m->chunks[c].starts == m->tick && has_grad(m, c)) {
+    for (uint32_t c = m->started[m->tick]; c != NOBODY && !is_grad; c = m->chunks[c].next) {
+        if (has_grad(m, c)) {
             GM_TRY(start_grad(m, c));
         }
     }
@@ -567,8 +576,13 @@ gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
     m.chunks = calloc((size_t)input->n_chunks + 1, sizeof *m.chunks);
     m.shows = malloc(((size_t)n_blocks + 1) * sizeof *m.shows);
     m.region = malloc(((size_t)n_blocks + 1) * sizeof *m.region);
+    size_t most_ticks = 1;
+    for (uint32_t k = 0; k < input->n_traces; k++) {
+        most_ticks = input->traces[k]->n > most_ticks ? input->traces[k]->n : most_ticks;
+    }
+    m.started = malloc(most_ticks * sizeof *m.started);
     gm_status status;
-    if (!seen || !m.chunks || !m.shows || !m.region) {
+    if (!seen || !m.chunks || !m.shows || !m.region || !m.started) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to check a plan of %u blocks", n_blocks);
     } else {
         memset(m.shows, 0xff, n_blocks * sizeof *m.shows);
@@ -582,5 +596,6 @@ gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
     free(m.chunks);
     free(m.shows);
     free(m.region);
+    free(m.started);
     return status;
 }

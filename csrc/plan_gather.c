@@ -126,6 +126,16 @@ static void find_gathers(const gm_plan_input *input, const gm_plan *plan, const 
     }
 }
 
+static bool is_sorted(const gm_needs *needs)
+{
+    for (uint32_t i = 1; i < needs->n_uses; i++) {
+        if (needs->uses[i].begin < needs->uses[i - 1].begin) {
+            return false;
+        }
+    }
+    return true;
+}
+
 gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
                        gm_needs *out)
 {
@@ -150,7 +160,7 @@ gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm
         if (input->when == GM_IMMEDIATE) {
             prolong(plan, input, course, latest, out);
         }
-        if (out->n_gathers > 0) {
+        if (out->n_gathers > 0 && !is_sorted(out)) {
             qsort(out->uses, out->n_uses, sizeof *out->uses, by_begin);
         }
     }

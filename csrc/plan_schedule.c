@@ -31,7 +31,8 @@ typedef struct gm_writer {
     const gm_problem *problem;
     const gm_plan *plan;
     const gm_course *course;
-    gm_needs needs, main; /* of this course and of the main one */
+    gm_needs needs, other;
+    const gm_needs *main; /* of the main course */
     gm_note *notes;
     size_t n_notes, capacity;
     uint32_t *update; /* (n,) tick of the update in forward; GM_NO_TICK: no states */
@@ -200,8 +201,8 @@ static void place_updates(gm_writer *w)
 /* The beginning of the next pass, whose first fetches go out at the end of this one. */
 static void write_tail_fetches(gm_writer *w)
 {
-    for (uint32_t i = 0; i < w->main.n_uses; i++) {
-        const gm_use *use = &w->main.uses[i];
+    for (uint32_t i = 0; i < w->main->n_uses; i++) {
+        const gm_use *use = &w->main->uses[i];
         uint32_t c = use->chunk;
         if (!is_in_ring(w, c, GM_WEIGHT)) {
             continue;
@@ -430,7 +431,13 @@ static gm_status find_needs(gm_writer *w)
 {
     const gm_plan_input *input = w->problem->input;
     GM_TRY(gm_needs_new(input, w->plan, w->course, &w->needs));
-    GM_TRY(gm_needs_new(input, w->plan, &w->problem->courses[w->problem->main], &w->main));
+    const gm_course *main = &w->problem->courses[w->problem->main];
+    if (w->course == main) {
+        w->main = &w->needs;
+    } else {
+        GM_TRY(gm_needs_new(input, w->plan, main, &w->other));
+        w->main = &w->other;
+    }
     w->first = w->needs.first;
     return sort_chunks(w) ? GM_OK
                           : GM_FAIL(GM_ERR_NOMEM, "host: no room to sort %u chunks", w->plan->n);
@@ -487,7 +494,7 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
     free(w.owner);
     free(w.until);
     gm_needs_free(&w.needs);
-    gm_needs_free(&w.main);
+    gm_needs_free(&w.other);
     free(w.list);
     free(w.latest);
     free(w.notes);

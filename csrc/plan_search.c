@@ -281,20 +281,26 @@ static gm_status fill_weights(gm_search *s, const gm_dials *dials, gm_plan *plan
 static gm_status fill_kept(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
                            uint64_t *taken)
 {
-    uint64_t whole = 1;
+    uint64_t whole = 0, least = UINT64_MAX, left = dials->blocks - *taken;
     double best = room->kept;
     for (uint32_t c = 0; c < s->problem->n; c++) {
-        whole += s->problem->input->chunks[c].blocks[GM_GATHERED];
+        uint64_t blocks = s->problem->input->chunks[c].blocks[GM_GATHERED];
+        whole += blocks;
+        least = blocks > 0 && blocks < least ? blocks : least;
+    }
+    left += plan->ring[GM_GATHERED]; /* not needed when all are kept */
+    if (left < least + plan->ring[GM_GATHERED] && left < whole) {
+        return GM_OK;
     }
     double part = 1 / (double)s->problem->n; /* at least a chunk less, where it was too much */
-    room->kept = 1;
-    for (int round = 0; round < 6 && best < 1; round++) {
+    room->kept += (double)left / (double)whole;
+    for (int round = 0; round < 5 && best < 1; round++) {
+        room->kept = room->kept < best ? best : room->kept > 1 ? 1 : room->kept;
         choose(s, dials, room, &s->choice);
         GM_TRY(measure(s, plan, taken));
         bool fits = *taken <= dials->blocks;
         best = fits && room->kept > best ? room->kept : best;
         room->kept += ((double)dials->blocks - (double)*taken) / (double)whole - (fits ? 0 : part);
-        room->kept = room->kept < best ? best : room->kept > 1 ? 1 : room->kept;
     }
     room->kept = best;
     choose(s, dials, room, &s->choice);
@@ -672,7 +678,8 @@ static uint32_t n_questions(const gm_problem *problem)
     }
     size *= problem->has_gathered ? 1.6 : 1;
     double n = 3.5e6 / (size + blocks);
-    return n < 7 ? 7 : n > 600 ? 600 : (uint32_t)n;
+    double least = problem->has_gathered ? 4 : 7; /* there a question is half as dear again */
+    return (uint32_t)(n < least ? least : n > 600 ? 600 : n);
 }
 
 /* The corners: everything streamed with one chunk of prefetch (or none), or everything on the device.  What only several
@@ -799,7 +806,14 @@ static bool is_held_up(const gm_search *s)
 
 static gm_status search_auto(gm_search *s)
 {
-    if (s->problem->input->state_share >= 1) {
+    uint64_t own = 0; /* of all shards */
+    for (uint32_t c = 0; c < s->problem->n; c++) {
+        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+            own += s->problem->input->chunks[c].blocks[piece];
+        }
+    }
+    bool has_grads = s->problem->n_passes > 0; /* without passes no gradient has a place */
+    if (s->problem->input->state_share >= 1 && (own <= s->problem->n_blocks || !has_grads)) {
         gm_status status = search_all_resident(s, s->problem);
         if (status != GM_ERR_NOMEM && (status != GM_OK || !is_held_up(s))) {
             return status;
