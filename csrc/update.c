@@ -72,7 +72,8 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
                        uint8_t *state, uint8_t *grad)
 {
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
-    gm_state_shape shape = gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->numel);
+    gm_state_shape shape =
+        gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->shard_numel);
     task->args = (gm_adam_args){
         .format = spec->format,
         .grad_dtype = gm_grad_dtype(engine, spec),
@@ -144,7 +145,7 @@ static void run_host_task(void *context)
 
 static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
-    for (int piece = 0; piece < GM_N_PIECES; piece++) {
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
                        gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), piece != GM_GRAD,
                        stream);
@@ -155,7 +156,7 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->host_stream;
-    for (int piece = 0; piece < GM_N_PIECES; piece++) {
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
     }
     GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_WEIGHT, stream));
@@ -196,7 +197,7 @@ static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
     }
     bool is_streamed = *out && !gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
                        !(place_of(engine, chunk, GM_STATE)->is_resident);
-    for (int piece = 0; *out && piece < GM_N_PIECES; piece++) {
+    for (int piece = 0; *out && piece < GM_N_OWN_PIECES; piece++) {
         if (piece != GM_STATE || !is_streamed) {
             GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));
         }
@@ -297,6 +298,7 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
         return GM_OK;
     }
     make_pending(engine, chunk);
+    state->version++;
     state->updated = engine->n_passes;
     atomic_fetch_add(&state->n_immediate, 1);
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
@@ -352,12 +354,12 @@ static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
 
 static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper *hyper)
 {
-    if (p->spec.numel == 0) {
+    if (p->part_numel == 0) {
         return GM_OK;
     }
     gm_adam_range *range = &task->ranges[task->n_ranges++];
-    range->begin = p->place.offset;
-    range->end = p->place.offset + p->spec.numel;
+    range->begin = p->part_offset;
+    range->end = p->part_offset + p->part_numel;
     return gm_adam_scalars_init(hyper, &range->scalars);
 }
 
@@ -373,6 +375,7 @@ static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint
         if (!p->is_used_up && !state->is_pending && !state->is_armed) {
             GM_TRY(prepare_task(engine, p->place.chunk, &task));
             make_pending(engine, p->place.chunk);
+            state->version += !arm;
         }
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -478,6 +481,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     if (status == GM_OK) { /* nothing is written before these have passed */
         engine->stream = stream;
         status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? gm_shard_reduce_all(engine) : status;
         status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
         if (status == GM_OK) {
             status = run_step(engine, sorted, n);
@@ -487,7 +491,11 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
         }
         if (status == GM_OK) {
             gm_pass_end(engine);
-            (void)gm_replay_plan(engine); /* without one the engine goes on, on demand */
+            gm_status planned =
+                gm_replay_plan(engine); /* without one the engine goes on, on demand */
+            if (engine->comm_stream && planned != GM_OK) {
+                status = gm_engine_die(engine, planned);
+            }
         }
         (void)gm_engine_end_call(engine, status);
     }
@@ -509,7 +517,9 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
             has_watched |= lease->is_pinned && atomic_load(&lease->is_watched);
         }
         /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
-        *out = engine->plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
+        /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
+        const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
+        *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
                !engine->is_armed;
         if (*out) {
             status = gm_update_issue_all(engine);
