@@ -1,7 +1,7 @@
 """Several ranks on devices whose streams run late and out of order: the bits of the reference on every rank.
 
-Each case trains random scenarios (tests/rank_scenario.py) in 2, 3 or 4 processes over the host device, plainly and on the
-chaos device, which also reports accesses that nothing orders. `GEMINI_RANKS_CASES` is the number of
+Each case trains random scenarios (tests/rank_scenario.py) in 2, 3 or 4 processes over the host device, in order and on
+the chaos device, which also reports accesses that nothing orders. `GEMINI_RANKS_CASES` is the number of
 scenarios for each number of ranks (default 12); seeds start at `GEMINI_RANKS_FIRST`.
 """
 
