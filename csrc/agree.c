@@ -56,6 +56,7 @@ static gm_status issue(gm_engine *engine, uint32_t index, size_t n)
 gm_status gm_agree_max(gm_engine *engine, uint64_t *values, size_t n)
 {
     uint32_t index = engine->n_params + 1 + WISH_SUMS;
+    gm_shard_label(engine, GM_FOR_PLAN, 0);
     for (size_t done = 0; done < n; done += MOST) {
         size_t some = n - done < MOST ? n - done : MOST;
         memcpy(&engine->sums_home[index], values + done, some * sizeof *values);
@@ -77,6 +78,7 @@ gm_status gm_agree_wish(gm_engine *engine, bool wish, bool *out)
         *out = engine->sums_home[first + 1 - turn].limb[0] > 0;
     }
     engine->sums_home[first + turn].limb[0] = wish;
+    gm_shard_label(engine, GM_FOR_WISH, 0);
     GM_TRY(issue(engine, first + turn, 1));
     engine->n_wishes++;
     return engine->device->ops->event_record(engine->device, engine->wished[turn],

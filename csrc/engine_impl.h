@@ -299,6 +299,18 @@ gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p);
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk);
 gm_status gm_shard_reduce_all(gm_engine *engine);
+/* What the collectives that follow are for, in texts about ranks that do different things. */
+typedef enum gm_purpose {
+    GM_FOR_GATHER = 1,
+    GM_FOR_REDUCE,
+    GM_FOR_NORM,
+    GM_FOR_PLAN,
+    GM_FOR_WISH,
+    GM_N_PURPOSES
+} gm_purpose;
+void gm_shard_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
+/* Whether all ranks have issued the same so far: a collective that nobody waits for. */
+gm_status gm_shard_compare(gm_engine *engine);
 /* A failure of the communicators that showed after a collective was issued. */
 gm_status gm_shard_check(const gm_engine *engine);
 /* *sum becomes the sum over the ranks; the host waits. */

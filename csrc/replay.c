@@ -491,6 +491,7 @@ static gm_status plan_from(gm_engine *engine, inputs *in)
 static gm_status plan_together(gm_engine *engine)
 {
     bool is_due = engine->collectives == NULL;
+    GM_TRY(gm_shard_compare(engine));
     if (!is_due) {
         GM_TRY(gm_agree_wish(engine, engine->wants_plan, &is_due));
     }

@@ -15,8 +15,50 @@
  * The host waits in: gm_shard_sum; and on demand where a piece is released. */
 #include "engine_impl.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* purpose (8 bits), step (24), chunk (32) */
+static void name_label(void *context, uint64_t label, char *out, size_t bytes)
+{
+    static const char *const purposes[GM_N_PURPOSES] = {"",
+                                                        "gathering the weights of chunk",
+                                                        "summing the gradients of chunk",
+                                                        "the norm of all gradients",
+                                                        "a common plan",
+                                                        "whether a plan is due"};
+    uint32_t purpose = (uint32_t)(label >> 56), step = (uint32_t)(label >> 32) & 0xffffff;
+    uint32_t chunk = (uint32_t)label;
+    (void)context;
+    if (purpose == 0 || purpose >= GM_N_PURPOSES) {
+        return;
+    }
+    if (purpose <= GM_FOR_REDUCE) {
+        (void)snprintf(out, bytes, "%s %u after step %u", purposes[purpose], chunk, step);
+    } else {
+        (void)snprintf(out, bytes, "%s after step %u", purposes[purpose], step);
+    }
+}
+
+void gm_shard_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk)
+{
+    uint64_t label = (uint64_t)purpose << 56 | (engine->n_steps & UINT64_C(0xffffff)) << 32 | chunk;
+    if (engine->shard_comm) {
+        gm_comm_label(engine->shard_comm, label);
+    }
+    if (engine->replica_comm) {
+        gm_comm_label(engine->replica_comm, label);
+    }
+}
+
+gm_status gm_shard_compare(gm_engine *engine)
+{
+    if (engine->shard_comm) {
+        GM_TRY(gm_comm_agree(engine->shard_comm, engine->comm_stream));
+    }
+    return engine->replica_comm ? gm_comm_agree(engine->replica_comm, engine->comm_stream) : GM_OK;
+}
 
 gm_status gm_shard_new(gm_engine *engine)
 {
@@ -31,10 +73,14 @@ gm_status gm_shard_new(gm_engine *engine)
         return GM_OK;
     }
     GM_TRY(device->ops->stream_new(device, &engine->comm_stream));
-    if (engine->shard_comm) {
-        GM_TRY(gm_comm_attach(engine->shard_comm, device));
+    gm_comm *comms[] = {engine->shard_comm, engine->replica_comm};
+    for (int i = 0; i < 2; i++) {
+        if (comms[i]) {
+            GM_TRY(gm_comm_attach(comms[i], device));
+            gm_comm_set_namer(comms[i], name_label, NULL);
+        }
     }
-    return engine->replica_comm ? gm_comm_attach(engine->replica_comm, device) : GM_OK;
+    return GM_OK;
 }
 
 static void leave(gm_engine *engine)
@@ -97,6 +143,7 @@ static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
     gm_stream stream = engine->comm_stream;
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
+    gm_shard_label(engine, GM_FOR_GATHER, chunk);
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
     uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
                                        GM_GATHERED, bytes * engine->n_shards, stream);
@@ -319,6 +366,7 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
 {
     gm_stream stream = engine->comm_stream;
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
+    gm_shard_label(engine, GM_FOR_REDUCE, chunk);
     GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
@@ -413,6 +461,7 @@ gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream)
     if (!device->is_host) {
         GM_TRY(device->ops->copy_h2d(device, (uintptr_t)there, here, sizeof *here, stream));
     }
+    gm_shard_label(engine, GM_FOR_NORM, 0);
     GM_TRY(gm_comm_all_reduce(engine->shard_comm, (uintptr_t)there,
                               sizeof *there / sizeof(uint64_t), GM_COMM_U64, GM_COMM_SUM, stream));
     if (!device->is_host) {
