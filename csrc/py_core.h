@@ -39,4 +39,10 @@ PyObject *gm_py_arm(core *self, PyObject *args);
 PyObject *gm_py_stats(core *self, PyObject *unused);
 PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);
 
+/* py_room.c */
+PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_forget_outside(core *self, PyObject *unused);
+PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args);
+
 #endif

@@ -442,7 +442,9 @@ static PyObject *core_plan_info(core *self, PyObject *unused)
     }
     gm_engine_stats stats;
     gm_engine_get_stats(engine, &stats);
-    gm_engine_lock(engine); /* nobody who holds it wants the GIL */
+    Py_BEGIN_ALLOW_THREADS
+    gm_engine_lock(engine); /* who holds it may want the GIL */
+    Py_END_ALLOW_THREADS
     const gm_plan *plan = gm_engine_plan(engine);
     PyObject *info = plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
     gm_engine_unlock(engine);
@@ -469,60 +471,6 @@ static PyObject *core_timeline_end(core *self, PyObject *unused)
     PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
     gm_timeline_free(timeline);
     return entries;
-}
-
-static PyObject *core_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    enum { FALL = 64 << 20 }; /* less is the driver's own coming and going */
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    size_t before = atomic_exchange(&self->around->external_bytes, (size_t)v[0]);
-    /* What somebody else held while a pass was traced is no need of that pass. */
-    return gm_py_finish(before > v[0] + FALL ? gm_engine_forget_outside(engine) : GM_OK);
-}
-
-/* shed(bytes) -> bool: as for torch on a device that is full */
-static PyObject *core_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("shed", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    bool is_done;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    is_done = gm_engine_shed(engine, (size_t)v[0]);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(is_done);
-}
-
-static PyObject *core_forget_outside(core *self, PyObject *unused)
-{
-    (void)unused;
-    gm_engine *engine = gm_py_engine_of(self);
-    return engine ? gm_py_finish(gm_engine_forget_outside(engine)) : NULL;
-}
-
-/* reserve(bytes) -> bool: what torch's allocator asks before it takes memory of the device */
-static PyObject *core_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("reserve", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    bool has_room;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    has_room = gm_engine_reserve(engine, (size_t)v[0]);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(has_room);
 }
 
 static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
@@ -655,10 +603,10 @@ static PyMethodDef core_methods[] = {
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
-    METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
-    METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
-    METHOD("shed", core_shed, METH_FASTCALL, "shed(bytes) -> bool"),
-    METHOD("forget_outside", core_forget_outside, METH_NOARGS, "forget_outside()"),
+    METHOD("set_external_bytes", gm_py_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
+    METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
+    METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),
+    METHOD("forget_outside", gm_py_forget_outside, METH_NOARGS, "forget_outside()"),
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
     METHOD("chunk", core_chunk, METH_FASTCALL, "chunk(param) -> (id, bytes of its weights)"),
     METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
