@@ -57,4 +57,4 @@ def show_rows(title: str, columns: Sequence[str], rows: list[list[str]]) -> None
         table.add_column(column, no_wrap=column == "run")
     for row in rows:
         table.add_row(*row)
-    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table)
+    Console(stderr=True, width=None if sys.stderr.isatty() else 160).print(table)

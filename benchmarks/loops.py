@@ -383,9 +383,10 @@ class Training:
         loop, spec, device, losses = self._loop, self._loop.spec, self._device, self._losses
         steps, warmup, micro_batches = spec["steps"], spec["warmup"], spec["micro_batches"]
         is_cuda = device.type == "cuda"
+        latest = warmup + spec.get("settling", MOST_SETTLING)
         enter("warmup")
         began = time.perf_counter()
-        while len(losses) < warmup or (loop.is_settling() and len(losses) < warmup + MOST_SETTLING):
+        while len(losses) < warmup or (len(losses) < latest and loop.is_settling()):
             self.step()
         warmed = len(losses)
         if is_cuda:
