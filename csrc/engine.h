@@ -173,6 +173,10 @@ uintptr_t gm_lease_address(const gm_lease *lease);
  * master can therefore not be kept (16-bit weights whose home is not current). */
 gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stream);
 
+/* Issues the reductions that still wait for gradients and, where collectives run on the host, runs what is issued:
+ * before the ranks talk to each other by other means, so that no rank waits here and another one there. */
+gm_status gm_engine_catch_up(gm_engine *engine);
+
 /* Ended leases are processed at every call; this is such a call that does nothing else. */
 gm_status gm_engine_drain(gm_engine *engine);
 /* Before its end: after an error that has closed the engine, fields can be read again, as that error has left them;

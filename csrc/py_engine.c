@@ -386,6 +386,7 @@ NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 PLAIN_METHOD(check)
 PLAIN_METHOD(disarm)
 PLAIN_METHOD(drain)
+PLAIN_METHOD(catch_up)
 
 static PyObject *core_n_touched(core *self, PyObject *unused)
 {
@@ -652,6 +653,7 @@ static PyMethodDef core_methods[] = {
     METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
     METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
+    METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
     METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
