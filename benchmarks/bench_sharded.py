@@ -294,6 +294,7 @@ def run_one(
             "clip": not args.no_clip,
             "gpus": args.gpus,
             "device": args.device,
+            "host_budget": args.host_budget,
             "steps": args.steps,
             "warmup": args.warmup,
             "settling": args.settling,
@@ -478,6 +479,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="runs, separated by commas; default: the preset's")
     parser.add_argument("--tokens", help="per GPU and step, separated by commas: 4096,8192")
     parser.add_argument("--checkpointing", choices=("on", "off", "both"), help="of activations")
+    parser.add_argument(
+        "--host-budget", help="of each rank with gemini; default: a share of the host"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--micro-batches", type=int, default=1, help="per step, each of --tokens")
     parser.add_argument("--no-clip", action="store_true", help="do not clip the gradients' norm")

@@ -161,6 +161,7 @@ class Gemini(Loop):
             self.model,
             self._optimizer,
             device_budget=self.spec["budget"],
+            host_budget=self.spec.get("host_budget"),
             placement_policy=self.spec["policy"],
             precision="bf16-true",
             device=self.device,
