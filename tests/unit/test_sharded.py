@@ -1,0 +1,363 @@
+"""Training on several ranks: the bits of one, whatever the number of ranks, and what ranks that differ are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gemini_strategy as gs
+from ranks import run_ranks, values
+from reference import (
+    Managed,
+    Outcome,
+    Recipe,
+    assert_same_outcome,
+    drive,
+    managed,
+    plain,
+    tightly,
+)
+from sharded import Exact, ExactCase
+from zoo import CASES
+
+PATIENT = 90.0
+RATES = "h2d=55e9,d2h=54e9"
+
+
+@pytest.fixture(autouse=True)
+def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", RATES)  # the ranks inherit it
+
+
+def of_training(outcome: Outcome) -> Outcome:
+    """Without the losses, which are those of one rank."""
+    return dataclasses.replace(outcome, losses=[])
+
+
+def reference(case: Any, recipe: Recipe) -> Outcome:
+    run = plain(case.build, recipe)
+    drive(run, case, recipe.steps)
+    return of_training(run.outcome())
+
+
+def sharded(rank: int, build: Any, recipe: Recipe, **how: Any) -> Managed:
+    """The managed run; ranks begin with different values, of which rank 0's have to count."""
+    own = dataclasses.replace(recipe, seed=recipe.seed + 100 * rank)
+    how = {"timeout": PATIENT, "chunk_size": 4096} | how
+    if how.pop("is_tight", False):
+        return tightly(build, own, **how)
+    return managed(build, own, **how)
+
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+RUNS: tuple[tuple[Recipe, dict[str, Any]], ...] = (
+    (Recipe("32-true", steps=6, clip=1.0, accumulate=2), {}),
+    (Recipe("bf16-true", steps=8, clip=0.5), {"is_tight": True}),
+    (Recipe("16-mixed", steps=6, clip=1.0), {"placement_policy": "cpu"}),
+    (Recipe("bf16-mixed", steps=5, gradient_dtype=torch.float32), {"placement_policy": "cuda"}),
+    (Recipe("bf16-mixed", steps=6, clip=1.0), {"enable_distributed_storage": False}),
+)
+
+
+def check_bits(rank: int, size: int) -> None:
+    for recipe, how in RUNS:
+        run = sharded(rank, Exact, recipe, **how)
+        drive(run, ExactCase(rank, size), recipe.steps)
+        assert_same_outcome(of_training(run.outcome()), reference(ExactCase(), recipe))
+        stats = run.engine.stats()
+        assert run.engine.ranks.size == size and stats["chunks"] > 3
+        run.engine.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bits(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_bits))
+
+
+def check_chaos(rank: int, size: int, seeds: list[int]) -> None:
+    """Streams that run late, each rank with a seed of its own."""
+    recipe = Recipe("bf16-true", steps=5, clip=1.0, accumulate=2)
+    want = reference(ExactCase(), recipe)
+    for seed in seeds:
+        os.environ["GEMINI_CHAOS"] = str(10 * seed + rank)
+        run = sharded(rank, Exact, recipe, is_tight=seed % 2 == 0)
+        drive(run, ExactCase(rank, size), recipe.steps)
+        for slot in run.engine._slots[:3]:  # other means than collectives, between them
+            slot.read_master()
+        assert_same_outcome(of_training(run.outcome()), want)
+        run.engine.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bits_in_chaos(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_chaos, [1, 2, 3]))
+
+
+def check_hybrid(rank: int, size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for recipe in (
+        Recipe("32-true", steps=5, clip=1.0, accumulate=2),
+        Recipe("bf16-true", steps=5),
+    ):
+        run = sharded(rank, Exact, recipe, mesh=mesh)
+        assert (run.engine.ranks.shard.size, run.engine.ranks.replica.size) == (2, 2)
+        drive(run, ExactCase(rank, size), recipe.steps)
+        assert_same_outcome(of_training(run.outcome()), reference(ExactCase(), recipe))
+        run.engine.close()
+
+
+def test_hybrid(tmp_path: Path) -> None:
+    values(run_ranks(4, tmp_path, check_hybrid))
+
+
+def check_models(rank: int, size: int, names: list[str]) -> None:
+    """The same batch on every rank: with two of them the mean is exact."""
+    for case in CASES:
+        if case.name in names:
+            recipe = Recipe(case.precisions[-1], steps=4, clip=1.0)
+            run = sharded(rank, case.build, recipe, chunk_size=16384)
+            drive(run, case, recipe.steps)
+            assert_same_outcome(of_training(run.outcome()), reference(case, recipe))
+            run.engine.close()
+
+
+MODELS = [
+    "tied_weights",
+    "lora",
+    "batch_norm",
+    "checkpoint_not_reentrant",
+    "transformer_encoder",
+    "lstm",
+    "embedding_max_norm",
+    "child_weight_in_parent",
+    "gradient_penalty",
+    "changing_sequence_length",
+    "unused_parameters",
+    "several_forwards_one_backward",
+]
+
+
+def test_models(tmp_path: Path) -> None:
+    known = {case.name for case in CASES}
+    assert known >= set(MODELS), set(MODELS) - known
+    values(run_ranks(2, tmp_path, check_models, MODELS))
+
+
+def check_step_in_backward(rank: int, size: int) -> None:
+    recipe = Recipe("32-true", steps=6)
+    want = plain(Exact, recipe)
+    run = sharded(rank, Exact, recipe)
+    case, own = ExactCase(), ExactCase(rank, size)
+    for step in range(recipe.steps):
+        loss = case.loss(want, case.batch(step))
+        want.backward(loss)
+        want.finish()
+        run.engine.backward(own.loss(run, own.batch(step)), step=True)
+        run.engine.step()
+        run.engine.zero_grad()
+    assert_same_outcome(of_training(run.outcome()), of_training(want.outcome()))
+    run.engine.close()
+
+
+def test_step_in_backward(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_step_in_backward))
+
+
+def check_overflow(rank: int, size: int) -> list[float]:
+    """An infinite gradient on the last rank alone: all skip."""
+    recipe = Recipe("16-mixed", steps=6, clip=1.0)
+    run = sharded(rank, Exact, recipe)
+    case = ExactCase(rank, size)
+    for step in range(recipe.steps):
+        batch = case.batch(step)
+        if step in (1, 4) and rank == size - 1:
+            batch[1][3] = float("inf")
+        before = run.engine.model_state_dict()
+        run.backward(case.loss(run, batch))
+        run.finish()
+        after = run.engine.model_state_dict()
+        names = [name for name in before if name != "count"]
+        moved = [name for name in names if not torch.equal(before[name], after[name])]
+        assert (moved == []) == (step in (1, 4)), (step, moved)
+    assert run.engine.stats()["skipped_steps"] == 2
+    run.engine.close()
+    return run.scales
+
+
+def test_overflow_on_one_rank(tmp_path: Path) -> None:
+    scales = values(run_ranks(3, tmp_path, check_overflow))
+    assert scales[0] == scales[1] == scales[2] and len(set(scales[0])) > 1
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
+    began = time.monotonic()
+    with pytest.raises((gs.GeminiError, ValueError)) as found:
+        call(*args, **kwargs)
+    assert time.monotonic() - began < PATIENT / 3
+    return str(found.value)
+
+
+def manage(model: nn.Module, lr: float = 1e-3, **how: Any) -> gs.Engine:
+    how = {"timeout": PATIENT, "chunk_size": 4096} | how
+    return gs.manage(model, gs.HybridAdam(model.parameters(), lr=lr), device="cpu", **how)
+
+
+def check_arguments(rank: int, size: int) -> None:
+    is_odd = rank == 1
+    for field, how in (
+        ("chunk_size: 4096 on ranks 0, 2, 8192 on rank 1", {"chunk_size": 4096 << is_odd}),
+        ("placement_policy", {"placement_policy": "cpu" if is_odd else "auto"}),
+        (
+            'precision: null on ranks 0, 2, "bf16-true"',
+            {"precision": "bf16-true" if is_odd else None},
+        ),
+        ("the shape of the mesh", {"enable_distributed_storage": not is_odd}),
+        ("timeout", {"timeout": PATIENT + is_odd}),
+        ("the loss scaler", {"initial_scale": 2.0 ** (10 + is_odd)}),
+    ):
+        text = refusal(manage, Exact(), **how)
+        assert f"the ranks differ in {field}" in text, text
+    for field, model in (
+        ("tensor 0 of the model", nn.Linear(4 + is_odd, 3)),
+        ("tensor 1 of the model", nn.Linear(4, 3).requires_grad_(True)),
+        ("the number of parameters", nn.Linear(4, 3, bias=is_odd)),
+        ("tensor 2 of the model", nn.BatchNorm1d(4, momentum=0.1)),
+    ):
+        if field.startswith("tensor 1"):
+            model.bias.requires_grad_(not is_odd)
+        if field.startswith("tensor 2") and is_odd:
+            model.running_mean = model.running_mean.double()
+        text = refusal(manage, model)
+        assert f"the ranks differ in {field}" in text, text
+    model = Exact()
+    if is_odd:  # an error of one rank alone: the others hear of it
+        text = refusal(manage, model, placement_policy="gpu")
+        assert text.startswith('placement_policy="gpu"') or "'gpu'" in text
+    else:
+        assert "rank 1 said: manage(): ValueError: placement_policy='gpu'" in refusal(manage, model)
+    if is_odd:
+        model.terms[0].p.grad = torch.zeros(3, 5)
+    text = refusal(manage, model)
+    assert "terms.0.p has a gradient already" in text
+    model.terms[0].p.grad = None
+    engine = manage(model, device_budget=2**20 << rank, host_budget=2**30 >> rank)
+    settings = engine._settings
+    assert (settings.device_budget, settings.host_budget) == (2**20, 2**28)  # the least
+    engine.close()
+
+
+def test_arguments_that_differ(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_arguments))
+
+
+class Choosy(Exact):
+    """Uses its first parameter only if it is told to."""
+
+    wants_first = True
+
+    def forward(self, numbers: list[torch.Tensor]) -> torch.Tensor:
+        modules = [*self.terms, self.tied, self.again, self.frozen]
+        pairs = list(zip(modules, numbers, strict=True))[0 if self.wants_first else 1 :]
+        return torch.stack([m(c) for m, c in pairs]).sum()
+
+
+def check_steps(rank: int, size: int) -> None:
+    model = Choosy()
+    engine = manage(model, chunk_size=2**20)  # one chunk: its reduction is the same on all ranks
+    batch = ExactCase().batch(0)
+    before = engine.model_state_dict()
+    model.wants_first = rank != 1
+    engine.backward(model(batch))
+    text = refusal(engine.step)
+    assert text.startswith("optimizer step: terms.0.p has no gradient on rank 1, but one"), text
+    text = refusal(engine.grad_norm)
+    assert text.startswith("gradient norm: terms.0.p has no gradient on rank 1"), text
+    engine.zero_grad()
+    model.wants_first = False  # on all of them: as with one rank it keeps its value
+    engine.backward(model(batch))
+    engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
+    text = refusal(engine.step)
+    assert "the ranks differ in the hyperparameters of param group 0: [0.001, " in text, text
+    engine.optimizer.param_groups[0]["lr"] = 1e-3
+    if rank == 0:
+        engine._clip_factor = 0.5
+    assert "the ranks differ in the clip factor: [0.5] on rank 0" in refusal(engine.step)
+    engine._clip_factor = 1.0
+    after = engine.model_state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if name != "count")
+    engine.step()
+    after = engine.model_state_dict()
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert {"terms.0.p", "frozen.p"} <= set(same) and "terms.1.p" not in same
+    # Different calls: by name, not after the timeout.
+    text = refusal(engine.grad_norm if rank == 2 else engine.model_state_dict)
+    assert "the ranks are at different places: " in text and "gradient norm on rank 2" in text, text
+    assert "at different places" in refusal(engine.grad_norm)  # it stands
+    with pytest.warns(RuntimeWarning, match="each rank has its part of the weights only"):
+        engine.close()
+
+
+def test_steps_that_differ(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_steps))
+
+
+# ---- rates ---------------------------------------------------------------------------------------
+
+
+def check_rates(rank: int, size: int, folder: str) -> None:
+    """Ranks of a host measure together or not at all, and keep the lowest; another host has its own."""
+    from gemini_strategy import _C, rates
+    from gemini_strategy import ranks as ranks_module
+
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank // 2}"
+    del os.environ["GEMINI_RATES"]
+    here = ranks_module._host()
+    ranks_module._host = lambda: [*here, str(rank // 2)]
+    measured = []
+
+    def measure(*args: Any) -> dict[str, float]:
+        measured.append(args)
+        return dict.fromkeys(rates.REFERENCE, 10.0 + (rank - 1) ** 2)
+
+    _C.rates_measure, original = measure, _C.rates_measure
+    ranks = ranks_module.Ranks(timeout=PATIENT)
+    assert (ranks.local_rank, ranks.local_size) == ((rank % 2), 2 if rank < 2 else 1)
+    assert set(rates.machine_rates(None, 2, ranks=ranks).values()) == {10.0}
+    assert len(measured) == 1
+    kept = rates._measured.copy()
+    assert set(next(iter(kept.values())).values()) == {11.0 if rank == 2 else 10.0}
+    assert rates.machine_rates(None, 2, ranks=ranks)["h2d"] == 10.0 and len(measured) == 1
+    if rank == 1:  # one of a host has forgotten: from the file
+        rates._measured.clear()
+    assert rates.machine_rates(None, 2, ranks=ranks)["h2d"] == 10.0 and len(measured) == 1
+    ranks.gather("all have read")
+    if rank == 0:
+        for file in Path(folder).glob("0/gemini/*"):
+            file.unlink()
+    ranks.gather("the file is gone")
+    if rank == 1:
+        rates._measured.clear()
+    assert rates.machine_rates(None, 2, ranks=ranks)["h2d"] == 10.0
+    assert len(measured) == (1 if rank == 2 else 2)
+    assert rates.machine_rates(None, 2)["h2d"] == 10.0 + (rank - 1) ** 2  # alone: another key
+    os.environ["GEMINI_RATES"] = f"h2d={100 - rank}"
+    assert rates.machine_rates(None, 2, ranks=ranks)["h2d"] == 98.0
+    _C.rates_measure = original
+    ranks.close()
+
+
+def test_rates(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    values(run_ranks(3, tmp_path / "run", check_rates, str(tmp_path)))
