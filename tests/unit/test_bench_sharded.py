@@ -105,9 +105,9 @@ def test_every_loop_trains_the_same_model_on_the_same_data(measured: dict[str, A
     for name in TRAINING:
         losses = measured[name]["losses"]
         assert losses[0] == want[0], name
-        assert losses[: len(want)] == pytest.approx(want[: len(losses)], abs=1e-3), name
-    auto, cpu = (measured[name]["losses"] for name in TRAINING[1:])
-    assert auto == cpu
+        assert losses[: len(want)] == pytest.approx(want, abs=1e-3), name
+    auto, cpu = (measured[name]["losses"][: len(want)] for name in TRAINING[1:])
+    assert auto == cpu  # one of them may have taken a step more to settle
 
 
 def test_gemini_is_sharded_over_the_ranks(measured: dict[str, Any]) -> None:
