@@ -192,19 +192,22 @@ def wait_for(ranks: list[Rank], timeout: float) -> bool:
 
 
 def gather(ranks: list[Rank], timeout: float, is_late: bool) -> dict[str, Any]:
-    """The run's figures from its ranks'; the first error of a rank that had one of its own."""
+    """The run's figures from its ranks'; else the error of the first that has one, and who ended without a word."""
     results = [rank.result() for rank in ranks]
+    silent = [
+        f"rank {rank.number} ended with code {rank.process.returncode}"
+        for rank, result in zip(ranks, results, strict=True)
+        if result is None
+    ]
+    if silent and is_late:
+        silent = [f"some ranks still ran and were ended, --timeout {timeout:g} s"]
     for rank, result in zip(ranks, results, strict=True):
         if result is not None and result["error"]:
-            result["error"] = f"rank {rank.number}: {result['error']}"
+            result["error"] = "; ".join([f"rank {rank.number}: {result['error']}", *silent])
             is_out_of_memory = any(r and r.get("is_out_of_memory") for r in results)
             return {**result, "is_out_of_memory": is_out_of_memory}
-    for rank, result in zip(ranks, results, strict=True):
-        if result is None:
-            error = f"rank {rank.number} ended with code {rank.process.returncode}"
-            if is_late:
-                error = f"rank {rank.number} still ran after {timeout:g} s; --timeout gives more"
-            return {"available": True, "error": error}
+    if silent:
+        return {"available": True, "error": "; ".join(silent)}
     return combine([result for result in results if result is not None])
 
 

@@ -93,6 +93,11 @@ class ShardedGemini(Ranked, Gemini):
         draw_on_demand(model, self.device)
         return model
 
+    def prepare(self) -> None:
+        super().prepare()
+        if self.device.type == "cuda":  # what drawing took
+            torch.cuda.empty_cache()
+
     def is_settling(self) -> bool:
         return self.is_any(super().is_settling())
 

@@ -50,7 +50,8 @@ SIZES = {"cuda": [n for n in (1, 2, 3, 4, 8) if n <= N_GPUS], "cpu": [1, 2]}
 CHUNK = {"cuda": 2 * MIB, "cpu": 4096}
 WIDTH = {"cuda": 1031, "cpu": 37}  # a prime: nothing divides
 STEPS = {"cuda": 50, "cpu": 8}
-PATIENT, SHORT = 100.0, 5.0  # seconds that a rank waits for another
+PATIENT = 100.0  # seconds that a rank waits for another
+SHORT = {"cuda": 10.0, "cpu": 5.0}  # where one is killed; NCCL's start has to fit in
 
 
 def prepare(rank: int, device: str) -> str:
@@ -292,7 +293,7 @@ def train_until(rank: int, size: int, device: str, how: str) -> tuple[float, str
     where = prepare(rank, device)
     case = real_case(rank, size, device)
     recipe = Recipe(precision="bf16-true", clip=0.35, lr=3e-4, device=where)
-    run = managed(case.build, recipe, chunk_size=CHUNK[device], timeout=SHORT)
+    run = managed(case.build, recipe, chunk_size=CHUNK[device], timeout=SHORT[device])
     drive(run, case, 3)
     if rank == 1:
         leave(run, how)
@@ -356,6 +357,6 @@ def test_rank_that_is_killed(device: str, how: str, tmp_path: Path) -> None:
         assert second.exit_code == -signal.SIGKILL
         seconds, text, left = values([first])[0]
     print(f"killed in {how}: {seconds:.1f} s, {left} bytes left: {text}")
-    assert seconds < 2 * SHORT + 10, seconds
+    assert seconds < 2 * SHORT[device] + 10, seconds
     assert "rank 1" in text, text
     assert left <= 64 * MIB

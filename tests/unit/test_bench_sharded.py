@@ -176,7 +176,7 @@ def test_slow_run_is_ended(tmp_path: Path) -> None:
     done = drive(tmp_path, "--only", "fsdp2", "--timeout", "0.3", "--tokens", "32")
     assert done.returncode == 1
     line = lines_of(done.stdout)["fsdp2"]
-    assert "still ran after 0.3 s" in line["error"] and line["is_cut_short"]
+    assert "still ran and were ended, --timeout 0.3 s" in line["error"] and line["is_cut_short"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
