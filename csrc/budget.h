@@ -6,7 +6,8 @@
 
 #include "base.h"
 
-/* Bytes/s and parameters/s (bf16 layout: weight 2, remainder 2, moments 8, gradient 2).  All > 0. */
+/* Bytes/s and parameters/s (bf16 layout: weight 2, remainder 2, moments 8, gradient 2).  All > 0 but for
+ * the last two. */
 typedef struct gm_rates {
     double h2d, d2h;               /* alone */
     double h2d_both, d2h_both;     /* both ways at once */
@@ -14,6 +15,8 @@ typedef struct gm_rates {
     double host_adam_beside;       /* parameters/s while copies run both ways */
     double h2d_beside, d2h_beside; /* both ways at once while the host runs Adam */
     double device_adam;            /* parameters/s, everything on the device */
+    /* Bytes/s of the whole chunk, of large chunks one after the other; 0: they take no time. */
+    double gather, reduce;
 } gm_rates;
 
 /* The stage is device memory through which streamed states pass, slice by slice, each in a slot. */

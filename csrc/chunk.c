@@ -323,6 +323,14 @@ gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stre
     return GM_OK;
 }
 
+void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->pins > 0);
+    p->pins--;
+    p->last_use = ++chunks->clock;
+}
+
 void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);

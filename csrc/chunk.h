@@ -77,6 +77,8 @@ gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_strea
 gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* Ends one pin; the piece may be overwritten once `stream` passes this point. */
 gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* The same where every access was put between a begin and an end below: it adds no order. */
+void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The device copy was or will be written by work on the stream it is pinned for. */
 void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has happened, when its

@@ -1,7 +1,9 @@
-/* comm.c - what every communicator does alike: arguments, the first failure, a collective in words.
+/* comm.c - what every communicator does alike: arguments, the first failure, a collective in words, the last ones.
  *
  * 1. `failed` is set once, behind the complete text: whoever sees it may read the text without a lock.
- * 2. A call that is refused for its arguments is not counted and leaves the communicator as it was. */
+ * 2. A call that is refused for its arguments is not counted and leaves the communicator as it was.
+ * 3. `hash` is a chain over everything that must be the same on all ranks, of all collectives that were counted: two ranks
+ *    with the same number and hash have issued the same ones (but for one chance in 2^64). */
 #include "comm_impl.h"
 
 #include <stdarg.h>
@@ -9,7 +11,8 @@
 #include <string.h>
 #include <unistd.h>
 
-static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast",
+                                         "agreement"};
 static const char *const dtype_names[] = {"fp32", "bf16", "fp16", "fp64", "u64"};
 
 int gm_comm_rank(const gm_comm *comm)
@@ -34,12 +37,14 @@ gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size
     comm->owner = getpid();
     atomic_init(&comm->failed, GM_OK);
     pthread_mutex_init(&comm->lock, NULL);
+    pthread_mutex_init(&comm->record, NULL);
     return GM_OK;
 }
 
 void gm_comm_fini(gm_comm *comm)
 {
     pthread_mutex_destroy(&comm->lock);
+    pthread_mutex_destroy(&comm->record);
 }
 
 /* ---- words ---- */
@@ -72,21 +77,109 @@ size_t gm_comm_call_bytes(const gm_comm *comm, const gm_comm_call *call)
     return has_shards(call) ? bytes * (size_t)comm->size : bytes;
 }
 
-void gm_comm_describe(const gm_comm *comm, const gm_comm_call *call, char *out, size_t out_bytes)
+/* The lock of the records is held. */
+static void describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_WORDS])
 {
-    char shards[24] = "", what[40] = "";
+    char shards[16] = "", what[40] = "", label[160] = "", about[208] = "";
     if (has_shards(call)) {
         (void)snprintf(shards, sizeof shards, "%d x ", comm->size);
     }
     if (call->kind == GM_COMM_BROADCAST) {
-        (void)snprintf(what, sizeof what, " from rank %d", call->root);
-    } else if (!call->is_bytes) {
-        (void)snprintf(what, sizeof what, " (%s of %s)", call->op == GM_COMM_MAX ? "max" : "sum",
+        (void)snprintf(what, sizeof what, "from rank %d", call->root);
+    } else if (call->kind != GM_COMM_AGREE && !call->is_bytes) {
+        (void)snprintf(what, sizeof what, "%s of %s", call->op == GM_COMM_MAX ? "max" : "sum",
                        dtype_names[call->dtype]);
     }
-    (void)snprintf(out, out_bytes, "%s number %llu of %s%zu bytes%s", kind_names[call->kind],
-                   (unsigned long long)call->number, shards,
-                   call->count * gm_comm_element_bytes(call), what);
+    if (call->label && comm->namer) {
+        comm->namer(comm->namer_context, call->label, label, sizeof label);
+    }
+    if (call->label && !*label) {
+        (void)snprintf(label, sizeof label, "label %llu", (unsigned long long)call->label);
+    }
+    if (*what || *label) {
+        (void)snprintf(about, sizeof about, " (%s%s%s)", what, *what && *label ? "; " : "", label);
+    }
+    if (call->kind == GM_COMM_AGREE) {
+        (void)snprintf(out, GM_COMM_WORDS, "%s number %llu%s", kind_names[call->kind],
+                       (unsigned long long)call->number, about);
+    } else {
+        (void)snprintf(out, GM_COMM_WORDS, "%s number %llu of %s%zu bytes%s",
+                       kind_names[call->kind], (unsigned long long)call->number, shards,
+                       call->count * gm_comm_element_bytes(call), about);
+    }
+}
+
+void gm_comm_describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_WORDS])
+{
+    pthread_mutex_lock(&comm->record);
+    describe(comm, call, out);
+    pthread_mutex_unlock(&comm->record);
+}
+
+void gm_comm_label(gm_comm *comm, uint64_t label)
+{
+    comm->label = label;
+}
+
+void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context)
+{
+    if (comm->owner == getpid()) { /* a forked child may have inherited a lock that nobody holds */
+        pthread_mutex_lock(&comm->record);
+        comm->namer = namer;
+        comm->namer_context = context;
+        pthread_mutex_unlock(&comm->record);
+    }
+}
+
+/* ---- the last collectives ---- */
+
+static uint64_t mix(uint64_t hash, uint64_t word)
+{
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15; /* odd: no two hashes become one */
+    hash ^= hash >> 32;
+    hash *= 0xd6e8feb86659fd93;
+    return hash ^ hash >> 32;
+}
+
+/* Gives the collective its number. */
+static void count(gm_comm *comm, gm_comm_call *call)
+{
+    uint64_t shape = (uint64_t)call->kind | (uint64_t)call->is_bytes << 8 |
+                     (uint64_t)call->dtype << 16 | (uint64_t)call->op << 24 |
+                     (uint64_t)call->root << 32;
+    call->label = comm->label;
+    pthread_mutex_lock(&comm->record);
+    call->number = ++comm->n_calls;
+    call->hash = comm->hash;
+    comm->hash = mix(mix(mix(comm->hash, shape), call->count), call->label);
+    comm->records[call->number % GM_COMM_N_RECORDS] = *call;
+    pthread_mutex_unlock(&comm->record);
+}
+
+uint64_t gm_comm_count(gm_comm *comm)
+{
+    uint64_t n = 0;
+    if (comm->owner == getpid()) {
+        pthread_mutex_lock(&comm->record);
+        n = comm->n_calls;
+        pthread_mutex_unlock(&comm->record);
+    }
+    return n;
+}
+
+bool gm_comm_recall(gm_comm *comm, uint64_t number, char out[GM_COMM_WORDS])
+{
+    bool is_there = false;
+    if (number > 0 && comm->owner == getpid()) {
+        pthread_mutex_lock(&comm->record);
+        const gm_comm_call *call = &comm->records[number % GM_COMM_N_RECORDS];
+        is_there = call->number == number;
+        if (is_there) {
+            describe(comm, call, out);
+        }
+        pthread_mutex_unlock(&comm->record);
+    }
+    return is_there;
 }
 
 /* ---- the first failure ---- */
@@ -106,23 +199,29 @@ gm_status gm_comm_failure(gm_comm *comm)
 gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status status,
                         const char *format, ...)
 {
-    char words[160] = "", text[sizeof comm->failure - 200];
+    char words[GM_COMM_WORDS] = "", text[sizeof comm->failure - GM_COMM_WORDS - 40];
     va_list args;
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
     if (call) {
-        gm_comm_describe(comm, call, words, sizeof words);
+        gm_comm_describe(comm, call, words);
     }
     pthread_mutex_lock(&comm->lock);
     if (!gm_comm_has_failed(comm)) {
         (void)snprintf(comm->failure, sizeof comm->failure, "%s%srank %d of %d: %s", words,
                        call ? ", " : "", comm->rank, comm->size, text);
+        comm->failed_at = call ? call->number : 0;
         atomic_store_explicit(&comm->failed, status, memory_order_release);
     }
     pthread_mutex_unlock(&comm->lock);
     comm->ops->end(comm);
     return gm_comm_failure(comm);
+}
+
+uint64_t gm_comm_failed_at(gm_comm *comm)
+{
+    return gm_comm_has_failed(comm) ? comm->failed_at : 0;
 }
 
 static gm_status check_owner(const gm_comm *comm)
@@ -186,8 +285,8 @@ static gm_status issue(gm_comm *comm, gm_comm_call *call, gm_stream stream)
     if (gm_comm_has_failed(comm)) {
         return gm_comm_failure(comm);
     }
-    call->number = ++comm->n_calls;
-    if (comm->size == 1 || call->count == 0) {
+    count(comm, call);
+    if (comm->size == 1 || (call->count == 0 && call->kind != GM_COMM_AGREE)) {
         return GM_OK;
     }
     return comm->ops->issue(comm, call, stream);
@@ -232,5 +331,11 @@ gm_status gm_comm_broadcast(gm_comm *comm, uintptr_t data, size_t bytes, int roo
     if (root < 0 || root >= comm->size) {
         return refuse(comm, &call, "the root must be a rank from 0 to size - 1");
     }
+    return issue(comm, &call, stream);
+}
+
+gm_status gm_comm_agree(gm_comm *comm, gm_stream stream)
+{
+    gm_comm_call call = {.kind = GM_COMM_AGREE, .is_bytes = true};
     return issue(comm, &call, stream);
 }

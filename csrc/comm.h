@@ -14,6 +14,11 @@
  * Failure: the first one stands.  It ends the communicator, here at once and on the other ranks as soon as
  * they notice; every later call gives its text.  A rank that does not come is noticed after `timeout` seconds, on a
  * thread of the communicator where the device is not the host, so a host that waits for its stream wakes up.
+ * Ranks that do not issue the same collectives: the host's compare what they are at before any byte moves.  NCCL cannot,
+ * so what its collectives leave is to be believed only once a gm_comm_agree() behind them is over and gm_comm_check()
+ * has no failure.
+ * A transport that is written in Python takes the GIL inside a collective, gm_comm_abort and gm_comm_free: whoever
+ * calls them, or waits for a lock that is held around them, must have released it (debug builds assert it).
  * A forked child has no communicator: calls fail by name, gm_comm_free does nothing. */
 #ifndef GM_COMM_H
 #define GM_COMM_H
@@ -51,6 +56,34 @@ gm_status gm_comm_all_reduce(gm_comm *comm, uintptr_t data, size_t count, gm_com
                              gm_comm_op op, gm_stream stream);
 gm_status gm_comm_broadcast(gm_comm *comm, uintptr_t data, size_t bytes, int root,
                             gm_stream stream);
+
+/* Are the ranks' collectives so far the same: kinds, sizes, dtypes, roots, labels?  All ranks call it at the same places (it
+ * is a collective, and counted), the engine once a step.  The host does not wait: a difference becomes the failure of every
+ * rank when the stream has come this far and the watching thread, gm_comm_check or the next collective looks.  (It waits if
+ * as many as 16 are under way.)  On the host device ranks compare before each collective, so this one is only that
+ * comparison: it finds a rank that has left out the last ones, or those of 0 bytes. */
+gm_status gm_comm_agree(gm_comm *comm, gm_stream stream);
+
+/* ---- words for what is being done ---- */
+
+/* Says what the collectives from here on are for, 0: nothing.  Must be the same on every rank, and is compared. */
+void gm_comm_label(gm_comm *comm, uint64_t label);
+/* Words for a label: "gather of chunk 12, step 3, unit model.layers.4".  NULL (or no words): its number.  Called for
+ * texts only, on any thread and late: for labels of the last 512 collectives, with a lock of the communicator held.  It must
+ * not call the communicator, nor take a lock that is held around calls of it.  Once this returns, the namer before it
+ * is not called any more. */
+typedef void (*gm_comm_namer)(void *context, uint64_t label, char *out, size_t bytes);
+void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context);
+
+#define GM_COMM_WORDS 320 /* bytes that hold any collective in words */
+/* Collectives issued so far; the first has number 1. */
+uint64_t gm_comm_count(gm_comm *comm);
+/* That in which the first failure was noticed; 0: there is none, or it has none. */
+uint64_t gm_comm_failed_at(gm_comm *comm);
+/* Collective `number` in words; false if it is not one of the last 512. */
+bool gm_comm_recall(gm_comm *comm, uint64_t number, char out[GM_COMM_WORDS]);
+
+/* ---- failure and end ---- */
 
 /* The first failure, if there is one: another rank's end, a collective that did not end in time, an abort. */
 gm_status gm_comm_check(gm_comm *comm);

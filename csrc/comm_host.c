@@ -4,8 +4,9 @@
  * 1. A sum is taken in the order of the ranks, for each element on one rank only: 16-bit types and fp32 in fp32,
  *    rounded once at the end, by the arithmetic that adds gradients (grad.c).  The bits are the same on every
  *    rank and in every run, and a NaN is canonical.
- * 2. Before the bytes of a collective, the ranks tell each other which one they are at.  Ranks that are at
- *    different ones all fail, by name, and no byte of the range has changed.
+ * 2. Before the bytes of a collective, the ranks tell each other which one they are at, what it is for, and the hash of
+ *    all before.  Every rank sees the headers of all, so either none or all find a difference; then each tells the
+ *    others its words, all fail, by name, and no byte of the range has changed.
  * 3. On a device whose streams run late, each collective waits for the one before (an event), so that all
  *    ranks run them in the order in which they were issued.  They run inside calls of the device, which is where
  *    such a device runs everything; a rank that waits there waits for other processes, never for this one.
@@ -33,6 +34,7 @@ typedef struct header {
     uint32_t kind, is_bytes, dtype, op;
     int32_t root;
     uint32_t zero;
+    uint64_t label, hash;
 } header;
 
 typedef struct job {
@@ -60,6 +62,91 @@ static gm_status exchange(job *j)
     return GM_OK;
 }
 
+typedef struct words {
+    char text[GM_COMM_WORDS];
+} words;
+
+/* What the ranks are at, in the words of each: labels mean what that rank's namer says.  Where one is already gone, in
+ * our own words. */
+static void tell_words(job *j, const header *headers, words *all)
+{
+    host_comm *c = j->comm;
+    size_t size = (size_t)c->base.size, rank = (size_t)c->base.rank;
+    char why[400];
+    words mine = {""};
+    gm_comm_describe(&c->base, &j->call, mine.text);
+    for (size_t r = 0; r < size; r++) {
+        j->out[r] = (gm_comm_piece){&mine, sizeof mine};
+        j->in[r] = (gm_comm_piece){&all[r], sizeof all[r]};
+    }
+    j->out[rank].bytes = j->in[rank].bytes = 0;
+    bool is_told = c->transport.exchange(c->transport.context, j->out, j->in, why, sizeof why);
+    for (size_t r = 0; r < size; r++) {
+        const header *h = &headers[r];
+        gm_comm_call call = {.number = h->number,
+                             .kind = (gm_comm_kind)(h->kind % GM_COMM_N_KINDS),
+                             .count = (size_t)h->count,
+                             .is_bytes = h->is_bytes,
+                             .dtype = (gm_comm_dtype)(h->dtype % (GM_COMM_U64 + 1)),
+                             .op = (gm_comm_op)(h->op % (GM_COMM_MAX + 1)),
+                             .root = h->root,
+                             .label = h->label};
+        if (!is_told || r == rank) {
+            gm_comm_describe(&c->base, &call, all[r].text);
+        }
+        all[r].text[GM_COMM_WORDS - 1] = 0;
+    }
+}
+
+/* "ranks 1, 3 are at A; rank 2 is at B; ", of the ranks whose words are not ours. */
+static void list_others(const words *all, size_t size, size_t rank, char *out, size_t bytes)
+{
+    size_t at = 0;
+    out[0] = 0;
+    for (size_t r = 0; r < size && at < bytes; r++) {
+        size_t n = 0, first = 0;
+        while (strcmp(all[first].text, all[r].text) != 0) {
+            first++;
+        }
+        if (first < r || strcmp(all[r].text, all[rank].text) == 0) {
+            continue; /* has been said, or is ours */
+        }
+        for (size_t other = r; other < size; other++) {
+            n += strcmp(all[other].text, all[r].text) == 0;
+        }
+        const char *between = n > 1 ? "ranks " : "rank ";
+        for (size_t other = r; other < size && at < bytes; other++) {
+            if (strcmp(all[other].text, all[r].text) == 0) {
+                at += (size_t)snprintf(out + at, bytes - at, "%s%zu", between, other);
+                between = ", ";
+            }
+        }
+        if (at < bytes) {
+            at += (size_t)snprintf(out + at, bytes - at, " %s at %s; ", n > 1 ? "are" : "is",
+                                   all[r].text);
+        }
+    }
+}
+
+static gm_status differ(job *j, const header *headers)
+{
+    host_comm *c = j->comm;
+    size_t size = (size_t)c->base.size;
+    char others[560];
+    words *all = calloc(size, sizeof *all);
+    if (!all) {
+        return gm_comm_break(&c->base, &j->call, GM_ERR_NOMEM,
+                             "HOST: no %zu bytes to say how the ranks differ", size * sizeof *all);
+    }
+    tell_words(j, headers, all);
+    list_others(all, size, (size_t)c->base.rank, others, sizeof others);
+    free(all);
+    return gm_comm_break(&c->base, &j->call, GM_ERR_STATE,
+                         "%sall ranks must issue the same collectives in the same order",
+                         *others ? others
+                                 : "what the ranks have issued before it (of 0 bytes) differs; ");
+}
+
 static gm_status agree(job *j)
 {
     host_comm *c = j->comm;
@@ -71,7 +158,9 @@ static gm_status agree(job *j)
                    .is_bytes = call->is_bytes,
                    .dtype = (uint32_t)call->dtype,
                    .op = (uint32_t)call->op,
-                   .root = call->root};
+                   .root = call->root,
+                   .label = call->label,
+                   .hash = call->hash};
     header *theirs = calloc(size, sizeof *theirs);
     if (!theirs) {
         return gm_comm_break(&c->base, call, GM_ERR_NOMEM, "HOST: no %zu bytes for headers",
@@ -85,20 +174,7 @@ static gm_status agree(job *j)
     theirs[c->base.rank] = mine;
     for (size_t r = 0; r < size && status == GM_OK; r++) {
         if (memcmp(&theirs[r], &mine, sizeof mine) != 0) {
-            const header *h = &theirs[r];
-            gm_comm_call other = {.number = h->number,
-                                  .kind = (gm_comm_kind)(h->kind % 4),
-                                  .count = (size_t)h->count,
-                                  .is_bytes = h->is_bytes,
-                                  .dtype = (gm_comm_dtype)(h->dtype % 5),
-                                  .op = (gm_comm_op)(h->op % 2),
-                                  .root = h->root};
-            char words[160];
-            gm_comm_describe(&c->base, &other, words, sizeof words);
-            status = gm_comm_break(&c->base, call, GM_ERR_STATE,
-                                   "rank %zu is at %s; all ranks must issue the same collectives "
-                                   "in the same order",
-                                   r, words);
+            status = differ(j, theirs);
         }
     }
     free(theirs);
@@ -250,9 +326,11 @@ static gm_status perform(job *j)
     case GM_COMM_ALL_GATHER: return gather(j, shards);
     case GM_COMM_REDUCE_SCATTER: return reduce(j, shards);
     case GM_COMM_ALL_REDUCE: GM_TRY(reduce(j, even)); return gather(j, even);
-    case GM_COMM_BROADCAST: break;
+    case GM_COMM_BROADCAST: return broadcast(j);
+    case GM_COMM_AGREE:
+    case GM_COMM_N_KINDS: break;
     }
-    return broadcast(j);
+    return GM_OK; /* the headers were all of it */
 }
 
 /* ---- the stream ---- */
@@ -277,8 +355,10 @@ static gm_status put_on_stream(host_comm *c, job *j, gm_stream stream)
     } else {
         GM_TRY_GOTO(status, fail, ops->event_wait(c->dev, c->last, stream));
     }
-    gm_note_access(c->dev, (const void *)call->base, gm_comm_call_bytes(&c->base, call), true,
-                   stream);
+    if (call->count > 0) {
+        gm_note_access(c->dev, (const void *)call->base, gm_comm_call_bytes(&c->base, call), true,
+                       stream);
+    }
     GM_TRY_GOTO(status, fail, ops->host_call(c->dev, run, j, stream));
     return ops->event_record(c->dev, c->last, stream);
 fail:

@@ -1,8 +1,5 @@
 /* comm_nccl.c - collectives by NCCL, looked up in the copy that torch has loaded.
  *
- * NCCL's header is not needed to build: the few types and functions are declared here, as they are from NCCL 2.18
- * on (ncclConfig_t in its first form, of 2.14, which later versions read by the version that it names).
- *
  * The communicator is a non-blocking one: a call of NCCL that has to meet other ranks returns at once and is
  * waited for here, with an end to the wait.  Work on the device is watched by a thread: an event behind each
  * collective, and NCCL's own asynchronous errors.  Aborting makes the kernels of a collective return, and with
@@ -15,13 +12,16 @@
  *   3. flights[] has the collectives that may still run, oldest first.  NCCL runs them in that order, so the
  *      event of one says the same of all before it; where the ring is full the newest is recorded anew.
  *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a long queue is not
- *      a late rank. */
+ *      a late rank.
+ *   5. An agreement is three things in one stream: {hash, ~hash, number, ~number} to the device, their maximum over the
+ *      ranks, and that back to the host.  Where the maximum of x is not the complement of the maximum of ~x the ranks
+ *      differ, and every rank sees it.  Each has a slot of its own until its event is reached: streams may differ, so
+ *      only the event says that a slot is free. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm_impl.h"
 
 #ifdef GM_WITH_CUDA
 
-#include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,132 +29,11 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "cuda_driver.h"
-
-/* ---- NCCL's interface, 2.18 and newer ---- */
-
-enum { NCCL_OLDEST = 21800, NCCL_TOO_NEW = 30000 };
-enum { NCCL_SUCCESS = 0, NCCL_IN_PROGRESS = 7 };
-enum { NCCL_U8 = 1, NCCL_U64 = 5, NCCL_F16 = 6, NCCL_F32 = 7, NCCL_F64 = 8, NCCL_BF16 = 9 };
-enum { NCCL_SUM = 0, NCCL_MAX = 2 };
-
-typedef int nccl_result;
-typedef void *nccl_handle; /* ncclComm_t */
-typedef struct nccl_id {
-    char bytes[GM_COMM_ID_BYTES];
-} nccl_id;
-
-typedef struct nccl_config { /* of 2.14 */
-    size_t size;
-    unsigned magic, version;
-    int blocking;
-} nccl_config;
-
-typedef struct nccl_api {
-    int version;
-    nccl_result (*get_version)(int *version);
-    nccl_result (*get_unique_id)(nccl_id *id);
-    nccl_result (*init_rank)(nccl_handle *out, int size, nccl_id id, int rank,
-                             const nccl_config *config);
-    nccl_result (*finalize)(nccl_handle comm);
-    nccl_result (*destroy)(nccl_handle comm);
-    nccl_result (*stop)(nccl_handle comm); /* ncclCommAbort */
-    nccl_result (*async_error)(nccl_handle comm, nccl_result *error);
-    const char *(*error_string)(nccl_result result);
-    const char *(*last_error)(nccl_handle comm);
-    nccl_result (*all_gather)(const void *src, void *dst, size_t src_count, int dtype,
-                              nccl_handle comm, CUstream stream);
-    nccl_result (*reduce_scatter)(const void *src, void *dst, size_t dst_count, int dtype, int op,
-                                  nccl_handle comm, CUstream stream);
-    nccl_result (*all_reduce)(const void *src, void *dst, size_t count, int dtype, int op,
-                              nccl_handle comm, CUstream stream);
-    nccl_result (*broadcast)(const void *src, void *dst, size_t count, int dtype, int root,
-                             nccl_handle comm, CUstream stream);
-} nccl_api;
-
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
-static nccl_api api; /* under load_lock until is_loaded, then for life */
-static bool is_loaded;
-
-static gm_status look_up(void *library)
-{
-    nccl_api a = {0};
-    const struct {
-        const char *name;
-        void *out;
-    } symbols[] = {
-        {"ncclGetVersion", (void *)&a.get_version},
-        {"ncclGetUniqueId", (void *)&a.get_unique_id},
-        {"ncclCommInitRankConfig", (void *)&a.init_rank},
-        {"ncclCommFinalize", (void *)&a.finalize},
-        {"ncclCommDestroy", (void *)&a.destroy},
-        {"ncclCommAbort", (void *)&a.stop},
-        {"ncclCommGetAsyncError", (void *)&a.async_error},
-        {"ncclGetErrorString", (void *)&a.error_string},
-        {"ncclGetLastError", (void *)&a.last_error},
-        {"ncclAllGather", (void *)&a.all_gather},
-        {"ncclReduceScatter", (void *)&a.reduce_scatter},
-        {"ncclAllReduce", (void *)&a.all_reduce},
-        {"ncclBroadcast", (void *)&a.broadcast},
-    };
-    for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
-        void *address = dlsym(library, symbols[i].name);
-        if (!address) {
-            return GM_FAIL(GM_ERR_UNSUPPORTED,
-                           "NCCL: libnccl.so.2 has no %s; 2.18 or newer is needed",
-                           symbols[i].name);
-        }
-        /* ISO C has no conversion from object to function pointer; POSIX guarantees that the bits agree. */
-        memcpy(symbols[i].out, &address, sizeof address);
-    }
-    nccl_result result = a.get_version(&a.version);
-    if (result != NCCL_SUCCESS || a.version < NCCL_OLDEST || a.version >= NCCL_TOO_NEW) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED,
-                       "NCCL: version code %d; this build knows 2.18 (%d) up to 2.99", a.version,
-                       NCCL_OLDEST);
-    }
-    api = a;
-    is_loaded = true;
-    return GM_OK;
-}
-
-static gm_status load(const char *path)
-{
-    if (is_loaded) {
-        return GM_OK;
-    }
-    /* Two copies in one process would each take device memory: torch's, wherever it came from, is first. */
-    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    if (!library && path) {
-        library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    }
-    if (!library) {
-        library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-    }
-    if (!library) {
-        const char *reason = dlerror();
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "NCCL: none is loaded and none can be (%s)",
-                       reason ? reason : "libnccl.so.2 not found");
-    }
-    gm_status status = look_up(library); /* the library stays open for life */
-    if (status != GM_OK) {
-        dlclose(library);
-    }
-    return status;
-}
-
-static gm_status nccl(const char *path, const nccl_api **out)
-{
-    *out = &api;
-    pthread_mutex_lock(&load_lock);
-    gm_status status = load(path);
-    pthread_mutex_unlock(&load_lock);
-    return status;
-}
+#include "comm_nccl_impl.h"
 
 /* ---- the communicator ---- */
 
-enum { N_FLIGHTS = 256 };
+enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
 static const double LOOK_SECONDS = 0.1;      /* between two looks of the watching thread */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
@@ -163,6 +42,19 @@ typedef struct flight {
     gm_comm_call call;
     double issued_at;
 } flight;
+
+/* What the ranks compare, and the maxima of it. */
+typedef struct digest {
+    uint64_t hash, not_hash, number, not_number;
+} digest;
+
+typedef struct agreement {
+    CUevent event;
+    bool is_pending;
+    gm_comm_call call;
+    CUdeviceptr data;        /* a digest */
+    digest *sent, *received; /* pinned host memory */
+} agreement;
 
 typedef struct nccl_comm {
     gm_comm base; /* first: a gm_comm * is an nccl_comm * */
@@ -178,7 +70,13 @@ typedef struct nccl_comm {
     nccl_handle handle;
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
-    double progress_at; /* when the oldest flight became the oldest */
+    double progress_at;  /* when the oldest flight became the oldest */
+    CUdeviceptr digests; /* N_AGREEMENTS on the device */
+    void *host_digests;  /* 2 * N_AGREEMENTS, pinned */
+    agreement agreements
+        [N_AGREEMENTS]; /* ring: the oldest pending one is at next_agreement or behind it */
+    size_t next_agreement;
+    uint64_t agreed_at; /* the collectives before this one are the same on all ranks */
     bool is_stopping;
     bool has_watcher;
     pthread_t watcher;
@@ -216,6 +114,7 @@ static void leave(nccl_comm *c)
 
 typedef struct trouble {
     bool is_there, has_call;
+    gm_status status; /* GM_OK: the device's */
     gm_comm_call call;
     char why[400];
 } trouble;
@@ -282,7 +181,96 @@ static void nccl_end(gm_comm *comm)
 
 static gm_status report(nccl_comm *c, const trouble *t)
 {
-    return gm_comm_break(&c->base, t->has_call ? &t->call : NULL, GM_ERR_DEVICE, "%s", t->why);
+    return gm_comm_break(&c->base, t->has_call ? &t->call : NULL,
+                         t->status == GM_OK ? GM_ERR_DEVICE : t->status, "%s", t->why);
+}
+
+static void tell_result(trouble *t, const gm_comm_call *call, CUresult result)
+{
+    (void)gm_cuda_check(result, "cuEventQuery", __FILE__, __LINE__);
+    t->is_there = t->has_call = true;
+    t->call = *call;
+    (void)snprintf(t->why, sizeof t->why, "%.390s", gm_last_error());
+}
+
+/* ---- agreement ---- */
+
+static void compare(nccl_comm *c, const agreement *a, trouble *t)
+{
+    const digest *most = a->received;
+    uint64_t least_number = ~most->not_number;
+    if (most->hash == ~most->not_hash && most->number == least_number &&
+        most->hash == a->sent->hash && most->number == a->sent->number) {
+        c->agreed_at = a->call.number > c->agreed_at ? a->call.number : c->agreed_at;
+        return;
+    }
+    t->is_there = t->has_call = true;
+    t->status = GM_ERR_STATE;
+    t->call = a->call;
+    (void)snprintf(t->why, sizeof t->why,
+                   "the ranks have not issued the same collectives after number %llu: %llu here, "
+                   "%llu to %llu over the ranks, of different kinds, sizes or labels; what they "
+                   "have left since is not to be used",
+                   (unsigned long long)c->agreed_at, (unsigned long long)a->sent->number,
+                   (unsigned long long)least_number, (unsigned long long)most->number);
+}
+
+/* The lock is held, the context current. */
+static void look_at_agreements(nccl_comm *c, trouble *t)
+{
+    for (size_t i = 0; i < N_AGREEMENTS && !t->is_there; i++) {
+        agreement *a = &c->agreements[(c->next_agreement + i) % N_AGREEMENTS];
+        CUresult result = a->is_pending ? c->cuda->cuEventQuery(a->event) : CUDA_ERROR_NOT_READY;
+        if (result == CUDA_SUCCESS) {
+            a->is_pending = false;
+            compare(c, a, t);
+        } else if (result != CUDA_ERROR_NOT_READY) {
+            a->is_pending = false;
+            tell_result(t, &a->call, result);
+        }
+    }
+}
+
+/* The context is current.  All that agreements will ever need. */
+static gm_status new_agreements(nccl_comm *c)
+{
+    GM_CU(c->cuda->cuMemAlloc(&c->digests, N_AGREEMENTS * sizeof(digest)));
+    GM_CU(c->cuda->cuMemHostAlloc(&c->host_digests, 2 * N_AGREEMENTS * sizeof(digest), 0));
+    for (size_t i = 0; i < N_AGREEMENTS; i++) {
+        agreement *a = &c->agreements[i];
+        GM_CU(c->cuda->cuEventCreate(&a->event, CU_EVENT_DISABLE_TIMING));
+        a->data = c->digests + i * sizeof(digest);
+        a->sent = (digest *)c->host_digests + 2 * i;
+        a->received = a->sent + 1;
+    }
+    return GM_OK;
+}
+
+/* The context is current, nothing is watched any more. */
+static void free_agreements(nccl_comm *c)
+{
+    bool is_pending = false;
+    double end = now() + FAREWELL_SECONDS;
+    for (size_t i = 0; i < N_AGREEMENTS; i++) {
+        agreement *a = &c->agreements[i];
+        while (a->is_pending && c->cuda->cuEventQuery(a->event) == CUDA_ERROR_NOT_READY &&
+               now() < end) {
+            rest(200000);
+        }
+        is_pending = is_pending || (a->is_pending && now() >= end);
+        if (a->event) {
+            (void)c->cuda->cuEventDestroy(a->event);
+        }
+    }
+    if (is_pending) {
+        return; /* a copy may still come: the few bytes stay */
+    }
+    if (c->digests) {
+        (void)c->cuda->cuMemFree(c->digests);
+    }
+    if (c->host_digests) {
+        (void)c->cuda->cuMemFreeHost(c->host_digests);
+    }
 }
 
 /* ---- flights ---- */
@@ -314,15 +302,16 @@ static void look(nccl_comm *c, trouble *t)
             break;
         }
         if (result != CUDA_SUCCESS) {
-            (void)gm_cuda_check(result, "cuEventQuery", __FILE__, __LINE__);
-            t->is_there = t->has_call = true;
-            t->call = f->call;
-            (void)snprintf(t->why, sizeof t->why, "%.390s", gm_last_error());
+            tell_result(t, &f->call, result);
             return;
         }
         c->head = (c->head + 1) % N_FLIGHTS;
         c->n--;
         c->progress_at = now();
+    }
+    look_at_agreements(c, t);
+    if (t->is_there) {
+        return;
     }
     t->has_call = c->n > 0;
     t->call = c->flights[c->head].call;
@@ -436,9 +425,57 @@ static nccl_result call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream st
         return n->reduce_scatter(base, own, call->count, dtype, op, c->handle, stream);
     case GM_COMM_ALL_REDUCE:
         return n->all_reduce(base, base, call->count, dtype, op, c->handle, stream);
-    case GM_COMM_BROADCAST: break;
+    case GM_COMM_BROADCAST:
+        return n->broadcast(base, base, call->count, dtype, call->root, c->handle, stream);
+    case GM_COMM_AGREE:
+    case GM_COMM_N_KINDS: break;
     }
-    return n->broadcast(base, base, call->count, dtype, call->root, c->handle, stream);
+    return n->all_reduce(base, base, call->count, NCCL_U64, NCCL_MAX, c->handle, stream);
+}
+
+/* The lock is held, and let go while the slot is waited for. */
+static agreement *next_agreement(nccl_comm *c, trouble *t)
+{
+    agreement *a = &c->agreements[c->next_agreement];
+    double end = now() + c->timeout;
+    for (look_at_agreements(c, t); a->is_pending && !t->is_there; look_at_agreements(c, t)) {
+        pthread_mutex_unlock(&c->lock);
+        rest(200000);
+        pthread_mutex_lock(&c->lock);
+        if (!c->handle) { /* the watcher has found a failure */
+            t->is_there = true;
+        } else if (now() > end) {
+            t->is_there = t->has_call = true;
+            t->call = a->call;
+            (void)snprintf(t->why, sizeof t->why, "not done after %g s", c->timeout);
+        }
+    }
+    c->next_agreement = (c->next_agreement + 1) % N_AGREEMENTS;
+    return a;
+}
+
+/* The lock is held, the context current. */
+static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstream stream,
+                                 trouble *t)
+{
+    agreement *a = next_agreement(c, t);
+    if (t->is_there) {
+        return GM_OK;
+    }
+    gm_comm_call on_digest = *call; /* on the device it is a maximum */
+    on_digest.base = (uintptr_t)a->data;
+    on_digest.count = sizeof(digest) / sizeof(uint64_t);
+    a->call = *call;
+    *a->sent = (digest){call->hash, ~call->hash, call->number, ~call->number};
+    GM_CU(c->cuda->cuMemcpyHtoDAsync(a->data, a->sent, sizeof(digest), stream));
+    finish_call(c, call_nccl(c, &on_digest, stream), c->timeout, "issuing it", t);
+    if (t->is_there) {
+        return GM_OK;
+    }
+    GM_CU(c->cuda->cuMemcpyDtoHAsync(a->received, a->data, sizeof(digest), stream));
+    GM_CU(c->cuda->cuEventRecord(a->event, stream));
+    a->is_pending = true;
+    return track(c, call, stream);
 }
 
 static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream stream)
@@ -449,13 +486,18 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     gm_status status = GM_OK;
     GM_TRY(enter(c));
     pthread_mutex_lock(&c->lock);
-    if (c->handle) { /* else the watcher has just found a failure */
-        finish_call(c, call_nccl(c, call, cuda_stream), c->timeout, "issuing it", &t);
+    if (!c->handle) { /* the watcher has just found a failure */
+        t.is_there = true;
+    } else if (call->kind == GM_COMM_AGREE) {
+        status = issue_agreement(c, call, cuda_stream, &t);
+    } else {
+        look_at_agreements(c, &t);
+        if (!t.is_there) {
+            finish_call(c, call_nccl(c, call, cuda_stream), c->timeout, "issuing it", &t);
+        }
         if (!t.is_there) {
             status = track(c, call, cuda_stream);
         }
-    } else {
-        t.is_there = true;
     }
     pthread_mutex_unlock(&c->lock);
     leave(c);
@@ -517,6 +559,7 @@ static void nccl_free(gm_comm *comm)
                     (void)c->cuda->cuEventDestroy(c->flights[i].event);
                 }
             }
+            free_agreements(c);
             leave(c);
         }
         (void)c->cuda->cuDevicePrimaryCtxRelease(c->device);
@@ -545,6 +588,12 @@ static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
     memcpy(id.bytes, id_bytes, sizeof id.bytes);
     GM_TRY(enter(c));
     pthread_mutex_lock(&c->lock);
+    gm_status status = new_agreements(c);
+    if (status != GM_OK) {
+        pthread_mutex_unlock(&c->lock);
+        leave(c);
+        return status;
+    }
     nccl_result result = c->nccl->init_rank(&c->handle, c->base.size, id, c->base.rank, &config);
     if (c->handle) {
         finish_call(c, result, c->timeout, "meeting the other ranks", &t);
@@ -574,20 +623,6 @@ static void init_locks(nccl_comm *c)
     atomic_init(&c->is_ending, false);
 }
 
-gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
-{
-    const nccl_api *n;
-    nccl_id made;
-    GM_TRY(nccl(path, &n));
-    nccl_result result = n->get_unique_id(&made);
-    if (result != NCCL_SUCCESS) {
-        return GM_FAIL(GM_ERR_DEVICE, "NCCL: no unique id: %s: %s", n->error_string(result),
-                       n->last_error(NULL));
-    }
-    memcpy(id, made.bytes, sizeof made.bytes);
-    return GM_OK;
-}
-
 gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_COMM_ID_BYTES],
                            int rank, int size, double timeout, gm_comm **out)
 {
@@ -597,7 +632,7 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     if (!(timeout > 0 && timeout <= 1e9)) {
         return GM_FAIL(GM_ERR_ARG, "timeout is %g s; it must be positive", timeout);
     }
-    GM_TRY(nccl(path, &n));
+    GM_TRY(gm_nccl(path, &n));
     GM_TRY(gm_cuda(&cuda));
     nccl_comm *c = calloc(1, sizeof *c);
     gm_status status =
@@ -624,35 +659,6 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
 fail:
     nccl_free(&c->base);
     return status;
-}
-
-#else
-
-static gm_status not_built(void)
-{
-    return GM_FAIL(GM_ERR_UNSUPPORTED,
-                   "NCCL: this build of gemini_strategy has no CUDA support; install a build made "
-                   "with the CUDA toolkit, or use device=\"cpu\"");
-}
-
-gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
-{
-    (void)path;
-    (void)id;
-    return not_built();
-}
-
-gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_COMM_ID_BYTES],
-                           int rank, int size, double timeout, gm_comm **out)
-{
-    (void)path;
-    (void)ordinal;
-    (void)id;
-    (void)rank;
-    (void)size;
-    (void)timeout;
-    *out = NULL;
-    return not_built();
 }
 
 #endif

@@ -295,7 +295,7 @@ gm_status gm_shard_forget_all(gm_engine *engine);
 /* A gradient of this pass, before the sum over ranks. */
 gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                              gm_stream stream);
-gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p, gm_stream stream);
+gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p);
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk);
 gm_status gm_shard_reduce_all(gm_engine *engine);

@@ -230,7 +230,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
     status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
     if (status == GM_OK && field == GM_FIELD_GRAD) {
-        status = gm_shard_drop_grad(engine, p, stream);
+        status = gm_shard_drop_grad(engine, p);
     }
     if (status == GM_OK && p->spec.numel > 0) {
         const void *part = (const uint8_t *)src + p->part_first * field_width(engine, p, field);

@@ -204,7 +204,7 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     if (status != GM_OK) {
         return gm_engine_end_call(engine, status);
     }
-    status = gm_shard_drop_grad(engine, p, engine->stream);
+    status = gm_shard_drop_grad(engine, p);
     chunk->n_held -= p->is_held;
     p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
     if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {

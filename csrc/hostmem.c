@@ -8,13 +8,14 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <limits.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include "sysfile.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
@@ -23,46 +24,8 @@
 /* ---- how much there is ---- */
 
 typedef struct memory_figures {
-    const char *root;
     uint64_t available, total;
 } memory_figures;
-
-/* One cgroup hierarchy that limits memory: version 2, or version 1's memory controller. */
-typedef struct hierarchy {
-    const char *limit_file, *usage_file, *reclaimable_key;
-    char mount[PATH_MAX]; /* where it is mounted */
-    char base[PATH_MAX];  /* which of its folders is mounted there */
-    char path[PATH_MAX];  /* this process's folder in it */
-} hierarchy;
-
-/* Opens root + folder + file for reading; NULL if that cannot be done. */
-static FILE *open_below(const char *root, const char *folder, const char *file)
-{
-    size_t bytes = strlen(root) + strlen(folder) + strlen(file) + 1;
-    char *name = malloc(bytes);
-    if (!name) {
-        return NULL;
-    }
-    (void)snprintf(name, bytes, "%s%s%s", root, folder, file);
-    FILE *opened = fopen(name, "re");
-    free(name);
-    return opened;
-}
-
-/* Reads at most `bytes` - 1 bytes of a (small) file as text.  False if it cannot be read. */
-static bool read_text(const char *root, const char *folder, const char *name, char *text,
-                      size_t bytes)
-{
-    FILE *file = open_below(root, folder, name);
-    if (!file) {
-        return false;
-    }
-    size_t n = fread(text, 1, bytes - 1, file);
-    bool is_read = !ferror(file);
-    fclose(file);
-    text[n] = '\0';
-    return is_read;
-}
 
 /* The number after `key` at the start of a line. */
 static bool number_after(const char *text, const char *key, uint64_t *out)
@@ -84,22 +47,25 @@ static bool number_after(const char *text, const char *key, uint64_t *out)
 static bool cgroup_number(const char *root, const char *folder, const char *file, uint64_t *out)
 {
     char text[64];
-    return read_text(root, folder, file, text, sizeof text) && sscanf(text, "%" SCNu64, out) == 1;
+    return gm_sysfile_read(root, folder, file, text, sizeof text) &&
+           sscanf(text, "%" SCNu64, out) == 1;
 }
 
 /* What one cgroup folder leaves.  Its page cache that was not used lately is counted as free, as
  * the kernel drops it before it fails: a model file just read must not look like used memory. */
-static void limit_by_folder(const hierarchy *h, const char *folder, memory_figures *figures)
+static void limit_by_folder(void *context, const char *root, const char *folder, bool is_v2)
 {
+    memory_figures *figures = context;
     uint64_t limit, usage;
-    if (!cgroup_number(figures->root, folder, h->limit_file, &limit) ||
-        !cgroup_number(figures->root, folder, h->usage_file, &usage)) {
+    if (!cgroup_number(root, folder, is_v2 ? "/memory.max" : "/memory.limit_in_bytes", &limit) ||
+        !cgroup_number(root, folder, is_v2 ? "/memory.current" : "/memory.usage_in_bytes",
+                       &usage)) {
         return;
     }
     char text[8192];
     uint64_t reclaimable = 0;
-    if (read_text(figures->root, folder, "/memory.stat", text, sizeof text)) {
-        (void)number_after(text, h->reclaimable_key, &reclaimable);
+    if (gm_sysfile_read(root, folder, "/memory.stat", text, sizeof text)) {
+        (void)number_after(text, is_v2 ? "inactive_file" : "total_inactive_file", &reclaimable);
     }
     uint64_t held = usage > reclaimable ? usage - reclaimable : 0;
     uint64_t left = limit > held ? limit - held : 0;
@@ -107,109 +73,18 @@ static void limit_by_folder(const hierarchy *h, const char *folder, memory_figur
     figures->total = limit < figures->total ? limit : figures->total;
 }
 
-/* Every folder from this process's own up to the mount point limits it. */
-static void limit_by_hierarchy(const hierarchy *h, memory_figures *figures)
-{
-    size_t base_bytes = strcmp(h->base, "/") == 0 ? 0 : strlen(h->base);
-    /* A path outside of what is mounted (a container with the host's view) is of no use here. */
-    bool is_below = strncmp(h->path, h->base, base_bytes) == 0;
-    char folder[2 * PATH_MAX];
-    (void)snprintf(folder, sizeof folder, "%s%s", h->mount, is_below ? h->path + base_bytes : "");
-    size_t mount_bytes = strlen(h->mount);
-    for (;;) {
-        limit_by_folder(h, folder, figures);
-        char *slash = strrchr(folder, '/');
-        if (!slash || (size_t)(slash - folder) < mount_bytes) {
-            return;
-        }
-        *slash = '\0';
-    }
-}
-
-static bool has_word(const char *list, const char *word)
-{
-    size_t bytes = strlen(word);
-    for (const char *at = strstr(list, word); at; at = strstr(at + 1, word)) {
-        bool is_start = at == list || at[-1] == ',';
-        if (is_start && (at[bytes] == '\0' || at[bytes] == ',')) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* Where the hierarchy is mounted, from lines of the form
- * "id parent major:minor base mount options [tags] - type source superoptions". */
-static bool find_mount(const char *root, hierarchy *h, bool is_v2)
-{
-    FILE *file = open_below(root, "", "/proc/self/mountinfo");
-    if (!file) {
-        return false;
-    }
-    char *line = NULL;
-    size_t capacity = 0;
-    bool is_found = false;
-    while (!is_found && getline(&line, &capacity, file) > 0) {
-        char type[64], options[1024];
-        const char *tail = strstr(line, " - ");
-        _Static_assert(PATH_MAX == 4096, "the field widths below");
-        is_found = tail && sscanf(line, "%*s %*s %*s %4095s %4095s", h->base, h->mount) == 2 &&
-                   sscanf(tail, " - %63s %*s %1023s", type, options) == 2 &&
-                   (is_v2 ? strcmp(type, "cgroup2") == 0
-                          : strcmp(type, "cgroup") == 0 && has_word(options, "memory"));
-    }
-    free(line);
-    fclose(file);
-    return is_found;
-}
-
-/* Lines of /proc/self/cgroup: "0::/path" is version 2, "4:memory:/path" version 1. */
-static void limit_by_cgroups(memory_figures *figures)
-{
-    FILE *file = open_below(figures->root, "", "/proc/self/cgroup");
-    if (!file) {
-        return; /* a kernel without cgroups */
-    }
-    hierarchy *h = malloc(sizeof *h); /* three paths are much for a stack */
-    char *line = NULL;
-    size_t capacity = 0;
-    while (h && getline(&line, &capacity, file) > 0) {
-        line[strcspn(line, "\n")] = '\0';
-        char *controllers = strchr(line, ':');
-        char *path = controllers ? strchr(controllers + 1, ':') : NULL;
-        if (!path) {
-            continue;
-        }
-        *controllers++ = *path++ = '\0';
-        bool is_v2 = *controllers == '\0';
-        if (!is_v2 && !has_word(controllers, "memory")) {
-            continue;
-        }
-        h->limit_file = is_v2 ? "/memory.max" : "/memory.limit_in_bytes";
-        h->usage_file = is_v2 ? "/memory.current" : "/memory.usage_in_bytes";
-        h->reclaimable_key = is_v2 ? "inactive_file" : "total_inactive_file";
-        (void)snprintf(h->path, sizeof h->path, "%s", path);
-        if (find_mount(figures->root, h, is_v2)) {
-            limit_by_hierarchy(h, figures);
-        }
-    }
-    free(line);
-    free(h);
-    fclose(file);
-}
-
 gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out_total)
 {
     char text[8192];
     uint64_t available_kib, total_kib;
-    if (!read_text(root, "", "/proc/meminfo", text, sizeof text) ||
+    if (!gm_sysfile_read(root, "", "/proc/meminfo", text, sizeof text) ||
         !number_after(text, "MemAvailable", &available_kib) ||
         !number_after(text, "MemTotal", &total_kib)) {
         return GM_FAIL(GM_ERR_DEVICE,
                        "%s/proc/meminfo has no MemAvailable and MemTotal: is /proc mounted?", root);
     }
-    memory_figures figures = {root, available_kib * 1024, total_kib * 1024};
-    limit_by_cgroups(&figures);
+    memory_figures figures = {available_kib * 1024, total_kib * 1024};
+    gm_sysfile_cgroups(root, "memory", limit_by_folder, &figures);
     *out_available = figures.available < SIZE_MAX ? (size_t)figures.available : SIZE_MAX;
     *out_total = figures.total < SIZE_MAX ? (size_t)figures.total : SIZE_MAX;
     return GM_OK;
@@ -304,7 +179,7 @@ static gm_status fill_arena(gm_arena *arena, size_t bytes, gm_workers *pool)
     }
     GM_TRY(map_region(arena, bytes));
     touch_job job = {.arena = arena};
-    gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 4, touch_span, &job);
+    gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 1, touch_span, &job);
     int error = atomic_load(&job.error);
     if (error) {
         return GM_FAIL(

@@ -91,6 +91,10 @@ static void describe(const gm_problem *problem, gm_plan *plan)
         info->n_of_class[cls]++;
         info->bytes_of_class[cls] += input->chunks[c].bytes[GM_WEIGHT];
         info->resident_grad_bytes += grad->is_resident ? grad->length * input->block_bytes : 0;
+        const gm_place *gathered = &plan->places[c * GM_N_PIECES + GM_GATHERED];
+        info->n_kept += gathered->is_resident;
+        info->kept_gathered_bytes +=
+            gathered->is_resident ? gathered->length * input->block_bytes : 0;
         if (gm_is_streamed(cls)) {
             ring_chunks++;
             ring_blocks += input->chunks[c].blocks[GM_WEIGHT];
@@ -99,6 +103,8 @@ static void describe(const gm_problem *problem, gm_plan *plan)
     info->weight_ring_bytes = plan->ring[GM_WEIGHT] * input->block_bytes;
     info->state_ring_bytes = plan->ring[GM_STATE] * input->block_bytes;
     info->grad_ring_bytes = plan->ring[GM_GRAD] * input->block_bytes;
+    info->gathered_ring_bytes = plan->ring[GM_GATHERED] * input->block_bytes;
+    info->unreduced_ring_bytes = plan->ring[GM_UNREDUCED] * input->block_bytes;
     info->prefetch = 0;
     if (ring_blocks > 0) {
         uint64_t held = plan->ring[GM_WEIGHT] * ring_chunks / ring_blocks;
@@ -135,6 +141,11 @@ gm_class gm_plan_class(const gm_plan *plan, uint32_t chunk)
 const gm_place *gm_plan_place(const gm_plan *plan, uint32_t chunk, gm_piece piece)
 {
     return &plan->places[chunk * GM_N_PIECES + piece];
+}
+
+bool gm_plan_is_kept(const gm_plan *plan, uint32_t chunk)
+{
+    return plan->places[chunk * GM_N_PIECES + GM_GATHERED].is_resident;
 }
 
 uint32_t gm_plan_n_blocks(const gm_plan *plan)

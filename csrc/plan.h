@@ -15,7 +15,22 @@
  * A chunk without states (frozen) is R (resident weights) or C2 (streamed).
  *
  * Operations are conditional and idempotent: each is a wish that the engine fulfils unless it holds already, so a plan
- * may be entered from any state. */
+ * may be entered from any state.
+ *
+ * Several ranks (n_ranks > 1).  A chunk with GM_GATHERED bytes is used through its gathered weights; its other pieces
+ * are this rank's shard, and a class speaks of the shard alone: its weights are needed only to gather and to update.
+ * The gathered weights are kept (blocks of their own: gathered once after each update; the shard is then resident,
+ * too) or pass through a ring.  They hold until the shard is updated, a pass begins with an update of it pending, or
+ * something else takes their blocks.  A chunk with GM_UNREDUCED bytes collects a pass's gradients there, in a ring in
+ * the order of gradients; when they are complete they are reduced, the sum goes to GM_GRAD, and their blocks are free.
+ * The engine keeps these rules, and plans count on them:
+ *   1. Gathers and reduces run one at a time in the order of issue.  What is issued depends on the sequence of ticks
+ *      and on the plan alone: a GM_OP_GATHER is dropped when the gathered weights hold, and for no other reason.
+ *   2. At a GRAD tick that completes a chunk in this pass: claim GM_GRAD, reduce, give GM_UNREDUCED's blocks back;
+ *      then the tick's operations.  At other ticks operations come first, then what the tick takes is claimed.
+ *   3. An update leaves gathered weights as they are; they hold no more.
+ *
+ * Above the length budget because what the engine and its plans agree on is in one place. */
 #ifndef GM_PLAN_H
 #define GM_PLAN_H
 
@@ -47,12 +62,14 @@ typedef struct gm_plan_chunk {
     size_t bytes[GM_N_PIECES];    /* that a copy moves; 0 = none */
     uint32_t blocks[GM_N_PIECES]; /* that it takes on the device */
     uint64_t numel;               /* elements that Adam updates; 0: frozen */
-    bool must_reside;             /* its weights may not be evicted (somebody shows them) */
+    bool
+        must_reside; /* its weights, gathered if they are, may not be evicted (somebody shows them) */
 } gm_plan_chunk;
 
 typedef struct gm_plan_input {
     const gm_plan_chunk *chunks;
     uint32_t n_chunks;
+    uint32_t n_ranks;            /* 0 and 1: one, and no chunk has gathered or unreduced bytes */
     const uint32_t *unit_chunks; /* (unit_begin[n_units],) chunks of units, unit after unit */
     const uint32_t *unit_begin;  /* (n_units + 1,) */
     uint32_t n_units;
@@ -66,7 +83,6 @@ typedef struct gm_plan_input {
     size_t device_bytes;   /* for blocks: the budget less everything else at its peak */
     double state_share;    /* in [0, 1]: share of what the weights leave for states and gradients */
     gm_rates rates;
-    uint32_t n_ranks;
 } gm_plan_input;
 
 /* Blocks that a piece takes at its place. */
@@ -92,6 +108,8 @@ typedef enum gm_op_kind {
     /* The chunk's pending update, if there is one, with the copies for it that were not made; streamed states pass
      * through the device with it. */
     GM_OP_UPDATE,
+    /* A collective: the weights of all ranks into GM_GATHERED, unless they are there; first the update that was pending
+     * when the pass began, and the shard's weights if they are not on the device. */
     GM_OP_GATHER
 } gm_op_kind;
 
@@ -102,7 +120,7 @@ typedef struct gm_op {
 typedef struct gm_plan_info {
     double step_seconds; /* predicted, everything included */
     /* perfect overlap: no step of this schedule can be shorter than the largest */
-    double compute_seconds, h2d_seconds, d2h_seconds, host_seconds;
+    double compute_seconds, h2d_seconds, d2h_seconds, host_seconds, comm_seconds;
     double
         bound_seconds; /* of these: immediate: their maximum; deferred: backward's part + forward's part */
     size_t device_bytes;         /* of blocks */
@@ -110,6 +128,8 @@ typedef struct gm_plan_info {
     uint32_t n_blocks, n_of_class[GM_N_CLASSES];
     size_t bytes_of_class[GM_N_CLASSES]; /* of weights */
     size_t weight_ring_bytes, state_ring_bytes, grad_ring_bytes, resident_grad_bytes;
+    size_t gathered_ring_bytes, unreduced_ring_bytes, kept_gathered_bytes;
+    uint32_t n_kept; /* chunks whose gathered weights are kept */
     uint32_t
         prefetch; /* chunks that the weight ring holds beyond the one in use; 0: all weights resident */
     uint64_t n_ops;
@@ -124,6 +144,8 @@ void gm_plan_free(gm_plan *plan); /* NULL is fine */
 
 gm_class gm_plan_class(const gm_plan *plan, uint32_t chunk);
 const gm_place *gm_plan_place(const gm_plan *plan, uint32_t chunk, gm_piece piece);
+/* Whether its gathered weights have blocks of their own. */
+bool gm_plan_is_kept(const gm_plan *plan, uint32_t chunk);
 uint32_t gm_plan_n_blocks(const gm_plan *plan);
 const gm_plan_info *gm_plan_get_info(const gm_plan *plan);
 /* The order in which pending (deferred) updates are to be issued: (n_chunks,) every chunk once. */

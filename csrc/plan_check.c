@@ -7,7 +7,11 @@
  *    issued before.
  * 3. Blocks are overwritten only when what they show is not in use, not growing, and not the only copy.
  * 4. A gradient that is added to is on the device when it grows; a pending one was consumed before.
- * 5. What was pending when a pass began is not at its end. */
+ * 5. What was pending when a pass began is not at its end.
+ * 6. Weights that are gathered are on the device, of the newest shards, when a tick takes them; a gather finds its
+ *    blocks free and no update due, so that every rank can issue it, whatever it holds.
+ * 7. A gradient that is summed over ranks has whole blocks while it grows, and what was summed before is on the device
+ *    when the sum is added. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,24 +21,28 @@
 
 typedef struct gm_model_chunk {
     bool is_stale;      /* the host has newer weights than the device */
+    bool is_outdated;   /* the gathered weights are older than the shard */
     bool is_pending;    /* an update is due */
     bool was_pending;   /* when the pass began, and still */
     bool is_spent;      /* updated with a gradient of the present pass */
     bool has_home_grad; /* the gradient gathered so far is (also) at home */
     bool is_grad_dirty; /* it is on the device alone */
     bool is_growing;
-    uint32_t until;  /* weights are in use before this tick of the present pass */
+    uint32_t
+        until; /* weights, gathered if they are, are in use before this tick of the present pass */
     uint32_t starts; /* tick of the present pass from which the gradient may grow */
     uint32_t ends;   /* tick at which it is complete */
     uint32_t touch;  /* first of backward; GM_NO_TICK: none */
+    uint32_t next;   /* chunk whose gradient may grow from the same tick; NOBODY: none */
 } gm_model_chunk;
 
 typedef struct gm_model {
     const gm_plan *plan;
     const gm_plan_input *input;
     gm_model_chunk *chunks;
-    uint32_t *shows;  /* (n_blocks,) piece: chunk * GM_N_PIECES + piece, or NOBODY */
-    uint32_t *region; /* (n_blocks,) who a block is given to: a piece, or a ring */
+    uint32_t *shows;   /* (n_blocks,) piece: chunk * GM_N_PIECES + piece, or NOBODY */
+    uint32_t *region;  /* (n_blocks,) who a block is given to: a piece, or a ring */
+    uint32_t *started; /* (most ticks,) first of the chunks whose gradients may grow from a tick */
     const gm_trace *trace;
     uint32_t tick;
 } gm_model;
@@ -63,6 +71,16 @@ static uint32_t block_at(const gm_place *place, uint32_t j)
     return place->base + (uint32_t)(((uint64_t)place->offset + j) % place->length);
 }
 
+static bool is_gathered(const gm_model *m, uint32_t chunk)
+{
+    return m->input->chunks[chunk].bytes[GM_GATHERED] > 0;
+}
+
+static bool is_reduced(const gm_model *m, uint32_t chunk)
+{
+    return m->input->chunks[chunk].bytes[GM_UNREDUCED] > 0;
+}
+
 static bool is_on_device(const gm_model *m, uint32_t chunk, uint32_t piece)
 {
     const gm_place *place = place_of(m, chunk, piece);
@@ -87,8 +105,8 @@ static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
         return VIOLATION(m, "chunk %u may not be of class %d", chunk, (int)cls);
     }
     if (place->length == 0 || blocks == 0) {
-        bool is_needed =
-            piece == GM_WEIGHT || (piece == GM_STATE && (cls == GM_CLASS_R || has_ring_states));
+        bool is_needed = piece == GM_WEIGHT || piece == GM_GATHERED ||
+                         (piece == GM_STATE && (cls == GM_CLASS_R || has_ring_states));
         if (blocks > 0 && is_needed && shape->bytes[piece] > 0) {
             return VIOLATION(m, "chunk %u of class %d has no place for its %s", chunk, (int)cls,
                              piece_names[piece]);
@@ -108,6 +126,10 @@ static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
         (has_own && (place->length != blocks || place->offset != 0))) {
         return VIOLATION(m, "chunk %u: the place of its %s does not fit class %d", chunk,
                          piece_names[piece], (int)cls);
+    }
+    if (piece == GM_GATHERED && (place->is_resident ? !has_own_weights : shape->must_reside)) {
+        return VIOLATION(m, "chunk %u of class %d: its gathered weights may not be %s", chunk,
+                         (int)cls, place->is_resident ? "kept" : "in a ring");
     }
     /* A ring is one region for all its pieces: it is named by its first piece. */
     uint32_t mine = chunk * GM_N_PIECES + piece, first = m->region[place->base];
@@ -143,15 +165,18 @@ static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
             continue;
         }
         const gm_model_chunk *other = &m->chunks[old / GM_N_PIECES];
-        bool is_weight = old % GM_N_PIECES == GM_WEIGHT, is_grad = old % GM_N_PIECES == GM_GRAD;
-        if (is_weight && other->until > m->tick) {
+        uint32_t shown = is_gathered(m, old / GM_N_PIECES) ? GM_GATHERED : GM_WEIGHT;
+        uint32_t grown = is_reduced(m, old / GM_N_PIECES) ? GM_UNREDUCED : GM_GRAD;
+        bool is_growing = old % GM_N_PIECES == grown && other->is_growing;
+        bool is_only = old % GM_N_PIECES == GM_GRAD && other->is_grad_dirty;
+        if (old % GM_N_PIECES == shown && other->until > m->tick) {
             return VIOLATION(m, "the %s of chunk %u overwrite weights of chunk %u, in use until %u",
                              piece_names[piece], chunk, old / GM_N_PIECES, other->until);
         }
-        if (is_grad && (other->is_growing || other->is_grad_dirty)) {
+        if (is_growing || is_only) {
             return VIOLATION(m, "the %s of chunk %u overwrite the gradient of chunk %u, which %s",
                              piece_names[piece], chunk, old / GM_N_PIECES,
-                             other->is_growing ? "is growing" : "is nowhere else");
+                             is_growing ? "is growing" : "is nowhere else");
         }
     }
     for (uint32_t j = 0; j < gm_plan_blocks(m->input, chunk, piece, place->is_resident); j++) {
@@ -160,14 +185,19 @@ static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
     return GM_OK;
 }
 
-static void forget_grad(gm_model *m, uint32_t c)
+static void give_back(gm_model *m, uint32_t c, uint32_t piece)
 {
-    const gm_place *place = place_of(m, c, GM_GRAD);
-    for (uint32_t j = 0; j < m->input->chunks[c].blocks[GM_GRAD] && place->length > 0; j++) {
-        if (m->shows[block_at(place, j)] == c * GM_N_PIECES + GM_GRAD) {
+    const gm_place *place = place_of(m, c, piece);
+    for (uint32_t j = 0; j < m->input->chunks[c].blocks[piece] && place->length > 0; j++) {
+        if (m->shows[block_at(place, j)] == c * GM_N_PIECES + piece) {
             m->shows[block_at(place, j)] = NOBODY;
         }
     }
+}
+
+static void forget_grad(gm_model *m, uint32_t c)
+{
+    give_back(m, c, GM_GRAD);
     m->chunks[c].has_home_grad = m->chunks[c].is_grad_dirty = false;
 }
 
@@ -183,11 +213,37 @@ static gm_status fetch(gm_model *m, uint32_t c)
         (chunk->is_pending && is_host_class(m, c))) {
         return GM_OK;
     }
-    if (chunk->until > m->tick) {
+    if (chunk->until > m->tick && !is_gathered(m, c)) {
         return VIOLATION(m, "weights of chunk %u are copied over while in use", c);
     }
     GM_TRY(show(m, c, GM_WEIGHT));
     chunk->is_stale = false;
+    return GM_OK;
+}
+
+/* Invariant 6. */
+static gm_status gather(gm_model *m, uint32_t c)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    if (!is_gathered(m, c)) {
+        return VIOLATION(m, "chunk %u is gathered, but has no such place", c);
+    }
+    if (chunk->was_pending) {
+        return VIOLATION(m, "chunk %u is gathered before its pending update", c);
+    }
+    if (is_on_device(m, c, GM_GATHERED) && !chunk->is_outdated) {
+        return GM_OK;
+    }
+    if (chunk->until > m->tick) {
+        return VIOLATION(m, "chunk %u is gathered over weights in use until %u", c, chunk->until);
+    }
+    GM_TRY(fetch(m, c));
+    if (!is_on_device(m, c, GM_WEIGHT) || chunk->is_stale) {
+        return VIOLATION(m, "chunk %u is gathered, but its shard is %s", c,
+                         chunk->is_stale ? "stale" : "not on the device");
+    }
+    GM_TRY(show(m, c, GM_GATHERED));
+    chunk->is_outdated = false;
     return GM_OK;
 }
 
@@ -201,7 +257,7 @@ static gm_status grad_in(gm_model *m, uint32_t c)
 
 static gm_status grad_out(gm_model *m, uint32_t c)
 {
-    if (m->chunks[c].is_growing) {
+    if (m->chunks[c].is_growing && !is_reduced(m, c)) {
         return VIOLATION(m, "the gradient of chunk %u goes home while it grows", c);
     }
     if (m->chunks[c].is_grad_dirty) {
@@ -218,7 +274,7 @@ static gm_status update(gm_model *m, uint32_t c)
     if (!chunk->is_pending) {
         return GM_OK;
     }
-    if (chunk->until > m->tick) {
+    if (chunk->until > m->tick && !is_gathered(m, c)) {
         return VIOLATION(m, "chunk %u is updated while its weights are in use", c);
     }
     if (is_host_class(m, c)) {
@@ -235,6 +291,7 @@ static gm_status update(gm_model *m, uint32_t c)
         return VIOLATION(m, "the gradient of chunk %u is lost before its update", c);
     }
     chunk->is_spent = !chunk->was_pending;
+    chunk->is_outdated = true;
     chunk->is_pending = chunk->was_pending = false;
     forget_grad(m, c);
     return GM_OK;
@@ -251,6 +308,7 @@ static gm_status run_op(gm_model *m, const gm_op *op)
     case GM_OP_GRAD_IN: return grad_in(m, op->chunk);
     case GM_OP_GRAD_OUT: return grad_out(m, op->chunk);
     case GM_OP_UPDATE: return update(m, op->chunk);
+    case GM_OP_GATHER: return gather(m, op->chunk);
     default: return VIOLATION(m, "operation of unknown kind %u", op->kind);
     }
 }
@@ -265,7 +323,12 @@ static gm_status take(gm_model *m, uint32_t c, uint32_t until)
     if (chunk->was_pending) {
         return VIOLATION(m, "chunk %u is used before its pending update", c);
     }
-    if (!is_on_device(m, c, GM_WEIGHT) || (chunk->is_stale && chunk->until <= m->tick)) {
+    if (is_gathered(m, c)) {
+        if (!is_on_device(m, c, GM_GATHERED) || chunk->is_outdated) {
+            return VIOLATION(m, "chunk %u is used, but its gathered weights are %s", c,
+                             chunk->is_outdated ? "outdated" : "not on the device");
+        }
+    } else if (!is_on_device(m, c, GM_WEIGHT) || (chunk->is_stale && chunk->until <= m->tick)) {
         return VIOLATION(m, "chunk %u is used, but its weights are %s", c,
                          chunk->is_stale ? "stale" : "not on the device");
     }
@@ -274,18 +337,47 @@ static gm_status take(gm_model *m, uint32_t c, uint32_t until)
     return GM_OK;
 }
 
-/* Invariant 4. */
-static gm_status start_grad(gm_model *m, uint32_t c)
+/* Invariant 4: GM_GRAD is added to. */
+static gm_status claim_grad(gm_model *m, uint32_t c)
 {
-    gm_model_chunk *chunk = &m->chunks[c];
+    const gm_model_chunk *chunk = &m->chunks[c];
     if (chunk->is_pending) {
         return VIOLATION(m, "a gradient of chunk %u grows onto one that is pending", c);
     }
     if (chunk->has_home_grad && !is_on_device(m, c, GM_GRAD)) {
         return VIOLATION(m, "the gradient of chunk %u is to be added to, but not on the device", c);
     }
-    GM_TRY(show(m, c, GM_GRAD));
-    chunk->is_growing = true;
+    return show(m, c, GM_GRAD);
+}
+
+static gm_status start_grad(gm_model *m, uint32_t c)
+{
+    GM_TRY(is_reduced(m, c) ? show(m, c, GM_UNREDUCED) : claim_grad(m, c));
+    m->chunks[c].is_growing = true;
+    return GM_OK;
+}
+
+/* All gradients of the pass have arrived.  Invariant 7. */
+static gm_status complete_grad(gm_model *m, uint32_t c, bool is_last)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    if (m->tick == 0) { /* no operation comes before: the engine does on demand what is due */
+        GM_TRY(update(m, c));
+        GM_TRY(grad_in(m, c));
+    }
+    if (!chunk->is_growing) {
+        GM_TRY(start_grad(m, c));
+    }
+    if (is_reduced(m, c)) {
+        if (!is_on_device(m, c, GM_UNREDUCED)) {
+            return VIOLATION(m, "the gradient of chunk %u is lost before it is summed", c);
+        }
+        GM_TRY(claim_grad(m, c));
+        give_back(m, c, GM_UNREDUCED);
+    }
+    chunk->is_growing = false;
+    chunk->is_grad_dirty = true;
+    chunk->is_pending = is_last && m->input->when == GM_IMMEDIATE && m->input->chunks[c].numel > 0;
     return GM_OK;
 }
 
@@ -340,6 +432,14 @@ static void find_starts(gm_model *m)
             start_unit(m, tick->id, t);
         }
     }
+    memset(m->started, 0xff, m->trace->n * sizeof *m->started);
+    for (uint32_t c = m->input->n_chunks; c-- > 0;) {
+        uint32_t starts = m->chunks[c].starts;
+        if (starts < m->chunks[c].ends && starts != GM_NO_TICK) {
+            m->chunks[c].next = m->started[starts];
+            m->started[starts] = c;
+        }
+    }
 }
 
 static bool has_grad(const gm_model *m, uint32_t c)
@@ -355,18 +455,7 @@ static gm_status run_tick(gm_model *m, bool is_last)
     uint32_t begin = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id] : 0;
     uint32_t end = tick->kind == GM_TICK_ENTER ? m->input->unit_begin[tick->id + 1] : 1;
     if (is_grad && m->chunks[tick->id].ends == m->tick && has_grad(m, tick->id)) {
-        gm_model_chunk *chunk = &m->chunks[tick->id];
-        if (m->tick == 0) { /* no operation comes before: the engine does on demand what is due */
-            GM_TRY(update(m, tick->id));
-            GM_TRY(grad_in(m, tick->id));
-        }
-        if (!chunk->is_growing) {
-            GM_TRY(start_grad(m, tick->id));
-        }
-        chunk->is_growing = false;
-        chunk->is_grad_dirty = true;
-        chunk->is_pending =
-            is_last && m->input->when == GM_IMMEDIATE && m->input->chunks[tick->id].numel > 0;
+        GM_TRY(complete_grad(m, tick->id, is_last));
     }
     const gm_op *ops = gm_plan_ops(m->plan, m->trace->hash, m->tick, &n_ops);
     for (uint32_t i = 0; i < n_ops; i++) {
@@ -376,9 +465,8 @@ static gm_status run_tick(gm_model *m, bool is_last)
         uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
         GM_TRY(take(m, c, tick->until < m->trace->n ? tick->until : m->trace->n));
     }
-    for (uint32_t i = begin; i < end && !is_grad; i++) {
-        uint32_t c = tick->kind == GM_TICK_ENTER ? m->input->unit_chunks[i] : tick->id;
-        if (m->chunks[c].starts == m->tick && has_grad(m, c)) {
+    for (uint32_t c = m->started[m->tick]; c != NOBODY && !is_grad; c = m->chunks[c].next) {
+        if (has_grad(m, c)) {
             GM_TRY(start_grad(m, c));
         }
     }
@@ -463,7 +551,7 @@ static gm_status run_check(gm_model *m)
     for (uint32_t c = 0; c < m->input->n_chunks; c++) {
         for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
             GM_TRY(check_place(m, c, piece));
-            if (place_of(m, c, piece)->is_resident && piece != GM_GRAD) {
+            if (place_of(m, c, piece)->is_resident && (piece == GM_WEIGHT || piece == GM_STATE)) {
                 GM_TRY(show(m, c, piece));
             }
         }
@@ -488,8 +576,13 @@ gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
     m.chunks = calloc((size_t)input->n_chunks + 1, sizeof *m.chunks);
     m.shows = malloc(((size_t)n_blocks + 1) * sizeof *m.shows);
     m.region = malloc(((size_t)n_blocks + 1) * sizeof *m.region);
+    size_t most_ticks = 1;
+    for (uint32_t k = 0; k < input->n_traces; k++) {
+        most_ticks = input->traces[k]->n > most_ticks ? input->traces[k]->n : most_ticks;
+    }
+    m.started = malloc(most_ticks * sizeof *m.started);
     gm_status status;
-    if (!seen || !m.chunks || !m.shows || !m.region) {
+    if (!seen || !m.chunks || !m.shows || !m.region || !m.started) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to check a plan of %u blocks", n_blocks);
     } else {
         memset(m.shows, 0xff, n_blocks * sizeof *m.shows);
@@ -503,5 +596,6 @@ gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
     free(m.chunks);
     free(m.shows);
     free(m.region);
+    free(m.started);
     return status;
 }

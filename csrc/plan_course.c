@@ -3,6 +3,7 @@
  *
  * 1. The uses of one chunk in one course do not overlap: touching ones are joined.
  * 2. Everything is linear in ticks, apart from sorting, and depends on the input alone. */
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,6 +16,7 @@ void gm_course_free(gm_course *course)
 {
     free(course->uses);
     free(course->opens);
+    free(course->sums);
     free(course->first);
     free(course->grad);
     free(course->settle);
@@ -146,12 +148,20 @@ static void read_opens(const gm_plan_input *input, gm_course *course, const uint
             uint32_t begin = begins[tick->id] < recent[0] ? begins[tick->id] : recent[0];
             uint32_t last = input->when == GM_IMMEDIATE ? course->settle[tick->id] : t;
             uint32_t end = last < course->n ? last + 1 : course->n;
-            course->opens[course->n_opens++] = (gm_use){tick->id, begin, end};
+            bool is_reduced = gm_is_reduced(input, tick->id);
+            /* What was summed before has to be there when the sum comes, so it comes back a tick earlier. */
+            course->sums[course->n_opens] = (gm_use){tick->id,
+                                                     !is_reduced ? begin
+                                                     : t > 0     ? t - 1
+                                                                 : 0,
+                                                     end};
+            course->opens[course->n_opens++] = (gm_use){tick->id, begin, is_reduced ? t + 1 : end};
         }
         memmove(recent, recent + 1, sizeof recent - sizeof recent[0]);
         recent[OPEN_AHEAD - 1] = t;
     }
     qsort(course->opens, course->n_opens, sizeof *course->opens, by_begin);
+    qsort(course->sums, course->n_opens, sizeof *course->sums, by_begin);
 }
 
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
@@ -162,13 +172,14 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
     GM_TRY(check_trace(input, trace, &n_uses));
     out->uses = calloc(n_uses + 1, sizeof *out->uses);
     out->opens = calloc((size_t)input->n_chunks + 1, sizeof *out->opens);
+    out->sums = calloc((size_t)input->n_chunks + 1, sizeof *out->sums);
     out->first = calloc((size_t)input->n_chunks + 1, sizeof *out->first);
     out->grad = calloc((size_t)input->n_chunks + 1, sizeof *out->grad);
     out->settle = calloc((size_t)input->n_chunks + 1, sizeof *out->settle);
     uint32_t *latest = calloc((size_t)input->n_chunks + 1, sizeof *latest);
     uint32_t *begins = calloc((size_t)input->n_chunks + 1, sizeof *begins);
-    if (!out->settle || !out->uses || !out->opens || !out->first || !out->grad || !latest ||
-        !begins) {
+    if (!out->settle || !out->uses || !out->opens || !out->sums || !out->first || !out->grad ||
+        !latest || !begins) {
         free(latest);
         free(begins);
         gm_course_free(out);
@@ -220,7 +231,7 @@ static gm_status check_input(const gm_plan_input *input)
                        input->n_chunks, input->n_traces, input->block_bytes);
     }
     const double *rates = (const double *)&input->rates;
-    for (size_t i = 0; i < sizeof input->rates / sizeof *rates; i++) {
+    for (size_t i = 0; i < offsetof(gm_rates, gather) / sizeof *rates; i++) {
         if (!(rates[i] > 0)) {
             return GM_FAIL(GM_ERR_ARG, "plan: rate %zu of this machine is %g; measure it first", i,
                            rates[i]);
@@ -239,6 +250,9 @@ static gm_status check_input(const gm_plan_input *input)
                 return GM_FAIL(GM_ERR_ARG, "plan: chunk %u has %zu bytes in %u blocks", c,
                                input->chunks[c].bytes[piece], input->chunks[c].blocks[piece]);
             }
+        }
+        if (input->n_ranks <= 1 && (gm_is_gathered(input, c) || gm_is_reduced(input, c))) {
+            return GM_FAIL(GM_ERR_ARG, "plan: chunk %u is shared by ranks, but there is one", c);
         }
     }
     return GM_OK;
@@ -274,6 +288,10 @@ static gm_status read_problem(const gm_plan_input *input, gm_problem *out)
         return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", input->n_chunks);
     }
     bool has_main = false;
+    for (uint32_t c = 0; c < input->n_chunks; c++) {
+        out->has_gathered |= gm_is_gathered(input, c);
+        out->has_unreduced |= gm_is_reduced(input, c);
+    }
     for (uint32_t i = 0; i < input->n_traces; i++) {
         gm_course *course = &out->courses[i];
         GM_TRY(

@@ -19,6 +19,8 @@ typedef struct gm_course {
     gm_use
         *opens; /* (n_opens,) by begin: a gradient grows from begin on and is complete at end - 1 */
     uint32_t n_opens;
+    gm_use *
+        sums; /* (n_opens,) by begin: when GM_GRAD is in use; as opens, but where the sum over ranks comes last */
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
     /* (n_chunks,) the first tick from there on after which this pass does not use the weights; n: there is none */
@@ -34,7 +36,8 @@ typedef struct gm_problem {
     uint32_t *order;          /* (n,) chunks by first use in main */
     uint32_t *grad_order;     /* (n,) chunks by gradient's tick in main; those without at the end */
     bool *is_trained;         /* (n,) has states, and a gradient in some course */
-    uint32_t n_blocks;        /* available */
+    bool has_gathered, has_unreduced; /* some chunk has such bytes */
+    uint32_t n_blocks;                /* available */
 } gm_problem;
 
 /* Operations of one trace. */
@@ -61,8 +64,9 @@ struct gm_plan {
 typedef struct gm_choice {
     uint8_t *class_of;                /* (n,) */
     bool *is_late, *is_grad_resident; /* (n,) */
-    uint32_t depth
-        [GM_N_OWN_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
+    bool *is_kept;                    /* (n,) its gathered weights have blocks of their own */
+    uint32_t
+        depth[GM_N_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
 } gm_choice;
 
 static inline bool gm_is_streamed(uint32_t cls)
@@ -80,6 +84,15 @@ static inline bool gm_is_state_streamed(uint32_t cls)
 /* Whether the gradient goes home at its tick. */
 bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk);
 
+static inline bool gm_is_gathered(const gm_plan_input *input, uint32_t chunk)
+{
+    return input->chunks[chunk].bytes[GM_GATHERED] > 0;
+}
+static inline bool gm_is_reduced(const gm_plan_input *input, uint32_t chunk)
+{
+    return input->chunks[chunk].bytes[GM_UNREDUCED] > 0;
+}
+
 /* plan_course.c */
 gm_status gm_problem_new(const gm_plan_input *input, gm_problem *out);
 void gm_problem_free(gm_problem *problem);
@@ -91,10 +104,21 @@ void gm_course_free(gm_course *course);
  * plan->n_blocks may exceed what is available. */
 gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan);
 gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
-/* (n_uses,) the uses of a course, prolonged where an update on the device needs streamed weights until the
- * gradient's tick.  `latest` is scratch, (n_chunks,). */
-void gm_plan_uses(const gm_plan *plan, const gm_plan_input *input, const gm_course *course,
-                  uint32_t *latest, gm_use *out);
+
+/* plan_gather.c: what a course asks of GM_WEIGHT under a plan in which the gathered weights have their places, and when
+ * it gathers.  Without gathered weights that is what it asks of weights. */
+typedef struct gm_needs {
+    gm_use *
+        uses; /* (n_uses,) by begin; streamed weights that an update needs at the gradient's tick included */
+    uint32_t n_uses;
+    uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
+    gm_use *gathers; /* (n_gathers,) at the tick `begin`, in order, for the use at the tick `end` */
+    uint32_t n_gathers;
+    uint32_t misfit; /* a chunk whose gathered place is taken when it is needed; GM_NO_TICK: none */
+} gm_needs;
+gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
+                       gm_needs *out);
+void gm_needs_free(gm_needs *needs);
 
 /* plan_schedule.c */
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,

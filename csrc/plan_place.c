@@ -21,8 +21,7 @@ typedef struct gm_ring {
     uint32_t depth, length;
     uint64_t *taken; /* scratch, (most ticks + 2,) */
     gm_slot *slots;  /* scratch, (length,) */
-    gm_use *uses;    /* scratch, (most uses,) */
-    uint32_t *latest;
+    gm_needs *needs; /* (n_courses,) once the gathered weights have their places */
 } gm_ring;
 
 gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out)
@@ -47,43 +46,20 @@ gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out)
     return GM_OK;
 }
 
-void gm_plan_uses(const gm_plan *plan, const gm_plan_input *input, const gm_course *course,
-                  uint32_t *latest, gm_use *out)
-{
-    memcpy(out, course->uses, course->n_uses * sizeof *out);
-    if (input->when != GM_IMMEDIATE) {
-        return;
-    }
-    memset(latest, 0xff, plan->n * sizeof *latest);
-    for (uint32_t i = 0; i < course->n_uses; i++) {
-        uint32_t c = out[i].chunk;
-        if (course->grad[c] != GM_NO_TICK) {
-            latest[c] = i;
-        }
-    }
-    for (uint32_t c = 0; c < plan->n; c++) {
-        if (latest[c] != UINT32_MAX && plan->class_of[c] == GM_CLASS_S2 && !plan->is_late[c]) {
-            gm_use *use = &out[latest[c]];
-            uint32_t end = course->settle[c] < course->n ? course->settle[c] + 1 : course->n;
-            use->end = use->end > end ? use->end : end;
-        }
-    }
-}
-
 static uint32_t blocks_of(const gm_ring *ring, uint32_t chunk)
 {
     return gm_plan_blocks(ring->problem->input, chunk, ring->piece, false);
 }
 
-static const gm_use *uses_of(const gm_ring *ring, const gm_course *course, uint32_t *n)
+static const gm_use *uses_of(const gm_ring *ring, uint32_t which, uint32_t *n)
 {
-    if (ring->piece == GM_GRAD) {
-        *n = course->n_opens;
-        return course->opens;
+    const gm_course *course = &ring->problem->courses[which];
+    switch (ring->piece) {
+    case GM_GATHERED: *n = course->n_uses; return course->uses;
+    case GM_UNREDUCED: *n = course->n_opens; return course->opens;
+    case GM_GRAD: *n = course->n_opens; return course->sums;
+    default: *n = ring->needs[which].n_uses; return ring->needs[which].uses;
     }
-    *n = course->n_uses;
-    gm_plan_uses(ring->plan, ring->problem->input, course, ring->latest, ring->uses);
-    return ring->uses;
 }
 
 /* Most blocks of the ring's pieces in use in one tick of one course. */
@@ -93,7 +69,7 @@ static uint64_t most_at_once(const gm_ring *ring)
     for (uint32_t k = 0; k < ring->problem->n_courses; k++) {
         const gm_course *course = &ring->problem->courses[k];
         uint32_t n;
-        const gm_use *uses = uses_of(ring, course, &n);
+        const gm_use *uses = uses_of(ring, k, &n);
         memset(ring->taken, 0, ((size_t)course->n + 2) * sizeof *ring->taken);
         for (uint32_t i = 0; i < n; i++) {
             if (ring->is_in[uses[i].chunk]) {
@@ -151,11 +127,11 @@ static gm_status set_length(gm_ring *ring)
 }
 
 /* Takes one of each two pieces that meet in a block out of the ring: the one in use for longer. */
-static bool take_out_conflicts(gm_ring *ring, const gm_course *course)
+static bool take_out_conflicts(gm_ring *ring, uint32_t which)
 {
     uint32_t n;
     bool has_changed = false;
-    const gm_use *uses = uses_of(ring, course, &n);
+    const gm_use *uses = uses_of(ring, which, &n);
     memset(ring->slots, 0xff, ring->length * sizeof *ring->slots);
     for (uint32_t i = 0; i < n; i++) {
         const gm_use *use = &uses[i];
@@ -194,7 +170,7 @@ static gm_status fit_ring(gm_ring *ring)
         }
         ring->slots = slots;
         for (uint32_t k = 0; k < ring->problem->n_courses; k++) {
-            is_done &= !take_out_conflicts(ring, &ring->problem->courses[k]);
+            is_done &= !take_out_conflicts(ring, k);
         }
     }
     return GM_OK;
@@ -216,46 +192,82 @@ static void state_order(const gm_problem *problem, const gm_choice *choice, uint
     }
 }
 
-static gm_status place_rings(const gm_choice *choice, gm_ring *ring, uint32_t *order)
+/* Whether the piece is to be in the ring of its kind. */
+static bool is_wanted_in(const gm_ring *ring, const gm_choice *choice, uint32_t c)
+{
+    const gm_plan_chunk *chunk = &ring->problem->input->chunks[c];
+    uint32_t cls = ring->plan->class_of[c];
+    if (chunk->blocks[ring->piece] == 0 || chunk->bytes[ring->piece] == 0) {
+        return false;
+    }
+    switch (ring->piece) {
+    case GM_WEIGHT: return gm_is_streamed(cls);
+    case GM_STATE: return gm_is_state_streamed(cls);
+    case GM_GATHERED: return !choice->is_kept[c] && !chunk->must_reside;
+    case GM_GRAD: return ring->problem->n_passes > 0 && !choice->is_grad_resident[c];
+    default: return ring->problem->n_passes > 0;
+    }
+}
+
+static void make_resident(const gm_problem *problem, gm_plan *plan, uint32_t c)
+{
+    uint32_t cls = plan->class_of[c];
+    bool is_frozen = problem->input->chunks[c].numel == 0;
+    if (gm_is_streamed(cls) && problem->input->chunks[c].blocks[GM_WEIGHT] > 0) {
+        plan->class_of[c] = cls == GM_CLASS_S2 ? GM_CLASS_S1 : is_frozen ? GM_CLASS_R : GM_CLASS_C1;
+    }
+}
+
+static gm_status place_ring(const gm_choice *choice, gm_ring *ring, const uint32_t *state_order)
 {
     const gm_problem *problem = ring->problem;
     gm_plan *plan = ring->plan;
-    uint64_t base = 0;
-    state_order(problem, choice, order);
-    for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        ring->piece = (gm_piece)piece;
-        ring->depth = choice->depth[piece];
-        ring->order = piece == GM_STATE  ? order
-                      : piece == GM_GRAD ? problem->grad_order
-                                         : problem->order;
-        for (uint32_t c = 0; c < problem->n; c++) {
-            const gm_plan_chunk *chunk = &problem->input->chunks[c];
-            uint32_t cls = plan->class_of[c];
-            ring->is_in[c] =
-                chunk->blocks[piece] > 0 && chunk->bytes[piece] > 0 &&
-                (piece == GM_WEIGHT  ? gm_is_streamed(cls)
-                 : piece == GM_STATE ? gm_is_state_streamed(cls)
-                                     : problem->n_passes > 0 && !choice->is_grad_resident[c]);
-        }
-        GM_TRY(fit_ring(ring));
-        for (uint32_t c = 0; c < problem->n; c++) {
-            if (ring->is_in[c]) {
-                plan->places[c * GM_N_PIECES + piece].base = (uint32_t)base;
-            } else {
-                plan->places[c * GM_N_PIECES + piece] = (gm_place){0};
-            }
-            if (piece == GM_WEIGHT && !ring->is_in[c] && gm_is_streamed(plan->class_of[c]) &&
-                problem->input->chunks[c].blocks[piece] > 0) { /* its weights became resident */
-                bool is_frozen = problem->input->chunks[c].numel == 0;
-                plan->class_of[c] = plan->class_of[c] == GM_CLASS_S2 ? GM_CLASS_S1
-                                    : is_frozen                      ? GM_CLASS_R
-                                                                     : GM_CLASS_C1;
-            }
-        }
-        plan->ring[piece] = ring->length;
-        base += ring->length;
+    gm_piece piece = ring->piece;
+    ring->depth = choice->depth[piece];
+    ring->order = piece == GM_STATE                           ? state_order
+                  : piece == GM_GRAD || piece == GM_UNREDUCED ? problem->grad_order
+                                                              : problem->order;
+    for (uint32_t c = 0; c < problem->n; c++) {
+        ring->is_in[c] = is_wanted_in(ring, choice, c);
     }
-    plan->n_blocks = base > UINT32_MAX ? UINT32_MAX : (uint32_t)base;
+    GM_TRY(fit_ring(ring));
+    for (uint32_t c = 0; c < problem->n; c++) {
+        if (ring->is_in[c]) {
+            plan->places[c * GM_N_PIECES + piece].base = plan->n_blocks;
+            continue;
+        }
+        plan->places[c * GM_N_PIECES + piece] = (gm_place){0};
+        if (piece == GM_WEIGHT || (piece == GM_GATHERED && gm_is_gathered(problem->input, c))) {
+            make_resident(problem, plan, c); /* kept weights have a shard that is resident */
+        }
+    }
+    plan->ring[piece] = ring->length;
+    if (ring->length > UINT32_MAX - plan->n_blocks) {
+        return GM_FAIL(GM_ERR_NOMEM, "plan: rings of more than %u blocks", UINT32_MAX);
+    }
+    plan->n_blocks += ring->length;
+    return GM_OK;
+}
+
+/* Gathered weights come first: when they are gathered says when shards are needed. */
+static gm_status place_rings(const gm_choice *choice, gm_ring *ring, uint32_t *order)
+{
+    static const gm_piece pieces[] = {GM_WEIGHT, GM_STATE, GM_GRAD, GM_UNREDUCED};
+    const gm_problem *problem = ring->problem;
+    state_order(problem, choice, order);
+    if (problem->has_gathered) {
+        ring->piece = GM_GATHERED;
+        GM_TRY(place_ring(choice, ring, order));
+    }
+    for (uint32_t k = 0; k < problem->n_courses; k++) {
+        GM_TRY(gm_needs_new(problem->input, ring->plan, &problem->courses[k], &ring->needs[k]));
+    }
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
+        ring->piece = pieces[i];
+        if (pieces[i] != GM_UNREDUCED || problem->has_unreduced) {
+            GM_TRY(place_ring(choice, ring, order));
+        }
+    }
     return GM_OK;
 }
 
@@ -265,29 +277,31 @@ static bool is_resident(const gm_problem *problem, const gm_plan *plan, uint32_t
     switch (piece) {
     case GM_WEIGHT: return !gm_is_streamed(cls);
     case GM_STATE: return cls == GM_CLASS_R;
+    case GM_GATHERED: return true;
     default: return problem->n_passes > 0;
     }
 }
 
 gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
 {
-    uint32_t n_ticks = 0, n_uses = 0;
+    uint32_t n_ticks = 0;
     for (uint32_t k = 0; k < problem->n_courses; k++) {
         const gm_course *course = &problem->courses[k];
         n_ticks = course->n > n_ticks ? course->n : n_ticks;
-        n_uses = course->n_uses > n_uses ? course->n_uses : n_uses;
     }
     gm_ring ring = {.problem = problem,
                     .plan = plan,
                     .is_in = calloc(problem->n, sizeof(bool)),
                     .taken = calloc((size_t)n_ticks + 2, sizeof(uint64_t)),
-                    .uses = calloc((size_t)n_uses + 1, sizeof(gm_use)),
-                    .latest = calloc(problem->n, sizeof(uint32_t))};
+                    .needs = calloc((size_t)problem->n_courses + 1, sizeof(gm_needs))};
     uint32_t *order = calloc(problem->n, sizeof *order);
     gm_status status = GM_OK;
     memcpy(plan->class_of, choice->class_of, plan->n);
     memcpy(plan->is_late, choice->is_late, plan->n * sizeof(bool));
-    if (!ring.is_in || !ring.taken || !ring.uses || !ring.latest || !order) {
+    memset(plan->ring, 0, sizeof plan->ring);
+    memset(plan->places, 0, (size_t)plan->n * GM_N_PIECES * sizeof *plan->places);
+    plan->n_blocks = 0;
+    if (!ring.is_in || !ring.taken || !ring.needs || !order) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to place %u chunks", problem->n);
     } else {
         status = place_rings(choice, &ring, order);
@@ -310,8 +324,10 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
     plan->info.device_bytes = (size_t)base * problem->input->block_bytes;
     free(ring.is_in);
     free(ring.taken);
-    free(ring.uses);
-    free(ring.latest);
+    for (uint32_t k = 0; k < problem->n_courses && ring.needs; k++) {
+        gm_needs_free(&ring.needs[k]);
+    }
+    free(ring.needs);
     free(ring.slots);
     free(order);
     return status;

@@ -17,6 +17,7 @@ typedef enum gm_phase {
     PHASE_EARLY_UPDATE, /* on the host, or at the gradient's tick: a fetch may depend on it */
     PHASE_FETCH,
     PHASE_UPDATE,
+    PHASE_GATHER,
     PHASE_GRAD_IN,
     N_PHASES
 } gm_phase;
@@ -29,13 +30,17 @@ typedef struct gm_note { /* an operation with its tick and phase */
 typedef struct gm_writer {
     const gm_problem *problem;
     const gm_plan *plan;
-    const gm_course *course, *main;
+    const gm_course *course;
+    gm_needs needs, other;
+    const gm_needs *main; /* of the main course */
     gm_note *notes;
     size_t n_notes, capacity;
-    uint32_t *update;        /* (n,) tick of the update in forward; GM_NO_TICK: no states */
-    uint32_t *order;         /* (n,) chunks by first use in this course */
+    uint32_t *update; /* (n,) tick of the update in forward; GM_NO_TICK: no states */
+    const uint32_t
+        *first;      /* (n,) tick of the first use of weights, or of a shard's weights; n: none */
+    uint32_t *order; /* (n,) chunks by first use in this course */
     uint32_t *owner, *until; /* scratch, (longest ring,) */
-    gm_use *uses, *list;     /* scratch, (most uses + 2 n,) */
+    gm_use *list;            /* scratch, (2 n + 1,) */
     uint32_t *latest;        /* scratch, (n,) */
     uint32_t misfit;         /* a chunk whose place is taken when it is needed; GM_NO_TICK: none */
     bool has_failed;
@@ -161,7 +166,7 @@ static bool is_passed_by(const gm_writer *w, uint32_t chunk)
 {
     const gm_course *course = w->course;
     uint32_t end = gm_is_on_host(w->plan->class_of[chunk]) ? course->n : course->backward;
-    return course->first[chunk] >= end && is_in_ring(w, chunk, GM_WEIGHT);
+    return w->first[chunk] >= end && is_in_ring(w, chunk, GM_WEIGHT);
 }
 
 /* When pending updates are issued in forward, before fetches are known: no later than the first use, and before
@@ -181,7 +186,7 @@ static void place_updates(gm_writer *w)
         if (w->update[c] == GM_NO_TICK) {
             continue;
         }
-        uint32_t first = course->first[c] < last ? course->first[c] : last, tick = first;
+        uint32_t first = w->first[c] < last ? w->first[c] : last, tick = first;
         if (gm_is_on_host(w->plan->class_of[c]) && (is_deferred || w->plan->is_late[c])) {
             tick = n_host < HOST_AHEAD ? 0 : w->list[n_host - HOST_AHEAD].begin;
             w->list[n_host++].begin = first;
@@ -196,9 +201,8 @@ static void place_updates(gm_writer *w)
 /* The beginning of the next pass, whose first fetches go out at the end of this one. */
 static void write_tail_fetches(gm_writer *w)
 {
-    const gm_course *main = w->main;
-    for (uint32_t i = 0; i < main->n_uses; i++) {
-        const gm_use *use = &main->uses[i];
+    for (uint32_t i = 0; i < w->main->n_uses; i++) {
+        const gm_use *use = &w->main->uses[i];
         uint32_t c = use->chunk;
         if (!is_in_ring(w, c, GM_WEIGHT)) {
             continue;
@@ -218,17 +222,15 @@ static void write_tail_fetches(gm_writer *w)
 
 static void write_fetches(gm_writer *w)
 {
-    const gm_course *course = w->course;
-    gm_plan_uses(w->plan, w->problem->input, course, w->latest, w->uses);
     clear_ring(w, GM_WEIGHT);
-    for (uint32_t i = 0; i < course->n_uses; i++) {
-        const gm_use *use = &w->uses[i];
+    for (uint32_t i = 0; i < w->needs.n_uses; i++) {
+        const gm_use *use = &w->needs.uses[i];
         uint32_t c = use->chunk;
         if (!is_in_ring(w, c, GM_WEIGHT)) {
             continue;
         }
         uint32_t from = claim(w, GM_WEIGHT, c, use->end);
-        if (use->begin == course->first[c] && w->update[c] != GM_NO_TICK && !is_passed_by(w, c)) {
+        if (use->begin == w->first[c] && w->update[c] != GM_NO_TICK && !is_passed_by(w, c)) {
             uint32_t earliest = from == GM_NO_TICK ? 0 : from;
             bool is_before = gm_is_on_host(w->plan->class_of[c]) ? w->update[c] > earliest
                                                                  : w->update[c] < earliest;
@@ -252,13 +254,42 @@ static void write_refreshes(gm_writer *w)
         if (w->plan->class_of[c] != GM_CLASS_C1 || w->update[c] == GM_NO_TICK) {
             continue;
         }
-        uint32_t first =
-            w->course->first[c] < w->course->n ? w->course->first[c] : w->course->n - 1;
+        uint32_t first = w->first[c] < w->course->n ? w->first[c] : w->course->n - 1;
         w->latest[n] = first;
         uint32_t tick = n < ahead ? 0 : w->latest[n - ahead];
         tick = tick > w->update[c] ? tick : w->update[c];
         note(w, tick > first ? first : tick, PHASE_FETCH, GM_OP_FETCH, c);
         n++;
+    }
+}
+
+/* Of a chunk that is updated in forward the update is issued by then: updates come no later than the first use. */
+static void write_gathers(gm_writer *w)
+{
+    for (uint32_t i = 0; i < w->needs.n_gathers; i++) {
+        note(w, w->needs.gathers[i].begin, PHASE_GATHER, GM_OP_GATHER, w->needs.gathers[i].chunk);
+    }
+    if (w->needs.misfit != GM_NO_TICK) {
+        w->misfit = w->needs.misfit;
+    }
+}
+
+/* Whether each gradient of the pass finds its place free. */
+static void check_unreduced(gm_writer *w)
+{
+    clear_ring(w, GM_UNREDUCED);
+    for (uint32_t i = 0; i < w->course->n_opens; i++) {
+        const gm_use *open = &w->course->opens[i];
+        if (!gm_is_reduced(w->problem->input, open->chunk)) {
+            continue;
+        }
+        const gm_place *place = place_of(w, open->chunk, GM_UNREDUCED);
+        bool is_taken = place->length == 0;
+        if (is_in_ring(w, open->chunk, GM_UNREDUCED)) {
+            uint32_t from = claim(w, GM_UNREDUCED, open->chunk, open->end);
+            is_taken = from != GM_NO_TICK && from > open->begin;
+        }
+        w->misfit = is_taken ? open->chunk : w->misfit;
     }
 }
 
@@ -320,10 +351,10 @@ static void write_grads_in(gm_writer *w)
         }
     }
     for (uint32_t i = 0; i < course->n_opens; i++) {
-        if (place_of(w, course->opens[i].chunk, GM_GRAD)->length == 0) {
-            w->misfit = course->opens[i].chunk; /* made without a backward */
-        } else if (is_in_ring(w, course->opens[i].chunk, GM_GRAD)) {
-            w->list[n++] = (gm_use){course->opens[i].chunk, course->opens[i].begin, w->plan->n + i};
+        if (place_of(w, course->sums[i].chunk, GM_GRAD)->length == 0) {
+            w->misfit = course->sums[i].chunk; /* made without a backward */
+        } else if (is_in_ring(w, course->sums[i].chunk, GM_GRAD)) {
+            w->list[n++] = (gm_use){course->sums[i].chunk, course->sums[i].begin, w->plan->n + i};
         }
     }
     qsort(w->list, n, sizeof *w->list, by_begin);
@@ -331,7 +362,7 @@ static void write_grads_in(gm_writer *w)
     for (uint32_t i = 0; i < n; i++) {
         uint32_t c = w->list[i].chunk, begin = w->list[i].begin;
         bool is_update = w->list[i].end < w->plan->n;
-        uint32_t end = is_update ? begin : course->opens[w->list[i].end - w->plan->n].end;
+        uint32_t end = is_update ? begin : course->sums[w->list[i].end - w->plan->n].end;
         uint32_t from = claim(w, GM_GRAD, c, end);
         if (is_update && !is_adding && from != GM_NO_TICK && from < begin) {
             note(w, from, PHASE_GRAD_IN, GM_OP_GRAD_IN, c);
@@ -383,17 +414,33 @@ static bool sort_chunks(gm_writer *w)
         return false;
     }
     for (uint32_t c = 0; c < w->plan->n; c++) {
-        count[course->first[c] + 1]++;
+        count[w->first[c] + 1]++;
     }
     for (uint32_t t = 0; t <= course->n; t++) {
         count[t + 1] += count[t];
     }
     for (uint32_t i = 0; i < w->plan->n; i++) {
         uint32_t c = w->plan->order[i];
-        w->order[count[course->first[c]]++] = c;
+        w->order[count[w->first[c]]++] = c;
     }
     free(count);
     return true;
+}
+
+static gm_status find_needs(gm_writer *w)
+{
+    const gm_plan_input *input = w->problem->input;
+    GM_TRY(gm_needs_new(input, w->plan, w->course, &w->needs));
+    const gm_course *main = &w->problem->courses[w->problem->main];
+    if (w->course == main) {
+        w->main = &w->needs;
+    } else {
+        GM_TRY(gm_needs_new(input, w->plan, main, &w->other));
+        w->main = &w->other;
+    }
+    w->first = w->needs.first;
+    return sort_chunks(w) ? GM_OK
+                          : GM_FAIL(GM_ERR_NOMEM, "host: no room to sort %u chunks", w->plan->n);
 }
 
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
@@ -406,20 +453,22 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
     gm_writer w = {.problem = problem,
                    .plan = plan,
                    .course = course,
-                   .main = &problem->courses[problem->main],
                    .misfit = GM_NO_TICK,
                    .update = calloc(n, sizeof(uint32_t)),
                    .order = calloc(n, sizeof(uint32_t)),
                    .owner = calloc(ring, sizeof(uint32_t)),
                    .until = calloc(ring, sizeof(uint32_t)),
-                   .uses = calloc((size_t)course->n_uses + 1, sizeof(gm_use)),
                    .list = calloc(2 * (size_t)n + 1, sizeof(gm_use)),
                    .latest = calloc(n, sizeof(uint32_t))};
     gm_status status = GM_OK;
     *out = (gm_schedule){.hash = course->trace->hash, .n_ticks = course->n};
-    if (!w.update || !w.order || !w.owner || !w.until || !w.uses || !w.list || !w.latest ||
-        !sort_chunks(&w)) {
+    if (!w.update || !w.order || !w.owner || !w.until || !w.list || !w.latest) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to schedule %u ticks", course->n);
+    } else {
+        status = find_needs(&w);
+    }
+    if (status != GM_OK) {
+        gm_schedule_free(out);
     } else if (course->n > UINT32_MAX / N_PHASES - 1) {
         status = GM_FAIL(GM_ERR_NOMEM, "plan: a trace of %u ticks is too long", course->n);
     } else {
@@ -427,9 +476,11 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
             place_updates(&w);
             write_fetches(&w);
             write_refreshes(&w);
+            write_gathers(&w);
             write_grad_ticks(&w);
             write_updates(&w);
             write_grads_in(&w);
+            check_unreduced(&w);
         }
         status = w.misfit != GM_NO_TICK
                      ? GM_FAIL(GM_ERR_STATE,
@@ -442,7 +493,8 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
     free(w.order);
     free(w.owner);
     free(w.until);
-    free(w.uses);
+    gm_needs_free(&w.needs);
+    gm_needs_free(&w.other);
     free(w.list);
     free(w.latest);
     free(w.notes);

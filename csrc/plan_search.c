@@ -1,8 +1,9 @@
 /* plan_search.c - looks for the choice with the least predicted step.
  *
  * A few dials (depths of the rings, the host's share of updates, the share of late ones) and the memory there is
- * give a choice: weights first, then gradients that would have to go out and come back, then states.  The dials are
- * turned one after the other as long as that helps; with few chunks, single chunks then change class.  How often the
+ * give a choice: weights first, then gradients that would have to go out and come back, then states.  With several
+ * ranks these are of shards; a dial says how many gathered weights are kept before all that, and what is left after it
+ * keeps more.  The dials are turned one after the other as long as that helps; with few chunks, single chunks then change class.  How often the
  * time model may be asked depends on the size of the problem alone, so equal inputs give equal plans.
  *
  * 1. A choice that was found never takes more blocks than there are.
@@ -15,25 +16,27 @@
 
 #define FEW_CHUNKS 5u
 
-typedef struct gm_dials {            /* without padding: compared as bytes */
-    uint32_t depth[GM_N_OWN_PIECES]; /* of the rings, in chunks */
-    uint32_t blocks;                 /* that may be taken */
-    double host;                     /* share of the updates that are not resident, by parameters */
+typedef struct gm_dials {        /* without padding: compared as bytes */
+    uint32_t depth[GM_N_PIECES]; /* of the rings, in chunks */
+    uint32_t blocks;             /* that may be taken */
+    double host;                 /* share of the updates that are not resident, by parameters */
     double late_host,
         late_state; /* immediate only: shares of these updates put off to the next forward */
     double weights; /* most that may be resident, a share */
     double states;  /* share of the room beside weights and gradients that states may take */
     double
         first; /* so many chunks, the first in use, have room for their states before any weights have */
+    double kept; /* share of the gathered weights that are kept whatever the rest gets */
 } gm_dials;
 
 enum { /* numbers of dials, behind those of the depths */
-       DIAL_HOST = GM_N_OWN_PIECES,
+       DIAL_HOST = GM_N_PIECES,
        DIAL_LATE_HOST,
        DIAL_LATE_STATE,
        DIAL_STATES,
        DIAL_WEIGHTS,
-       DIAL_FIRST
+       DIAL_FIRST,
+       DIAL_KEPT
 };
 
 typedef struct gm_found { /* the best so far */
@@ -55,8 +58,9 @@ static gm_status choice_new(uint32_t n, gm_choice *out)
 {
     *out = (gm_choice){.class_of = calloc(n, 1),
                        .is_late = calloc(n, sizeof(bool)),
-                       .is_grad_resident = calloc(n, sizeof(bool))};
-    if (!out->class_of || !out->is_late || !out->is_grad_resident) {
+                       .is_grad_resident = calloc(n, sizeof(bool)),
+                       .is_kept = calloc(n, sizeof(bool))};
+    if (!out->class_of || !out->is_late || !out->is_grad_resident || !out->is_kept) {
         return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", n);
     }
     return GM_OK;
@@ -67,6 +71,7 @@ static void choice_free(gm_choice *choice)
     free(choice->class_of);
     free(choice->is_late);
     free(choice->is_grad_resident);
+    free(choice->is_kept);
 }
 
 static void choice_copy(uint32_t n, gm_choice *to, const gm_choice *from)
@@ -74,6 +79,7 @@ static void choice_copy(uint32_t n, gm_choice *to, const gm_choice *from)
     memcpy(to->class_of, from->class_of, n);
     memcpy(to->is_late, from->is_late, n * sizeof(bool));
     memcpy(to->is_grad_resident, from->is_grad_resident, n * sizeof(bool));
+    memcpy(to->is_kept, from->is_kept, n * sizeof(bool));
     memcpy(to->depth, from->depth, sizeof to->depth);
 }
 
@@ -90,6 +96,7 @@ static bool pick(double *carry, double weight, double share)
 
 typedef struct gm_room { /* blocks that a choice may give away */
     double weights;      /* share of weights that are resident */
+    double kept;         /* share of gathered weights that are kept */
     uint64_t grads, states;
 } gm_room;
 
@@ -97,14 +104,17 @@ static void choose_classes(const gm_search *s, const gm_dials *dials, const gm_r
                            gm_choice *choice)
 {
     const gm_problem *problem = s->problem;
-    double host_carry = 0, weight_carry = 0;
+    double host_carry = 0, weight_carry = 0, kept_carry = 0;
     uint64_t states_left = room->states;
     bool is_all_cuda = problem->input->policy == GM_POLICY_CUDA, is_full = false;
     for (uint32_t i = 0; i < problem->n; i++) {
         uint32_t c = problem->order[i];
         const gm_plan_chunk *chunk = &problem->input->chunks[c];
+        choice->is_kept[c] = chunk->bytes[GM_GATHERED] > 0 &&
+                             (chunk->must_reside || room->kept >= 1 ||
+                              pick(&kept_carry, chunk->blocks[GM_GATHERED], room->kept));
         bool is_resident = chunk->must_reside || is_all_cuda || chunk->blocks[GM_WEIGHT] == 0 ||
-                           room->weights >= 1 ||
+                           room->weights >= 1 || choice->is_kept[c] ||
                            pick(&weight_carry, chunk->blocks[GM_WEIGHT], room->weights);
         bool is_frozen = chunk->numel == 0;
         bool is_fitting = is_all_cuda || (!is_full && problem->is_trained[c] &&
@@ -267,6 +277,36 @@ static gm_status fill_weights(gm_search *s, const gm_dials *dials, gm_plan *plan
     return measure(s, plan, taken);
 }
 
+/* What is left keeps gathered weights. */
+static gm_status fill_kept(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
+                           uint64_t *taken)
+{
+    uint64_t whole = 0, least = UINT64_MAX, left = dials->blocks - *taken;
+    double best = room->kept;
+    for (uint32_t c = 0; c < s->problem->n; c++) {
+        uint64_t blocks = s->problem->input->chunks[c].blocks[GM_GATHERED];
+        whole += blocks;
+        least = blocks > 0 && blocks < least ? blocks : least;
+    }
+    left += plan->ring[GM_GATHERED]; /* not needed when all are kept */
+    if (left < least + plan->ring[GM_GATHERED] && left < whole) {
+        return GM_OK;
+    }
+    double part = 1 / (double)s->problem->n; /* at least a chunk less, where it was too much */
+    room->kept += (double)left / (double)whole;
+    for (int round = 0; round < 5 && best < 1; round++) {
+        room->kept = room->kept < best ? best : room->kept > 1 ? 1 : room->kept;
+        choose(s, dials, room, &s->choice);
+        GM_TRY(measure(s, plan, taken));
+        bool fits = *taken <= dials->blocks;
+        best = fits && room->kept > best ? room->kept : best;
+        room->kept += ((double)dials->blocks - (double)*taken) / (double)whole - (fits ? 0 : part);
+    }
+    room->kept = best;
+    choose(s, dials, room, &s->choice);
+    return measure(s, plan, taken);
+}
+
 /* Makes the choice that the dials and the memory give; *fits tells whether there is one. */
 static gm_status fill(gm_search *s, const gm_dials *dials, bool *fits)
 {
@@ -274,18 +314,23 @@ static gm_status fill(gm_search *s, const gm_dials *dials, bool *fits)
     uint64_t taken = 0;
     bool is_auto = s->problem->input->policy == GM_POLICY_AUTO;
     gm_room room = {.weights = dials->weights,
+                    .kept = dials->kept,
                     .states = is_auto ? first_states(s->problem, dials) : 0};
     GM_TRY(gm_plan_alloc(s->problem, &plan));
     gm_status status = fill_weights(s, dials, plan, &room, &taken);
     if (status == GM_OK && taken <= dials->blocks && is_auto) {
         status = fill_states(s, dials, plan, &room, taken);
     }
+    if (status == GM_OK && plan->n_blocks <= dials->blocks && s->problem->has_gathered &&
+        s->problem->input->policy != GM_POLICY_CPU) {
+        status = fill_kept(s, dials, plan, &room, &taken);
+    }
     *fits = status == GM_OK && plan->n_blocks <= dials->blocks;
     gm_plan_free(plan);
     return status;
 }
 
-/* Whether a is better than b: sooner, or equal with less traffic, or with fewer blocks. */
+/* Whether a is better than b: sooner, or equal with less traffic, or less of it over ranks, or with fewer blocks. */
 static bool is_better(const gm_plan *a, const gm_plan *b)
 {
     double near = b->info.step_seconds * 1e-6;
@@ -294,8 +339,12 @@ static bool is_better(const gm_plan *a, const gm_plan *b)
     if (a->info.step_seconds < b->info.step_seconds - near) {
         return true;
     }
-    return a->info.step_seconds <= b->info.step_seconds + near &&
-           (traffic_a < traffic_b || (traffic_a == traffic_b && a->n_blocks < b->n_blocks));
+    if (a->info.step_seconds > b->info.step_seconds + near || traffic_a != traffic_b) {
+        return a->info.step_seconds <= b->info.step_seconds + near && traffic_a < traffic_b;
+    }
+    double near_comm = b->info.comm_seconds * 1e-6;
+    return a->info.comm_seconds < b->info.comm_seconds - near_comm ||
+           (a->info.comm_seconds <= b->info.comm_seconds + near_comm && a->n_blocks < b->n_blocks);
 }
 
 /* Asks the time model about s->choice; keeps it when it is the best. */
@@ -337,8 +386,9 @@ static gm_status try_dials(gm_search *s, const gm_dials *dials, bool *is_best)
 static double *share_at(gm_dials *dials, uint32_t which)
 {
     double *const shares[] = {&dials->host,   &dials->late_host, &dials->late_state,
-                              &dials->states, &dials->weights,   &dials->first};
-    return shares[which - GM_N_OWN_PIECES];
+                              &dials->states, &dials->weights,   &dials->first,
+                              &dials->kept};
+    return shares[which - DIAL_HOST];
 }
 
 /* Turns one dial through values, around the best dials so far. */
@@ -348,7 +398,7 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
     for (uint32_t i = 0; i < n; i++) {
         gm_dials dials = start;
         bool is_best;
-        if (which < GM_N_OWN_PIECES) {
+        if (which < GM_N_PIECES) {
             dials.depth[which] = (uint32_t)values[i];
         } else {
             *share_at(&dials, which) = values[i];
@@ -359,6 +409,23 @@ static gm_status turn(gm_search *s, uint32_t which, const double *values, uint32
         }
     }
     return GM_OK;
+}
+
+/* The dials of what only several ranks have. */
+static gm_status turn_ranks(gm_search *s, int round, bool *helps)
+{
+    static const double parts[] = {0, 0.25, 0.5, 0.75, 1}, depths[] = {1, 2, 3, 4, 6, 8};
+    double kept = s->best.dials.kept, near[] = {kept - 0.1, kept + 0.1};
+    near[0] = near[0] < 0 ? 0 : near[0];
+    near[1] = near[1] > 1 ? 1 : near[1];
+    if (s->problem->has_gathered && s->best.plan->ring[GM_GATHERED] > 0) {
+        GM_TRY(turn(s, GM_GATHERED, depths + 1, 5, helps)); /* one ahead is for want of room */
+        if (s->problem->input->policy == GM_POLICY_AUTO) {
+            GM_TRY(round == 0 ? turn(s, DIAL_KEPT, parts, 5, helps)
+                              : turn(s, DIAL_KEPT, near, 2, helps));
+        }
+    }
+    return s->problem->has_unreduced ? turn(s, GM_UNREDUCED, depths, 4, helps) : GM_OK;
 }
 
 static gm_status turn_dials(gm_search *s, int n_rounds)
@@ -383,6 +450,7 @@ static gm_status turn_dials(gm_search *s, int n_rounds)
             GM_TRY(turn(s, DIAL_LATE_HOST, parts, 5, &helps));
             GM_TRY(turn(s, DIAL_LATE_STATE, parts, 5, &helps));
         }
+        GM_TRY(turn_ranks(s, round, &helps));
         GM_TRY(turn(s, GM_STATE, depths + 1, 5, &helps));
         GM_TRY(turn(s, GM_GRAD, depths, 5, &helps));
         if (s->best.plan->ring[GM_WEIGHT] > 0) {
@@ -407,15 +475,20 @@ static uint32_t draw(uint64_t *state, uint32_t bound)
 /* Turns one to three dials at once, drawn from a sequence that is always the same. */
 static gm_status wander(gm_search *s, uint32_t n_questions_here)
 {
+    static const uint32_t all[] = {GM_WEIGHT,      GM_STATE,        GM_GRAD,     DIAL_HOST,
+                                   DIAL_LATE_HOST, DIAL_LATE_STATE, DIAL_STATES, GM_UNREDUCED,
+                                   GM_GATHERED,    DIAL_KEPT};
+    uint32_t n_dials = s->problem->has_gathered ? 10 : s->problem->has_unreduced ? 8 : 7;
     uint64_t state = 1;
     s->n_left = n_questions_here;
     for (uint32_t i = 0; i < 2 * n_questions_here && s->n_left > 0; i++) {
         gm_dials dials = s->best.dials;
         bool is_best;
         for (uint32_t n = 1 + draw(&state, 3); n > 0; n--) {
-            uint32_t which = draw(&state, DIAL_STATES + 1);
-            if (which < GM_N_OWN_PIECES) {
+            uint32_t which = all[draw(&state, n_dials)];
+            if (which < GM_N_PIECES) {
                 dials.depth[which] = 1 + draw(&state, which == GM_STATE ? 6 : 10);
+                dials.depth[which] += which == GM_GATHERED;
             } else if (which == DIAL_STATES) {
                 dials.first = draw(&state, 10);
             } else {
@@ -435,6 +508,11 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
     const gm_problem *problem = s->problem;
     const gm_plan_chunk *chunk = &problem->input->chunks[c];
     gm_choice *choice = &s->choice;
+    if (move == GM_N_CLASSES + 2) {
+        choice->is_kept[c] = !choice->is_kept[c];
+        return !chunk->must_reside && chunk->bytes[GM_GATHERED] > 0 &&
+               (!choice->is_kept[c] || !gm_is_streamed(choice->class_of[c]));
+    }
     if (move == GM_N_CLASSES) {
         choice->is_grad_resident[c] = !choice->is_grad_resident[c];
         return chunk->bytes[GM_GRAD] > 0;
@@ -444,7 +522,7 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
         return may_be_early(problem, c) && problem->is_trained[c] &&
                choice->class_of[c] != GM_CLASS_R;
     }
-    bool is_bad = (gm_is_streamed(move) && chunk->must_reside) ||
+    bool is_bad = (gm_is_streamed(move) && (chunk->must_reside || choice->is_kept[c])) ||
                   (!problem->is_trained[c] && gm_is_state_streamed(move)) ||
                   (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2) ||
                   choice->class_of[c] == move;
@@ -475,19 +553,21 @@ static bool exchange(gm_search *s, uint32_t a, uint32_t b)
 /* Chunks change class, gradient or time of update, alone or in pairs, and rings their depth, as long as that helps. */
 static gm_status climb(gm_search *s, uint32_t limit)
 {
-    uint32_t n = s->problem->n, n_moves = GM_N_CLASSES + 2;
-    uint32_t n_all = n * n_moves + 2 * GM_N_OWN_PIECES + n * n, n_quiet = 0;
+    uint32_t n = s->problem->n, n_moves = GM_N_CLASSES + 2 + s->problem->has_gathered;
+    bool has_ranks = s->problem->has_gathered || s->problem->has_unreduced;
+    uint32_t n_depths = 2 * (has_ranks ? GM_N_PIECES : GM_N_OWN_PIECES);
+    uint32_t n_all = n * n_moves + n_depths + n * n, n_quiet = 0;
     for (uint32_t at = 0; n_quiet < n_all && limit > 0; at = at + 1 == n_all ? 0 : at + 1) {
         bool is_allowed, is_best = false;
         choice_copy(n, &s->choice, &s->best.choice);
         if (at < n * n_moves) {
             is_allowed = move_chunk(s, at / n_moves, at % n_moves);
-        } else if (at < n * n_moves + 2 * GM_N_OWN_PIECES) {
+        } else if (at < n * n_moves + n_depths) {
             uint32_t piece = (at - n * n_moves) / 2, up = (at - n * n_moves) % 2;
             is_allowed = up || s->choice.depth[piece] > 0;
             s->choice.depth[piece] += up ? 1 : UINT32_MAX;
         } else {
-            uint32_t pair = at - n * n_moves - 2 * GM_N_OWN_PIECES;
+            uint32_t pair = at - n * n_moves - n_depths;
             is_allowed = pair / n < pair % n && exchange(s, pair / n, pair % n);
         }
         if (is_allowed) {
@@ -522,19 +602,21 @@ static void unite(gm_search *s, gm_found *aside)
 }
 
 /* Asks about every assignment of classes, with short rings. */
-static gm_status ask_about_all(gm_search *s, bool is_late)
+static gm_status ask_about_all(gm_search *s, bool is_late, bool is_kept)
 {
     uint32_t n = s->problem->n, n_all = 1;
     for (uint32_t c = 0; c < n; c++) {
         n_all *= GM_N_CLASSES;
     }
-    memcpy(s->choice.depth, (uint32_t[]){1, 2, 1}, sizeof s->choice.depth);
+    memcpy(s->choice.depth, (uint32_t[GM_N_PIECES]){1, 2, 1, 1, 1}, sizeof s->choice.depth);
     for (uint32_t code = 0; code < n_all; code++) {
         bool is_allowed = true, is_best;
         for (uint32_t c = 0, rest = code; c < n; c++, rest /= GM_N_CLASSES) {
             s->choice.class_of[c] = GM_N_CLASSES;
             s->choice.is_grad_resident[c] = false;
             s->choice.is_late[c] = true;
+            s->choice.is_kept[c] = s->problem->input->chunks[c].bytes[GM_GATHERED] > 0 &&
+                                   (is_kept || s->problem->input->chunks[c].must_reside);
             is_allowed &= move_chunk(s, c, rest % GM_N_CLASSES);
             s->choice.is_late[c] =
                 s->problem->is_trained[c] &&
@@ -551,9 +633,13 @@ static gm_status climb_from_all(gm_search *s, uint32_t limit)
     gm_found aside;
     GM_TRY(climb(s, limit));
     GM_TRY(set_aside(s, &aside));
-    gm_status status = ask_about_all(s, false);
-    if (status == GM_OK && s->problem->input->when == GM_IMMEDIATE) {
-        status = ask_about_all(s, true);
+    gm_status status = GM_OK;
+    for (uint32_t i = 0; i < 4 && status == GM_OK; i++) {
+        bool is_late = i % 2, is_kept = i / 2;
+        if ((!is_late || s->problem->input->when == GM_IMMEDIATE) &&
+            (!is_kept || s->problem->has_gathered)) {
+            status = ask_about_all(s, is_late, is_kept);
+        }
     }
     if (status == GM_OK && s->best.plan) {
         status = climb(s, limit);
@@ -590,20 +676,33 @@ static uint32_t n_questions(const gm_problem *problem)
     for (uint32_t c = 0; c < problem->n; c++) {
         blocks += problem->input->chunks[c].blocks[GM_STATE];
     }
+    size *= problem->has_gathered ? 1.6 : 1;
     double n = 3.5e6 / (size + blocks);
-    return n < 7 ? 7 : n > 600 ? 600 : (uint32_t)n;
+    double least = problem->has_gathered ? 4 : 7; /* there a question is half as dear again */
+    return (uint32_t)(n < least ? least : n > 600 ? 600 : n);
 }
 
-/* The corners: everything streamed with one chunk of prefetch (or none), or everything on the device. */
+/* The corners: everything streamed with one chunk of prefetch (or none), or everything on the device.  What only several
+ * ranks have is chosen: how far ahead they gather and reduce. */
 static gm_status run_fixed(gm_search *s)
 {
-    bool is_cpu = s->problem->input->policy == GM_POLICY_CPU, is_best;
-    for (uint32_t ahead = 2; ahead-- > 0 && !s->best.plan;) {
-        gm_dials dials = {.depth = {ahead, 0, 2 * ahead},
+    static const uint32_t ahead[][2] = {{3, 2}, {2, 1}, {1, 1}, {0, 0}};
+    bool is_cpu = s->problem->input->policy == GM_POLICY_CPU, is_best, helps = false;
+    bool has_ranks = s->problem->has_gathered || s->problem->has_unreduced;
+    uint32_t n = has_ranks ? 4 : 2;
+    s->n_left = n_questions(s->problem) < 24 ? n_questions(s->problem) : 24;
+    for (uint32_t i = 0; i < n && !s->best.plan; i++) {
+        uint32_t own = i + 1 < n;
+        gm_dials dials = {.depth = {own, 0, 2 * own},
                           .host = 1,
                           .weights = is_cpu ? 0 : 1,
                           .blocks = s->problem->n_blocks};
+        dials.depth[GM_GATHERED] = s->problem->has_gathered ? ahead[i][0] : 0;
+        dials.depth[GM_UNREDUCED] = s->problem->has_unreduced ? ahead[i][1] : 0;
         GM_TRY(try_dials(s, &dials, &is_best));
+    }
+    if (s->best.plan && has_ranks) {
+        GM_TRY(turn_ranks(s, 0, &helps));
     }
     return s->best.plan ? GM_OK : fail_for_room(s);
 }
@@ -633,8 +732,12 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
         GM_TRY(try_dials(s, &dials, &is_best));
     }
     for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
+        static const uint32_t gathered[] = {2, 2, 4, 3, 2, 1, 0},
+                              unreduced[] = {1, 1, 2, 2, 1, 1, 0};
         gm_dials dials = starts[i];
         dials.blocks = blocks;
+        dials.depth[GM_GATHERED] = s->problem->has_gathered ? gathered[i] : 0;
+        dials.depth[GM_UNREDUCED] = s->problem->has_unreduced ? unreduced[i] : 0;
         GM_TRY(i < 4 || !s->best.plan ? try_dials(s, &dials, &is_best) : GM_OK);
     }
     if (s->best.plan) {
@@ -648,17 +751,18 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
 static gm_status run_search(gm_search *s)
 {
     uint64_t whole = 0;
-    uint32_t n = n_questions(s->problem), n_levels = n / 40;
+    uint32_t n_here = s->problem->has_gathered ? 56 : 40;
+    uint32_t n = n_questions(s->problem), n_levels = n / n_here;
     n_levels = n_levels > 16 ? 16 : n_levels;
     for (uint32_t c = 0; c < s->problem->n; c++) {
-        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
             whole += s->problem->input->chunks[c].blocks[piece];
         }
     }
     for (uint32_t level = 1; level < n_levels; level++) {
         uint64_t blocks = whole * level / n_levels;
         if (blocks < s->problem->n_blocks) {
-            GM_TRY(run_level(s, (uint32_t)blocks, 40, 1));
+            GM_TRY(run_level(s, (uint32_t)blocks, n_here, 1));
         }
     }
     uint32_t part = n_levels > 0 ? 2 * n / 3 : n;
@@ -693,6 +797,31 @@ static gm_status search_all_resident(gm_search *s, const gm_problem *problem)
     return status;
 }
 
+/* Whether shards are all resident, but gathers still hold up compute: memory may be better spent on fewer gathers. */
+static bool is_held_up(const gm_search *s)
+{
+    const gm_plan_info *info = &s->best.plan->info;
+    return s->best.plan->ring[GM_GATHERED] > 0 && info->step_seconds > 1.03 * info->compute_seconds;
+}
+
+static gm_status search_auto(gm_search *s)
+{
+    uint64_t own = 0; /* of all shards */
+    for (uint32_t c = 0; c < s->problem->n; c++) {
+        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+            own += s->problem->input->chunks[c].blocks[piece];
+        }
+    }
+    bool has_grads = s->problem->n_passes > 0; /* without passes no gradient has a place */
+    if (s->problem->input->state_share >= 1 && (own <= s->problem->n_blocks || !has_grads)) {
+        gm_status status = search_all_resident(s, s->problem);
+        if (status != GM_ERR_NOMEM && (status != GM_OK || !is_held_up(s))) {
+            return status;
+        }
+    }
+    return run_search(s);
+}
+
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
 {
     gm_search s = {.problem = problem, .least_blocks = UINT64_MAX};
@@ -701,13 +830,7 @@ gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
         status = choice_new(problem->n, &s.best.choice);
     }
     if (status == GM_OK) {
-        bool is_auto = problem->input->policy == GM_POLICY_AUTO;
-        status = is_auto && problem->input->state_share >= 1 ? search_all_resident(&s, problem)
-                 : is_auto                                   ? GM_ERR_NOMEM
-                                                             : run_fixed(&s);
-        if (is_auto && status == GM_ERR_NOMEM) {
-            status = run_search(&s);
-        }
+        status = problem->input->policy == GM_POLICY_AUTO ? search_auto(&s) : run_fixed(&s);
     }
     choice_free(&s.choice);
     choice_free(&s.best.choice);

@@ -6,11 +6,14 @@
 
 #include <stdlib.h>
 
-/* What a copy and a call of the host cost beside their bytes. */
+/* What a copy, a collective and a call of the host cost beside their bytes. */
 #define COPY_SECONDS 8e-6
+#define COMM_SECONDS 2e-5
 #define HOST_SECONDS 1.5e-4
 /* Of the device, what Adam gets beside compute: its threads wait for a place among those of the products. */
 #define UPDATE_SHARE 0.12
+/* Of compute, what a collective takes: its threads have places of their own. */
+#define COMM_SHARE 0.02
 
 void gm_sim_begin(gm_sim *sim)
 {
@@ -125,6 +128,10 @@ static gm_speed speed_of(const gm_rates *rates, uint32_t busy)
     speed.rate[GM_LANE_COMPUTE] = is_shared ? 1 - UPDATE_SHARE : 1;
     speed.rate[GM_LANE_UPDATE] = is_shared ? UPDATE_SHARE : 1;
     speed.rate[GM_LANE_HOST] = host;
+    speed.rate[GM_LANE_COMM] = 1;
+    if (busy >> GM_LANE_COMM & 1) {
+        speed.rate[GM_LANE_COMPUTE] *= 1 - COMM_SHARE;
+    }
     return speed;
 }
 
@@ -135,6 +142,7 @@ static double whole_work(const gm_node *node, const gm_rates *rates)
     return node->work + (is_inward(lane)        ? COPY_SECONDS * rates->h2d
                          : is_outward(lane)     ? COPY_SECONDS * rates->d2h
                          : lane == GM_LANE_HOST ? HOST_SECONDS * rates->host_adam
+                         : lane == GM_LANE_COMM ? COMM_SECONDS
                                                 : 0);
 }
 

@@ -17,6 +17,7 @@ typedef enum gm_lane {                  /* the streams of the engine */
                        GM_LANE_STATE_OUT,
                        GM_LANE_GRAD_OUT,
                        GM_LANE_HOST, /* parameters */
+                       GM_LANE_COMM, /* seconds of collectives, one after the other */
                        GM_N_LANES
 } gm_lane;
 

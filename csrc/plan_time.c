@@ -4,6 +4,8 @@
  * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the copy home of what
  *    was there; a host update waits for its gradient, and a fetch for the host update; a device update waits for
  *    weights, states and gradient; a deferred update waits for the end of the last backward, which has the norm.
+ *    A gather waits for the shard's weights and for the last reader of what was in its place, a use for its gather, a
+ *    reduce for the last gradient; whoever reads the sum waits for the reduce.
  * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
  * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first slices come in as soon
  *    as slots are free, the others once Adam has begun; each goes home behind Adam. */
@@ -28,7 +30,7 @@ typedef struct gm_gone { /* slices of states that have gone home */
 } gm_gone;
 
 typedef struct gm_load { /* what a part of a step asks of each resource */
-    double compute, in, out, host;
+    double compute, in, out, host, comm;
 } gm_load;
 
 typedef struct gm_replay {
@@ -61,14 +63,20 @@ static const gm_plan_chunk *chunk_of(const gm_replay *r, uint32_t chunk)
     return &r->problem->input->chunks[chunk];
 }
 
-/* The compute after which nobody reads the weights any more, as far as the pass has come. */
-static uint32_t last_reader(const gm_replay *r, uint32_t chunk)
+/* What compute reads of a chunk. */
+static gm_piece shown_piece(const gm_replay *r, uint32_t chunk)
 {
-    if (r->use_pass[chunk] == r->pass) {
+    return gm_is_gathered(r->problem->input, chunk) ? GM_GATHERED : GM_WEIGHT;
+}
+
+/* What comes last of those that read a piece of weights, as far as the pass has come. */
+static uint32_t last_reader(const gm_replay *r, uint32_t chunk, gm_piece piece)
+{
+    if (r->use_pass[chunk] == r->pass && piece == shown_piece(r, chunk)) {
         uint32_t end = r->use_end[chunk] < r->tick ? r->use_end[chunk] : r->tick;
         return end > 0 ? r->node_of[end - 1] : r->newest;
     }
-    return r->items[chunk * GM_N_PIECES + GM_WEIGHT].used;
+    return r->items[chunk * GM_N_PIECES + (uint32_t)piece].used;
 }
 
 static void wait_for_owner(gm_replay *r, uint32_t chunk, gm_piece piece)
@@ -77,8 +85,8 @@ static void wait_for_owner(gm_replay *r, uint32_t chunk, gm_piece piece)
     gm_sim_wait(&r->sim, old->filled);
     gm_sim_wait(&r->sim, old->used);
     gm_sim_wait(&r->sim, old->homed);
-    if (piece == GM_WEIGHT) {
-        gm_sim_wait(&r->sim, last_reader(r, chunk));
+    if (piece == GM_WEIGHT || piece == GM_GATHERED) {
+        gm_sim_wait(&r->sim, last_reader(r, chunk, piece));
     }
 }
 
@@ -158,6 +166,7 @@ static void update_on_host(gm_replay *r, uint32_t c)
     r->load->host += r->weight * (double)chunk_of(r, c)->numel;
     uint32_t node = gm_sim_add(&r->sim, GM_LANE_HOST, (double)chunk_of(r, c)->numel);
     w->homed = s->homed = g->used = node;
+    item(r, c, GM_GATHERED)->is_there = false; /* it holds no more */
     if (w->is_there) {
         wait_for_owner(r, c, GM_WEIGHT);
         w->filled = copy_in(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
@@ -208,7 +217,7 @@ static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds)
     gm_sim_wait(&r->sim, g->filled);
     gm_sim_wait(&r->sim, w->filled);
     gm_sim_wait(&r->sim, w->homed);
-    gm_sim_wait(&r->sim, last_reader(r, c));
+    gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
     gm_sim_wait(&r->sim, first);
     uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds / (double)n);
     if (n > 1) {
@@ -243,11 +252,12 @@ static void update_on_device(gm_replay *r, uint32_t c)
         gm_sim_wait(&r->sim, r->norm);
         gm_sim_wait(&r->sim, g->filled);
         gm_sim_wait(&r->sim, w->filled);
-        gm_sim_wait(&r->sim, last_reader(r, c));
+        gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
         node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
         s->filled = s->used = node;
     }
     g->used = w->filled = node;
+    item(r, c, GM_GATHERED)->is_there = false;
     if (gm_is_streamed(cls)) {
         gm_sim_wait(&r->sim, node);
         w->homed = copy_out(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
@@ -270,6 +280,56 @@ static void update(gm_replay *r, uint32_t c)
     item(r, c, GM_GRAD)->is_there = false;
 }
 
+static uint32_t collective(gm_replay *r, size_t bytes, double rate)
+{
+    double seconds = rate > 0 ? (double)bytes / rate : 0;
+    r->load->comm += r->weight * seconds;
+    return gm_sim_add(&r->sim, GM_LANE_COMM, seconds);
+}
+
+static void gather(gm_replay *r, uint32_t c)
+{
+    gm_item *w = item(r, c, GM_WEIGHT), *whole = item(r, c, GM_GATHERED);
+    if (whole->is_there) {
+        return;
+    }
+    update(r, c);
+    fetch(r, c);
+    gm_sim_wait(&r->sim, w->filled);
+    claim(r, c, GM_GATHERED);
+    whole->filled =
+        collective(r, chunk_of(r, c)->bytes[GM_GATHERED], r->problem->input->rates.gather);
+    w->used = whole->filled;
+}
+
+/* All gradients of the pass have arrived. */
+static void reduce(gm_replay *r, uint32_t c)
+{
+    gm_item *g = item(r, c, GM_GRAD), *whole = item(r, c, GM_UNREDUCED);
+    grad_in(r, c);
+    if (g->is_there) {
+        gm_sim_wait(&r->sim, g->filled);
+        gm_sim_wait(&r->sim, g->homed);
+    } else {
+        claim(r, c, GM_GRAD);
+    }
+    gm_sim_wait(&r->sim, r->newest);
+    g->filled = collective(r, chunk_of(r, c)->bytes[GM_UNREDUCED], r->problem->input->rates.reduce);
+    whole->used = g->filled;
+    whole->is_there = false;
+}
+
+/* Compute that is added next reads the weights. */
+static void use(gm_replay *r, uint32_t c)
+{
+    if (gm_is_gathered(r->problem->input, c)) {
+        gather(r, c);
+    } else {
+        update(r, c);
+        fetch(r, c);
+    }
+}
+
 static void follow_op(gm_replay *r, const gm_op *op)
 {
     switch ((gm_op_kind)op->kind) {
@@ -278,9 +338,9 @@ static void follow_op(gm_replay *r, const gm_op *op)
         fetch(r, op->chunk);
         break;
     case GM_OP_GRAD_IN: grad_in(r, op->chunk); break;
-    case GM_OP_GATHER: break;
     case GM_OP_GRAD_OUT: grad_out(r, op->chunk); break;
     case GM_OP_UPDATE: update(r, op->chunk); break;
+    case GM_OP_GATHER: gather(r, op->chunk); break;
     }
 }
 
@@ -288,6 +348,10 @@ static void follow_op(gm_replay *r, const gm_op *op)
 static void open_grad(gm_replay *r, uint32_t c)
 {
     if (r->plan->places[c * GM_N_PIECES + GM_GRAD].length == 0) {
+        return;
+    }
+    if (gm_is_reduced(r->problem->input, c)) {
+        claim(r, c, GM_UNREDUCED);
         return;
     }
     grad_in(r, c);
@@ -312,28 +376,33 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         bool is_window = (is_first && t < course->backward) ||
                          (is_immediate && is_last && t >= course->backward);
         r->load = &loads[is_window ? 0 : 1];
+        uint32_t n_before = r->sim.n;
         if (tick->kind == GM_TICK_GRAD && course->grad[tick->id] == t &&
             chunk_of(r, tick->id)->bytes[GM_GRAD] > 0) {
-            item(r, tick->id, GM_GRAD)->filled = r->newest;
-            item(r, tick->id, GM_GRAD)->is_there = true;
+            if (gm_is_reduced(r->problem->input, tick->id)) {
+                reduce(r, tick->id);
+            } else {
+                item(r, tick->id, GM_GRAD)->filled = r->newest;
+                item(r, tick->id, GM_GRAD)->is_there = true;
+            }
             r->is_dirty[tick->id] = true;
             r->is_pending[tick->id] = is_last && is_immediate && r->problem->is_trained[tick->id];
         }
-        uint32_t n_before = r->sim.n;
         for (uint32_t i = schedule->begin[t]; i < schedule->begin[t + 1]; i++) {
             follow_op(r, &schedule->ops[i]);
         }
         uint32_t n_waits = r->sim.n_waits;
-        for (uint32_t use = next_use; use < course->n_uses && course->uses[use].begin == t; use++) {
-            update(r, course->uses[use].chunk);
-            fetch(r, course->uses[use].chunk);
+        for (uint32_t i = next_use; i < course->n_uses && course->uses[i].begin == t; i++) {
+            use(r, course->uses[i].chunk);
         }
         for (uint32_t i = next_open; i < course->n_opens && course->opens[i].begin == t; i++) {
-            grad_in(r, course->opens[i].chunk);
+            if (!gm_is_reduced(r->problem->input, course->opens[i].chunk)) {
+                grad_in(r, course->opens[i].chunk);
+            }
         }
         for (; next_use < course->n_uses && course->uses[next_use].begin == t; next_use++) {
             uint32_t c = course->uses[next_use].chunk;
-            gm_sim_wait(&r->sim, item(r, c, GM_WEIGHT)->filled);
+            gm_sim_wait(&r->sim, item(r, c, shown_piece(r, c))->filled);
             r->use_pass[c] = r->pass;
             r->use_end[c] = course->uses[next_use].end;
         }
@@ -353,7 +422,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     r->tick = course->n;
     for (uint32_t c = 0; c < r->plan->n; c++) {
         if (r->use_pass[c] == r->pass) {
-            item(r, c, GM_WEIGHT)->used = r->node_of[r->use_end[c] - 1];
+            item(r, c, shown_piece(r, c))->used = r->node_of[r->use_end[c] - 1];
         }
         if (is_last && r->problem->is_trained[c] && (r->is_dirty[c] || r->has_home_grad[c])) {
             r->is_pending[c] = true; /* the step came: all gradients of its passes are complete */
@@ -361,6 +430,10 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     }
     if (is_last && !is_immediate) {
         r->norm = r->newest;
+        if (r->problem->has_unreduced) { /* the sum over ranks, behind all reduces */
+            gm_sim_wait(&r->sim, r->newest);
+            r->norm = collective(r, 0, 0);
+        }
     }
     r->load = &loads[0];
     for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < ISSUED_AT_END; i++) {
@@ -427,10 +500,10 @@ static void busy_seconds(const gm_rates *rates, const gm_load *load, double *in,
     *out = link_seconds(load->out, both_in, *host, out_rates);
 }
 
-static double most(double a, double b, double c, double d)
+static double most(double a, double b, double c, double d, double e)
 {
-    double left = a > b ? a : b, right = c > d ? c : d;
-    return left > right ? left : right;
+    double left = a > b ? a : b, right = c > d ? c : d, all = left > right ? left : right;
+    return all > e ? all : e;
 }
 
 static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *loads, double step)
@@ -438,19 +511,22 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
     const gm_rates *rates = &problem->input->rates;
     gm_plan_info *info = &plan->info;
     gm_load all = {loads[0].compute + loads[1].compute, loads[0].in + loads[1].in,
-                   loads[0].out + loads[1].out, loads[0].host + loads[1].host};
+                   loads[0].out + loads[1].out, loads[0].host + loads[1].host,
+                   loads[0].comm + loads[1].comm};
     info->rates = *rates;
     info->compute_seconds = all.compute;
+    info->comm_seconds = all.comm;
     info->h2d_bytes = (size_t)all.in;
     info->d2h_bytes = (size_t)all.out;
     busy_seconds(rates, &all, &info->h2d_seconds, &info->d2h_seconds, &info->host_seconds);
-    double busiest = most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds);
+    double busiest =
+        most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds, all.comm);
     /* Updates fit only into a part of the step: the first forward and, if immediate, the last backward. */
     info->bound_seconds = 0;
     for (int part = 0; part < 2; part++) {
         double in, out, host;
         busy_seconds(rates, &loads[part], &in, &out, &host);
-        info->bound_seconds += most(loads[part].compute, in, out, host);
+        info->bound_seconds += most(loads[part].compute, in, out, host, loads[part].comm);
     }
     info->step_seconds = step > busiest ? step : busiest;
     if (info->bound_seconds > info->step_seconds) { /* copies for one part that ran in the other */
@@ -492,7 +568,9 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
         return GM_FAIL(GM_ERR_NOMEM, "host: no room to predict a plan of %u chunks", n);
     }
     for (uint32_t i = 0; i < n * GM_N_PIECES; i++) {
-        r->items[i] = (gm_item){GM_NO_NODE, GM_NO_NODE, GM_NO_NODE, plan->places[i].is_resident};
+        bool is_own = i % GM_N_PIECES < GM_N_OWN_PIECES;
+        r->items[i] =
+            (gm_item){GM_NO_NODE, GM_NO_NODE, GM_NO_NODE, is_own && plan->places[i].is_resident};
     }
     return GM_OK;
 }

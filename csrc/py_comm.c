@@ -4,12 +4,14 @@
  * take it back.  Numbers of calls inside are counted under the GIL, so that close() on one thread lets a
  * collective on another come back first.
  *
- * A transport in Python wants the GIL inside a collective: whoever waits for a lock that is held around collectives
- * must not hold the GIL. */
+ * A transport in Python wants the GIL inside a collective, on the thread that issues or runs it: whoever calls the
+ * core's functions of a communicator, and whoever waits for a lock that is held around them, must not hold the GIL.
+ * Debug builds assert the first, which is what makes the second possible. */
 #include "py_comm.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct python_transport {
     PyObject *exchange, *close; /* callables */
@@ -20,6 +22,7 @@ typedef struct python_transport {
 typedef struct comm {
     PyObject_HEAD gm_comm *comm; /* NULL after close() */
     python_transport *transport; /* the gm_comm's; NULL with NCCL */
+    char *names;                 /* of labels 1, 2, ..., a line each; NULL: none */
     int rank, size;
     size_t n_inside; /* calls that run without the GIL */
     bool is_closing; /* the last of them frees */
@@ -65,11 +68,19 @@ static void take_exception(PyObject **cause, char *why, size_t why_bytes)
     Py_XDECREF(earlier);
 }
 
+/* For a thread that may be inside locks of the core: with the GIL it would have held up whoever waits for those. */
+static PyGILState_STATE take_gil(void)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    GM_ASSERT(state == PyGILState_UNLOCKED); /* the caller had released it */
+    return state;
+}
+
 static bool python_exchange(void *context, const gm_comm_piece *out, const gm_comm_piece *in,
                             char *why, size_t why_bytes)
 {
     python_transport *t = context;
-    PyGILState_STATE state = PyGILState_Ensure();
+    PyGILState_STATE state = take_gil();
     PyObject *sent = pieces(out, t->size), *received = sent ? pieces(in, t->size) : NULL;
     PyObject *done =
         received ? PyObject_CallFunctionObjArgs(t->exchange, sent, received, NULL) : NULL;
@@ -87,7 +98,7 @@ static bool python_exchange(void *context, const gm_comm_piece *out, const gm_co
 static void python_close(void *context)
 {
     python_transport *t = context;
-    PyGILState_STATE state = PyGILState_Ensure();
+    PyGILState_STATE state = take_gil();
     PyObject *done = PyObject_CallNoArgs(t->close);
     if (!done) {
         PyErr_WriteUnraisable(t->close);
@@ -99,7 +110,7 @@ static void python_close(void *context)
 static void python_free(void *context)
 {
     python_transport *t = context;
-    PyGILState_STATE state = PyGILState_Ensure();
+    PyGILState_STATE state = take_gil();
     Py_XDECREF(t->exchange);
     Py_XDECREF(t->close);
     Py_XDECREF(t->cause);
@@ -131,6 +142,8 @@ static void release(comm *self)
         Py_BEGIN_ALLOW_THREADS
         gm_comm_free(taken);
         Py_END_ALLOW_THREADS
+        free(self->names);
+        self->names = NULL;
         PyErr_Restore(type, value, trace);
     }
 }
@@ -235,6 +248,98 @@ static PyObject *comm_broadcast(comm *self, PyObject *args)
     status = gm_comm_broadcast(c, (uintptr_t)address, (size_t)bytes, root, stream);
     Py_END_ALLOW_THREADS
     return end(self, status);
+}
+
+static PyObject *comm_agree(comm *self, PyObject *args)
+{
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "K:agree", &stream)) {
+        return NULL;
+    }
+    gm_status status;
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_comm_agree(c, stream);
+    Py_END_ALLOW_THREADS
+    return end(self, status);
+}
+
+/* ---- words ---- */
+
+static PyObject *comm_label(comm *self, PyObject *args)
+{
+    unsigned long long label;
+    if (!PyArg_ParseTuple(args, "K:label", &label)) {
+        return NULL;
+    }
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    gm_comm_label(c, label);
+    return end(self, GM_OK);
+}
+
+static void name_line(void *context, uint64_t label, char *out, size_t bytes)
+{
+    const char *line = context;
+    while (line && --label > 0) {
+        line = strchr(line, '\n');
+        line = line ? line + 1 : NULL;
+    }
+    (void)snprintf(out, bytes, "%.*s", line ? (int)strcspn(line, "\n") : 0, line ? line : "");
+}
+
+static PyObject *comm_name_labels(comm *self, PyObject *args)
+{
+    const char *text;
+    if (!PyArg_ParseTuple(args, "s:name_labels", &text)) {
+        return NULL;
+    }
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    char *names = malloc(strlen(text) + 1), *before = self->names;
+    if (!names) {
+        Py_XDECREF(end(self, GM_OK));
+        return PyErr_NoMemory();
+    }
+    memcpy(names, text, strlen(text) + 1);
+    gm_comm_set_namer(c, name_line, names);
+    self->names = names;
+    free(before);
+    return end(self, GM_OK);
+}
+
+/* Empty once it is freed; the GIL is held throughout, so nobody frees it meanwhile. */
+static PyObject *comm_history(comm *self, PyObject *unused)
+{
+    (void)unused;
+    gm_comm *c = self->comm;
+    PyObject *list = PyList_New(0);
+    uint64_t last = c ? gm_comm_count(c) : 0;
+    char words[GM_COMM_WORDS];
+    for (uint64_t n = last > 512 ? last - 511 : 1; list && n <= last; n++) {
+        if (gm_comm_recall(c, n, words)) {
+            PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
+            PyObject *pair = text ? Py_BuildValue("(KN)", (unsigned long long)n, text) : NULL;
+            if (!pair || PyList_Append(list, pair) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(pair);
+        }
+    }
+    return list;
+}
+
+static PyObject *comm_failed_at(comm *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->comm ? gm_comm_failed_at(self->comm) : 0);
 }
 
 static PyObject *comm_check(comm *self, PyObject *unused)
@@ -357,7 +462,12 @@ static PyObject *comm_host(PyObject *module, PyObject *args)
     t->close = Py_NewRef(close);
     t->size = size;
     gm_comm_transport transport = {python_exchange, python_close, python_free, t};
-    gm_status status = gm_comm_host_new(&transport, rank, size, &self->comm);
+    gm_status status;
+    gm_comm *made = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_comm_host_new(&transport, rank, size, &made);
+    Py_END_ALLOW_THREADS
+    self->comm = made;
     if (status != GM_OK) {
         Py_DECREF((PyObject *)self);
         return gm_py_raise(status);
@@ -431,6 +541,11 @@ static PyMethodDef comm_methods[] = {
     {"all_reduce", (PyCFunction)comm_all_reduce, METH_VARARGS,
      "(address, count, dtype, op, stream)"},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, "(address, bytes, root, stream)"},
+    {"agree", (PyCFunction)comm_agree, METH_VARARGS,
+     "(stream): are the ranks' collectives the same?"},
+    {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
+    {"name_labels", (PyCFunction)comm_name_labels, METH_VARARGS, "(text): line k names label k."},
+    {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
     {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},
     {"abort", (PyCFunction)comm_stop, METH_VARARGS, "(reason): ends it, here and for the others."},
     {"close", (PyCFunction)comm_close, METH_NOARGS, "Waits for what is issued, and frees it."},
@@ -440,6 +555,7 @@ static PyMethodDef comm_methods[] = {
 static PyGetSetDef comm_properties[] = {
     {"rank", (getter)comm_rank, NULL, NULL, NULL},
     {"size", (getter)comm_size, NULL, NULL, NULL},
+    {"failed_at", (getter)comm_failed_at, NULL, "The failure's collective, or 0.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -15,8 +15,11 @@ PyObject *gm_py_raise(gm_status status);
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
 struct gm_workers;
 struct gm_workers *gm_py_workers(void);
+/* A pool on this process's share of the host, which host_use() sets; n_threads 0: the share's number. */
+gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* py_host.c */
 
 extern PyMethodDef gm_py_arith_methods[]; /* py_arith.c */
 extern PyMethodDef gm_py_rates_methods[]; /* py_rates.c */
+extern PyMethodDef gm_py_host_methods[];  /* py_host.c */
 
 #endif

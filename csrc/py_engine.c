@@ -215,7 +215,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.unit_begin = begins;
     options.n_units = n_begins ? n_begins - 1 : 0;
     if (threads > 0) {
-        gm_status made = gm_workers_new(threads, &self->workers);
+        gm_status made = gm_py_workers_new(threads, &self->workers);
         if (made != GM_OK) {
             gm_py_raise(made);
             goto fail;

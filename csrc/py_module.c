@@ -28,7 +28,7 @@ PyObject *gm_py_raise(gm_status status)
 gm_workers *gm_py_workers(void)
 {
     if (!shared_workers) {
-        gm_status status = gm_workers_new(0, &shared_workers);
+        gm_status status = gm_py_workers_new(0, &shared_workers);
         if (status != GM_OK) {
             gm_py_raise(status);
         }
@@ -53,7 +53,8 @@ static int fetch_errors(void)
 static int module_exec(PyObject *module)
 {
     if (fetch_errors() < 0 || PyModule_AddFunctions(module, gm_py_arith_methods) < 0 ||
-        PyModule_AddFunctions(module, gm_py_rates_methods) < 0 || gm_py_engine_init(module) < 0 ||
+        PyModule_AddFunctions(module, gm_py_rates_methods) < 0 ||
+        PyModule_AddFunctions(module, gm_py_host_methods) < 0 || gm_py_engine_init(module) < 0 ||
         gm_py_slot_init(module) < 0 || gm_py_unit_init(module) < 0 || gm_py_net_init(module) < 0 ||
         gm_py_comm_init(module) < 0) {
         return -1;

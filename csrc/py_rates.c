@@ -8,7 +8,7 @@ static gm_status measure(int ordinal, unsigned threads, size_t block_bytes, gm_r
     gm_workers *workers = NULL;
     gm_device *device = NULL;
     gm_status status = GM_OK;
-    GM_TRY_GOTO(status, done, gm_workers_new(threads, &workers));
+    GM_TRY_GOTO(status, done, gm_py_workers_new(threads, &workers));
     if (ordinal < 0) {
         GM_TRY_GOTO(status, done, gm_device_host_new(block_bytes, workers, &device));
     } else {
@@ -35,7 +35,7 @@ PyDoc_STRVAR(rates_measure_doc,
              "rates_measure(ordinal, threads, block_bytes) -> dict[str, float]\n\n"
              "Measures copies and Adam for about a second: h2d, d2h, h2d_both, d2h_both,\n"
              "h2d_beside, d2h_beside in bytes/s; host_adam, host_adam_beside, device_adam in\n"
-             "parameters/s.  ordinal -1 is the host device; threads 0 takes all cores.");
+             "parameters/s.  ordinal -1 is the host device; threads 0 takes the default.");
 static PyObject *rates_measure(PyObject *module, PyObject *args)
 {
     (void)module;

@@ -100,9 +100,11 @@ static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
     uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
                                        GM_GATHERED, bytes * engine->n_shards, stream);
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->rank * bytes,
                                          gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
                                          stream));
+    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_comm_all_gather(engine->shard_comm, whole, bytes, stream));
     gm_timeline_end(engine->timeline, entry, stream);
     engine->gathers++;
@@ -190,11 +192,9 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
     gm_status status = gm_engine_pin_piece(engine, chunk, GM_GATHERED, stream);
     if (status == GM_OK) {
         status = issue_gather(engine, chunk);
-        gm_status unpinned = gm_chunks_unpin(chunks, chunk, GM_GATHERED, stream);
-        status = status == GM_OK ? unpinned : status;
+        gm_chunks_unpin_ordered(chunks, chunk, GM_GATHERED);
     }
-    gm_status unpinned = gm_chunks_unpin(chunks, chunk, GM_WEIGHT, stream);
-    status = status == GM_OK ? unpinned : status;
+    gm_chunks_unpin_ordered(chunks, chunk, GM_WEIGHT);
     if (status == GM_OK && engine->policy == GM_POLICY_CPU && !engine->plan) {
         status = gm_chunks_evict(chunks, chunk, GM_WEIGHT);
     }
@@ -297,13 +297,13 @@ gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, g
     return GM_OK;
 }
 
-static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk, gm_stream stream)
+static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk)
 {
-    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_UNREDUCED, stream));
+    gm_chunks_unpin_ordered(engine->chunks, chunk, GM_UNREDUCED);
     return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
 }
 
-gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p, gm_stream stream)
+gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p)
 {
     if (!p->is_unreduced) {
         return GM_OK;
@@ -311,7 +311,7 @@ gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p, gm_stream stream)
     p->is_unreduced = false;
     return --engine->chunk_states[p->place.chunk].n_unreduced > 0
                ? GM_OK
-               : forget_unreduced(engine, p->place.chunk, stream);
+               : forget_unreduced(engine, p->place.chunk);
 }
 
 /* The sum over ranks of this rank's shard, in its place. */
@@ -363,7 +363,7 @@ static gm_status reduce(gm_engine *engine, uint32_t chunk)
     }
     state->n_unreduced = 0;
     GM_TRY(gm_chunks_end_read(chunks, chunk, GM_UNREDUCED, stream));
-    return forget_unreduced(engine, chunk, stream);
+    return forget_unreduced(engine, chunk);
 }
 
 gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk)

@@ -1,7 +1,9 @@
 /* workers.c - the thread pool.
  *
- * A job is cut into spans, a few per thread; idle threads and the caller take them one by one, so a
- * thread that wakes late, or whose core is busy with something else, delays nobody.  Idle threads
+ * A job is cut into spans, a few per thread; idle threads and the caller (who in a pool with cores of
+ * its own only waits) take them one by one, so a thread that wakes late, or whose core is busy with
+ * something else, delays nobody.  Threads are bound to all of the pool's cores, not to one each, for
+ * the same reason: a core that a thread of the user's has taken is left to it.  Idle threads
  * look for work for some microseconds before they sleep: jobs come in rows (chunk after chunk), and
  * a sleeping thread takes longer to wake than a small job takes to run.
  *
@@ -12,7 +14,7 @@
  * 3. Exactly one caller at a time is between acquiring and releasing `caller_lock`.
  * 4. In a forked child the pool has no threads and its locks are in an unknown state: there,
  *    nothing of it is touched but `owner`, and jobs run on the calling thread. */
-#define _GNU_SOURCE /* sched_getaffinity, pthread_setname_np */
+#define _GNU_SOURCE /* pthread_attr_setaffinity_np, pthread_setname_np */
 #include "workers.h"
 
 #include <errno.h>
@@ -23,6 +25,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "topology.h"
 
 enum {
     MAX_THREADS = 1024,
@@ -46,10 +50,12 @@ struct gm_workers {
     bool is_stopping;
 
     pid_t owner;
-    unsigned n_threads; /* the caller included */
-    unsigned n_started; /* entries of threads[] that are live */
+    unsigned n_threads; /* that run spans */
+    bool is_bound;
+    bool is_caller_waiting; /* the caller runs no spans: all n_threads are threads of the pool */
+    unsigned n_started;     /* entries of threads[] that are live */
     unsigned spin_rounds;
-    pthread_t threads[]; /* (n_threads - 1,) */
+    pthread_t threads[]; /* (n_threads,), one less if the caller is one of them */
 };
 
 /* Set while this thread runs a span: a job started from inside a job runs inline. */
@@ -139,35 +145,21 @@ static void *thread_main(void *argument)
 /* The cores that the scheduler lets this process run on. */
 static unsigned usable_cores(void)
 {
-    /* The kernel refuses a set smaller than its own: grow until it fits. */
-    for (int n_bits = 1024; n_bits <= 1 << 20; n_bits *= 2) {
-        cpu_set_t *set = CPU_ALLOC((size_t)n_bits);
-        if (!set) {
-            break;
-        }
-        size_t set_bytes = CPU_ALLOC_SIZE((size_t)n_bits);
-        int failed = sched_getaffinity(0, set_bytes, set);
-        int count = failed ? 0 : CPU_COUNT_S(set_bytes, set);
-        int reason = errno;
-        CPU_FREE(set);
-        if (count > 0) {
-            return (unsigned)count;
-        }
-        if (failed && reason != EINVAL) {
-            break;
-        }
+    unsigned *cores;
+    size_t n;
+    if (gm_topology_mask(&cores, &n) == GM_OK) {
+        free(cores);
+        return n < MAX_THREADS ? (unsigned)n : MAX_THREADS;
     }
     long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > 0 ? (unsigned)online : 1;
+    return online < 1 ? 1 : online < MAX_THREADS ? (unsigned)online : MAX_THREADS;
 }
 
-/* GEMINI_THREADS if it is set and not empty, else the usable cores. */
-static gm_status default_threads(unsigned *out)
+gm_status gm_workers_default(unsigned *out)
 {
     const char *text = getenv("GEMINI_THREADS");
     if (!text || !*text) {
-        unsigned cores = usable_cores();
-        *out = cores < MAX_THREADS ? cores : MAX_THREADS;
+        *out = gm_topology_threads(usable_cores(), gm_topology_quota(""));
         return GM_OK;
     }
     bool is_number = true;
@@ -187,15 +179,21 @@ static gm_status default_threads(unsigned *out)
     return GM_OK;
 }
 
+/* Threads of the pool itself. */
+static unsigned n_own_threads(const gm_workers *pool)
+{
+    return pool->n_threads - (pool->is_caller_waiting ? 0 : 1);
+}
+
 /* The threads start with every signal blocked: handlers belong to the threads of the program. */
-static int start_threads(gm_workers *pool)
+static int start_threads(gm_workers *pool, const pthread_attr_t *attributes)
 {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = 0;
-    while (!error && pool->n_started + 1 < pool->n_threads) {
-        error = pthread_create(&pool->threads[pool->n_started], NULL, thread_main, pool);
+    while (!error && pool->n_started < n_own_threads(pool)) {
+        error = pthread_create(&pool->threads[pool->n_started], attributes, thread_main, pool);
         if (!error) {
             pthread_setname_np(pool->threads[pool->n_started], "gemini-worker");
             pool->n_started++;
@@ -205,37 +203,90 @@ static int start_threads(gm_workers *pool)
     return error;
 }
 
-gm_status gm_workers_new(unsigned n_threads, gm_workers **out)
+/* The same on these cores only, from a thread's first instruction on.  An error may also mean that the
+ * system refuses to bind: then no thread has started. */
+static int start_bound(gm_workers *pool, const unsigned *cores, size_t n_cores)
 {
-    if (n_threads == 0) {
-        GM_TRY(default_threads(&n_threads));
+    unsigned last = 0;
+    for (size_t i = 0; i < n_cores; i++) {
+        last = cores[i] > last ? cores[i] : last;
     }
+    cpu_set_t *set = CPU_ALLOC((size_t)last + 1);
+    if (!set) {
+        return ENOMEM;
+    }
+    size_t set_bytes = CPU_ALLOC_SIZE((size_t)last + 1);
+    CPU_ZERO_S(set_bytes, set);
+    for (size_t i = 0; i < n_cores; i++) {
+        CPU_SET_S(cores[i], set_bytes, set);
+    }
+    pthread_attr_t attributes;
+    int error = pthread_attr_init(&attributes);
+    if (!error) {
+        error = pthread_attr_setaffinity_np(&attributes, set_bytes, set);
+        error = error ? error : start_threads(pool, &attributes);
+        pthread_attr_destroy(&attributes);
+    }
+    CPU_FREE(set);
+    return error;
+}
+
+static gm_status make_pool(const unsigned *cores, size_t n_cores, unsigned n_threads,
+                           gm_workers **out)
+{
     if (n_threads > MAX_THREADS) {
         return GM_FAIL(GM_ERR_ARG, "n_threads is %u: at most %d threads", n_threads, MAX_THREADS);
     }
-    gm_workers *pool = calloc(1, sizeof *pool + (n_threads - 1) * sizeof pool->threads[0]);
+    gm_workers *pool = calloc(1, sizeof *pool + n_threads * sizeof pool->threads[0]);
     if (!pool) {
         return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a pool of %u threads", n_threads);
     }
     pool->owner = getpid();
     pool->n_threads = n_threads;
+    pool->is_caller_waiting = n_cores > 0;
     /* With more threads than cores, a thread that spins takes the core of one that works. */
-    pool->spin_rounds = n_threads <= usable_cores() ? SPIN_ROUNDS : 0;
+    bool is_crowded = n_cores > 0 ? n_threads >= n_cores : n_threads > usable_cores();
+    pool->spin_rounds = is_crowded ? 0 : SPIN_ROUNDS;
     pthread_mutex_init(&pool->caller_lock, NULL);
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->wake, NULL);
     pthread_cond_init(&pool->done, NULL);
-    int error = start_threads(pool);
+    int error = 0;
+    if (n_cores > 0) {
+        error = start_bound(pool, cores, n_cores);
+        pool->is_bound = !error;
+    }
+    if (n_cores == 0 || (error && pool->n_started == 0)) {
+        error = start_threads(pool, NULL);
+    }
     if (error) {
         gm_status status = GM_FAIL(
             GM_ERR_DEVICE,
             "thread %u of %u could not be started: %s; set GEMINI_THREADS to a smaller number",
-            pool->n_started + 2, n_threads, strerror(error));
+            pool->n_started + 1 + (n_cores == 0), n_threads, strerror(error));
         gm_workers_free(pool);
         return status;
     }
     *out = pool;
     return GM_OK;
+}
+
+gm_status gm_workers_new(unsigned n_threads, gm_workers **out)
+{
+    if (n_threads == 0) {
+        GM_TRY(gm_workers_default(&n_threads));
+    }
+    return make_pool(NULL, 0, n_threads, out);
+}
+
+gm_status gm_workers_new_on(const unsigned *cores, size_t n_cores, unsigned n_threads,
+                            gm_workers **out)
+{
+    if (n_cores == 0) {
+        return gm_workers_new(n_threads, out);
+    }
+    unsigned n_default = n_cores < MAX_THREADS ? (unsigned)n_cores : MAX_THREADS;
+    return make_pool(cores, n_cores, n_threads ? n_threads : n_default, out);
 }
 
 void gm_workers_free(gm_workers *pool)
@@ -261,6 +312,11 @@ void gm_workers_free(gm_workers *pool)
     free(pool);
 }
 
+bool gm_workers_is_bound(const gm_workers *pool)
+{
+    return pool && pool->owner == getpid() && pool->is_bound;
+}
+
 unsigned gm_workers_count(const gm_workers *pool)
 {
     return pool && pool->owner == getpid() ? pool->n_threads : 1;
@@ -272,7 +328,8 @@ void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, voi
         return;
     }
     size_t most = n / (grain ? grain : 1);
-    if (most < 2 || in_span || gm_workers_count(pool) == 1) {
+    bool has_threads = pool && pool->owner == getpid() && n_own_threads(pool) > 0;
+    if (most < 2 || in_span || !has_threads) {
         fn(context, 0, n);
         return;
     }
@@ -288,13 +345,15 @@ void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, voi
     atomic_store(&pool->unfinished, pool->n_spans);
     atomic_fetch_add(&pool->n_jobs, 1);
     if (pool->n_spans < pool->n_threads) {
-        for (size_t i = 1; i < pool->n_spans; i++) {
+        for (size_t i = pool->is_caller_waiting ? 0 : 1; i < pool->n_spans; i++) {
             pthread_cond_signal(&pool->wake);
         }
     } else {
         pthread_cond_broadcast(&pool->wake);
     }
-    run_spans_locked(pool);
+    if (!pool->is_caller_waiting) {
+        run_spans_locked(pool);
+    }
     if (atomic_load(&pool->unfinished) != 0) {
         spin_for_end_locked(pool);
     }

@@ -4,17 +4,20 @@ On CUDA it is an NCCL communicator of its own, made from C; the group's store ca
 travel through a gloo process group of its own, point to point, so that a rank that is missing has a name; sums are
 taken in C (csrc/comm_host.c). Neither disturbs the user's group, and neither is disturbed by its timeouts.
 
-When a rank fails or aborts it leaves a note in the store. A rank that fails later, or sees that another has gone,
-reads the notes and says what the others said, and who said nothing.
+When a rank fails or aborts it leaves a note in the store: its text, and the last collectives that it has issued. A rank
+that fails later, or sees that another has gone, reads the notes and says what the others said, the first collective
+in which the ranks differ, who has not reached the one that failed, and who said nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import ctypes
 import importlib.util
+import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -120,6 +123,14 @@ class Communicator:
     def broadcast(self, address: int, n_bytes: int, root: int, stream: int = 0) -> None:
         self._run(self.core.broadcast, address, n_bytes, root, stream)
 
+    def label(self, label: int) -> None:
+        """Says what the collectives from here on are for; the same on every rank. 0: nothing."""
+        self.core.label(label)
+
+    def agree(self, stream: int = 0) -> None:
+        """Fails on every rank if they have not issued the same collectives; on CUDA later, without a wait."""
+        self._run(self.core.agree, stream)
+
     def check(self) -> None:
         """Raises the first failure, if there is one."""
         self._run(self.core.check)
@@ -128,20 +139,24 @@ class Communicator:
         """`error`, a failure of this communicator, with what the other ranks said of it; told to them, too."""
         if self._is_reported:
             return error
-        self._is_reported = True
-        self._notes.write("failed", str(error))
-        said = self._notes.read("failed", wait=min(2.0, self._timeout / 4))
-        parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
+        self._tell(str(error))
+        said = self._notes.read("failed", wait=min(5.0, self._timeout))
+        calls = {r: _unpacked(text) for r, text in self._notes.read("calls", wait=0.0).items()}
+        parts = [_first_difference(calls), _not_reached(calls, self.core.failed_at)]
+        parts += [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
         silent = [r for r in range(self.size) if r not in said and r != self.rank]
-        if silent:
-            parts.append(f"{ranks_text(silent)} said nothing")
-        return type(error)("; ".join([str(error), *parts]))
+        if silent and self._notes.is_lost:
+            parts.append(
+                f"the group's store does not answer, {ranks_text(silent)} could not be asked"
+            )
+        elif silent:
+            parts.append(f"{ranks_text(silent)} said nothing (ended, stopped, or busy elsewhere)")
+        return type(error)("; ".join([str(error), *filter(None, parts)]))
 
     def abort(self, reason: str) -> None:
         """Ends it for all ranks; theirs raise with `reason`."""
         if not self._is_reported:
-            self._is_reported = True
-            self._notes.write("failed", reason)
+            self._tell(reason)
         self.core.abort(reason)
 
     def close(self) -> None:
@@ -155,6 +170,11 @@ class Communicator:
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+    def _tell(self, text: str) -> None:
+        self._is_reported = True
+        self._notes.write("calls", _packed(self.core.history()))
+        self._notes.write("failed", text[:2000])  # last: who reads it finds the calls, too
 
     def _run(self, call: Callable[..., None], *args: int) -> None:
         try:
@@ -174,17 +194,58 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+# ---- what the ranks have issued ----
+
+_Calls = dict[int, str]  # the last collectives of a rank, in words, by number
+
+
+def _packed(history: list[tuple[int, str]]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(history).encode())).decode()
+
+
+def _unpacked(text: str) -> _Calls:
+    return dict(json.loads(zlib.decompress(base64.b64decode(text))))
+
+
+def _first_difference(calls: dict[int, _Calls]) -> str:
+    """The first collective that is another one on some ranks, of those that all who told still know."""
+    known = [(r, issued) for r, issued in calls.items() if issued]
+    first = max((min(issued) for _, issued in known), default=0)
+    last = max((max(issued) for _, issued in known), default=-1)
+    for number in range(first, last + 1):
+        at: dict[str, list[int]] = {}
+        for r, issued in known:
+            if number in issued:
+                at.setdefault(issued[number].replace(f" number {number}", "", 1), []).append(r)
+        if len(at) > 1:
+            earlier = " or an earlier one" if number == first > 1 else ""
+            each = ", ".join(f"{ranks_text(ranks)} {words}" for words, ranks in at.items())
+            return f"the ranks differ from collective {number}{earlier} on: {each}"
+    return ""
+
+
+def _not_reached(calls: dict[int, _Calls], number: int) -> str:
+    late = {r: max(issued, default=0) for r, issued in calls.items()}
+    return "; ".join(
+        f"rank {r} has not reached number {number}, its last is "
+        + (calls[r][last] if last else "none")
+        for r, last in late.items()
+        if last < number
+    )
+
+
 # ---- notes in the group's store ----
 
 
 class _Notes:
     """One text for each rank and topic, in the group's store. A store that fails or hangs costs time, no error."""
 
-    PATIENCE = 3.0  # seconds for one visit: whoever serves the store may be the rank that stopped
+    PATIENCE = 5.0  # seconds for one visit: whoever serves the store may be the rank that stopped
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store = store.clone()  # a visit that hangs must not block whoever else uses it
         self.rank, self.size = rank, size
+        self.is_lost = False  # a visit failed or hung: the next ones are left out
 
     def meet(self, what: str, kind: str, timeout: float, make: Callable[[], _Made]) -> _Made:
         """What `make` makes of all ranks together; says who has not come. kind: of device."""
@@ -205,7 +266,7 @@ class _Notes:
             raise GeminiDeviceError(f"{what}, rank {self.rank} of {self.size}: {reason}") from error
 
     def write(self, topic: str, text: str) -> None:
-        self._visit(lambda: self.store.set(f"{topic}/{self.rank}", text[:2000]), self.PATIENCE)
+        self._visit(lambda: self.store.set(f"{topic}/{self.rank}", text), self.PATIENCE)
 
     def read(self, topic: str, wait: float) -> dict[int, str]:
         """The texts by rank, all of them as soon as they are there, those that are after `wait` seconds."""
@@ -225,17 +286,21 @@ class _Notes:
         self._visit(visit, wait + self.PATIENCE)
         return dict(sorted(found.copy().items()))
 
-    @staticmethod
-    def _visit(do: Callable[[], None], patience: float) -> None:
-        def quietly() -> None:
-            with contextlib.suppress(
-                RuntimeError, OSError
-            ):  # it ended with the rank that served it
-                do()
+    def _visit(self, do: Callable[[], None], patience: float) -> None:
+        is_done = threading.Event()
 
-        thread = threading.Thread(target=quietly, name="gemini-comm-notes", daemon=True)
-        thread.start()
-        thread.join(patience)
+        def quietly() -> None:
+            try:
+                do()
+            except (RuntimeError, OSError):  # it ended with the rank that served it
+                return
+            is_done.set()
+
+        if not self.is_lost:
+            thread = threading.Thread(target=quietly, name="gemini-comm-notes", daemon=True)
+            thread.start()
+            thread.join(patience)
+            self.is_lost = not is_done.is_set()
 
 
 # ---- the host device: gloo, point to point ----
@@ -271,6 +336,9 @@ class _Gloo:
                     f"rank {peer} has not {verb} its bytes after {self.timeout:g} s"
                 ) from error
             raise GeminiDeviceError(f"rank {peer} is gone or has closed its end") from error
+        finally:  # an exception keeps this frame: close() must have the last reference to end the connections
+            works.clear()
+            group = issue = work = waited = None
 
     def close(self) -> None:
         group, self.group = self.group, None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,6 +14,7 @@ from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.guard import close_side_doors
 from gemini_strategy.hooks import keep_nets_on_top
+from gemini_strategy.host import pci_bus_id, place, share_of_host
 from gemini_strategy.loading import MISSING, Weights
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks import Ranks
@@ -168,7 +167,12 @@ def manage(
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads!r} must be at least 1")
         where = _find_device(device)
-        threads = threads or _default_threads(where)
+        places = ranks.gather_here("place on the host", place(pci_bus_id(where)))
+        share = share_of_host(
+            places, ranks.local_rank, threads=threads, has_gpu=where.type == "cuda"
+        )
+        share.use()
+        threads = share.threads
         rates = machine_rates(where.index if where.type == "cuda" else None, threads, ranks=ranks)
         host_share = physical_memory() // ranks.local_size
         settings = Settings(
@@ -215,17 +219,6 @@ def manage(
         keep_nets_on_top()
         with torch.device("cpu"):  # whatever device the caller builds on
             return Engine(model, optimizer, settings, scaler, ranks)
-
-
-def _default_threads(device: torch.device) -> int:
-    """Threads of host arithmetic; 0: the core's own default (every core, or GEMINI_THREADS).
-
-    Beside a GPU two cores are left to the threads that feed it: updates on the host run under forward and
-    backward, and one worker that waits for a core holds up the whole update.
-    """
-    cores = len(os.sched_getaffinity(0))
-    is_free = device.type == "cuda" and "GEMINI_THREADS" not in os.environ and cores > 4
-    return cores - 2 if is_free else 0
 
 
 def _parse_device_budget(budget: int | float | str | None, device: torch.device) -> int:

@@ -44,6 +44,7 @@ static void part(gm_comm *comm)
 {
     gm_comm_free(comm);
     CHECK(fake->n_live == 0 && fake->n_events == 0 && fake->n_contexts == 0);
+    CHECK(fake->n_buffers == 0);
 }
 
 static void check_arguments(void)
@@ -87,7 +88,7 @@ static void check_calls(void)
     for (int i = 0; i < 1000; i++) {
         CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
     }
-    CHECK(fake->n_events <= 256);
+    CHECK(fake->n_events <= 256 + 16); /* and those of agreements */
     CHECK_OK(gm_comm_check(comm));
     atomic_store(&fake->is_device_done, 1);
     CHECK_OK(gm_comm_check(comm));
@@ -133,7 +134,7 @@ static void check_errors(void)
     comm = meet(0, 2, 30);
     fake->call_result = 4;
     check_refused(gm_comm_broadcast(comm, at, 5, 1, 0), GM_ERR_DEVICE,
-                  "broadcast number 1 of 5 bytes from rank 1, rank 0 of 2: NCCL: invalid argument");
+                  "broadcast number 1 of 5 bytes (from rank 1), rank 0 of 2: NCCL: invalid argument");
     fake->call_result = 0;
     part(comm);
 
@@ -178,6 +179,128 @@ static void check_issue(void)
     part(comm);
 }
 
+static void name_label(void *context, uint64_t label, char *out, size_t bytes)
+{
+    (void)snprintf(out, bytes, "%s of chunk %d", (const char *)context, (int)label);
+}
+
+/* Issues some and an agreement; what another rank sends is what this one sent, but for `change`. */
+static gm_comm *agree_with_other(int change, bool is_late)
+{
+    static char words[] = "gather";
+    gm_comm *comm = meet(0, 2, 20);
+    gm_comm_set_namer(comm, name_label, words);
+    for (uint64_t i = 1; i <= 3; i++) {
+        gm_comm_label(comm, i);
+        CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
+    }
+    CHECK_OK(gm_comm_agree(comm, 0)); /* alone: to know what it sends */
+    CHECK_OK(gm_comm_check(comm));
+    CHECK(fake->words[0] == ~fake->words[1] && fake->words[2] == 4 && fake->words[3] == ~4ull);
+    fake->other[0] = fake->words[0];
+    fake->other[2] = fake->words[2];
+    gm_comm_free(comm);
+
+    comm = meet(0, 2, 20);
+    gm_comm_set_namer(comm, name_label, words);
+    for (uint64_t i = 1; i <= 3; i++) {
+        gm_comm_label(comm, change == 1 && i == 2 ? 9 : i);
+        CHECK_OK(gm_comm_all_gather(comm, at, change == 2 && i == 2 ? 99 : 100, 0));
+    }
+    if (change == 3) {
+        CHECK_OK(gm_comm_broadcast(comm, at, 0, 0, 0)); /* nothing to send, and counted */
+    }
+    fake->other[1] = ~fake->other[0];
+    fake->other[3] = ~fake->other[2];
+    atomic_store(&fake->has_other, true);
+    atomic_store(&fake->is_device_done, !is_late);
+    CHECK_OK(gm_comm_agree(comm, 0));
+    atomic_store(&fake->has_other, false);
+    return comm;
+}
+
+static void check_agreement(void)
+{
+    gm_comm *comm = agree_with_other(0, false);
+    CHECK_OK(gm_comm_check(comm));
+    CHECK_OK(gm_comm_all_gather(comm, at, 8, 0));
+    CHECK(gm_comm_count(comm) == 5 && gm_comm_failed_at(comm) == 0);
+    part(comm);
+    for (int change = 1; change <= 3; change++) {
+        int n_aborted = fake->n_aborted;
+        comm = agree_with_other(change, false);
+        check_refused(gm_comm_check(comm), GM_ERR_STATE,
+                      change == 3 ? "agreement number 5 (gather of chunk 3), rank 0"
+                                  : "agreement number 4 (gather of chunk 3), rank 0");
+        check_refused(gm_comm_check(comm), GM_ERR_STATE,
+                      change == 3 ? "after number 0: 5 here, 4 to 5"
+                                  : "after number 0: 4 here, 4 to 4");
+        CHECK(fake->n_aborted == n_aborted + 1);
+        CHECK(gm_comm_failed_at(comm) == (change == 3 ? 5 : 4));
+        check_refused(gm_comm_agree(comm, 0), GM_ERR_STATE, "the same collectives");
+        part(comm);
+    }
+    /* The next collective finds it, and is not issued. */
+    comm = agree_with_other(1, false);
+    gm_status status = gm_comm_all_gather(comm, at, 8, 0);
+    check_refused(status, GM_ERR_STATE, "the same collectives");
+    CHECK(fake->count != 8);
+    part(comm);
+    /* The watching thread finds it, once the device has come that far. */
+    int n_aborted = fake->n_aborted;
+    comm = agree_with_other(2, true);
+    usleep(300000);
+    CHECK_OK(gm_comm_check(comm));
+    atomic_store(&fake->is_device_done, 1);
+    for (double began = now(); fake->n_aborted == n_aborted && now() < began + 30;) {
+        usleep(10000);
+    }
+    CHECK(fake->n_aborted == n_aborted + 1);
+    check_refused(gm_comm_check(comm), GM_ERR_STATE, "agreement number 4");
+    part(comm);
+}
+
+static void *finish_later(void *unused)
+{
+    (void)unused;
+    usleep(300000);
+    atomic_store(&fake->is_device_done, 1);
+    return NULL;
+}
+
+/* Sixteen may be under way without a wait, the next waits for the oldest, with an end. */
+static void check_many_agreements(void)
+{
+    gm_comm *comm = meet(1, 2, 20);
+    atomic_store(&fake->is_device_done, 0);
+    double began = now();
+    int n_buffers = fake->n_buffers;
+    for (int i = 0; i < 16; i++) {
+        CHECK_OK(gm_comm_agree(comm, 0));
+    }
+    CHECK(now() - began < 0.25);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, finish_later, NULL) == 0);
+    CHECK_OK(gm_comm_agree(comm, 0));
+    CHECK(now() - began > 0.25 && fake->n_buffers == n_buffers);
+    CHECK(pthread_join(thread, NULL) == 0);
+    for (int i = 0; i < 100; i++) {
+        CHECK_OK(gm_comm_agree(comm, 0));
+    }
+    CHECK_OK(gm_comm_check(comm));
+    part(comm);
+
+    comm = meet(1, 2, 0.5);
+    atomic_store(&fake->is_device_done, 0);
+    gm_status status = GM_OK;
+    for (int i = 0; i < 17 && status == GM_OK; i++) {
+        status = gm_comm_agree(comm, 0);
+    }
+    check_refused(status, GM_ERR_DEVICE, "agreement number 1, rank 1 of 2: not done after 0.5 s");
+    atomic_store(&fake->is_device_done, 1);
+    part(comm);
+}
+
 int main(void)
 {
     alarm(120); /* a hang is a failure */
@@ -190,6 +313,8 @@ int main(void)
     check_timeout();
     check_errors();
     check_issue();
+    check_agreement();
+    check_many_agreements();
     puts("fake_comm: ok");
     return 0;
 }

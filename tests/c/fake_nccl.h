@@ -3,7 +3,9 @@
 #define GM_TEST_FAKE_NCCL_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 typedef struct gm_fake {
     /* set by the test */
@@ -13,9 +15,12 @@ typedef struct gm_fake {
     atomic_int polls; /* of the asynchronous state that say "in progress" before async_error */
     atomic_int async_error;
     atomic_int call_result; /* of a collective */
+    atomic_bool has_other;  /* `other` takes part in maxima of 4 words: another rank */
+    uint64_t other[4];
     /* seen */
     atomic_int n_live, n_aborted, n_destroyed; /* communicators */
-    atomic_int n_events, n_contexts;
+    atomic_int n_events, n_contexts, n_buffers, n_copies;
+    uint64_t words[4]; /* the last maximum, before it is taken */
     const void *src;
     void *dst;
     size_t count;

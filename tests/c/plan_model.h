@@ -231,6 +231,77 @@ static inline void model_new(model *m, const shape *s, uint64_t *seed)
                                .rates = usual_rates()};
 }
 
+/* A model of equal units one after the other, each entered again in backward; a quarter of the time is forward. */
+static inline void model_of_units(model *m, uint32_t n, uint64_t numel, double seconds)
+{
+    uint32_t trace, tick;
+    *m = (model){.n_chunks = n, .n_units = n, .n_traces = 1, .n_runs = {1}};
+    m->chunks = calloc(n, sizeof *m->chunks);
+    m->unit_chunks = calloc(n, sizeof *m->unit_chunks);
+    m->unit_begin = calloc(n + 1, sizeof *m->unit_begin);
+    for (uint32_t c = 0; c < n; c++) {
+        size_chunk(&m->chunks[c], numel, false);
+        m->unit_chunks[c] = c;
+        m->unit_begin[c + 1] = c + 1;
+    }
+    CHECK_OK(gm_book_new(&m->book));
+    CHECK_OK(gm_book_begin(m->book, true));
+    for (uint32_t i = 0; i < 2 * n; i++) {
+        uint32_t c = i < n ? i : 2 * n - 1 - i;
+        CHECK_OK(gm_book_tick(m->book, GM_TICK_ENTER, c, 0, &trace, &tick));
+        gm_book_release(m->book, tick);
+        if (i >= n) {
+            CHECK_OK(gm_book_tick(m->book, GM_TICK_TOUCH, c, 0, &trace, &tick));
+            gm_book_release(m->book, tick);
+            CHECK_OK(gm_book_tick(m->book, GM_TICK_GRAD, c, 0, &trace, &tick));
+        }
+    }
+    CHECK_OK(gm_book_end(m->book, &trace));
+    for (uint32_t t = 0; t < 4 * n; t++) {
+        bool is_touch = t >= n && (t - n) % 3 == 1, is_grad = t >= n && (t - n) % 3 == 2;
+        gm_book_time(m->book, gm_book_trace(m->book, trace)->hash, t,
+                     is_grad ? 0 : seconds / 4 / n * (is_touch ? 2 : 1), false);
+    }
+    m->traces[0] = gm_book_trace(m->book, trace);
+    m->input = (gm_plan_input){.chunks = m->chunks,
+                               .n_chunks = n,
+                               .unit_chunks = m->unit_chunks,
+                               .unit_begin = m->unit_begin,
+                               .n_units = n,
+                               .traces = m->traces,
+                               .n_runs = m->n_runs,
+                               .n_traces = 1,
+                               .block_bytes = MODEL_BLOCK,
+                               .state_share = 1,
+                               .rates = usual_rates()};
+}
+
+/* The model's chunks are shared by n_ranks ranks, all but one in `one_in` (0: every one); or each has them whole and only
+ * sums gradients.  Links between ranks as of a host with NVLink. */
+static inline void share_model(model *m, uint32_t n_ranks, bool is_replicated, uint32_t one_in,
+                               uint64_t *seed)
+{
+    m->input.n_ranks = n_ranks;
+    m->input.rates.gather = 280e9;
+    m->input.rates.reduce = 250e9;
+    for (uint32_t c = 0; c < m->n_chunks; c++) {
+        gm_plan_chunk *chunk = &m->chunks[c];
+        if (one_in > 0 && below(seed, one_in) == 0) {
+            continue;
+        }
+        chunk->bytes[GM_UNREDUCED] = chunk->bytes[GM_GRAD];
+        chunk->bytes[GM_GATHERED] = is_replicated ? 0 : chunk->bytes[GM_WEIGHT];
+        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES && !is_replicated; piece++) {
+            chunk->bytes[piece] = (chunk->bytes[piece] + n_ranks - 1) / n_ranks;
+        }
+        chunk->numel = is_replicated ? chunk->numel : (chunk->numel + n_ranks - 1) / n_ranks;
+        for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
+            chunk->blocks[piece] =
+                (uint32_t)((chunk->bytes[piece] + MODEL_BLOCK - 1) / MODEL_BLOCK);
+        }
+    }
+}
+
 static inline void model_free(model *m)
 {
     free(m->chunks);

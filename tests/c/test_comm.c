@@ -324,6 +324,7 @@ static void *late_rounds(void *context)
         gm_note_access(dev, norm, sizeof *norm, true, GM_STREAM_HOST);
         CHECK_OK(gm_comm_all_reduce(comm, (uintptr_t)norm, 1, GM_COMM_F64, GM_COMM_SUM, copies));
         CHECK_OK(gm_comm_all_gather(comm, addr, SHARD * sizeof(float), gathers));
+        CHECK_OK(gm_comm_agree(comm, reduces));
         CHECK_OK(ops->event_record(dev, done[2], gathers));
         CHECK_OK(ops->event_wait(dev, done[2], copies));
         CHECK_OK(ops->copy_d2h(dev, home, addr, bytes, copies));
@@ -454,12 +455,92 @@ static void *different_calls(void *context)
     gm_status status = me->rank == 2
                            ? gm_comm_all_reduce(comm, (uintptr_t)x, 3, GM_COMM_F32, GM_COMM_SUM, 0)
                            : gm_comm_all_gather(comm, (uintptr_t)x, 4, 0);
-    CHECK(status == GM_ERR_STATE || status == GM_ERR_DEVICE); /* or the others were faster */
+    CHECK(status == GM_ERR_STATE);
     (void)snprintf(me->text, sizeof me->text, "%s", gm_last_error());
     CHECK(memcmp(before, x, sizeof x) == 0);
     CHECK(gm_comm_check(comm) == status && strcmp(gm_last_error(), me->text) == 0);
     gm_comm_free(comm);
     return NULL;
+}
+
+static void name_label(void *context, uint64_t label, char *out, size_t bytes)
+{
+    (void)snprintf(out, bytes, "%s's chunk %d", (const char *)context, (int)label);
+}
+
+/* The same bytes for something else: only the label says so. */
+static void *different_labels(void *context)
+{
+    member *me = context;
+    static char ours[] = "a", theirs[] = "b";
+    end e;
+    gm_comm *comm = new_comm(&e, me->world, me->rank);
+    float x[3] = {1, 2, 3}, before[3];
+    gm_comm_set_namer(comm, name_label, me->rank == 1 ? theirs : ours);
+    gm_comm_label(comm, 5);
+    CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0));
+    memcpy(before, x, sizeof x);
+    gm_comm_label(comm, me->rank == 1 ? 7 : 6);
+    CHECK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0) == GM_ERR_STATE);
+    (void)snprintf(me->text, sizeof me->text, "%s", gm_last_error());
+    CHECK(memcmp(before, x, sizeof x) == 0 && gm_comm_failed_at(comm) == 2);
+    CHECK(gm_comm_agree(comm, 0) == GM_ERR_STATE && gm_comm_count(comm) == 2);
+    gm_comm_free(comm);
+    return NULL;
+}
+
+/* Collectives of no bytes meet nobody; the agreement behind them finds the rank that had another one. */
+static void *different_nothings(void *context)
+{
+    member *me = context;
+    end e;
+    gm_comm *comm = new_comm(&e, me->world, me->rank);
+    for (int step = 0; step < 3; step++) {
+        CHECK_OK(gm_comm_broadcast(comm, 0, 0, 1, 0));
+        CHECK_OK(gm_comm_agree(comm, 0));
+    }
+    CHECK(e.n_exchanges == 3);
+    CHECK_OK(gm_comm_broadcast(comm, 0, 0, me->rank == 2, 0));
+    CHECK(gm_comm_agree(comm, 0) == GM_ERR_STATE);
+    (void)snprintf(me->text, sizeof me->text, "%s", gm_last_error());
+    CHECK(e.n_closed > 0);
+    gm_comm_free(comm);
+    return NULL;
+}
+
+/* The last 512 have words; a name goes with its namer. */
+static void check_records(void)
+{
+    static char ours[] = "a";
+    char words[GM_COMM_WORDS];
+    world w;
+    end e;
+    open_world(&w, 1);
+    gm_comm *comm = new_comm(&e, &w, 0);
+    float x[4];
+    CHECK(gm_comm_count(comm) == 0 && !gm_comm_recall(comm, 0, words));
+    CHECK(!gm_comm_recall(comm, 1, words));
+    for (uint64_t i = 1; i <= 1300; i++) {
+        gm_comm_label(comm, i % 3 ? i : 0);
+        CHECK_OK(gm_comm_all_reduce(comm, (uintptr_t)x, i % 4, GM_COMM_BF16, GM_COMM_SUM, 0));
+        CHECK(gm_comm_count(comm) == i && gm_comm_recall(comm, i, words));
+        CHECK(!gm_comm_recall(comm, i + 1, words));
+        CHECK(gm_comm_recall(comm, i - 511, words) == (i >= 512));
+        CHECK(!gm_comm_recall(comm, i - 512, words));
+    }
+    CHECK(gm_comm_recall(comm, 1000, words));
+    CHECK(strcmp(words, "all_reduce number 1000 of 0 bytes (sum of bf16; label 1000)") == 0);
+    gm_comm_set_namer(comm, name_label, ours);
+    CHECK(gm_comm_recall(comm, 1001, words));
+    CHECK(strcmp(words, "all_reduce number 1001 of 2 bytes (sum of bf16; a's chunk 1001)") == 0);
+    CHECK(gm_comm_recall(comm, 1002, words)); /* 3 * 334 */
+    CHECK(strcmp(words, "all_reduce number 1002 of 4 bytes (sum of bf16)") == 0);
+    gm_comm_set_namer(comm, NULL, NULL);
+    CHECK(gm_comm_recall(comm, 1001, words) && strstr(words, "label 1001"));
+    CHECK_OK(gm_comm_agree(comm, 0)); /* alone */
+    CHECK(gm_comm_recall(comm, 1301, words));
+    CHECK(strcmp(words, "agreement number 1301 (label 1300)") == 0);
+    gm_comm_free(comm);
 }
 
 static void check_plain(void)
@@ -470,14 +551,30 @@ static void check_plain(void)
     }
     run_ranks(3, odd_numbers, 0, false, ranks);
     run_ranks(3, different_calls, 0, false, ranks);
-    bool is_named = false;
     for (int r = 0; r < 3; r++) {
         CHECK(strstr(ranks[r].text, "number 2 of"));
-        is_named = is_named ||
-                   strstr(ranks[r].text, "rank 2 is at all_reduce number 2 of 12 bytes") ||
-                   strstr(ranks[r].text, "rank 0 is at all_gather number 2 of 3 x 4 bytes");
+        CHECK(strstr(ranks[r].text,
+                     r < 2 ? "rank 2 is at all_reduce number 2 of 12 bytes (sum of fp32); all ranks"
+                           : "ranks 0, 1 are at all_gather number 2 of 3 x 4 bytes; all ranks"));
     }
-    CHECK(is_named);
+    for (int round = 0; round < 30; round++) {
+        run_ranks(3, different_labels, 0, false, ranks);
+        for (int r = 0; r < 3; r++) {
+            char wanted[200];
+            (void)snprintf(wanted, sizeof wanted,
+                           "all_gather number 2 of 3 x 4 bytes (%s), rank %d of 3: %s at "
+                           "all_gather number 2 of 3 x 4 bytes (%s); all ranks must",
+                           r == 1 ? "b's chunk 7" : "a's chunk 6", r,
+                           r == 1 ? "ranks 0, 2 are" : "rank 1 is",
+                           r == 1 ? "a's chunk 6" : "b's chunk 7");
+            CHECK(strstr(ranks[r].text, wanted) == ranks[r].text);
+        }
+    }
+    run_ranks(3, different_nothings, 0, false, ranks);
+    for (int r = 0; r < 3; r++) {
+        CHECK(strstr(ranks[r].text, "agreement number 8, rank"));
+        CHECK(strstr(ranks[r].text, "what the ranks have issued before it (of 0 bytes) differs"));
+    }
 }
 
 int main(void)
@@ -487,6 +584,7 @@ int main(void)
     check_first_failure();
     check_without_cuda();
     check_plain();
+    check_records();
     check_late_streams();
     puts("test_comm: ok");
     return 0;

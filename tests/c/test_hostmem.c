@@ -1,50 +1,16 @@
 /* test_hostmem.c - the arena, and the memory figures read from made-up /proc and /sys folders. */
-#define _GNU_SOURCE /* mkdtemp, nftw */
+#define _GNU_SOURCE /* tree.h, syscall */
 #include "hostmem.h"
 
-#include <ftw.h>
-#include <limits.h>
-#include <stdarg.h>
 #include <string.h>
-#include <sys/stat.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
-
-static char root[] = "/tmp/gemini_test_XXXXXX";
-
-/* Writes root + path, making its folders. */
-__attribute__((format(printf, 2, 3))) static void put(const char *path, const char *format, ...)
-{
-    char name[PATH_MAX];
-    CHECK(snprintf(name, sizeof name, "%s%s", root, path) < (int)sizeof name);
-    for (char *slash = strchr(name + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
-        *slash = '\0';
-        (void)mkdir(name, 0777);
-        *slash = '/';
-    }
-    FILE *file = fopen(name, "w");
-    CHECK(file);
-    va_list args;
-    va_start(args, format);
-    CHECK(vfprintf(file, format, args) >= 0);
-    va_end(args);
-    CHECK(fclose(file) == 0);
-}
-
-static int remove_entry(const char *path, const struct stat *info, int type, struct FTW *at)
-{
-    (void)info;
-    (void)type;
-    (void)at;
-    return remove(path);
-}
-
-static void remove_tree(void)
-{
-    CHECK(nftw(root, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0);
-}
+#include "topology.h"
+#include "tree.h"
 
 static void check_memory(size_t available, size_t total)
 {
@@ -137,6 +103,75 @@ static void check_arena(gm_workers *pool, size_t bytes)
     gm_arena_free(arena);
 }
 
+#ifndef __SANITIZE_ADDRESS__ /* whose own memory about the arena the calling thread touches */
+/* Page faults of the calling thread while it makes an arena. */
+static long faults_of_arena(gm_workers *pool)
+{
+    struct rusage before, after;
+    gm_arena *arena;
+    CHECK(getrusage(RUSAGE_THREAD, &before) == 0);
+    CHECK_OK(gm_arena_new((size_t)128 << 20, pool, &arena));
+    CHECK(getrusage(RUSAGE_THREAD, &after) == 0);
+    gm_arena_free(arena);
+    return after.ru_minflt - before.ru_minflt;
+}
+
+/* The threads of a bound pool touch an arena first, the calling thread, which may be anywhere, does not. */
+static void check_first_touch(void)
+{
+    unsigned *mask;
+    size_t n_mask;
+    gm_workers *pool;
+    CHECK_OK(gm_topology_mask(&mask, &n_mask));
+    CHECK_OK(gm_workers_new_on(mask, 1, 1, &pool));
+    if (faults_of_arena(NULL) < 64) {
+        printf("test_hostmem: this system does not count page faults\n");
+    } else {
+        CHECK(faults_of_arena(pool) < 32);
+    }
+    gm_workers_free(pool);
+    free(mask);
+}
+#endif
+
+/* Pages of a bound pool's arena lie on the node of the pool's cores. */
+static void check_placement(void)
+{
+    gm_core *cores;
+    unsigned *mask;
+    size_t n_cores, n_mask;
+    CHECK_OK(gm_topology_cores("", &cores, &n_cores));
+    CHECK_OK(gm_topology_mask(&mask, &n_mask));
+    for (size_t c = 0; c < n_mask; c += n_mask > 8 ? n_mask / 8 : 1) {
+        gm_workers *pool;
+        gm_arena *arena;
+        CHECK_OK(gm_workers_new_on(&mask[c], 1, 1, &pool));
+        CHECK_OK(gm_arena_new((size_t)20 << 20, pool, &arena));
+        int node = -1;
+        for (size_t i = 0; i < n_cores; i++) {
+            node = cores[i].number == mask[c] ? cores[i].node : node;
+        }
+        void *pages[10];
+        int nodes[10];
+        for (size_t i = 0; i < 10; i++) {
+            pages[i] = (char *)gm_arena_base(arena) + i * (2 << 20);
+        }
+        /* Without new nodes the call tells where each page is, or an error: not there. */
+        long failed = syscall(SYS_move_pages, 0, 10UL, pages, NULL, nodes, 0);
+        if (failed || node < 0 || !gm_workers_is_bound(pool)) {
+            printf("test_hostmem: this system does not tell where pages are\n");
+            c = n_mask;
+        }
+        for (size_t i = 0; i < 10 && c < n_mask; i++) {
+            CHECK(nodes[i] == node);
+        }
+        gm_arena_free(arena);
+        gm_workers_free(pool);
+    }
+    free(cores);
+    free(mask);
+}
+
 static size_t resident_bytes(void)
 {
     FILE *file = fopen("/proc/self/statm", "r");
@@ -148,7 +183,7 @@ static size_t resident_bytes(void)
 
 int main(void)
 {
-    CHECK(mkdtemp(root));
+    make_tree();
     check_figures();
     remove_tree();
 
@@ -166,6 +201,20 @@ int main(void)
         check_arena(pool, sizes[i]);
         check_arena(NULL, sizes[i]);
     }
+    unsigned *mask;
+    size_t n_mask;
+    gm_workers *bound;
+    CHECK_OK(gm_topology_mask(&mask, &n_mask));
+    CHECK_OK(gm_workers_new_on(mask, n_mask, 0, &bound));
+    check_arena(bound, 1);
+    check_arena(bound, 33333333);
+    gm_workers_free(bound);
+    free(mask);
+
+#ifndef __SANITIZE_ADDRESS__
+    check_first_touch();
+#endif
+    check_placement();
 
     size_t before = resident_bytes();
     gm_arena *arena = NULL;

@@ -16,7 +16,11 @@ static double brute_force(const gm_problem *problem)
     uint64_t n_all = 1;
     uint8_t *class_of = calloc(n, 1);
     bool *is_late = calloc(n, sizeof *is_late), *is_resident = calloc(n, sizeof *is_resident);
-    gm_choice choice = {.class_of = class_of, .is_late = is_late, .is_grad_resident = is_resident};
+    bool *is_kept = calloc(n, sizeof *is_kept);
+    gm_choice choice = {.class_of = class_of,
+                        .is_late = is_late,
+                        .is_grad_resident = is_resident,
+                        .is_kept = is_kept};
     for (uint32_t c = 0; c < n; c++) {
         n_all *= GM_N_CLASSES;
     }
@@ -54,6 +58,7 @@ static double brute_force(const gm_problem *problem)
     free(class_of);
     free(is_late);
     free(is_resident);
+    free(is_kept);
     return best;
 }
 
@@ -93,51 +98,6 @@ static void test_against_brute_force(void)
     }
     CHECK(n_compared > 25);
     printf("worst against brute force: %.3f over %u cases\n", worst, n_compared);
-}
-
-/* A model of equal units one after the other, each entered again in backward; a quarter of the time is forward. */
-static void model_of_units(model *m, uint32_t n, uint64_t numel, double seconds)
-{
-    uint32_t trace, tick;
-    *m = (model){.n_chunks = n, .n_units = n, .n_traces = 1, .n_runs = {1}};
-    m->chunks = calloc(n, sizeof *m->chunks);
-    m->unit_chunks = calloc(n, sizeof *m->unit_chunks);
-    m->unit_begin = calloc(n + 1, sizeof *m->unit_begin);
-    for (uint32_t c = 0; c < n; c++) {
-        size_chunk(&m->chunks[c], numel, false);
-        m->unit_chunks[c] = c;
-        m->unit_begin[c + 1] = c + 1;
-    }
-    CHECK_OK(gm_book_new(&m->book));
-    CHECK_OK(gm_book_begin(m->book, true));
-    for (uint32_t i = 0; i < 2 * n; i++) {
-        uint32_t c = i < n ? i : 2 * n - 1 - i;
-        CHECK_OK(gm_book_tick(m->book, GM_TICK_ENTER, c, 0, &trace, &tick));
-        gm_book_release(m->book, tick);
-        if (i >= n) {
-            CHECK_OK(gm_book_tick(m->book, GM_TICK_TOUCH, c, 0, &trace, &tick));
-            gm_book_release(m->book, tick);
-            CHECK_OK(gm_book_tick(m->book, GM_TICK_GRAD, c, 0, &trace, &tick));
-        }
-    }
-    CHECK_OK(gm_book_end(m->book, &trace));
-    for (uint32_t t = 0; t < 4 * n; t++) {
-        bool is_touch = t >= n && (t - n) % 3 == 1, is_grad = t >= n && (t - n) % 3 == 2;
-        gm_book_time(m->book, gm_book_trace(m->book, trace)->hash, t,
-                     is_grad ? 0 : seconds / 4 / n * (is_touch ? 2 : 1), false);
-    }
-    m->traces[0] = gm_book_trace(m->book, trace);
-    m->input = (gm_plan_input){.chunks = m->chunks,
-                               .n_chunks = n,
-                               .unit_chunks = m->unit_chunks,
-                               .unit_begin = m->unit_begin,
-                               .n_units = n,
-                               .traces = m->traces,
-                               .n_runs = m->n_runs,
-                               .n_traces = 1,
-                               .block_bytes = MODEL_BLOCK,
-                               .state_share = 1,
-                               .rates = usual_rates()};
 }
 
 static gm_plan_info plan_of(model *m, gm_when when, double device_bytes)

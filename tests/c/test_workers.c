@@ -1,5 +1,5 @@
 /* test_workers.c - every item runs exactly once, from many callers, nested, and after a fork. */
-#define _GNU_SOURCE /* sched_setaffinity */
+#define _GNU_SOURCE /* sched_setaffinity, pthread_getaffinity_np */
 #include "workers.h"
 
 #include <pthread.h>
@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "topology.h"
 
 enum { MOST_ITEMS = 5000 };
 
@@ -153,6 +154,95 @@ static void check_settings(void)
     CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
 }
 
+/* ---- pools with cores of their own ---- */
+
+typedef struct place_job {
+    pthread_t caller;
+    const cpu_set_t *allowed;
+    atomic_size_t n_items, n_spans;
+    atomic_bool is_by_caller, is_elsewhere;
+} place_job;
+
+static void note_place(void *context, size_t begin, size_t end)
+{
+    place_job *job = context;
+    cpu_set_t mine;
+    CHECK(pthread_getaffinity_np(pthread_self(), sizeof mine, &mine) == 0);
+    if (!CPU_EQUAL(&mine, job->allowed) || !CPU_ISSET((size_t)sched_getcpu(), job->allowed)) {
+        atomic_store(&job->is_elsewhere, true);
+    }
+    if (pthread_equal(pthread_self(), job->caller)) {
+        atomic_store(&job->is_by_caller, true);
+    }
+    atomic_fetch_add(&job->n_items, end - begin);
+    atomic_fetch_add(&job->n_spans, 1);
+}
+
+static void check_places(const unsigned *cores, size_t n_cores, unsigned n_threads)
+{
+    cpu_set_t allowed, before, after;
+    CPU_ZERO(&allowed);
+    for (size_t i = 0; i < n_cores; i++) {
+        CPU_SET(cores[i], &allowed);
+    }
+    CHECK(pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0);
+    gm_workers *pool;
+    CHECK_OK(gm_workers_new_on(cores, n_cores, n_threads, &pool));
+    CHECK(gm_workers_count(pool) == (n_threads ? n_threads : n_cores));
+    CHECK(gm_workers_is_bound(pool));
+    place_job job = {.caller = pthread_self(), .allowed = &allowed};
+    for (int i = 0; i < 100; i++) {
+        atomic_store(&job.n_items, 0);
+        gm_workers_for(pool, 1000, 1, note_place, &job);
+        CHECK(atomic_load(&job.n_items) == 1000);
+    }
+    CHECK(atomic_load(&job.n_spans) > 100); /* it was split */
+    CHECK(!atomic_load(&job.is_by_caller) && !atomic_load(&job.is_elsewhere));
+    CHECK(pthread_getaffinity_np(pthread_self(), sizeof after, &after) == 0);
+    CHECK(CPU_EQUAL(&before, &after)); /* the caller's own binding is the caller's */
+    check_sizes(pool);
+    check_many_callers(pool);
+#ifndef __SANITIZE_THREAD__
+    check_fork(pool);
+#endif
+    gm_workers_free(pool);
+}
+
+static void check_bound_pools(void)
+{
+    unsigned *mask;
+    size_t n_mask;
+    CHECK_OK(gm_topology_mask(&mask, &n_mask));
+    check_places(mask, n_mask, 0);
+    check_places(mask, n_mask, 3);
+    check_places(mask, 1, 0);
+    check_places(mask + n_mask - 1, 1, 2); /* more threads than cores */
+
+    cpu_set_t one, before; /* the launcher bound this thread; its pool was given another core */
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    CPU_ZERO(&one);
+    CPU_SET(mask[0], &one);
+    CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    check_places(mask + n_mask - 1, 1, 0);
+    CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
+
+    gm_workers *pool = NULL;
+    CHECK_OK(gm_workers_new_on(NULL, 0, 2, &pool)); /* no cores: a pool like any other */
+    CHECK(gm_workers_count(pool) == 2 && !gm_workers_is_bound(pool));
+    gm_workers_free(pool);
+    pool = NULL;
+    CHECK(gm_workers_new_on(mask, 1, 1025, &pool) == GM_ERR_ARG && !pool);
+
+    /* Cores that are not there: the threads run anywhere, and the work is done. */
+    const unsigned absent[] = {60001, 60002};
+    CHECK_OK(gm_workers_new_on(absent, 2, 0, &pool));
+    CHECK(gm_workers_count(pool) == 2 && !gm_workers_is_bound(pool));
+    check_sizes(pool);
+    gm_workers_free(pool);
+    CHECK(!gm_workers_is_bound(NULL));
+    free(mask);
+}
+
 int main(void)
 {
     alarm(300); /* a hang is a failure */
@@ -160,6 +250,7 @@ int main(void)
     CHECK(gm_workers_count(NULL) == 1);
     gm_workers_free(NULL);
     check_settings();
+    check_bound_pools();
     for (unsigned n_threads = 1; n_threads <= 5; n_threads++) {
         gm_workers *pool;
         CHECK_OK(gm_workers_new(n_threads, &pool));

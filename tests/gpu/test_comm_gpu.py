@@ -179,6 +179,44 @@ def test_rank_that_goes(how: str, tmp_path: Path) -> None:
             assert ("KeyError: a parameter" if how == "raised" else silent) in text, text
 
 
+def check_agreement(rank: int, size: int) -> None:
+    """The same bytes for another chunk: nothing but the agreement behind them can tell, and it does on every rank."""
+    device = here(rank)
+    with communicator(device=device, timeout=PATIENT) as comm:
+        comm.core.name_labels("\n".join(f"chunk {i}" for i in range(1, 10)))
+        x = torch.zeros(size * MIB, dtype=torch.uint8, device=device)
+        for _ in range(40):  # more than can be under way at once
+            for label in (1, 2, 3):
+                comm.label(label)
+                comm.all_gather(x.data_ptr(), MIB, current_stream())
+            comm.agree(current_stream())
+        torch.cuda.synchronize()
+        comm.check()
+        comm.label(9 if rank == size - 1 else 4)
+        comm.all_gather(x.data_ptr(), MIB, current_stream())
+        comm.label(0)
+        comm.agree(current_stream())
+        torch.cuda.synchronize()
+        if size == 1:
+            comm.check()
+            return
+        began = time.monotonic()
+        with pytest.raises(gs.GeminiError) as raised:
+            comm.check()
+    text = str(raised.value)
+    assert time.monotonic() - began < 30
+    assert f"agreement number 162, rank {rank} of {size}" in text and "after number 160" in text
+    assert "the ranks differ from collective 161 on: " in text, text
+    assert f"rank {size - 1} all_gather of {size} x {MIB} bytes (chunk 9)" in text, text
+    with pytest.raises(ValueError, match="closed"):
+        comm.agree(current_stream())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_agreement(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_agreement, timeout=200.0))
+
+
 def check_missing_at_the_start(rank: int, size: int) -> None:
     device = here(rank)
     began = time.monotonic()
@@ -293,7 +331,9 @@ def test_against_a_played_nccl(sanitize: str, tmp_path: Path) -> None:
     library = tmp_path / "libnccl.so.2"
     compile_c("-shared", "-fPIC", *c_files("fake_nccl", "fake_driver"), "-o", str(library))
     (tmp_path / "libcuda.so.1").symlink_to(library)
-    core = [f"csrc/{name}.c" for name in ("base", "comm", "comm_nccl", "cuda_driver")]
+    core = [
+        f"csrc/{name}.c" for name in ("base", "comm", "comm_nccl", "comm_nccl_load", "cuda_driver")
+    ]
     program = tmp_path / "fake_comm"
     compile_c(f"-fsanitize={sanitize}", *c_files("fake_comm"), *core, "-o", str(program))
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}

@@ -25,6 +25,8 @@ PY_FILES = sorted(
 # name its noun here.
 NOUNS = [
     ["base"],
+    ["sysfile"],
+    ["topology"],
     ["layout", "order", "workers", "budget", "trace"],
     ["plan", "tune"],
     ["arith", "adam", "grad", "sumsq", "format", "isa", "hostmem", "cuda_driver"],
@@ -53,7 +55,7 @@ ENGINE = {
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
     *("cuda_driver", "kernels", "device", "device_host", "device_chaos", "device_cuda", "hostmem"),
-    *("order", "comm"),
+    *("order", "comm", "sysfile", "topology"),
 }
 
 LENGTHS = {".h": 150, ".cuh": 150, ".c": 700, ".cu": 400, ".py": 700}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from gemini_strategy.comm import COMM_DTYPES, Communicator, communicator
 from ranks import run_ranks, values
 
 PATIENT = 90.0  # a timeout that no test of bits should meet
-SHORT = 4.0
+SHORT = 6.0
 SLICE = 2**20  # elements, as in csrc/comm_host.c
 GUARD = 3  # elements before and behind a range
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -219,6 +220,11 @@ def issue(comm: Communicator, word: str, buffer: torch.Tensor) -> None:
             comm.broadcast(address, 4 * n, comm.size - 1)
 
 
+def chunks(comm: Communicator) -> None:
+    """Labels 1 to 20 are chunks."""
+    comm.core.name_labels("\n".join(f"chunk {i} of unit layers.{i // 2}" for i in range(1, 21)))
+
+
 def failure_of(comm: Communicator, word: str) -> tuple[float, str]:
     """Seconds until the collective raised, and its words."""
     began = time.monotonic()
@@ -228,17 +234,23 @@ def failure_of(comm: Communicator, word: str) -> tuple[float, str]:
 
 
 def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[float, str]:
-    comm = communicator(timeout=SHORT)
-    for each in WORDS:
+    comm = communicator(timeout=SHORT if how == "stopped" else PATIENT)
+    chunks(comm)
+    for number, each in enumerate(WORDS, 1):
+        comm.label(number)
         issue(comm, each, torch.ones(BUFFER))
+    comm.label(11)
     if rank == size - 1:
         match how:
             case "exits":
+                time.sleep(0.5)
                 sys.exit(3)
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0 and how == "exits":  # rank 1 is waiting for this one, which fails before it sends
+        time.sleep(1.5)
     first = failure_of(comm, word)
     again = failure_of(comm, "all_reduce")[1]  # the first failure stands
     assert first[1].startswith(again), (first[1], again)
@@ -250,10 +262,10 @@ def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[flo
 @pytest.mark.parametrize(
     ("how", "word", "longest"),
     [
-        ("exits", "all_gather", SHORT),
-        ("killed", "reduce_scatter", SHORT),
-        ("stopped", "all_reduce", 3 * SHORT),
-        ("killed", "broadcast", SHORT),
+        ("exits", "all_gather", PATIENT / 3),
+        ("killed", "reduce_scatter", PATIENT / 3),
+        ("stopped", "all_reduce", 4 * SHORT),
+        ("killed", "broadcast", PATIENT / 3),
     ],
 )
 def test_rank_that_goes(how: str, word: str, longest: float, tmp_path: Path) -> None:
@@ -261,15 +273,17 @@ def test_rank_that_goes(how: str, word: str, longest: float, tmp_path: Path) -> 
     assert ended[2].value is None
     for rank, (seconds, text) in enumerate(values(ended[:2])):
         assert f"{word} number 5 of" in text and f"rank {rank} of 3" in text
-        assert "rank 2 said nothing" in text
+        assert "chunk 11 of unit layers.5), rank" in text
+        assert "rank 2 said nothing" in text and "differ" not in text and "reached" not in text
         assert seconds < longest
         if how == "stopped":
             assert seconds > 0.9 * SHORT
     texts = [end.value[1] for end in ended[:2]]
-    if how == "stopped":
-        assert any(f"rank 2 has not sent its bytes after {SHORT:g} s" in text for text in texts)
-    else:
-        assert any("rank 2 is gone" in text for text in texts)
+    for text in texts:  # its own finding, or what the other rank said
+        if how == "stopped":
+            assert f"rank 2 has not sent its bytes after {SHORT:g} s" in text
+        else:
+            assert "rank 2 is gone" in text
 
 
 def check_raising(rank: int) -> None:
@@ -283,6 +297,7 @@ def check_raising(rank: int) -> None:
         assert seconds < PATIENT / 4
         assert "all_gather number 1 of 3 x 64 bytes" in text and f"rank {rank} of 3" in text
         assert 'rank 1 said: KeyError: "a parameter\'s name"' in text
+        assert "rank 1 has not reached number 1, its last is none" in text
         with pytest.raises(gs.GeminiError, match="all_gather number 1"):
             comm.check()
 
@@ -296,15 +311,19 @@ def check_different_collectives(rank: int) -> None:
             issue(comm, word, buffer)
         text = str(raised.value)
         assert f"{word} number 2 of 3 x 64 bytes" in text and "the same collectives" in text
-        if rank != 1:
-            assert "rank 1 is at reduce_scatter number 2 of 3 x 64 bytes (sum of fp32)" in text
+        if rank == 1:
+            assert "ranks 0, 2 are at all_gather number 2 of 3 x 64 bytes; " in text
+        else:
+            assert "rank 1 is at reduce_scatter number 2 of 3 x 64 bytes (sum of fp32); " in text
+        assert "the ranks differ from collective 2 on: ranks 0, 2 all_gather of 3 x 64" in text
         assert bool((buffer == rank).all())
 
 
 def check_different_sizes(rank: int) -> None:
     with communicator(timeout=PATIENT) as comm:
         n_bytes = 96 if rank == 2 else 64
-        with pytest.raises(gs.GeminiError, match="rank [02] is at all_gather number 1 of 3 x"):
+        who = "ranks 0, 1 are" if rank == 2 else "rank 2 is"
+        with pytest.raises(gs.GeminiError, match=f"{who} at all_gather number 1 of 3 x"):
             comm.all_gather(torch.zeros(300, dtype=torch.uint8).data_ptr(), n_bytes)
 
 
@@ -331,6 +350,100 @@ def check_missing_at_the_start(rank: int) -> None:
         communicator(timeout=SHORT)
 
 
+def gathers(comm: Communicator, labels: Iterable[int]) -> str:
+    """Gathers the chunks and asks whether the ranks agree; the text of what that raised."""
+    chunks(comm)
+    buffer = torch.full((BUFFER,), float(comm.rank))
+    with pytest.raises(gs.GeminiError) as raised:
+        for label in labels:
+            comm.label(label)
+            comm.all_gather(buffer.data_ptr(), 4)
+            buffer.fill_(comm.rank)
+        comm.label(20)
+        comm.agree()
+    assert bool((buffer == comm.rank).all())
+    return str(raised.value)
+
+
+def check_control_flow(rank: int, size: int) -> None:
+    """One rank does something else, of the same kind and size: every rank says what each was at."""
+    odd = size - 1
+    rest = "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(odd)))}"
+    verb = "is" if size == 2 else "are"
+    with communicator(timeout=PATIENT) as comm:  # another chunk
+        text = gathers(comm, [1, 2, 9 if rank == odd else 3, 4])
+    theirs = f"all_gather number 3 of {size} x 4 bytes (chunk 3 of unit layers.1)"
+    its = f"all_gather number 3 of {size} x 4 bytes (chunk 9 of unit layers.4)"
+    mine, others = (its, theirs) if rank == odd else (theirs, its)
+    who = f"{rest} {verb} at" if rank == odd else f"rank {odd} is at"
+    assert text.startswith(f"{mine}, rank {rank} of {size}: {who} {others}; all ranks must")
+    difference = f"the ranks differ from collective 3 on: {rest} {theirs}, rank {odd} {its}"
+    assert difference.replace(" number 3", "") in text
+
+    with communicator(timeout=PATIENT) as comm:  # one is left out
+        text = gathers(comm, [1, 2, 4, 5] if rank == odd else [1, 2, 3, 4, 5])
+    assert f"collective 3 on: {rest} all_gather of {size} x 4 bytes (chunk 3 of" in text
+    assert f", rank {odd} all_gather of {size} x 4 bytes (chunk 4 of unit layers.2)" in text
+
+    with communicator(timeout=PATIENT) as comm:  # the last one is
+        text = gathers(comm, [1, 2] if rank == odd else [1, 2, 3])
+    assert f"collective 3 on: {rest} all_gather of {size} x 4 bytes (chunk 3 of" in text
+    assert f", rank {odd} agreement (chunk 20 of unit layers.10)" in text
+
+    with communicator(timeout=PATIENT) as comm:  # none is, and much has gone before
+        chunks(comm)
+        buffer = torch.ones(BUFFER)
+        for i in range(600):
+            comm.label(i % 20 + 1)
+            comm.all_gather(buffer.data_ptr(), 4)
+            if i % 100 == 99:
+                comm.agree()
+        history = comm.core.history()
+        assert [number for number, _ in history] == list(range(95, 607))
+        last = f"all_gather number 605 of {size} x 4 bytes (chunk 20 of unit layers.10)"
+        assert history[-2] == (605, last) and comm.core.failed_at == 0
+        comm.core.name_labels("")  # older names are gone
+        assert comm.core.history()[-1] == (606, "agreement number 606 (label 20)")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_whose_control_flow_differs(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_control_flow))
+
+
+def check_behind(rank: int, size: int) -> None:
+    """Rank 2 fails by itself between two chunks; the others say how far it came."""
+    with contextlib.suppress(KeyError), communicator(timeout=PATIENT) as comm:
+        chunks(comm)
+        for label in (1, 2):
+            comm.label(label)
+            issue(comm, "all_gather", torch.ones(BUFFER))
+        if rank == 2:
+            raise KeyError("a batch")
+        comm.label(3)
+        _, text = failure_of(comm, "reduce_scatter")
+        assert "reduce_scatter number 3 of 3 x 64 bytes (sum of fp32; chunk 3 of unit" in text
+        assert "rank 2 has not reached number 3, its last is all_gather number 2 of" in text
+        assert "(chunk 2 of unit layers.1)" in text and "rank 2 said: KeyError: 'a batch'" in text
+
+
+def check_lost_store(rank: int, size: int) -> None:
+    """Without notes a failure costs a few seconds, and blames nobody for saying nothing."""
+
+    class Lost:
+        def set(self, *words: object) -> None:
+            raise RuntimeError("connection reset")
+
+    comm = communicator(timeout=PATIENT)
+    comm._notes.store = Lost()
+    if rank == 0:
+        comm.abort("enough")
+    else:
+        _, text = failure_of(comm, "all_gather")
+        assert "the group's store does not answer" in text and "said nothing" not in text
+    comm.close()
+
+
 def check_failures(rank: int, size: int) -> None:
     check_raising(rank)
     check_different_collectives(rank)
@@ -338,6 +451,8 @@ def check_failures(rank: int, size: int) -> None:
     check_abort_wakes_a_waiting_thread(rank)
     with communicator(timeout=PATIENT) as comm:  # none of it has hurt the group
         check_all_gather(comm, 100)
+    check_behind(rank, size)
+    check_lost_store(rank, size)
     check_missing_at_the_start(rank)
 
 
