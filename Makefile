@@ -5,6 +5,7 @@
 # make build      compiles the extension in place      make format   rewrites the sources' layout
 # make bench-adam times the optimizer's arithmetic     make clean    removes what was built
 # make bench-offload CASE=A compares training under a budget with the run that has it all (GPU)
+# make bench-sharded CASE=8b compares training on several GPUs with PyTorch's FSDP2
 #
 # PYTHON names the interpreter that .venv is made from (3.11 or newer); GEMINI_CUDA=0 skips nvcc.
 
@@ -18,7 +19,7 @@ C_SOURCES := $(wildcard csrc/*.[ch] csrc/kernels/* tests/c/*.[ch])
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test test-c test-gpu check build format bench-adam bench-offload clean
+.PHONY: demo test test-c test-gpu check build format bench-adam bench-offload bench-sharded clean
 .DEFAULT_GOAL := demo
 
 demo: build
@@ -94,6 +95,12 @@ bench-offload: export PYTHONPATH := $(CURDIR)
 bench-offload:
 	@GEMINI_CUDA=1 $(PYTHON) setup.py --quiet build_ext --inplace
 	@$(PYTHON) benchmarks/bench_offload.py --preset $(or $(CASE),A) $(if $(OUT),--out $(OUT))
+
+# Likewise on all GPUs, or MORE="--gpus 2 --tokens 4096". CASE: 1b, 8b, 13b or 30b.
+bench-sharded: export PYTHONPATH := $(CURDIR)
+bench-sharded:
+	@GEMINI_CUDA=1 $(PYTHON) setup.py --quiet build_ext --inplace
+	@$(PYTHON) benchmarks/bench_sharded.py --preset $(or $(CASE),8b) $(MORE) $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf build dist *.egg-info gemini_strategy/*.so .pytest_cache .ruff_cache .hypothesis lightning_logs

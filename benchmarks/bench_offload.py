@@ -25,9 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from lines import command, end, has_failed, keep_line, show_rows
 from measure import Peaks, host_used, open_driver_memory
 
 HERE = Path(__file__).resolve().parent
@@ -142,12 +140,6 @@ def budget_bytes(text: str) -> int | None:
     return None if number is not None and number <= 1 else parse_bytes(number or text, 0, "budget")
 
 
-def command(args: argparse.Namespace) -> str:
-    """The command line; of the path of --out the last part, which means something elsewhere too."""
-    words = [arg.replace(str(args.out), args.out.name) if args.out else arg for arg in sys.argv]
-    return shlex.join([Path(sys.executable).name, *words])
-
-
 # ---- one run ----------------------------------------------------------------------------------
 
 
@@ -158,13 +150,6 @@ def follow(stream: IO[str], peaks: Peaks) -> None:
             peaks.enter(line.split()[1])
         else:
             sys.stderr.write(line)
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Ends a run and whatever it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -251,7 +236,7 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "device_peak_source": source,
         "host_used_peak_bytes": peaks.above_start("host"),
         "run_seconds": seconds,
-        "command": command(args),
+        "command": command(args.out),
     }
 
 
@@ -298,12 +283,7 @@ def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict
         line = run_one(name, case, args)
         add_ratios(line, lines)
         lines.append(line)
-        text = json.dumps(line)
-        print(text, flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with open(args.out, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        keep_line(line, args.out)
         packed = name.replace("resident", "hybrid")
         if line["system"] == "resident" and line.get("is_out_of_memory") and packed not in names:
             names.insert(names.index(name) + 1, packed)
@@ -351,34 +331,10 @@ def cells(line: dict[str, Any]) -> list[str]:
 
 def print_table(title: str, lines: list[dict[str, Any]]) -> None:
     """The runs side by side, on standard error; then why some have no figures."""
-    show_rows(title, [cells(line) for line in lines])
+    show_rows(title, COLUMNS, [cells(line) for line in lines])
     for line in lines:
         if line["error"]:
             print(f"{line['name']}: {line['error'].splitlines()[0]}", file=sys.stderr)
-
-
-def show_rows(title: str, rows: list[list[str]]) -> None:
-    """A table by rich where there is rich, else columns of text."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(row[i]) for row in [list(COLUMNS), *rows]) for i in range(len(COLUMNS))]
-        for row in [[title], list(COLUMNS), *rows]:
-            text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-            print(text.rstrip(), file=sys.stderr)
-        return
-    table = Table(title=title)
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=column == "run")
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table)
-
-
-def has_failed(line: dict[str, Any]) -> bool:
-    """Whether a run ended without figures that this machine could have given."""
-    return line["available"] and line["error"] is not None
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,9 +49,19 @@ class Loop:
 
     def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
         self.spec, self.device, self.clip = spec, device, spec["clip"]
-        home = device if self.starts_on_device else torch.device("cpu")
-        self.model = build_model(SHAPES[spec["model"]], home, device, self.dtype)
+        self.model = self.build()
         self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def build(self) -> torch.nn.Module:
+        """The model, before prepare()."""
+        home = self.device if self.starts_on_device else torch.device("cpu")
+        return build_model(SHAPES[self.spec["model"]], home, self.device, self.dtype)
+
+    def batches(self) -> Batches:
+        """What it is trained on."""
+        spec = self.spec
+        size = spec["sequences"], spec["length"], spec["micro_batches"]
+        return Batches(SHAPES[spec["model"]], *size, self.device)
 
     def prepare(self) -> None:
         """Makes the optimizer and whatever keeps the states."""
@@ -71,9 +82,9 @@ class Loop:
         """Whether the next steps are not yet as all later ones will be."""
         return False
 
-    def record(self, path: Path) -> bool:
-        """Records a timeline of the next TIMELINE_STEPS steps there, if the loop can."""
-        return False
+    def watch(self, step: Callable[[], None]) -> dict[str, Any]:
+        """After the measured steps and the report: more steps, to look at what they do; more figures."""
+        return {}
 
     def report(self) -> dict[str, Any]:
         """What only this loop can tell, after the last step."""
@@ -150,6 +161,7 @@ class Gemini(Loop):
             self.model,
             self._optimizer,
             device_budget=self.spec["budget"],
+            host_budget=self.spec.get("host_budget"),
             placement_policy=self.spec["policy"],
             precision="bf16-true",
             device=self.device,
@@ -172,9 +184,13 @@ class Gemini(Loop):
     def is_settling(self) -> bool:
         return bool(self.engine.stats()["settling"])
 
-    def record(self, path: Path) -> bool:
-        self.engine.timeline(path, path.with_suffix(".svg"), TIMELINE_STEPS)
-        return True
+    def watch(self, step: Callable[[], None]) -> dict[str, Any]:
+        if self.spec["timeline"]:
+            path = Path(self.spec["timeline"])
+            self.engine.timeline(path, path.with_suffix(".svg"), TIMELINE_STEPS)
+            for _ in range(TIMELINE_STEPS):
+                step()
+        return {}
 
     def report(self) -> dict[str, Any]:
         stats, plan = self.engine.stats(), self.engine.core.plan_info() or {}
@@ -336,90 +352,103 @@ def check_available(system: str) -> None:
             raise UnavailableError(f"import deepspeed: {type(error).__name__}: {error}") from None
 
 
-def train(loop: Loop, device: torch.device, enter: Any) -> dict[str, Any]:
-    """Warm-up and measured steps; times, losses, peaks."""
-    spec = loop.spec
-    steps, warmup, micro_batches = spec["steps"], spec["warmup"], spec["micro_batches"]
-    is_cuda = device.type == "cuda"
-    shape = SHAPES[spec["model"]]
-    batches = Batches(shape, spec["sequences"], spec["length"], micro_batches, device)
-    clock, losses = Clock(device), []
+class Training:
+    """The steps of one loop: times, losses, peaks."""
 
-    def run_step(step: int, is_measured: bool) -> None:
-        total = torch.zeros((), device=device)
+    def __init__(self, loop: Loop, device: torch.device) -> None:
+        self._loop, self._device = loop, device
+        self._batches = loop.batches()
+        self._clock = Clock(device)
+        self._losses: list[Tensor] = []
+
+    def step(self, is_measured: bool = False) -> None:
+        """The next one."""
+        loop, step, micro_batches = self._loop, len(self._losses), self._loop.spec["micro_batches"]
+        total = torch.zeros((), device=self._device)
         for micro in range(micro_batches):
-            loss = loop.loss(batches(step, micro)) / micro_batches
+            loss = loop.loss(self._batches(step, micro)) / micro_batches
             total += loss.detach()
             if is_measured:
-                clock.mark("forward")
+                self._clock.mark("forward")
             loop.backward(loss, micro + 1 == micro_batches)
             del loss
             if is_measured:
-                clock.mark("backward")
+                self._clock.mark("backward")
         loop.finish()
         if is_measured:
-            clock.mark("update")
-        losses.append(total)
+            self._clock.mark("update")
+        self._losses.append(total)
 
-    enter("warmup")
-    began = time.perf_counter()
-    while len(losses) < warmup or (loop.is_settling() and len(losses) < warmup + MOST_SETTLING):
-        run_step(len(losses), False)
-    warmed = len(losses)
-    if is_cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    warm_seconds = time.perf_counter() - began
-    enter("train")
-    began = time.perf_counter()
-    clock.mark("begin")
-    for _ in range(steps):
-        run_step(len(losses), True)
-    spans = clock.spans()
-    wall = time.perf_counter() - began
-    enter("after")
-    values = [loss.item() for loss in losses]
-    if spec.get("timeline") and loop.record(Path(spec["timeline"])):
-        for _ in range(TIMELINE_STEPS):
-            run_step(len(losses), False)
+    def run(self, enter: Any) -> dict[str, Any]:
+        """Warm-up and measured steps."""
+        loop, spec, device, losses = self._loop, self._loop.spec, self._device, self._losses
+        steps, warmup, micro_batches = spec["steps"], spec["warmup"], spec["micro_batches"]
+        is_cuda = device.type == "cuda"
+        latest = warmup + spec.get("settling", MOST_SETTLING)
+        enter("warmup")
+        began = time.perf_counter()
+        while len(losses) < warmup or (len(losses) < latest and loop.is_settling()):
+            self.step()
+        warmed = len(losses)
+        if is_cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        warm_seconds = time.perf_counter() - began
+        enter("train")
+        began = time.perf_counter()
+        self._clock.mark("begin")
+        for _ in range(steps):
+            self.step(True)
+        spans = self._clock.spans()
+        wall = time.perf_counter() - began
+        enter("after")
+        values = [loss.item() for loss in losses]
 
-    per_step: list[dict[str, float]] = [{}]
-    for name, seconds in spans:
-        per_step[-1][name] = per_step[-1].get(name, 0.0) + seconds
-        if name == "update":
-            per_step.append({})
-    per_step.pop()
-    seconds = [sum(parts.values()) for parts in per_step]
-    peaks = {}
-    if is_cuda:
-        peaks["torch_peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        peaks["torch_reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
-        pinned = torch.cuda.host_memory_stats()
-        peaks["torch_pinned_peak_bytes"] = pinned.get("allocated_bytes.peak")
-    tokens = spec["sequences"] * spec["length"] * micro_batches
-    return {
-        "parameters": loop.parameters,
-        "tokens_per_step": tokens,
-        "step_seconds": median(seconds),
-        "step_seconds_min": min(seconds),
-        "step_seconds_max": max(seconds),
-        "step_seconds_each": seconds,
-        "wall_seconds_per_step": wall / steps,
-        "forward_seconds": median(parts["forward"] for parts in per_step),
-        "backward_seconds": median(parts["backward"] for parts in per_step),
-        "update_seconds": median(parts["update"] for parts in per_step),
-        "tokens_per_s": tokens / median(seconds),
-        "warmup": warmed,
-        "warmup_seconds": warm_seconds,
-        "loss": values[warmup + steps - 1],
-        "losses": values,
-        "losses_finite": all(map(math.isfinite, values)),
-        **peaks,
-        "host_peak_rss_bytes": own_peak_rss(),
-    }
+        per_step: list[dict[str, float]] = [{}]
+        for name, seconds in spans:
+            per_step[-1][name] = per_step[-1].get(name, 0.0) + seconds
+            if name == "update":
+                per_step.append({})
+        per_step.pop()
+        seconds = [sum(parts.values()) for parts in per_step]
+        peaks = {}
+        if is_cuda:
+            peaks["torch_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            peaks["torch_reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
+            pinned = torch.cuda.host_memory_stats()
+            peaks["torch_pinned_peak_bytes"] = pinned.get("allocated_bytes.peak")
+        tokens = spec["sequences"] * spec["length"] * micro_batches
+        return {
+            "parameters": loop.parameters,
+            "tokens_per_step": tokens,
+            "step_seconds": median(seconds),
+            "step_seconds_min": min(seconds),
+            "step_seconds_max": max(seconds),
+            "step_seconds_each": seconds,
+            "wall_seconds_per_step": wall / steps,
+            "forward_seconds": median(parts["forward"] for parts in per_step),
+            "backward_seconds": median(parts["backward"] for parts in per_step),
+            "update_seconds": median(parts["update"] for parts in per_step),
+            "tokens_per_s": tokens / median(seconds),
+            "warmup": warmed,
+            "warmup_seconds": warm_seconds,
+            "loss": values[warmup + steps - 1],
+            "losses": values,
+            "losses_finite": all(map(math.isfinite, values)),
+            **peaks,
+            "host_peak_rss_bytes": own_peak_rss(),
+        }
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
+def keep(spec: dict[str, Any], result: dict[str, Any]) -> None:
+    """Leaves the result where the specification says, whole or not at all."""
+    path = Path(spec["result"])
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.rename(path)
+
+
+def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
     """One run; what went wrong is part of the result."""
     result: dict[str, Any] = {"available": True, "error": None}
     device = torch.device(spec["device"])
@@ -448,15 +477,18 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         check_available(spec["system"])
         enter("build")
         began = time.perf_counter()
-        loop = LOOPS[spec["system"]](spec, device)
+        loop = table[spec["system"]](spec, device)
         result["arithmetic"] = loop.arithmetic
         result["build_seconds"] = time.perf_counter() - began
         enter("setup")
         began = time.perf_counter()
         loop.prepare()
         result["setup_seconds"] = time.perf_counter() - began
-        result |= train(loop, device, enter)
+        training = Training(loop, device)
+        result |= training.run(enter)
         result |= loop.report()
+        keep(spec, result | {"environment": environment(device)})  # should what follows not end
+        result |= loop.watch(training.step)
     except UnavailableError as reason:
         result |= {"available": False, "error": str(reason)}
     except Exception as error:
@@ -469,15 +501,12 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         result["device_phases"] = {
             phase: seen["device"] for phase, seen in peaks.by_phase.items() if "device" in seen
         }
-    result["environment"] = environment(device)
-    return result
+    keep(spec, result | {"environment": environment(device)})
 
 
 def main() -> None:
     """Reads the specification, runs it, leaves the result beside it."""
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    result = run(spec)
-    Path(spec["result"]).write_text(json.dumps(result), encoding="utf-8")
+    run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), LOOPS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a failed run left behind must not decide how this process ends

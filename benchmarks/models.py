@@ -7,6 +7,7 @@ them in: they are drawn per parameter from a seed, on the GPU where there is one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +81,21 @@ def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: 
 
 
 class Batches:
-    """Random token ids, drawn once on the device: `batches(step, micro)` is (sequences, length)."""
+    """Random token ids, drawn once on the device: `batches(step, micro)` is (sequences, length).
+
+    Each rank has its own; `shape` says the vocabulary.
+    """
 
     def __init__(
-        self, shape: Shape, sequences: int, length: int, micro_batches: int, device: torch.device
+        self,
+        shape: Any,
+        sequences: int,
+        length: int,
+        micro_batches: int,
+        device: torch.device,
+        rank: int = 0,
     ) -> None:
-        generator = torch.Generator(device).manual_seed(SEED + 1)
+        generator = torch.Generator(device).manual_seed(SEED + 1 + rank)
         size = (DISTINCT_BATCHES, micro_batches, sequences, length)
         self._ids = torch.randint(shape.vocabulary, size, generator=generator, device=device)
 

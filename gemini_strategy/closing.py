@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -71,12 +72,13 @@ def _meet(engine: Engine, cause: str | None) -> str | None:
         return cause
     flying = sys.exception()
     try:
-        with ranks.patience(_PATIENCE if flying is not None else ranks.timeout):
+        with contextlib.ExitStack() as stack:
+            if flying is not None:
+                reason = f"it was closed after {type(flying).__name__}: {flying}"
+                stack.enter_context(ranks.patience(_PATIENCE, reason))
             causes = ranks.gather("close()", cause)
     except GeminiError as error:
-        if flying is not None and cause is None:
-            cause = f"it was closed after {type(flying).__name__}: {flying}"
-        return cause or str(error)
+        return cause or (str(error) if flying is None else reason)
     return next((f"rank {r}: {text}" for r, text in enumerate(causes) if text is not None), None)
 
 

@@ -89,6 +89,7 @@ class Ranks:
         self._comms: list[Communicator] = []
         self._failure: GeminiError | None = None
         self._gloo: Any = None
+        self._reason: str | None = None  # of what may fail now
         self._pid = os.getpid()
         if self.size == 1:
             return
@@ -278,8 +279,8 @@ class Ranks:
         if self._failure is not None:
             return error
         self._failure = error
-        self._notes.write("failed", str(error))
-        self._end(str(error))
+        self._notes.write("failed", self._reason or str(error))
+        self._end(self._reason or str(error))
         if isinstance(error, GeminiDeviceError):
             said = self._notes.read("failed", wait=min(2.0, self.timeout / 4))
             parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
@@ -314,17 +315,17 @@ class Ranks:
             raise told from error
 
     @contextlib.contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
-        """Inside, this rank waits for others this long only."""
+    def patience(self, seconds: float, reason: str) -> Iterator[None]:
+        """Inside, this rank waits for others this long only; what they are told if that was too short."""
         if self._gloo is None:
             yield
             return
-        gloo = self._gloo
+        gloo, self._reason = self._gloo, reason
         gloo.timeout = min(self.timeout, seconds)
         try:
             yield
         finally:
-            gloo.timeout = self.timeout
+            gloo.timeout, self._reason = self.timeout, None
 
     @contextlib.contextmanager
     def aborting(self, what: str) -> Iterator[None]:

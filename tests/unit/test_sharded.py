@@ -120,13 +120,17 @@ def test_hybrid(tmp_path: Path) -> None:
 
 
 def check_models(rank: int, size: int, names: list[str]) -> None:
-    """The same batch on every rank: with two of them the mean is exact."""
+    """The same batch on every rank: with two of them the mean is exact (but for fp16's smallest numbers)."""
     for case in CASES:
         if case.name in names:
-            recipe = Recipe(case.precisions[-1], steps=4, clip=1.0)
+            precisions = [p for p in case.precisions if p != "16-mixed"]
+            recipe = Recipe(precisions[-1], steps=4, clip=1.0)
             run = sharded(rank, case.build, recipe, chunk_size=16384)
             drive(run, case, recipe.steps)
-            assert_same_outcome(of_training(run.outcome()), reference(case, recipe))
+            try:
+                assert_same_outcome(of_training(run.outcome()), reference(case, recipe))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
             run.engine.close()
 
 
@@ -232,7 +236,7 @@ def check_arguments(rank: int, size: int) -> None:
     for field, model in (
         ("tensor 0 of the model", nn.Linear(4 + is_odd, 3)),
         ("tensor 1 of the model", nn.Linear(4, 3).requires_grad_(True)),
-        ("the number of parameters", nn.Linear(4, 3, bias=is_odd)),
+        ("the numbers of parameters in its groups", nn.Linear(4, 3, bias=is_odd)),
         ("tensor 2 of the model", nn.BatchNorm1d(4, momentum=0.1)),
     ):
         if field.startswith("tensor 1"):
@@ -263,14 +267,14 @@ def test_arguments_that_differ(tmp_path: Path) -> None:
 
 
 class Choosy(Exact):
-    """Uses its first parameter only if it is told to."""
+    """Its first parameter counts only if it is told so."""
 
     wants_first = True
 
     def forward(self, numbers: list[torch.Tensor]) -> torch.Tensor:
         modules = [*self.terms, self.tied, self.again, self.frozen]
-        pairs = list(zip(modules, numbers, strict=True))[0 if self.wants_first else 1 :]
-        return torch.stack([m(c) for m, c in pairs]).sum()
+        terms = [m(c) for m, c in zip(modules, numbers, strict=True)]
+        return torch.stack(terms if self.wants_first else [terms[0].detach(), *terms[1:]]).sum()
 
 
 def check_steps(rank: int, size: int) -> None:
@@ -278,13 +282,6 @@ def check_steps(rank: int, size: int) -> None:
     engine = manage(model, chunk_size=2**20)  # one chunk: its reduction is the same on all ranks
     batch = ExactCase().batch(0)
     before = engine.model_state_dict()
-    model.wants_first = rank != 1
-    engine.backward(model(batch))
-    text = refusal(engine.step)
-    assert text.startswith("optimizer step: terms.0.p has no gradient on rank 1, but one"), text
-    text = refusal(engine.grad_norm)
-    assert text.startswith("gradient norm: terms.0.p has no gradient on rank 1"), text
-    engine.zero_grad()
     model.wants_first = False  # on all of them: as with one rank it keeps its value
     engine.backward(model(batch))
     engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
@@ -301,6 +298,13 @@ def check_steps(rank: int, size: int) -> None:
     after = engine.model_state_dict()
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert {"terms.0.p", "frozen.p"} <= set(same) and "terms.1.p" not in same
+    engine.zero_grad()
+    model.wants_first = rank != 1
+    engine.backward(model(batch))
+    text = refusal(engine.step)
+    assert text.startswith("optimizer step: terms.0.p has no gradient on rank 1, but one"), text
+    text = refusal(engine.grad_norm)
+    assert text.startswith("gradient norm: terms.0.p has no gradient on rank 1"), text
     # Different calls: by name, not after the timeout.
     text = refusal(engine.grad_norm if rank == 2 else engine.model_state_dict)
     assert "the ranks are at different places: " in text and "gradient norm on rank 2" in text, text
@@ -351,7 +355,8 @@ def check_rates(rank: int, size: int, folder: str) -> None:
         rates._measured.clear()
     assert rates.machine_rates(None, 2, ranks=ranks)["h2d"] == 10.0
     assert len(measured) == (1 if rank == 2 else 2)
-    assert rates.machine_rates(None, 2)["h2d"] == 10.0 + (rank - 1) ** 2  # alone: another key
+    rates.machine_rates(None, 2)  # alone: figures of its own
+    assert len(rates._measured) == (1 if rank == 2 else 2)
     os.environ["GEMINI_RATES"] = f"h2d={100 - rank}"
     assert rates.machine_rates(None, 2, ranks=ranks)["h2d"] == 98.0
     _C.rates_measure = original

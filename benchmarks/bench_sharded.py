@@ -1,0 +1,547 @@
+"""Several GPUs: tokens per second of a Llama-shaped model, beside PyTorch's FSDP2 in the same command.
+
+    python benchmarks/bench_sharded.py --preset 8b --gpus 2 [--only fsdp2,gemini-auto@24GB] [--out FILE]
+
+Each run is a set of processes of its own, one per GPU, that ends within --timeout. A run's name is
+  gemini-POLICY[@BUDGET]  chunks sharded over the ranks; policy auto, cpu or cuda; under a budget per GPU
+  fsdp2                   fully_shard per decoder layer and root, fp32 parameters, torch's fused AdamW
+  nccl                    collectives of single chunks: torch.distributed's and ours, no training
+and each but nccl runs once for every --tokens (per GPU and step) and --checkpointing. Model, first bf16
+values, batches (each rank its own), bf16 for compute and reduction, AdamW's parameters and clipping the
+norm at 1.0 are the same in all of them.
+
+One JSON line per run on standard output, appended to --out; a table at the end on standard error. A step
+takes as long as on the slowest rank; times are medians over the measured steps, seconds between events of
+the compute stream. "of FSDP2" compares tokens/s with the run of the same command, tokens and
+checkpointing. "of bound" is the step over the perfect-overlap bound that the engine computed, "of plan"
+over the time it foretold. "GPU GB" is the driver's figure from the first step on, of the GPU that used
+most, less what was in use before the run; "torch GB" what torch's allocator reserved of it.
+"comm s" is how long a kernel of NCCL ran in a step, "exposed" how long one ran and no other kernel did, in
+two more steps under torch's profiler. "tok/s" is of one GPU. Losses are means over the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import IO, Any
+
+from lines import command, end, has_failed, keep_line, show_rows
+from measure import Peaks, host_used, open_driver_memory
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or not
+SYSTEMS = ("gemini", "fsdp2", "nccl")
+POLICIES = ("auto", "cpu", "cuda")
+MIB = 1 << 20
+GRACE_SECONDS = 20.0  # for the other ranks once one has failed
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how long its sequences are, and what is run."""
+
+    title: str
+    model: str
+    length: int
+    tokens: tuple[int, ...]  # per GPU and step
+    checkpointing: tuple[str, ...]
+    runs: tuple[str, ...]
+
+
+BOTH = ("off", "on")
+PRESETS = {
+    "1b": Case(
+        "1b: 1.50 G parameters",
+        "llama-1b",
+        4096,
+        (4096, 8192),
+        BOTH,
+        ("nccl", "fsdp2", "gemini-auto"),
+    ),
+    "8b": Case(
+        "8b: 8.03 G parameters",
+        "llama-8b",
+        4096,
+        (4096, 8192),
+        BOTH,
+        ("nccl", "fsdp2", "gemini-auto"),
+    ),
+    "13b": Case(
+        "13b: 13.0 G parameters, 24 GB per GPU",
+        "llama-13b",
+        4096,
+        (4096, 8192),
+        ("on",),
+        ("gemini-auto@24GB",),
+    ),
+    "30b": Case(
+        "30b: 32.5 G parameters, 24 GB per GPU",
+        "llama-30b",
+        4096,
+        (4096, 8192),
+        ("on",),
+        ("gemini-auto@24GB",),
+    ),
+    "tiny": Case(
+        "tiny: 0.2 M parameters",
+        "llama-tiny",
+        32,
+        (32, 64),
+        BOTH,
+        ("nccl", "fsdp2", "gemini-auto", "gemini-cpu@500KB"),
+    ),
+}
+
+
+def parse_run(name: str) -> dict[str, Any]:
+    """{"system", "policy", "budget"} of a run's name; ValueError says what is wrong with it."""
+    from gemini_strategy.sizes import parse_bytes
+
+    head, has_budget, budget = name.partition("@")
+    system, has_policy, policy = head.partition("-")
+    if system not in SYSTEMS:
+        raise ValueError(f"run {name!r}: there is no {system!r}; choose from {', '.join(SYSTEMS)}")
+    if bool(has_policy) != (system == "gemini"):
+        raise ValueError(f"run {name!r}: a policy goes with gemini, as in gemini-auto")
+    if has_policy and policy not in POLICIES:
+        raise ValueError(f"run {name!r}: policy {policy!r}; choose from {', '.join(POLICIES)}")
+    if has_budget and system != "gemini":
+        raise ValueError(f"run {name!r}: a budget goes with gemini, as in gemini-auto@24GB")
+    if has_budget:
+        parse_bytes(budget, 0, f"run {name!r}: budget")
+    return {"system": system, "policy": policy or None, "budget": budget or None}
+
+
+# ---- one run ----------------------------------------------------------------------------------
+
+
+class Rank:
+    """One process of a run, and what it says."""
+
+    def __init__(self, rank: int, folder: Path, peaks: Peaks) -> None:
+        self.number = rank
+        self.result_path = folder / f"result-{rank}.json"
+        self._peaks = peaks
+        self._errors = open(folder / f"stderr-{rank}", "w+", encoding="utf-8")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "sharded_loops.py"), str(folder / "run.json"), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(
+            target=self._follow, args=(self.process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    def _follow(self, stream: IO[str]) -> None:
+        """Memory counts for the phase that rank 0 says it is in."""
+        for line in stream:
+            if not line.startswith("@phase "):
+                sys.stderr.write(line)
+            elif self.number == 0:
+                self._peaks.enter(line.split()[1])
+
+    def has_failed(self) -> bool:
+        """Whether the process has ended without figures."""
+        if self.process.poll() is None:
+            return False
+        result = self.result()
+        return result is None or result["error"] is not None
+
+    def result(self) -> dict[str, Any] | None:
+        """What it left."""
+        if not self.result_path.exists():
+            return None
+        return json.loads(self.result_path.read_text(encoding="utf-8"))
+
+    def end(self) -> str:
+        """Ends it if it runs; its standard error."""
+        end(self.process)
+        self._reader.join(5.0)
+        self._errors.seek(0)
+        said = self._errors.read()
+        self._errors.close()
+        return said
+
+
+def wait_for(ranks: list[Rank], timeout: float) -> bool:
+    """Waits until all ranks have ended; False if they were not given all the time they wanted."""
+    latest = time.monotonic() + timeout
+    is_cut = False
+    while any(rank.process.poll() is None for rank in ranks):
+        if time.monotonic() >= latest:
+            return False
+        if not is_cut and any(map(Rank.has_failed, ranks)):
+            is_cut, latest = True, min(latest, time.monotonic() + GRACE_SECONDS)
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def gather(ranks: list[Rank], timeout: float, is_late: bool) -> dict[str, Any]:
+    """The run's figures from its ranks'; else the error of the first that has one, and who ended without a word."""
+    results = [rank.result() for rank in ranks]
+    silent = [
+        f"rank {rank.number} ended with code {rank.process.returncode}"
+        for rank, result in zip(ranks, results, strict=True)
+        if result is None
+    ]
+    if silent and is_late:
+        silent = [f"some ranks still ran and were ended, --timeout {timeout:g} s"]
+    for rank, result in zip(ranks, results, strict=True):
+        if result is not None and result["error"]:
+            result["error"] = "; ".join([f"rank {rank.number}: {result['error']}", *silent])
+            is_out_of_memory = any(r and r.get("is_out_of_memory") for r in results)
+            return {**result, "is_out_of_memory": is_out_of_memory}
+    if silent:
+        return {"available": True, "error": "; ".join(silent)}
+    return combine([result for result in results if result is not None])
+
+
+def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line of all ranks' figures: the slowest's times, the largest peaks, the mean of the losses.
+
+    "loss" is of the step that is the same in every run, however many steps one took until it was measured.
+    """
+    first = dict(results[0])
+    if "collectives" in first:
+        return first
+    each = [
+        max(seconds) for seconds in zip(*(r["step_seconds_each"] for r in results), strict=True)
+    ]
+    losses = [mean(loss) for loss in zip(*(r["losses"] for r in results), strict=True)]
+    tokens = sum(r["tokens_per_step"] for r in results)
+    step = median(each)
+    largest = {
+        key: max(r[key] for r in results)
+        for key in ("torch_peak_bytes", "torch_reserved_peak_bytes", "host_peak_rss_bytes")
+        if key in first
+    }
+    return {
+        **first,
+        **largest,
+        "tokens_per_step": tokens,
+        "step_seconds": step,
+        "step_seconds_min": min(each),
+        "step_seconds_max": max(each),
+        "step_seconds_each": each,
+        "tokens_per_s": tokens / step,
+        "tokens_per_s_per_gpu": tokens / step / len(results),
+        "losses": losses,
+        "loss": mean(r["loss"] for r in results),
+        "losses_finite": all(r["losses_finite"] for r in results),
+    }
+
+
+def peak_bytes(
+    args: argparse.Namespace, peaks: Peaks, results: list[dict[str, Any]], has_driver: bool
+) -> dict[str, Any]:
+    """Device peaks of each GPU, from the first step on, and who counted them."""
+    source, by_gpu = None, []
+    for gpu in range(args.gpus):
+        if has_driver:
+            source = "driver"
+            phases = {p: peaks.above_start(f"gpu{gpu}", p) for p in peaks.by_phase}
+        else:
+            phases = results[gpu].get("device_phases") or {} if gpu < len(results) else {}
+            source = "cuda" if phases else source
+        seen = [phases[p] for p in ("warmup", "train") if phases.get(p) is not None]
+        by_gpu.append(max(seen) if seen else None)
+    if args.device == "cpu":  # a simulated device: the engine alone knows it
+        stats = [r["stats"]["device_peak_bytes"] for r in results if "stats" in r]
+        source, by_gpu = ("engine", stats) if stats else (None, [])
+    known = [peak for peak in by_gpu if peak is not None]
+    return {
+        "device_peak_bytes": max(known) if known else None,
+        "device_peak_bytes_each": by_gpu,
+        "device_peak_source": source,
+    }
+
+
+def run_one(
+    name: str, case: Case, tokens: int, checkpointing: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Starts one run's ranks, watches their memory, and returns its JSON line without ratios."""
+    drivers = [open_driver_memory(f"{args.device}:{gpu}") for gpu in range(args.gpus)]
+    has_driver = all(driver is not None for driver in drivers)
+    sources: dict[str, Any] = {"host": host_used}
+    if has_driver:
+        sources |= {f"gpu{gpu}": driver.used for gpu, driver in enumerate(drivers) if driver}
+    what = parse_run(name)
+    is_training = what["system"] != "nccl"
+    cores = len(os.sched_getaffinity(0))
+    label = f"{args.preset}-{name}-{tokens}-{checkpointing}".replace("@", "-")
+    kept = args.timeline.resolve() if args.timeline and is_training else None
+    chunk_bytes = [16 * MIB, 64 * MIB, 256 * MIB] if args.device == "cuda" else [MIB // 16]
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        spec = {
+            **what,
+            **asdict(case),
+            "sequences": tokens // case.length,
+            "micro_batches": args.micro_batches,
+            "checkpointing": checkpointing == "on",
+            "clip": not args.no_clip,
+            "gpus": args.gpus,
+            "device": args.device,
+            "host_budget": args.host_budget,
+            "steps": args.steps,
+            "warmup": args.warmup,
+            "settling": args.settling,
+            "threads": args.threads or max(cores // args.gpus, 1),
+            "timeout": args.timeout,
+            "folder": str(folder),
+            "driver": os.getpid(),
+            "timeline": str(kept / f"{label}.json")
+            if kept and what["system"] == "gemini"
+            else None,
+            "kernels": str(kept / f"{label}-kernels.json.gz") if kept else None,
+            "profile": not args.no_profile,
+            "chunk_bytes": chunk_bytes,
+            "sample_here": args.device == "cuda" and not has_driver,
+        }
+        if kept:
+            kept.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(spec), encoding="utf-8")
+        ranks: list[Rank] = []
+        with Peaks(sources) as peaks:
+            began = time.perf_counter()
+            is_late = False
+            try:
+                for gpu in range(args.gpus):
+                    ranks.append(Rank(gpu, folder, peaks))
+                is_late = not wait_for(ranks, args.timeout)
+            finally:
+                said = [rank.end() for rank in ranks]
+            seconds = time.perf_counter() - began
+        result = gather(ranks, args.timeout, is_late)
+        each = [rank.result() or {} for rank in ranks]
+    if has_failed(result) or result.get("watch_error"):
+        result["stderr_tail"] = "\n".join(text[-2000:] for text in said)
+        for rank, text in enumerate(said):
+            sys.stderr.write(f"---- rank {rank} ----\n{text[-4000:]}\n")
+    result.pop("device_phases", None)
+    of_model = {"model": case.model, "length": case.length, "tokens_per_gpu": tokens}
+    return {
+        "benchmark": "sharded",
+        "case": args.preset,
+        "name": name,
+        **what,
+        "gpus": args.gpus,
+        **(of_model if is_training else {}),
+        "checkpointing": checkpointing == "on" if is_training else None,
+        "micro_batches": args.micro_batches,
+        "clip": not args.no_clip,
+        "steps": args.steps,
+        **result,
+        **peak_bytes(args, peaks, each, has_driver),
+        "host_used_peak_bytes": peaks.above_start("host"),
+        "is_cut_short": is_late,
+        "run_seconds": seconds,
+        "command": command(args.out),
+    }
+
+
+# ---- all runs ---------------------------------------------------------------------------------
+
+
+def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Compares a run with FSDP2's of the same tokens and checkpointing, with its plan and its bound."""
+    line["ratio_to_fsdp2"] = line["peak_to_fsdp2"] = None
+    for other in [*lines, line]:
+        is_same = all(
+            line.get(key) == other.get(key) for key in ("tokens_per_gpu", "checkpointing")
+        )
+        if other["system"] == "fsdp2" and line["system"] != "nccl" and is_same:
+            for ratio, key in (
+                ("ratio_to_fsdp2", "tokens_per_s"),
+                ("peak_to_fsdp2", "device_peak_bytes"),
+            ):
+                if line.get(key) and other.get(key):
+                    line[ratio] = line[key] / other[key]
+    for of, measured, predicted in (
+        ("of_bound", "step_seconds", "predicted_bound_seconds"),
+        ("of_predicted_step", "step_seconds", "predicted_step_seconds"),
+        ("of_predicted_device_peak", "device_peak_bytes", "predicted_device_peak_bytes"),
+    ):
+        value, base = line.get(measured), line.get(predicted)
+        line[of] = value / base if value and base else None
+
+
+def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every run in turn; each line is printed and kept as soon as it is there."""
+    lines: list[dict[str, Any]] = []
+    settings = [
+        (name, tokens, checkpointing)
+        for checkpointing in case.checkpointing
+        for tokens in case.tokens
+        for name in names
+        if name != "nccl"
+    ]
+    if "nccl" in names:
+        settings.insert(0, ("nccl", case.tokens[0], case.checkpointing[0]))
+    for name, tokens, checkpointing in settings:
+        about = "" if name == "nccl" else f", T = {tokens}, checkpointing {checkpointing}"
+        print(f"{case.title} on {args.gpus}: {name}{about}", file=sys.stderr, flush=True)
+        line = run_one(name, case, tokens, checkpointing, args)
+        add_ratios(line, lines)
+        lines.append(line)
+        keep_line(line, args.out)
+    return lines
+
+
+COLUMNS = (
+    "run",
+    "T",
+    "ckpt",
+    "tok/s",
+    "step s",
+    "min",
+    "max",
+    "of FSDP2",
+    "of bound",
+    "of plan",
+    "comm s",
+    "exposed",
+    "GPU GB",
+    "torch GB",
+    "host GB",
+    "loss",
+)
+
+
+def cells(line: dict[str, Any]) -> list[str]:
+    """One row of the table."""
+
+    def show(key: str, form: str, scale: float = 1.0) -> str:
+        value = line.get(key)
+        return "" if value is None else format(value * scale, form)
+
+    return [
+        line["name"],
+        show("tokens_per_gpu", ".0f"),
+        {True: "on", False: "off", None: ""}[line["checkpointing"]],
+        show("tokens_per_s_per_gpu", ",.0f"),
+        show("step_seconds", ".4f"),
+        show("step_seconds_min", ".4f"),
+        show("step_seconds_max", ".4f"),
+        show("ratio_to_fsdp2", ".3f"),
+        show("of_bound", ".2f"),
+        show("of_predicted_step", ".2f"),
+        show("comm_seconds", ".4f"),
+        show("exposed_comm_seconds", ".4f"),
+        show("device_peak_bytes", ".2f", 1e-9),
+        show("torch_reserved_peak_bytes", ".2f", 1e-9),
+        show("host_used_peak_bytes", ".1f", 1e-9),
+        show("loss", ".4f"),
+    ]
+
+
+def print_table(title: str, lines: list[dict[str, Any]]) -> None:
+    """The runs side by side, on standard error; collectives alone; then why some have no figures."""
+    show_rows(title, COLUMNS, [cells(line) for line in lines if line["system"] != "nccl"])
+    for line in lines:
+        rows = [
+            [
+                f"{int(chunk) / MIB:g} MiB",
+                name,
+                format(of[f"{name}_torch_bytes_per_s"] / 1e9, ".1f"),
+                format(of[f"{name}_gemini_bytes_per_s"] / 1e9, ".1f"),
+                format(of[f"{name}_ratio"], ".3f"),
+            ]
+            for chunk, of in line.get("collectives", {}).items()
+            for name in ("all_gather", "reduce_scatter")
+        ]
+        if rows:
+            columns = ("chunk", "collective", "torch GB/s", "ours GB/s", "ratio")
+            show_rows(f"each rank sends, {line['gpus']} ranks", columns, rows)
+        if line["error"]:
+            print(f"{line['name']}: {line['error'].splitlines()[0]}", file=sys.stderr)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; a wrong run name ends here, before anything starts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="8b")
+    parser.add_argument("--gpus", type=int, default=0, help="ranks; default: all GPUs")
+    parser.add_argument("--only", help="runs, separated by commas; default: the preset's")
+    parser.add_argument("--tokens", help="per GPU and step, separated by commas: 4096,8192")
+    parser.add_argument("--checkpointing", choices=("on", "off", "both"), help="of activations")
+    parser.add_argument(
+        "--host-budget", help="of each rank with gemini; default: a share of the host"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per step, each of --tokens")
+    parser.add_argument("--no-clip", action="store_true", help="do not clip the gradients' norm")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps (default 7)")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=4,
+        help="steps before them (default 4); Gemini takes more until its plan stays",
+    )
+    parser.add_argument(
+        "--settling", type=int, default=24, help="how many more it may take (default 24)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch's, per rank; default: a share"
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run (300)")
+    parser.add_argument("--no-profile", action="store_true", help="do not look at exposed kernels")
+    parser.add_argument(
+        "--timeline", type=Path, help="a folder for Chrome traces and pictures of rank 0's steps"
+    )
+    parser.add_argument("--out", type=Path, help="a .jsonl file to append to")
+    args = parser.parse_args()
+    args.runs = args.only.split(",") if args.only else list(PRESETS[args.preset].runs)
+    for name in args.runs:
+        try:
+            parse_run(name)
+        except ValueError as error:
+            parser.error(str(error))
+    if not args.gpus and args.device == "cuda":
+        import torch
+
+        args.gpus = torch.cuda.device_count()
+    if args.gpus < 1:
+        parser.error("--gpus must be at least 1, and with --device cuda there must be a GPU")
+    if args.steps < 1 or args.warmup < 0 or args.micro_batches < 1:
+        parser.error("--steps and --micro-batches must be at least 1, --warmup at least 0")
+    return args
+
+
+def main() -> int:
+    """Runs what was asked for; 1 if a run failed that this machine could have made."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended
+    args = parse_arguments()
+    case = PRESETS[args.preset]
+    if args.tokens:
+        case = replace(case, tokens=tuple(int(text) for text in args.tokens.split(",")))
+    if args.checkpointing:
+        ways = BOTH if args.checkpointing == "both" else (args.checkpointing,)
+        case = replace(case, checkpointing=ways)
+    for tokens in case.tokens:
+        if tokens < 1 or tokens % case.length:
+            sys.exit(f"--tokens {tokens}: sequences have {case.length} tokens")
+    lines = run_all(case, args.runs, args)
+    print_table(case.title, lines)
+    return int(any(map(has_failed, lines)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What of the communication is exposed: from the kernels that a GPU ran, as torch's profiler saw them.
+
+Communication is exposed while one of NCCL's kernels runs and no other kernel does. A kernel of NCCL waits for the
+other ranks inside, so that the figure holds what ranks wait for each other, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Span = tuple[float, float]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans in order that cover the same time."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def common(a: list[Span], b: list[Span]) -> list[Span]:
+    """Where two lists of disjoint spans in order are both."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def seconds(spans: Iterable[Span]) -> float:
+    """The length of disjoint spans; they are in microseconds."""
+    return sum(end - begin for begin, end in spans) / 1e6
+
+
+def overlap(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float] | None:
+    """Seconds per step, of the events of a Chrome trace over `steps` steps; None: no kernel in it.
+
+    Returns:
+        comm_seconds: a kernel of NCCL runs; exposed_comm_seconds: and no other one. compute_idle_seconds: the stream
+        with the most work has none; copy_seconds: a copy runs; profiled_step_seconds: from the first to the last.
+    """
+    by_stream: dict[Any, list[Span]] = defaultdict(list)
+    comm: list[Span] = []
+    copies: list[Span] = []
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
+            continue
+        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        if event["cat"] == "gpu_memcpy":
+            copies.append(span)
+        elif "nccl" in event["name"].lower():
+            comm.append(span)
+        else:
+            by_stream[event.get("tid")].append(span)
+    if not by_stream:
+        return None
+    streams = {stream: union(spans) for stream, spans in by_stream.items()}
+    busiest = max(streams.values(), key=seconds)
+    compute = union(span for spans in streams.values() for span in spans)
+    comm, everything = union(comm), union([*compute, *comm, *copies])
+    whole = everything[-1][1] - everything[0][0]
+    hidden = common(comm, compute)
+    return {
+        "profiled_step_seconds": whole / 1e6 / steps,
+        "comm_seconds": seconds(comm) / steps,
+        "exposed_comm_seconds": (seconds(comm) - seconds(hidden)) / steps,
+        "compute_idle_seconds": (whole / 1e6 - seconds(busiest)) / steps,
+        "copy_seconds": seconds(union(copies)) / steps,
+    }

@@ -1,0 +1,388 @@
+"""What several ranks keep in parts and give whole: state in and out, first weights, loading, closing, failing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemini_strategy as gs
+from gemini_strategy import weights as weights_module
+from ranks import run_ranks, values
+from reference import Recipe, assert_same_bits, drive, plain
+from sharded import Exact, ExactCase
+
+PATIENT = 90.0
+SHORT = 5.0
+
+
+@pytest.fixture(autouse=True)
+def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")  # the ranks inherit it
+
+
+def manage(model: nn.Module, **how: Any) -> gs.Engine:
+    how = {"timeout": PATIENT, "chunk_size": 4096, "precision": "bf16-true"} | how
+    return gs.manage(model, gs.HybridAdam(model.parameters(), lr=1e-2), device="cpu", **how)
+
+
+def train(engine: gs.Engine, rank: int, size: int, steps: range) -> None:
+    case = ExactCase(rank, size)
+    for step in steps:
+        engine.backward(case.loss(engine.model, case.batch(step)))
+        engine.clip_grad_norm_(1.0)
+        engine.step()
+        engine.zero_grad()
+
+
+def assert_same(got: Any, want: Any, what: str = "state") -> None:
+    """Of nested dicts, lists, numbers and tensors."""
+    if isinstance(want, Tensor):
+        assert_same_bits(got, want, what)
+    elif isinstance(want, dict):
+        assert list(got) == list(want), what
+        for key in want:
+            assert_same(got[key], want[key], f"{what}[{key}]")
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want), what
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_same(a, b, f"{what}[{i}]")
+    else:
+        assert got == want, what
+
+
+# ---- state in and out ----------------------------------------------------------------------------
+
+
+def check_state(rank: int, size: int, folder: str) -> None:
+    torch.manual_seed(3)
+    engine = manage(Exact())
+    train(engine, rank, size, range(3))
+    state = engine.state_dict()
+    reference = torch.load(f"{folder}/state.pt", weights_only=False)  # of one rank
+    assert_same(state, reference)
+    assert_same(dict(engine.model.state_dict()), engine.model_state_dict(masters=False))
+    only = engine.state_dict(rank0_only=True)
+    assert_same(only, state if rank == 0 else {})
+    assert (engine.model_state_dict(rank0_only=True) == {}) == (rank > 0)
+    train(engine, rank, size, range(3, 5))
+    later = engine.state_dict()
+    engine.load_state_dict(state)
+    assert_same(engine.state_dict(), state)
+    train(engine, rank, size, range(3, 5))
+    assert_same(engine.state_dict(), later)
+    # Single parameters and gradients: whole for whoever reads them; every rank writes the same.
+    model, terms = engine.model, engine.model.terms
+    full = state["model"]
+    engine.load_state_dict(state)
+    with engine.full_parameter(terms[1].p) as values:
+        assert_same_bits(values, full["terms.1.p"])
+        values[100:] = 0.1
+    assert_same_bits(engine.slot_of(terms[1].p).read_master()[100:], torch.full((157,), 0.1))
+    assert_same_bits(terms[1].p.clone()[100:].detach(), torch.full((157,), 0.1).bfloat16())
+    with torch.no_grad():
+        terms[3].p.mul_(2)
+    assert_same_bits(terms[3].p.data.clone(), (full["terms.3.p"].bfloat16() * 2))
+    assert_same_bits(
+        engine.model_state_dict(masters=False)["terms.3.p"], full["terms.3.p"].bfloat16() * 2
+    )
+    with engine.full_parameters(terms[5], writable=False):
+        assert_same_bits(terms[5].p.detach().clone(), full["terms.5.p"].bfloat16())
+    case = ExactCase(rank, size)
+    batch = case.batch(7)
+    engine.backward(case.loss(model, batch))
+    for term, c in zip(terms, batch, strict=False):
+        assert_same_bits(term.p.grad.clone(), c.bfloat16())
+    assert_same_bits(model.tied.p.grad.clone(), (batch[7] + batch[8]).bfloat16())
+    terms[0].p.grad.mul_(0.5)
+    terms[2].p.grad = torch.full((1,), 4.0, dtype=torch.bfloat16)
+    assert_same_bits(terms[0].p.grad.clone(), (batch[0] * 0.5).bfloat16())
+    engine.clip_grad_value_(0.25)
+    assert_same_bits(terms[2].p.grad.clone(), torch.full((1,), 0.25).bfloat16())
+    assert_same_bits(terms[6].p.grad.clone(), batch[6].clamp(-0.25, 0.25).bfloat16())
+    engine.load_state_dict(state)  # between a backward and its step
+    engine.zero_grad()
+    engine.close(torch.float32, with_states=True)
+    assert_same(
+        {n: p.detach() for n, p in model.named_parameters()},
+        {n: full[n] for n, _ in model.named_parameters()},
+    )
+    moments = {i: e["exp_avg"] for i, e in engine.optimizer.state_dict()["state"].items()}
+    assert_same(moments, {i: e["exp_avg"] for i, e in state["optimizer"]["state"].items()})
+
+
+def test_state(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    engine = manage(Exact())
+    train(engine, 0, 1, range(3))
+    torch.save(engine.state_dict(), tmp_path / "state.pt")
+    engine.close()
+    for size in (2, 3):
+        (tmp_path / str(size)).mkdir()
+        values(run_ranks(size, tmp_path / str(size), check_state, str(tmp_path)))
+
+
+def check_take_over(rank: int, size: int) -> None:
+    """An optimizer that has a state when the model is managed, and one that gets it back."""
+    recipe = Recipe("32-true", steps=3)
+    want, run = plain(Exact, recipe), plain(Exact, recipe)
+    drive(want, ExactCase(), 3)
+    drive(run, ExactCase(), 3)
+    engine = gs.manage(run.model, run.optimizer, device="cpu", timeout=PATIENT, chunk_size=4096)
+    case = ExactCase(rank, size)
+    for step in (3, 4):
+        engine.backward(case.loss(run.model, case.batch(step)))
+        engine.step()
+        engine.zero_grad()
+    drive(want, ExactCase(), 2, first=3)
+    engine.close()
+    assert type(run.optimizer) is gs.HybridAdam and run.optimizer.state == {}
+    for (name, got), (_, expected) in zip(
+        run.model.named_parameters(), want.model.named_parameters(), strict=True
+    ):
+        assert_same_bits(got.detach(), expected.detach(), name)
+
+
+def test_take_over(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_take_over))
+
+
+# ---- first values --------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """With initial values that are random, and a buffer that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 37)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def of_model(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def check_first_values(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    want = of_model(Net())
+    torch.manual_seed(rank)  # rank 0's count
+    model = Net()
+    model.norm.running_mean += rank
+    engine = manage(model, precision=None)
+    assert_same(engine.model_state_dict(), want)
+    assert_same_bits(model.norm.running_mean, torch.zeros(12))
+    engine.close()
+    torch.manual_seed(0)
+    cast = gs.cast_model_(Net(), "bf16-true")  # with low parts
+    masters = want
+    torch.manual_seed(rank)
+    model = gs.cast_model_(Net(), "bf16-true")
+    engine = manage(model)
+    assert_same(engine.model_state_dict(), masters)
+    assert_same_bits(
+        engine.model_state_dict(masters=False)["head.weight"], cast.head.weight.detach()
+    )
+    engine.close()
+    # On the meta device: initial values with rank 0's random numbers, wherever this rank's stand.
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        plain_model = Net()
+    one = plain_model.to_empty(device="cpu")
+    for module in one.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    torch.manual_seed(5 + rank)
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = Net()
+    engine = manage(model, precision=None)
+    assert_same(engine.model_state_dict(), of_model(one))
+    if rank:
+        assert torch.equal(torch.get_rng_state(), before)
+    engine.close()
+    torch.manual_seed(5)  # the same on all of them: they stay the same
+    with torch.device("meta"):
+        model = Net()
+    engine = manage(model, precision=None)
+    numbers = torch.get_rng_state().tolist()
+    engine.ranks.agree({"random numbers": numbers})
+    assert numbers != before.tolist()
+    engine.close()
+
+
+def test_first_values(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_first_values))
+
+
+def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
+    """Each rank reads its part of the file, and what it begins and ends in."""
+    want = torch.load(f"{path}/want.pt")
+    read = []
+    rows = weights_module.WeightFiles._rows
+
+    def counting(self: Any, name: str, top: int, bottom: int) -> Tensor:
+        values = rows(self, name, top, bottom)
+        read.append(values.nbytes if name not in ("norm.running_mean", "norm.running_var") else 0)
+        return values
+
+    weights_module.WeightFiles._rows = counting
+    with torch.device("meta"):
+        model = Net()
+    engine = manage(model, precision=None, weights=f"{path}/model.safetensors")
+    assert_same(engine.model_state_dict(), want)
+    own = sum(4 * slot.part()[1] for slot in engine._slots)
+    total = sum(4 * p.numel() for p in model.parameters())
+    engine.close()
+    assert sum(read) <= own + 2 * 48 * len(want), (sum(read), own)  # a row at either end
+    assert own <= total / size + 512 * len(want)
+    return own, total
+
+
+def test_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(9)
+    state = of_model(Net())
+    save_file(state, str(tmp_path / "model.safetensors"))
+    torch.save(state, tmp_path / "want.pt")
+    (tmp_path / "run").mkdir()
+    parts = values(run_ranks(3, tmp_path / "run", check_files, str(tmp_path)))
+    assert sum(own for own, _ in parts) == parts[0][1]
+
+
+# ---- closing and failing -------------------------------------------------------------------------
+
+
+def expect_warning(call: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    texts = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(texts) == 1, texts
+    return texts[0]
+
+
+def check_closing(rank: int, size: int) -> None:
+    # All of them meet the same error, and close while they handle it: nothing is lost.
+    torch.manual_seed(1)
+    engine = manage(Exact())
+    state = engine.model_state_dict(masters=False)
+    try:
+        raise ValueError("the data is at its end")
+    except ValueError:
+        engine.close()
+    assert_same({n: v.detach() for n, v in engine.model.state_dict().items()}, state)
+    # One of them: the others are told, and it keeps its part.
+    engine = manage(Exact())
+    began = time.monotonic()
+    if rank == 1:
+        try:
+            raise KeyError("batch 7")
+        except KeyError:
+            text = expect_warning(engine.close)
+        assert "KeyError: 'batch 7'" in text and "its part of the weights only" in text
+        nans = [p.isnan() for p in engine.model.parameters()]
+        assert any(bool(n.any()) for n in nans) and not all(
+            bool(n.all()) for n in nans if n.numel()
+        )
+    else:
+        with pytest.raises(gs.GeminiError) as found:
+            train(engine, rank, size, range(1))
+        assert "rank 1 said: " in str(found.value) and "KeyError: 'batch 7'" in str(found.value)
+        expect_warning(engine.close)
+    assert time.monotonic() - began < 45.0
+    assert type(engine.model.terms[0].p) is nn.Parameter
+    engine.close()
+    # As a context: by the exception.
+    engine = manage(Exact())
+    if rank == 2:
+        with pytest.raises(KeyError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with engine:
+                raise KeyError("batch 8")
+    else:
+        began = time.monotonic()
+        with pytest.raises(gs.GeminiError, match="rank 2 said: KeyError: 'batch 8'"):
+            train(engine, rank, size, range(1))
+        assert time.monotonic() - began < 20.0
+        expect_warning(engine.close)
+    # None of it has hurt what comes.
+    with manage(Exact()) as engine:
+        train(engine, rank, size, range(2))
+        assert engine.grad_norm() == 0.0
+    assert engine.closed
+
+
+def test_closing(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_closing))
+
+
+def check_rank_that_goes(rank: int, size: int, where: str, how: str) -> tuple[float, str]:
+    engine = manage(Exact(), timeout=SHORT)
+    case = ExactCase(rank, size)
+    train(engine, rank, size, range(2))
+
+    def go() -> None:
+        if rank == 1:
+            match how:
+                case "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "exits":
+                    sys.exit(3)
+
+    began = time.monotonic()
+    with pytest.raises(gs.GeminiError) as found:
+        if where == "forward":
+            go()
+        loss = case.loss(engine.model, case.batch(2))
+        if where == "backward":
+            go()
+        engine.backward(loss)
+        if where == "step":
+            go()
+        engine.step()
+        if where == "state":
+            go()
+        engine.state_dict()
+    seconds = time.monotonic() - began
+    expect_warning(engine.close)
+    return seconds, str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("forward", "killed"),
+        ("backward", "stopped"),
+        ("step", "killed"),
+        ("state", "stopped"),
+        ("state", "exits"),
+    ],
+)
+def test_rank_that_goes(where: str, how: str, tmp_path: Path) -> None:
+    ended = run_ranks(3, tmp_path, check_rank_that_goes, where, how, timeout=120.0)
+    assert ended[1].value is None
+    for seconds, text in values([ended[0], ended[2]]):
+        assert "rank 1" in text
+        assert seconds < (4 * SHORT if how == "stopped" else SHORT), (seconds, text)
+        what = {"forward": "all_gather", "backward": "", "step": "optimizer step"}
+        assert what.get(where, " of ") in text, text
