@@ -53,16 +53,8 @@ NOUNS = [
 LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
 ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
 ENGINE = {
-    "engine",
-    "update",
-    "field",
-    "lease",
-    "gather",
-    "shard",
-    "agree",
-    "pass",
-    "replay",
-    "stage",
+    *("engine", "update", "field", "lease", "gather"),
+    *("shard", "agree", "room", "pass", "replay", "stage"),
 }
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
