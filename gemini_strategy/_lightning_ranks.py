@@ -1,0 +1,432 @@
+# The ranks of a Trainer: one process for each device, how they start, what they say to each other, how they end.
+#
+# A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
+#
+# Barriers, objects and decisions travel between hosts (gloo) also where tensors travel over NCCL: they then wait for no
+# kernel, and an error names the rank that is missing where NCCL would hang and then end the process.
+#
+# Invariants
+#   1. One device: no launcher, no process group, nothing collective. Notebooks and debuggers keep working.
+#   2. Every rank begins with the values that rank 0 has: parameters, buffers and what is still to be drawn.
+#   3. What a rank alone sees (an error, a signal) decides nothing before the others know of it.
+#   4. A rank that fails ends its part of the collectives, so that no other waits for it; the process that launched the
+#      others does not leave them behind.
+
+import atexit
+import copy
+import hashlib
+import os
+import signal
+import subprocess
+import time
+import zipfile
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gemini_strategy.errors import GeminiDeviceError, GeminiError
+
+PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
+MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
+MESH_NAMES = ("replicate", "shard")
+# What launched ranks have, after an error in the process that launched them, to say theirs and to end.
+GRACE = 20.0
+
+# The gloo group beside a default group of another kind, and that default group: one for all strategies.
+_between_hosts: tuple[Any, Any] = globals().get("_between_hosts", (None, None))
+
+
+class Ranks:
+    """To be inherited from before the tree's `ParallelStrategy`."""
+
+    _pl: ModuleType  # the tree's module with Trainer in it
+    _fabric: ModuleType
+    accelerator: Any
+    cluster_environment: Any
+    enable_distributed_storage: bool
+    engine: Any
+    launcher: Any
+    lightning_module: Any
+    process_group_backend: str | None
+    timeout: timedelta
+    device_mesh: Any  # what the user gave
+    _parallel_devices: list[torch.device] | None
+    _num_nodes = 1
+    _mesh: DeviceMesh | None = None  # what it means for this run
+
+    # -- who is who ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks on this machine, one for each device."""
+        return len(self._parallel_devices or ())
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self._parallel_devices or [torch.device("cpu")]
+        # A Trainer with one device may also be made in a process that has been rank 2 of another Trainer's.
+        return devices[self.local_rank if len(devices) > 1 else 0]  # type: ignore[attr-defined]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data must be split between ranks."""
+        return self._n_ranks > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Whatever shares the weights: each rank has batches of its own.
+        return {"num_replicas": self._n_ranks, "rank": self._rank}
+
+    @property
+    def _n_ranks(self) -> int:
+        return self.world_size  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def _rank(self) -> int:
+        return self.global_rank  # type: ignore[attr-defined,no-any-return]
+
+    def set_world_ranks(self) -> None:
+        """Called when the Trainer is constructed, before the launcher is chosen."""
+        if self.num_nodes * self.num_processes <= 1 or self.cluster_environment is None:
+            return
+        environment = self.cluster_environment
+        environment.set_global_rank(
+            environment.node_rank() * self.num_processes + environment.local_rank()
+        )
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        # Where somebody else starts the processes, the setters do nothing: the getter knows.
+        for only in (rank_zero_only, self._pl.utilities.rank_zero.rank_zero_only):
+            only.rank = self._rank
+
+    def _configure_launcher(self) -> None:
+        # The last call in Trainer's construction, hence the place to find that torchrun or SLURM started another number
+        # of processes.
+        wanted = self.num_nodes * max(self.num_processes, 1)
+        if self._n_ranks != wanted:
+            raise self._pl.utilities.exceptions.MisconfigurationException(
+                f"strategy='gemini': Trainer(devices={max(self.num_processes, 1)}, num_nodes={self.num_nodes}) is for"
+                f" {wanted} processes, one for each device, but {type(self.cluster_environment).__name__} reports"
+                f" {self._n_ranks}."
+            )
+        if (
+            isinstance(self.device_mesh, tuple)
+            and self.device_mesh[0] * self.device_mesh[1] != wanted
+        ):
+            replicas, shards = self.device_mesh
+            raise self._pl.utilities.exceptions.MisconfigurationException(
+                f"GeminiStrategy(device_mesh={self.device_mesh!r}): {replicas} replicas of {shards} shards need"
+                f" {replicas * shards} devices, and the Trainer has {wanted}."
+            )
+        if wanted > 1:
+            # Also where the processes are there already: it then checks their number, and shares the cores.
+            self._launcher = self._pl.strategies.launchers._SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    # -- the groups ----------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        if self.is_distributed:
+            self._join()
+
+    def _join(self) -> None:
+        global _between_hosts
+        distributed = self._fabric.utilities.distributed
+        self._fabric.utilities.seed.reset_seed()  # the launched processes have not called seed_everything yet
+        self.set_world_ranks()
+        device = self.root_device
+        if self.process_group_backend == "nccl" and device.type == "cpu":
+            raise self._pl.utilities.exceptions.MisconfigurationException(
+                "GeminiStrategy(process_group_backend='nccl') is for CUDA; with Trainer(accelerator='cpu') leave it"
+                " None."
+            )
+        distributed._init_dist_connection(
+            self.cluster_environment,
+            self.process_group_backend
+            or distributed._get_default_process_group_backend_for_device(device),
+            timeout=self.timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+        here = (dist.get_rank(), dist.get_world_size())
+        if here != (self._rank, self._n_ranks):
+            raise GeminiError(
+                f"strategy='gemini': this process is rank {self._rank} of {self._n_ranks} for the Trainer, but"
+                f" torch.distributed was initialised before as rank {here[0]} of {here[1]}."
+            )
+        world = dist.group.WORLD
+        if _between_hosts[0] is not world:
+            is_gloo = dist.get_backend() == "gloo"
+            hosts = world if is_gloo else dist.new_group(backend="gloo", timeout=self.timeout)
+            _between_hosts = (world, hosts)
+            self._mesh = None
+        if self._mesh is None:
+            self._mesh = self._make_mesh(device)
+
+    @property
+    def _hosts(self) -> Any:
+        """The group for what travels between hosts."""
+        world, hosts = _between_hosts
+        if world is None or world is not dist.group.WORLD:
+            raise GeminiError(
+                "strategy='gemini': the ranks are connected by trainer.fit, validate, test and predict, and this was"
+                " called before, or after torch.distributed.destroy_process_group()."
+            )
+        return hosts
+
+    def _make_mesh(self, device: torch.device) -> DeviceMesh | None:
+        mesh = self.device_mesh
+        if mesh is None or isinstance(mesh, DeviceMesh):
+            return mesh
+        shape = (self.num_nodes, self.num_processes) if mesh == "hybrid" else mesh
+        return init_device_mesh(device.type, shape, mesh_dim_names=MESH_NAMES)
+
+    def _rank_arguments(self) -> dict[str, Any]:
+        """What manage() is told of the ranks."""
+        if self.is_distributed:
+            return {
+                "mesh": self._mesh,
+                "enable_distributed_storage": self.enable_distributed_storage,
+                "timeout": self.timeout.total_seconds(),
+            }
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # One device, in a process that is one of several: this engine is its own.
+            rank = dist.get_rank()
+            return {"mesh": dist.new_group([rank], backend="gloo", use_local_synchronization=True)}
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Groups cannot be copied or pickled; the next setup_environment finds or makes them.
+        return {**super().__getstate__(), "_mesh": None}  # type: ignore[misc]
+
+    # -- what ranks say to each other ----------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (or what `reduce_op` names) of a tensor or a number over the ranks, on all of them.
+
+        The tensor given stays as it is. Half precision is added up in fp32. What is neither comes back as it is.
+        """
+        is_number = isinstance(tensor, int | float)
+        if not self.is_distributed or not (is_number or isinstance(tensor, Tensor)):
+            return tensor
+        name = _operation(reduce_op)
+        if is_number:
+            kind = torch.float64 if name == "mean" or isinstance(tensor, float) else torch.int64
+            number = torch.tensor(tensor, dtype=kind)
+            return self._reduced(number, self._hosts if group is None else group, name).item()
+        return self._reduced(tensor.detach(), group, name).to(tensor.device, tensor.dtype)
+
+    def _reduced(self, tensor: Tensor, group: Any, name: str) -> Tensor:
+        wide = {
+            torch.float16: torch.float32,
+            torch.bfloat16: torch.float32,
+            torch.bool: torch.int64,
+        }
+        total = tensor.to(self._device_of(group), wide.get(tensor.dtype, tensor.dtype), copy=True)
+        total = total.contiguous()
+        with self._named(f"reduce ({name}) of {tuple(tensor.shape)}"):
+            dist.all_reduce(
+                total, getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper()), group
+            )
+        if name == "mean":
+            total = total / dist.get_world_size(group)
+        return total
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked; of one shape on all. With `sync_grads` gradients flow back to each."""
+        if not self.is_distributed:
+            # Lightning adds no dimension for the ranks when there is only one.
+            return tensor
+        moved = tensor.to(self._device_of(group))
+        with self._named(f"all_gather of {tuple(tensor.shape)}"):
+            return super().all_gather(moved, group, sync_grads).to(tensor.device)  # type: ignore[misc,no-any-return]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s object, on all ranks."""
+        if not self.is_distributed:
+            return obj
+        box = [obj]
+        with self._named(f"broadcast from rank {src}"):
+            dist.broadcast_object_list(box, src, self._hosts)
+        return box[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.is_distributed:
+            with self._named(f"barrier {name!r}"):
+                dist.monitored_barrier(self._hosts, self.timeout, wait_all_ranks=True)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
+        """Whether all ranks, or with `all=False` any of them, decided so."""
+        if not self.is_distributed:
+            return bool(decision)
+        vote = torch.tensor(int(bool(decision)))
+        with self._named("reduce_boolean_decision"):
+            dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, self._hosts)
+        return bool(vote)
+
+    def _device_of(self, group: Any) -> torch.device:
+        """Where the tensors of a group's collectives must be."""
+        return torch.device("cpu") if "nccl" not in dist.get_backend(group) else self.root_device
+
+    @contextmanager
+    def _named(self, operation: str) -> Generator[None, None, None]:
+        try:
+            yield
+        except GeminiError:
+            raise
+        except RuntimeError as error:
+            raise GeminiDeviceError(
+                f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
+            ) from error
+
+    # -- the same beginning --------------------------------------------------------------------------------------
+
+    def _agree_on_values(self, module: nn.Module) -> None:
+        """Give every rank rank 0's parameters and buffers, as DDP does. What is the same already is not sent.
+
+        Without seed_everything each process has built its module from other random numbers.
+        """
+        if not self.is_distributed:
+            return
+        named = [
+            (name, tensor)
+            for name, tensor in chain(module.named_parameters(), module.named_buffers())
+            if tensor.layout is torch.strided
+        ]
+        forms = [(name, tuple(t.shape), str(t.dtype), t.is_meta) for name, t in named]
+        digests = [None if tensor.is_meta else _digest(tensor) for _, tensor in named]
+        everyone: list[Any] = [None] * self._n_ranks
+        with self._named("comparison of the modules"):
+            dist.all_gather_object(everyone, (forms, digests), self._hosts)
+        for rank, (other, _) in enumerate(everyone):
+            if other != everyone[0][0]:
+                raise GeminiError(
+                    f"rank {rank} has built another module than rank 0: {_first_difference(everyone[0][0], other)}."
+                    " All ranks must build the same."
+                )
+        with torch.no_grad():
+            for index, (name, tensor) in enumerate(named):
+                if all(theirs[index] == everyone[0][1][index] for _, theirs in everyone):
+                    continue
+                values = tensor.detach().to("cpu", copy=True).contiguous()
+                with self._named(f"broadcast of {name}"):
+                    dist.broadcast(values.view(-1).view(torch.uint8), 0, self._hosts)
+                tensor.copy_(values)
+
+    @contextmanager
+    def _drawing_alike(self) -> Generator[None, None, None]:
+        """Draw what rank 0 draws. Ranks whose random numbers differ keep theirs for what comes afterwards."""
+        if not self.is_distributed:
+            yield
+            return
+        mine = torch.get_rng_state()
+        common = mine.clone()
+        with self._named("comparison of random states"):
+            dist.broadcast(common, 0, self._hosts)
+        if self.reduce_boolean_decision(bool(torch.equal(mine, common))):
+            yield
+            return
+        torch.set_rng_state(common)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(mine)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _on_rank_zero(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What all ranks have made together is kept by the one that writes it."""
+        return state if self._rank == 0 else {}
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # type: ignore[misc]
+        if not self.is_distributed:
+            return
+        launched = getattr(self.launcher, "procs", None)
+        if launched:
+            atexit.register(end_processes, list(launched))
+
+
+def is_mappable(path: Any) -> bool:
+    return Path(path).is_file() and zipfile.is_zipfile(path)
+
+
+def load_mapped(path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """torch.load of a file whose large tensors all ranks of a host share as pages of the file.
+
+    Only the weights and the optimizer's state, which are copied into chunks, stay mapped, and of them the large
+    tensors: whoever keeps another must not see the file change when it is written again.
+    """
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+    def small_own(tensor: Tensor) -> Tensor:
+        is_large = tensor.untyped_storage().nbytes() >= MAPPED_BYTES
+        return tensor if is_large else copy.deepcopy(tensor)
+
+    for key, value in checkpoint.items():
+        if key == "state_dict":  # in place: torch keeps versions in an attribute of it
+            value.update(
+                {n: small_own(v) if isinstance(v, Tensor) else v for n, v in value.items()}
+            )
+            continue
+        own = small_own if key == "optimizer_states" else copy.deepcopy
+        checkpoint[key] = apply_to_collection(value, Tensor, own)
+    return checkpoint
+
+
+def end_processes(processes: Iterable[subprocess.Popen[Any]], grace: float = GRACE) -> None:
+    """Wait for processes, and kill those that have not ended after `grace` seconds (a stopped one never does)."""
+    end = time.monotonic() + grace
+    for process in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _operation(reduce_op: Any) -> str:
+    if reduce_op is None:
+        return "mean"
+    name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
+    name = {"avg": "mean"}.get(name.lower(), name.lower())
+    if name != "mean" and not hasattr(dist.ReduceOp, name.upper()):
+        raise ValueError(
+            f"reduce(reduce_op={reduce_op!r}): expected 'mean', 'sum', 'max', 'min', 'product' or a"
+            " torch.distributed.ReduceOp."
+        )
+    return name
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha1(values.numpy(), usedforsecurity=False).hexdigest()
+
+
+def _first_difference(left: list[Any], right: list[Any]) -> str:
+    for mine, theirs in zip(left, right, strict=False):
+        if mine != theirs:
+            return f"{theirs} instead of {mine}"
+    return f"{len(right)} parameters and buffers instead of {len(left)}"
