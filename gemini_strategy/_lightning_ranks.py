@@ -21,7 +21,7 @@ import subprocess
 import time
 import zipfile
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -258,8 +258,12 @@ class Ranks:
             # Lightning adds no dimension for the ranks when there is only one.
             return tensor
         moved = tensor.to(self._device_of(group))
-        with self._named(f"all_gather of {tuple(tensor.shape)}"):
-            return super().all_gather(moved, group, sync_grads).to(tensor.device)  # type: ignore[misc,no-any-return]
+        with (
+            self._named(f"all_gather of {tuple(tensor.shape)}"),
+            nullcontext() if sync_grads else torch.no_grad(),
+        ):
+            gathered: Tensor = _Gathered.apply(moved, group)  # type: ignore[no-untyped-call]
+        return gathered.to(tensor.device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object, on all ranks."""
@@ -367,6 +371,26 @@ class Ranks:
         launched = getattr(self.launcher, "procs", None)
         if launched:
             atexit.register(end_processes, list(launched))
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of a group, stacked; backward adds up what all ranks made of this one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        rows = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(rows, tensor.contiguous(), group)
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, dist.ReduceOp.SUM, ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 def is_mappable(path: Any) -> bool:
