@@ -77,7 +77,13 @@ typedef struct gm_grad_add_args {
     gm_dtype dst_dtype, src_dtype;
     size_t numel;
     bool accumulate;
+    float divisor; /* of src, in fp32, before it is added or rounded; 0 or 1: none */
 } gm_grad_add_args;
+
+static inline bool gm_grad_is_divided(const gm_grad_add_args *args)
+{
+    return args->divisor > 0 && (args->divisor < 1 || args->divisor > 1);
+}
 
 /* Exact sum of squares: a fixed-point accumulator wide enough for any sum of 2^40 squares of fp32
  * values, in 64-bit limbs holding 32 bits each plus carries.  Exact, hence independent of order,

@@ -294,7 +294,7 @@ gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream
     piece *p = gm_piece_at(chunks, id, kind);
     if (!gm_is_resident(p)) {
         bool is_done;
-        GM_TRY(gm_piece_make_resident(chunks, p, kind, true, 0, &is_done));
+        GM_TRY(gm_piece_make_resident(chunks, p, kind, true, stream, &is_done));
         if (!is_done) {
             return fail_no_blocks(chunks, p);
         }
@@ -445,7 +445,7 @@ gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, s
 {
     gm_device *device = chunks->device;
     piece *p = gm_piece_at(chunks, id, kind);
-    gm_stream stream = chunks->out[kind];
+    gm_stream stream = gm_stream_out(chunks, kind);
     GM_ASSERT(gm_is_resident(p) && offset + bytes <= p->bytes);
     GM_TRY(wait_fence(chunks, &p->filled, stream));
     GM_TRY(wait_fence(chunks, &p->used, stream));
@@ -482,7 +482,7 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
     }
     if (gm_is_resident(p)) {
         GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
-        gm_stream in = chunks->in[kind];
+        gm_stream in = gm_stream_in(chunks, kind);
         GM_TRY(order_device_write(chunks, p, in));
         GM_TRY(device->ops->copy_h2d(device, p->address + offset, src, bytes, in));
         GM_TRY(set_fence(chunks, &p->filled, in, false));

@@ -69,7 +69,7 @@ bool gm_chunks_has_placement(const gm_chunks *chunks);
 
 /* ---- residence ---- */
 
-/* Makes the piece resident, readable by work that `stream` gets from now on, and pins it.  Without a placement others
+/* Makes the piece resident (a transient one is claimed, for `stream` to write), readable by work that `stream` gets from now on, and pins it.  Without a placement others
  * are evicted as the limit asks (least recently used first, settled chunks last).  GM_ERR_NOMEM has the numbers; with
  * a placement it means that a pinned piece holds the blocks (gm_chunks_leave_placement is the way out). */
 gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);

@@ -414,6 +414,7 @@ gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, boo
                                  gm_stream stream, bool *out)
 {
     *out = true;
+    is_fetched = is_fetched && !gm_is_transient(kind);
     if (p->n_blocks > 0 && chunks->has_placement) {
         GM_TRY(gm_place_take(chunks, p, is_fetched ? chunks->in[kind] : stream, out));
         if (!*out) {

@@ -42,11 +42,13 @@ size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece p
 {
     const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, chunk);
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
+    size_t grad_bytes = spec->has_grad ? gm_dtype_bytes(gm_grad_dtype(engine, spec)) : 0;
     switch (piece) {
-    case GM_STATE: return gm_state_shape_of(spec, shape->numel).total;
-    case GM_GRAD:
-        return spec->has_grad ? shape->numel * gm_dtype_bytes(gm_grad_dtype(engine, spec)) : 0;
-    default: return shape->numel * shape->weight_bytes;
+    case GM_STATE: return gm_state_shape_of(spec, shape->shard_numel).total;
+    case GM_GRAD: return shape->shard_numel * grad_bytes;
+    case GM_GATHERED: return engine->shown == piece ? shape->numel * shape->weight_bytes : 0;
+    case GM_UNREDUCED: return gm_shard_has_unreduced(engine) ? shape->numel * grad_bytes : 0;
+    default: return shape->shard_numel * shape->weight_bytes;
     }
 }
 
@@ -88,6 +90,7 @@ static void engine_free(gm_engine *engine)
     gm_pass_free(engine);
     gm_update_free(engine);
     gm_gather_free(engine);
+    gm_shard_free(engine);
     if (engine->is_pinned_arena) {
         engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
     }
@@ -144,11 +147,23 @@ static gm_status copy_params(gm_engine *engine, const gm_engine_options *options
             .weight_bytes = options->params[i].weight_bytes,
         };
     }
-    gm_status status = gm_layout_new(specs, n, options->chunk_bytes, 1, &engine->layout);
+    gm_status status =
+        gm_layout_new(specs, n, options->chunk_bytes, engine->n_shards, &engine->layout);
     free(specs);
     GM_TRY(status);
     for (uint32_t i = 0; i < n; i++) {
-        engine->params[i].place = *gm_layout_param(engine->layout, i);
+        gm_param *p = &engine->params[i];
+        p->place = *gm_layout_param(engine->layout, i);
+        uint64_t shard = gm_layout_chunk(engine->layout, p->place.chunk)->shard_numel;
+        uint64_t begin = engine->rank * shard, end = begin + shard; /* in the chunk */
+        uint64_t first = p->place.offset > begin ? p->place.offset : begin;
+        uint64_t last = p->place.offset + p->spec.numel;
+        last = last < end ? last : end;
+        if (first < last) {
+            p->part_first = first - p->place.offset;
+            p->part_numel = last - first;
+            p->part_offset = first - begin;
+        }
     }
     return GM_OK;
 }
@@ -304,11 +319,18 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->shed_limit = SIZE_MAX;
     engine->outside_bytes = options->outside_bytes;
     engine->outside_context = options->outside_context;
+    engine->shard_comm = options->shard_comm;
+    engine->replica_comm = options->replica_comm;
+    engine->n_shards = options->shard_comm ? (uint32_t)gm_comm_size(options->shard_comm) : 1;
+    engine->rank = options->shard_comm ? (uint32_t)gm_comm_rank(options->shard_comm) : 0;
+    engine->n_replicas = options->replica_comm ? (uint32_t)gm_comm_size(options->replica_comm) : 1;
+    engine->shown = engine->n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
     gm_status status;
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
     GM_TRY_GOTO(status, fail, index_units(engine, options));
     GM_TRY_GOTO(status, fail, gm_gather_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
+    GM_TRY_GOTO(status, fail, gm_shard_new(engine));
     GM_TRY_GOTO(status, fail, gm_update_new(engine));
     GM_TRY_GOTO(status, fail, gm_pass_new(engine));
     *out = engine;
@@ -321,7 +343,7 @@ fail:
 uintptr_t gm_engine_address(const gm_engine *engine, uint32_t id)
 {
     const gm_param *p = &engine->params[id];
-    return gm_chunks_address(engine->chunks, p->place.chunk, GM_WEIGHT) +
+    return gm_chunks_address(engine->chunks, p->place.chunk, engine->shown) +
            p->place.offset * p->spec.weight_bytes;
 }
 
@@ -332,7 +354,17 @@ uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t id)
 
 size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk)
 {
-    return gm_engine_piece_blocks(engine, chunk, GM_WEIGHT);
+    return gm_engine_piece_blocks(engine, chunk, GM_WEIGHT) +
+           gm_engine_piece_blocks(engine, chunk, GM_GATHERED) +
+           gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+}
+
+gm_status gm_engine_part(const gm_engine *engine, uint32_t id, uint64_t *first, uint64_t *n)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    *first = engine->params[id].part_first;
+    *n = engine->params[id].part_numel;
+    return GM_OK;
 }
 
 void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end)
@@ -398,14 +430,13 @@ bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
 
 /* ---- units ---- */
 
-gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream)
+gm_status gm_engine_pin_piece(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream)
 {
-    GM_TRY(gm_update_issue(engine, chunk)); /* invariant 6 */
-    if (gm_chunks_is_resident(engine->chunks, chunk, GM_WEIGHT)) {
-        return gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+    if (gm_chunks_is_resident(engine->chunks, chunk, piece)) {
+        return gm_chunks_pin(engine->chunks, chunk, piece, stream);
     }
     if (engine->plan) {
-        gm_status status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+        gm_status status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
         if (status != GM_ERR_NOMEM) {
             return status;
         } /* its blocks are in use: this pass is not the one that was planned */
@@ -413,18 +444,28 @@ gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream str
     } else if (engine->outside_bytes) {
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
     }
-    gm_status status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+    gm_status status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
     if (status == GM_ERR_NOMEM &&
         engine->shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
         engine->shed_limit = SIZE_MAX;
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
-        status = gm_chunks_pin(engine->chunks, chunk, GM_WEIGHT, stream);
+        status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
     }
     return status;
 }
 
-gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream)
+gm_status gm_engine_pin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
 {
+    GM_TRY(gm_update_issue(engine, chunk)); /* invariant 6 */
+    return engine->shown == GM_GATHERED ? gm_shard_pin(engine, chunk, stream, is_use)
+                                        : gm_engine_pin_piece(engine, chunk, GM_WEIGHT, stream);
+}
+
+gm_status gm_engine_unpin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    if (engine->shown == GM_GATHERED) {
+        return gm_shard_unpin(engine, chunk, stream, is_use);
+    }
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_WEIGHT, stream));
     if (engine->policy == GM_POLICY_CPU && !engine->plan &&
         gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0) {
@@ -475,11 +516,11 @@ static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bo
         uint32_t chunk = engine->unit_chunks[i];
         status = in_backward ? gm_update_check_reuse(engine, chunk)
                              : gm_update_check_between(engine, chunk);
-        status = status == GM_OK ? gm_engine_pin_weights(engine, chunk, stream) : status;
+        status = status == GM_OK ? gm_engine_pin_shown(engine, chunk, stream, true) : status;
     }
     if (status != GM_OK) { /* all or nothing; the first error's text is what counts */
         for (i--; i-- > engine->unit_begin[unit];) {
-            (void)gm_chunks_unpin(engine->chunks, engine->unit_chunks[i], GM_WEIGHT, stream);
+            (void)gm_engine_unpin_shown(engine, engine->unit_chunks[i], stream, true);
         }
     }
     return status;
@@ -515,7 +556,7 @@ gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
     GM_TRY(begin_replay_call(engine, stream));
     gm_status status = GM_OK;
     for (uint32_t i = engine->unit_begin[unit]; i < engine->unit_begin[unit + 1]; i++) {
-        gm_status one = gm_engine_unpin_weights(engine, engine->unit_chunks[i], stream);
+        gm_status one = gm_engine_unpin_shown(engine, engine->unit_chunks[i], stream, true);
         status = status == GM_OK ? one : status;
     }
     engine->n_entered -= engine->n_entered > 0;
@@ -530,10 +571,11 @@ static gm_status touch_again(gm_engine *engine, uint32_t chunk, gm_stream stream
     while (engine->touched[--i] != chunk) {
     }
     if (engine->touched_stream[i] != stream) {
-        GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, engine->touched_stream[i]));
+        GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, engine->shown,
+                                      engine->touched_stream[i]));
         engine->touched_stream[i] = stream;
     }
-    return gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, stream);
+    return gm_chunks_wait_ready(engine->chunks, chunk, engine->shown, stream);
 }
 
 static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
@@ -547,7 +589,7 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
         return touch_again(engine, chunk, stream);
     }
     GM_TRY(gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream));
-    gm_status status = gm_engine_pin_weights(engine, chunk, stream);
+    gm_status status = gm_engine_pin_shown(engine, chunk, stream, true);
     note_refusal(engine, GM_TICK_TOUCH, chunk, status);
     GM_TRY(status);
     engine->is_touched[chunk] = true;
@@ -578,7 +620,7 @@ gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
         gm_stream stream = engine->touched_stream[engine->n_touched];
         engine->is_touched[chunk] = false;
         gm_book_release(engine->book, engine->touched_tick[engine->n_touched]);
-        gm_status one = gm_engine_unpin_weights(engine, chunk, stream);
+        gm_status one = gm_engine_unpin_shown(engine, chunk, stream, true);
         status = status == GM_OK ? one : status;
     }
     return gm_engine_end_call(engine, status);
@@ -627,6 +669,21 @@ gm_status gm_engine_forget_outside(gm_engine *engine)
     return gm_engine_end_call(engine, GM_OK);
 }
 
+/* Bytes of blocks that a unit's chunks take while they are used, beside their shards: the most of all units. */
+static size_t largest_transient(const gm_engine *engine)
+{
+    size_t largest = 0;
+    for (uint32_t unit = 0; unit < engine->n_units; unit++) {
+        size_t bytes = 0;
+        for (uint32_t i = engine->unit_begin[unit]; i < engine->unit_begin[unit + 1]; i++) {
+            bytes += gm_engine_piece_blocks(engine, engine->unit_chunks[i], GM_GATHERED) +
+                     gm_engine_piece_blocks(engine, engine->unit_chunks[i], GM_UNREDUCED);
+        }
+        largest = bytes > largest ? bytes : largest;
+    }
+    return largest;
+}
+
 gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
 {
     GM_TRY(gm_engine_begin_call(engine));
@@ -637,8 +694,9 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
     }
     uint32_t n = gm_layout_n_chunks(engine->layout);
     for (uint32_t id = 0; id < n; id++) {
-        needed += gm_engine_chunk_bytes(engine, id);
+        needed += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
     }
+    needed += 2 * largest_transient(engine);
     status = gm_chunks_set_limit(engine->chunks, limit, NULL);
     for (uint32_t id = 0; id < n && status == GM_OK; id++) {
         needed += gm_engine_piece_blocks(engine, id, GM_STATE) +

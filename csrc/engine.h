@@ -12,6 +12,7 @@
 
 #include "arith.h"
 #include "base.h"
+#include "comm.h"
 #include "device.h"
 #include "plan.h"
 #include "timeline.h"
@@ -46,6 +47,9 @@ typedef struct gm_engine_options {
     bool is_tuned;      /* the first steps under plans correct the rate of Adam on the host */
     double state_share; /* gm_plan_input */
     size_t slack_bytes; /* device bytes that a plan leaves free within the budget */
+    /* Ranks that share every chunk, and ranks that have the same shard as this one; borrowed, attached to the device;
+     * NULL: this rank alone. */
+    gm_comm *shard_comm, *replica_comm;
     /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
     size_t (*outside_bytes)(void *context);
     void *outside_context;
@@ -66,6 +70,9 @@ typedef struct gm_engine_stats {
     double host_pin_seconds; /* that taking and pinning it took */
     size_t state_bytes;      /* weights + optimizer states + gradients of all chunks, as blocks */
     size_t weight_bytes;     /* weights of all chunks, as blocks */
+    uint32_t rank, n_shards, n_replicas;
+    uint64_t gathers, reduces;              /* collectives on chunks */
+    uint64_t gathered_bytes, reduced_bytes; /* of whole chunks */
     uint32_t n_chunks, n_blocks, n_settled, n_leases;
     uint64_t layout_hash;
     double host_adam_seconds;   /* of updates on the host, so far */
@@ -88,11 +95,16 @@ void gm_engine_ref(gm_engine *engine);
 void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
 /* Waits for updates that run on the workers: before they are freed, which the engine may outlive. */
 void gm_engine_finish_updates(gm_engine *engine);
+/* Waits for its collectives, not longer than their timeout, and uses its communicators no more: before they are given
+ * back, which the engine may outlive. */
+void gm_engine_leave_ranks(gm_engine *engine);
 
 /* Where a parameter's bytes are shown, for life. */
 uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
 uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
-/* Bytes of blocks that a chunk's weights take: for the floor of the budget. */
+/* The elements of a parameter that are in this rank's shard: [*first, *first + *n). */
+gm_status gm_engine_part(const gm_engine *engine, uint32_t param, uint64_t *first, uint64_t *n);
+/* Bytes of blocks that a chunk's weights take when they are used: for the floor of the budget. */
 size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk);
 void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end);
 
@@ -112,7 +124,7 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad
 bool gm_engine_has_grad(const gm_engine *engine, uint32_t param);
 /* Forgets the gradient of one parameter. */
 gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
-/* Exact sum of squares of the gradients present among params[0..n). */
+/* Exact sum of squares of the gradients present among params[0..n), of all ranks: a collective. */
 gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
                           gm_stream stream);
 
@@ -133,8 +145,10 @@ gm_status gm_engine_disarm(gm_engine *engine);
 /* How often updates inside a backward have changed the parameter; takes no lock. */
 uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
 
-/* Whole fields of one parameter, to and from host memory; the host waits.  WEIGHT and GRAD in their
- * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight. */
+/* Fields of one parameter, to and from host memory of numel elements; the host waits.  WEIGHT and GRAD in their
+ * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight.
+ * Of several ranks each reads and writes its own part (gm_engine_part) and leaves the rest of `dst` as it is; all of
+ * them write, from the same `src`. */
 gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, void *dst);
 gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src,
                           gm_stream stream);
@@ -143,7 +157,8 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, con
 gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
                          uint64_t n, const void *src, gm_stream stream);
 
-/* A lease keeps what a tensor shows.  is_pinned: the chunk stays resident until the end of the lease (the
+/* A lease keeps what a tensor shows.  Of several ranks all make one that is pinned (a collective); what it shows is
+ * as old as the last gathering of the chunk: after a step, the next use of its unit.  is_pinned: the chunk stays resident until the end of the lease (the
  * guard); otherwise the lease only keeps the address range alive (a parameter's own storage).
  * is_watched: what is written through the tensor is found at the end of the lease and before each use of
  * the master, by comparison with a copy made now. */
@@ -157,6 +172,10 @@ uintptr_t gm_lease_address(const gm_lease *lease);
 /* The unit wrote the parameter in place while entered.  GM_ERR_STATE when the old bytes are gone and the
  * master can therefore not be kept (16-bit weights whose home is not current). */
 gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stream);
+
+/* Issues the reductions that still wait for gradients and, where collectives run on the host, runs what is issued:
+ * before the ranks talk to each other by other means, so that no rank waits here and another one there. */
+gm_status gm_engine_catch_up(gm_engine *engine);
 
 /* Ended leases are processed at every call; this is such a call that does nothing else. */
 gm_status gm_engine_drain(gm_engine *engine);

@@ -19,10 +19,14 @@
 typedef struct gm_param {
     gm_engine_param spec;
     gm_param_place place;
-    bool has_grad;    /* a gradient has arrived since the last drop */
-    bool has_sum;     /* sums[] holds the sum of squares of that gradient */
-    bool is_used_up;  /* an immediate update has taken that gradient; its bytes are gone */
-    uint64_t arrival; /* the pass in which the last gradient arrived */
+    /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the shard. */
+    uint64_t part_first, part_numel, part_offset;
+    bool has_grad;     /* a gradient has arrived since the last drop */
+    bool is_held;      /* GM_GRAD holds it, or what came of it before this pass */
+    bool is_unreduced; /* GM_UNREDUCED holds one of this pass */
+    bool has_sum;      /* sums[] holds the sum of squares of that gradient */
+    bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
+    uint64_t arrival;  /* the pass in which the last gradient arrived */
 } gm_param;
 
 struct gm_lease {
@@ -48,7 +52,10 @@ typedef struct gm_task {
 typedef struct gm_chunk_state {
     uint32_t first_param, n_params; /* in engine->chunk_params */
     uint32_t n_arrived;             /* of them, gradients in this pass */
-    uint32_t n_held;                /* of them, has_grad */
+    uint32_t n_held;                /* of them, is_held */
+    uint32_t n_unreduced;           /* of them, is_unreduced */
+    uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
+    uint64_t gathered;              /* n_steps when they were gathered */
     uint64_t arrival;               /* the pass that n_arrived counts */
     uint64_t updated;               /* the pass whose backward has updated the chunk */
     atomic_ullong n_immediate;      /* updates inside a backward, so far */
@@ -82,6 +89,12 @@ struct gm_engine {
     gm_workers *workers;
     gm_layout *layout;
     gm_chunks *chunks;
+    gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
+    uint32_t n_shards, rank, n_replicas;
+    gm_piece shown;        /* what tensors show: GM_WEIGHT or GM_GATHERED */
+    gm_stream comm_stream; /* of every collective */
+    uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
+    float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
     gm_arena *arena;
     bool is_pinned_arena, is_strict;
     double arena_seconds; /* that taking and pinning it took */
@@ -189,8 +202,12 @@ gm_status gm_engine_begin_call(gm_engine *engine); /* locks; drains ended leases
 gm_status gm_engine_end_call(gm_engine *engine,
                              gm_status status); /* unlocks; passes the status on */
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
-gm_status gm_engine_pin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
-gm_status gm_engine_unpin_weights(gm_engine *engine, uint32_t chunk, gm_stream stream);
+/* Pins what tensors show of the chunk.  is_use: by a unit or a backward node, which all ranks begin and end alike;
+ * leases end when they like. */
+gm_status gm_engine_pin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+gm_status gm_engine_unpin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* Makes one piece resident and pins it, with whatever it takes to find room. */
+gm_status gm_engine_pin_piece(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
                               gm_piece piece);           /* as bytes */
@@ -242,6 +259,30 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
 /* gather.c */
 gm_status gm_gather_new(gm_engine *engine);
 void gm_gather_free(gm_engine *engine);
+/* Sets or adds elements of the chunk's gradient, in the engine's dtype and with the sum of squares: the parameter's
+ * part, from device memory. */
+gm_status gm_gather_put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                        float divisor, gm_stream stream);
+void gm_gather_note_held(gm_engine *engine, gm_param *p); /* GM_GRAD holds its gradient */
+
+/* shard.c */
+gm_status gm_shard_new(gm_engine *engine);
+void gm_shard_free(gm_engine *engine);
+bool gm_shard_has_unreduced(const gm_engine *engine); /* gradients go through GM_UNREDUCED */
+gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* A gradient of this pass, before the sum over ranks. */
+gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                             gm_stream stream);
+gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p, gm_stream stream);
+/* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
+gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk);
+gm_status gm_shard_reduce_all(gm_engine *engine);
+/* *sum becomes the sum over the ranks; the host waits. */
+gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream);
+/* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
+gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream);
 
 /* field.c */
 typedef struct gm_slice {
@@ -249,9 +290,11 @@ typedef struct gm_slice {
     size_t offset, bytes;
 } gm_slice;
 
-/* Where one field of a parameter lies in its chunk; GM_FIELD_MASTER: the low part. */
+/* Where this rank's part of one field lies in its shard; GM_FIELD_MASTER: the low part. */
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field);
-/* The weight now holds new bytes (`weight`), before it held `old`: the master follows. */
+/* Where the whole weight lies in what tensors show. */
+gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p);
+/* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows. */
 gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream);
 

@@ -63,6 +63,9 @@ static gm_status add_at_home(gm_engine *engine, uint32_t chunk, gm_grad_add_args
     uintptr_t src = (uintptr_t)args->src;
     uint8_t *dst = args->dst;
     GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_GRAD));
+    if (device->is_host && gm_shard_has_unreduced(engine)) { /* it comes of a collective */
+        GM_TRY(device->ops->stream_sync(device, stream));
+    }
     for (size_t done = 0; done < numel; done += slice) {
         args->numel = numel - done < slice ? numel - done : slice;
         if (!device->is_host) {
@@ -89,19 +92,20 @@ static gm_status is_on_device(gm_engine *engine, uint32_t chunk, gm_stream strea
                : gm_chunks_claim(engine->chunks, chunk, GM_GRAD, stream, out);
 }
 
-static gm_status put_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
-                          gm_stream stream)
+gm_status gm_gather_put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                        float divisor, gm_stream stream)
 {
     gm_device *device = engine->device;
     gm_chunks *chunks = engine->chunks;
     gm_dtype home_dtype = gm_grad_dtype(engine, &p->spec);
-    size_t offset = p->place.offset * gm_dtype_bytes(home_dtype);
+    size_t offset = p->part_offset * gm_dtype_bytes(home_dtype);
     gm_grad_add_args args = {
         .src = grad,
         .dst_dtype = home_dtype,
         .src_dtype = dtype,
-        .numel = p->spec.numel,
-        .accumulate = p->has_grad,
+        .numel = p->part_numel,
+        .accumulate = p->is_held,
+        .divisor = divisor,
     };
     uint32_t chunk = p->place.chunk;
     bool is_here;
@@ -116,13 +120,19 @@ static gm_status put_grad(gm_engine *engine, gm_param *p, const void *grad, gm_d
         return gm_chunks_end_write(chunks, chunk, GM_GRAD, stream);
     }
     args.dst = gm_chunks_home(chunks, chunk, GM_GRAD) + offset;
-    if (device->is_host || p->has_grad || dtype != home_dtype) {
+    if (device->is_host || p->is_held || dtype != home_dtype || gm_grad_is_divided(&args)) {
         return add_at_home(engine, chunk, &args, stream);
     }
     GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_GRAD, stream));
     GM_TRY(device->ops->copy_d2h(device, args.dst, (uintptr_t)grad,
                                  args.numel * gm_dtype_bytes(dtype), stream));
     return gm_chunks_end_home_write(chunks, chunk, GM_GRAD, stream);
+}
+
+void gm_gather_note_held(gm_engine *engine, gm_param *p)
+{
+    engine->chunk_states[p->place.chunk].n_held += !p->is_held;
+    p->is_held = true;
 }
 
 /* Counts the arrival; *out_complete says that it was the last one of its chunk in this pass. */
@@ -137,7 +147,6 @@ static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
     engine->has_repeats |= is_repeated;
     p->arrival = engine->n_passes;
     chunk->n_arrived += !is_repeated;
-    chunk->n_held += !p->has_grad;
     p->has_grad = true;
     *out_complete = !is_repeated && chunk->n_arrived == chunk->n_params;
 }
@@ -154,11 +163,19 @@ static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_
     }
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
-    if (p->spec.numel > 0) {
-        GM_TRY(put_grad(engine, p, grad, dtype, stream));
+    if (gm_shard_has_unreduced(engine)) {
+        GM_TRY(gm_shard_take_grad(engine, p, grad, dtype, stream));
+    } else {
+        if (p->part_numel > 0) {
+            GM_TRY(gm_gather_put(engine, p, grad, dtype, 1, stream));
+        }
+        gm_gather_note_held(engine, p);
     }
     bool is_complete;
     count_arrival(engine, p, &is_complete);
+    if (is_complete) {
+        GM_TRY(gm_shard_reduce(engine, p->place.chunk));
+    }
     return is_complete ? gm_update_grad_complete(engine, p->place.chunk, stream) : GM_OK;
 }
 
@@ -188,9 +205,10 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     if (status != GM_OK) {
         return gm_engine_end_call(engine, status);
     }
-    chunk->n_held -= p->has_grad;
-    p->has_grad = p->has_sum = p->is_used_up = false;
-    if (chunk->n_held == 0 && !chunk->is_pending) {
+    status = gm_shard_drop_grad(engine, p, engine->stream);
+    chunk->n_held -= p->is_held;
+    p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
+    if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
         status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
     }
     return gm_engine_end_call(engine, status);
@@ -207,9 +225,9 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
     gm_sumsq *sum = &engine->sums[p - engine->params];
     GM_TRY(gm_chunks_begin_read(engine->chunks, chunk, GM_GRAD, stream));
     const void *data = (const void *)(gm_chunks_address(engine->chunks, chunk, GM_GRAD) +
-                                      p->place.offset * gm_dtype_bytes(dtype));
+                                      p->part_offset * gm_dtype_bytes(dtype));
     GM_TRY(device->ops->fill(device, (uintptr_t)sum, 0, sizeof *sum, stream));
-    GM_TRY(device->ops->sumsq(device, data, dtype, p->spec.numel, sum, stream));
+    GM_TRY(device->ops->sumsq(device, data, dtype, p->part_numel, sum, stream));
     p->has_sum = true;
     return gm_chunks_end_read(engine->chunks, chunk, GM_GRAD, stream);
 }
@@ -220,6 +238,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
     gm_device *device = engine->device;
     memset(out, 0, sizeof *out);
     engine->wants_sums = true;
+    GM_TRY(gm_shard_reduce_all(engine));
     bool has_sums = false;
     for (uint32_t i = 0; i < n; i++) {
         gm_param *p = &engine->params[params[i]];
@@ -229,7 +248,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
                 "gradients were used up by the update inside backward(step=True); a norm "
                 "needs backward(loss) without it");
         }
-        if (!p->has_grad || p->spec.numel == 0) {
+        if (!p->is_held || p->part_numel == 0) {
             continue;
         }
         if (p->has_sum) { /* left by kernels of the stream that brought the gradient */
@@ -248,7 +267,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
     }
     for (uint32_t i = 0; i < n; i++) {
         const gm_param *p = &engine->params[params[i]];
-        if (!p->has_grad || p->spec.numel == 0) {
+        if (!p->is_held || p->part_numel == 0) {
             continue;
         }
         if (p->has_sum) {
@@ -259,10 +278,10 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
         gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
         GM_TRY(gm_chunks_write_back(engine->chunks, chunk, GM_GRAD));
         gm_sumsq_host(gm_chunks_home(engine->chunks, chunk, GM_GRAD) +
-                          p->place.offset * gm_dtype_bytes(dtype),
-                      dtype, p->spec.numel, out, engine->workers);
+                          p->part_offset * gm_dtype_bytes(dtype),
+                      dtype, p->part_numel, out, engine->workers);
     }
-    return GM_OK;
+    return gm_shard_sum(engine, out, stream);
 }
 
 gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,

@@ -25,6 +25,9 @@ static void grad_add_scalar(const gm_grad_add_args *args, size_t begin, size_t e
 {
     for (size_t i = begin; i < end; i++) {
         uint32_t bits = gm_load_bits(args->src, args->src_dtype, i);
+        if (gm_grad_is_divided(args)) {
+            bits = gm_f32_bits(gm_f32_from_bits(bits) / args->divisor);
+        }
         if (args->accumulate) {
             uint32_t old = gm_load_bits(args->dst, args->dst_dtype, i);
             bits = gm_f32_bits(gm_f32_from_bits(old) + gm_f32_from_bits(bits));

@@ -10,8 +10,13 @@
 GM_AVX2_INLINE size_t add(const gm_grad_add_args *args, size_t i, size_t end, gm_dtype dst,
                           gm_dtype src, int accumulate)
 {
+    const bool is_divided = gm_grad_is_divided(args);
+    const __m256 divisor = _mm256_set1_ps(args->divisor);
     for (; end - i >= 8; i += 8) {
         __m256 x = gm8_load(args->src, src, i);
+        if (is_divided) {
+            x = _mm256_div_ps(x, divisor);
+        }
         if (accumulate) {
             x = _mm256_add_ps(gm8_load(args->dst, dst, i), x);
         }

@@ -287,7 +287,7 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_su
         GM_TRY(check_sum("grad_add", sum));
     }
     if (args->numel == 0) {
-        const gm_grad_add_batch nothing = {.numel = 0};
+        const gm_grad_add_batch nothing = {.divisor = 1};
         return sum ? launch_grad_sum(k, args, &nothing, sum, stream) : GM_OK;
     }
     size_t dst_bytes = gm_dtype_bytes(args->dst_dtype), src_bytes = gm_dtype_bytes(args->src_dtype);
@@ -303,7 +303,8 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_su
                                .numel = (int64_t)args->numel,
                                .is_aligned = is_aligned(args->dst, dst_bytes, origin) &&
                                              is_aligned(args->src, src_bytes, origin),
-                               .accumulate = args->accumulate};
+                               .accumulate = args->accumulate,
+                               .divisor = gm_grad_is_divided(args) ? args->divisor : 1};
     if (sum) {
         return launch_grad_sum(k, args, &batch, sum, stream);
     }

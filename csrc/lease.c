@@ -10,9 +10,9 @@
 static gm_status snapshot(gm_engine *engine, gm_lease *lease)
 {
     const gm_param *p = &engine->params[lease->param];
-    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    gm_slice s = gm_field_shown(engine, p);
     return s.bytes == 0 ? GM_OK
-                        : gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset,
+                        : gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset,
                                                 s.bytes, lease->old);
 }
 
@@ -20,7 +20,7 @@ static gm_status snapshot(gm_engine *engine, gm_lease *lease)
 static gm_status reconcile_lease(gm_engine *engine, gm_lease *lease)
 {
     const gm_param *p = &engine->params[lease->param];
-    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    gm_slice s = gm_field_shown(engine, p);
     if (s.bytes == 0) {
         return GM_OK;
     }
@@ -29,10 +29,14 @@ static gm_status reconcile_lease(gm_engine *engine, gm_lease *lease)
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
     }
     gm_status status =
-        gm_chunks_read_device(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, weight);
+        gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
-        status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
-        gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
+        if (s.piece == GM_GATHERED) {
+            status = gm_shard_take_back(engine, p, lease->old, weight, lease->stream);
+        } else {
+            status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
+            gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
+        }
         memcpy(lease->old, weight, s.bytes);
     }
     free(weight);
@@ -87,7 +91,7 @@ static gm_status process_ended(gm_engine *engine)
         free(lease->old);
         free(lease);
         if (was_pinned) {
-            GM_TRY(gm_engine_unpin_weights(engine, chunk, stream));
+            GM_TRY(gm_engine_unpin_shown(engine, chunk, stream, false));
         }
     }
     return GM_OK;
@@ -133,13 +137,14 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
     }
     if (is_pinned) {
         status = gm_update_check_between(engine, p->place.chunk);
-        status = status == GM_OK ? gm_engine_pin_weights(engine, p->place.chunk, stream) : status;
+        status =
+            status == GM_OK ? gm_engine_pin_shown(engine, p->place.chunk, stream, false) : status;
         if (status == GM_OK && is_watched) {
             /* What others still write is on this stream. */
             status = engine->device->ops->stream_sync(engine->device, stream);
             status = status == GM_OK ? snapshot(engine, lease) : status;
             if (status != GM_OK) {
-                (void)gm_engine_unpin_weights(engine, p->place.chunk, stream);
+                (void)gm_engine_unpin_shown(engine, p->place.chunk, stream, false);
             }
         }
     }

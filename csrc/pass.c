@@ -175,6 +175,7 @@ void gm_pass_end(gm_engine *engine)
 static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
 {
     gm_pass_end(engine);
+    GM_TRY(gm_shard_reduce_all(engine)); /* chunks of which not every gradient has come */
     if (!engine->plan && engine->wants_plan && engine->n_steps == 0 && engine->runs.n > 0 &&
         engine->n_pending == 0) {
         (void)gm_replay_plan(

@@ -236,18 +236,20 @@ static PyObject *adam_cuda(PyObject *module, PyObject *args)
     return raise_or_none(status);
 }
 
-PyDoc_STRVAR(grad_add_host_doc,
-             "grad_add_host(dst, dst_dtype, src, src_dtype, numel, accumulate) -> None\n\n"
-             "dst = src, or dst += src when accumulate, on host arrays given by address.");
+PyDoc_STRVAR(
+    grad_add_host_doc,
+    "grad_add_host(dst, dst_dtype, src, src_dtype, numel, accumulate, divisor=1.0) -> None\n\n"
+    "dst = src / divisor, or dst += src / divisor when accumulate, on host arrays given by "
+    "address.");
 static PyObject *grad_add_host(PyObject *module, PyObject *args)
 {
     (void)module;
-    gm_grad_add_args add;
+    gm_grad_add_args add = {.divisor = 1};
     void *src;
     int accumulate;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&p:grad_add_host", to_address, &add.dst, to_dtype,
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&p|f:grad_add_host", to_address, &add.dst, to_dtype,
                           &add.dst_dtype, to_address, &src, to_dtype, &add.src_dtype, to_size,
-                          &add.numel, &accumulate)) {
+                          &add.numel, &accumulate, &add.divisor)) {
         return NULL;
     }
     add.src = src;

@@ -297,16 +297,27 @@ static PyObject *comm_size(comm *self, void *unused)
     return PyLong_FromLong(self->size);
 }
 
-gm_comm *gm_py_comm(PyObject *object)
+gm_comm *gm_py_comm_take(PyObject *object)
 {
     if (!object || Py_TYPE(object) != comm_type) {
         PyErr_SetString(PyExc_TypeError, "a Comm is wanted");
         return NULL;
     }
-    if (!((comm *)object)->comm) {
-        PyErr_SetString(PyExc_ValueError, "this communicator is closed");
+    gm_comm *taken = begin((comm *)object);
+    if (taken) {
+        Py_INCREF(object);
     }
-    return ((comm *)object)->comm;
+    return taken;
+}
+
+void gm_py_comm_give(PyObject *object)
+{
+    comm *self = (comm *)object;
+    self->n_inside--;
+    if (self->is_closing) {
+        release(self);
+    }
+    Py_DECREF(object);
 }
 
 /* ---- construction ---- */

@@ -20,7 +20,8 @@ typedef struct core {
     PyObject_HEAD gm_engine *engine; /* NULL after close() */
     gm_workers *workers;             /* owned when the caller chose a thread count, else NULL */
     outside *around;
-    gm_device *chaos; /* the engine's, for its faults; NULL on every other device */
+    gm_device *chaos;   /* the engine's, for its faults; NULL on every other device */
+    PyObject *comms[2]; /* shards', replicas'; taken (py_comm.h) until close(), or NULL */
     uint32_t n_params;
 } core;
 

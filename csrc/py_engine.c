@@ -8,6 +8,7 @@
 
 #include "device_chaos.h"
 #include "py_core.h"
+#include "py_comm.h"
 #include "py_plan.h"
 #include "torch_abi.h"
 #include "torch_alloc.h"
@@ -135,25 +136,49 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
     return gm_engine_new(options, &self->engine);
 }
 
+/* None: alone. */
+static int take_comm(core *self, int which, PyObject *object, gm_comm **out)
+{
+    if (object == Py_None) {
+        return 0;
+    }
+    *out = gm_py_comm_take(object);
+    self->comms[which] = *out ? object : NULL;
+    return *out ? 0 : -1;
+}
+
+static void give_comms(core *self)
+{
+    for (int which = 0; which < 2; which++) {
+        PyObject *comm = self->comms[which];
+        self->comms[which] = NULL;
+        if (comm) {
+            gm_py_comm_give(comm);
+        }
+    }
+}
+
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "ordinal",        "params",      "unit_params", "unit_begin",  "chunk_bytes", "block_bytes",
-        "device_budget",  "host_budget", "policy",      "is_strict",   "is_grad_f32", "threads",
-        "external_bytes", "rates",       "state_share", "slack_bytes", "is_tuned",    NULL};
+    static char *names[] = {"ordinal",        "params",      "unit_params",   "unit_begin",
+                            "chunk_bytes",    "block_bytes", "device_budget", "host_budget",
+                            "policy",         "is_strict",   "is_grad_f32",   "threads",
+                            "external_bytes", "rates",       "state_share",   "slack_bytes",
+                            "is_tuned",       "shard_comm",  "replica_comm",  NULL};
     PyObject *params, *unit_params, *unit_begin;
     int ordinal, policy, is_strict, is_grad_f32, is_tuned;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOOOnnnnippIn(ddddddddd)dnp", names, &ordinal,
-                                     &params, &unit_params, &unit_begin, &chunk_bytes, &block_bytes,
-                                     &device_budget, &host_budget, &policy, &is_strict,
-                                     &is_grad_f32, &threads, &external_bytes, &rates.h2d,
-                                     &rates.d2h, &rates.h2d_both, &rates.d2h_both, &rates.host_adam,
-                                     &rates.host_adam_beside, &rates.h2d_beside, &rates.d2h_beside,
-                                     &rates.device_adam, &state_share, &slack_bytes, &is_tuned)) {
+    PyObject *shard_comm = Py_None, *replica_comm = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "iOOOnnnnippIn(ddddddddd)dnp|OO", names, &ordinal, &params, &unit_params,
+            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
+            &is_strict, &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h,
+            &rates.h2d_both, &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside,
+            &rates.h2d_beside, &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes,
+            &is_tuned, &shard_comm, &replica_comm)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -199,6 +224,10 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     } else if (!(options.workers = gm_py_workers())) {
         goto fail;
     }
+    if (take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
+        take_comm(self, 1, replica_comm, &options.replica_comm) < 0) {
+        goto fail;
+    }
     gm_status status;
     Py_BEGIN_ALLOW_THREADS
     status = make_engine(self, &options, ordinal, (size_t)block_bytes);
@@ -235,9 +264,11 @@ static void core_release(core *self)
         self->chaos = NULL;
         Py_BEGIN_ALLOW_THREADS
         gm_engine_finish_updates(engine);
+        gm_engine_leave_ranks(engine);
         gm_engine_unref(engine);
         Py_END_ALLOW_THREADS
     }
+    give_comms(self);
 }
 
 static PyObject *core_close(core *self, PyObject *unused)
@@ -355,12 +386,27 @@ NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 PLAIN_METHOD(check)
 PLAIN_METHOD(disarm)
 PLAIN_METHOD(drain)
+PLAIN_METHOD(catch_up)
 
 static PyObject *core_n_touched(core *self, PyObject *unused)
 {
     (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     return engine ? PyLong_FromUnsignedLong(gm_engine_n_touched(engine)) : NULL;
+}
+
+/* part(param) -> (first, n) */
+static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    uint64_t first, n;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("part", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    gm_status status = gm_engine_part(engine, (uint32_t)v[0], &first, &n);
+    return status == GM_OK ? Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)n)
+                           : gm_py_raise(status);
 }
 
 static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
@@ -596,6 +642,8 @@ static PyMethodDef core_methods[] = {
     METHOD("release_touched", core_release_touched, METH_FASTCALL, "release_touched(n_keep)"),
     METHOD("n_touched", core_n_touched, METH_NOARGS, "n_touched() -> int"),
     METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
+    METHOD("part", core_part, METH_FASTCALL,
+           "part(param) -> (first, n), the elements in this rank's shard"),
     METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
     METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
     METHOD("grad_sumsq", gm_py_grad_sumsq, METH_VARARGS,
@@ -605,6 +653,7 @@ static PyMethodDef core_methods[] = {
     METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
     METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
+    METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", core_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
     METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),

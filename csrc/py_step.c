@@ -162,6 +162,13 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
         {"outside_peak_bytes", s.outside_peak_bytes},
         {"planned", s.is_planned},
         {"settling", s.is_settling},
+        {"rank", s.rank},
+        {"shards", s.n_shards},
+        {"replicas", s.n_replicas},
+        {"gathers", s.gathers},
+        {"reduces", s.reduces},
+        {"gathered_bytes", s.gathered_bytes},
+        {"reduced_bytes", s.reduced_bytes},
     };
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict && i < sizeof counts / sizeof counts[0]; i++) {

@@ -315,7 +315,8 @@ gm_status gm_replay_plan(gm_engine *engine)
     if (watch_step(engine) != GM_OK) {
         engine->tuner.is_done = true; /* without times there is nothing to learn */
     }
-    if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
+    if (engine->is_strict || engine->n_shards * engine->n_replicas > 1 || !engine->wants_plan ||
+        engine->runs.n == 0 || engine->rates.h2d <= 0) {
         engine->runs.n = 0;
         return GM_OK;
     }

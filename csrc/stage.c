@@ -137,7 +137,8 @@ static gm_status update_slice(gm_engine *engine, uint32_t chunk, const gm_task *
     gm_device *device = engine->device;
     struct gm_stage *stage = engine->stage;
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
-    gm_state_shape whole = gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->numel);
+    gm_state_shape whole =
+        gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->shard_numel);
     gm_state_shape part = gm_state_shape_of(spec, n);
     size_t low = gm_low_bytes(spec), n_ranges = clip_ranges(stage, task, begin, n);
     if (n_ranges == 0) {
@@ -194,7 +195,7 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, out));
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
-    uint64_t numel = gm_layout_chunk(engine->layout, chunk)->numel;
+    uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
     uint64_t most =
         engine->stage->slot_bytes / element_bytes(engine, chunk) / GM_SLICE_UNIT * GM_SLICE_UNIT;
     GM_ASSERT(most > 0); /* gm_stage_least */

@@ -72,7 +72,8 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
                        uint8_t *state, uint8_t *grad)
 {
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
-    gm_state_shape shape = gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->numel);
+    gm_state_shape shape =
+        gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->shard_numel);
     task->args = (gm_adam_args){
         .format = spec->format,
         .grad_dtype = gm_grad_dtype(engine, spec),
@@ -144,7 +145,7 @@ static void run_host_task(void *context)
 
 static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
-    for (int piece = 0; piece < GM_N_PIECES; piece++) {
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
                        gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), piece != GM_GRAD,
                        stream);
@@ -155,7 +156,7 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->host_stream;
-    for (int piece = 0; piece < GM_N_PIECES; piece++) {
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
     }
     GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_WEIGHT, stream));
@@ -196,7 +197,7 @@ static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
     }
     bool is_streamed = *out && !gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
                        !(place_of(engine, chunk, GM_STATE)->is_resident);
-    for (int piece = 0; *out && piece < GM_N_PIECES; piece++) {
+    for (int piece = 0; *out && piece < GM_N_OWN_PIECES; piece++) {
         if (piece != GM_STATE || !is_streamed) {
             GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));
         }
@@ -352,12 +353,12 @@ static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
 
 static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper *hyper)
 {
-    if (p->spec.numel == 0) {
+    if (p->part_numel == 0) {
         return GM_OK;
     }
     gm_adam_range *range = &task->ranges[task->n_ranges++];
-    range->begin = p->place.offset;
-    range->end = p->place.offset + p->spec.numel;
+    range->begin = p->part_offset;
+    range->end = p->part_offset + p->part_numel;
     return gm_adam_scalars_init(hyper, &range->scalars);
 }
 
@@ -478,6 +479,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     if (status == GM_OK) { /* nothing is written before these have passed */
         engine->stream = stream;
         status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? gm_shard_reduce_all(engine) : status;
         status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
         if (status == GM_OK) {
             status = run_step(engine, sorted, n);

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
-__all__ = ["COMM_DTYPES", "Communicator", "communicator"]
+__all__ = ["COMM_DTYPES", "Communicator", "communicator", "connect", "ranks_text"]
 
 # The core's numbers (gm_comm_dtype); 64-bit integers are summed and compared without a sign.
 COMM_DTYPES = {
@@ -39,6 +39,7 @@ COMM_DTYPES = {
 }
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
+_Made = TypeVar("_Made")
 _made: dict[str, int] = {}  # communicators made so far, by the name of the group
 
 
@@ -67,24 +68,21 @@ def communicator(
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"communicator: device is {device}; it must be cpu or cuda")
-    rank, size, name = group.rank(), group.size(), group.group_name
+    name = group.group_name
     number = _made[name] = _made.get(name, 0) + 1
-    notes = _Notes(group.get_group_store(), f"gemini/comm/{number}", rank, size)
-    notes.write("here", str(device.type))
-    try:
-        core = (_host if device.type == "cpu" else _nccl)(device, notes, rank, size, timeout)
-    except NotImplementedError:
-        raise
-    except RuntimeError as error:
-        here = notes.read("here", wait=1.0)
-        missing = [r for r in range(size) if r not in here]
-        others = [r for r, kind in here.items() if kind != device.type]
-        reason = str(error)
-        if missing:
-            reason = f"{_ranks(missing)} did not come within {timeout:g} s"
-        elif others:
-            reason = f"{_ranks(others)} made it for another kind of device than {device.type}"
-        raise GeminiDeviceError(f"new communicator, rank {rank} of {size}: {reason}") from error
+    store = dist.PrefixStore(f"gemini/comm/{number}", group.get_group_store())
+    return connect(store, group.rank(), group.size(), device, timeout)
+
+
+def connect(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+) -> Communicator:
+    """The same between ranks that have a store in common: one that nobody else uses, with a prefix of its own."""
+    notes = _Notes(store, rank, size)
+    make = _host if device.type == "cpu" else _nccl
+    core = notes.meet(
+        "new communicator", device.type, timeout, lambda: make(device, notes, rank, size, timeout)
+    )
     return Communicator(core, notes, timeout)
 
 
@@ -136,7 +134,7 @@ class Communicator:
         parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
         silent = [r for r in range(self.size) if r not in said and r != self.rank]
         if silent:
-            parts.append(f"{_ranks(silent)} said nothing")
+            parts.append(f"{ranks_text(silent)} said nothing")
         return type(error)("; ".join([str(error), *parts]))
 
     def abort(self, reason: str) -> None:
@@ -171,7 +169,8 @@ def _number(dtype: torch.dtype) -> int:
     return COMM_DTYPES[dtype]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 2", or "ranks 0, 2"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
@@ -183,10 +182,27 @@ class _Notes:
 
     PATIENCE = 3.0  # seconds for one visit: whoever serves the store may be the rank that stopped
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int) -> None:
-        # A connection of our own: a visit that hangs must not block the group's.
-        self.store = dist.PrefixStore(prefix, store.clone())
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store = store.clone()  # a visit that hangs must not block whoever else uses it
         self.rank, self.size = rank, size
+
+    def meet(self, what: str, kind: str, timeout: float, make: Callable[[], _Made]) -> _Made:
+        """What `make` makes of all ranks together; says who has not come. kind: of device."""
+        self.write("here", kind)
+        try:
+            return make()
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            here = self.read("here", wait=1.0)
+            missing = [r for r in range(self.size) if r not in here]
+            others = [r for r, other in here.items() if other != kind]
+            reason = str(error)
+            if missing:
+                reason = f"{ranks_text(missing)} did not come within {timeout:g} s"
+            elif others:
+                reason = f"{ranks_text(others)} made it for another kind of device than {kind}"
+            raise GeminiDeviceError(f"{what}, rank {self.rank} of {self.size}: {reason}") from error
 
     def write(self, topic: str, text: str) -> None:
         self._visit(lambda: self.store.set(f"{topic}/{self.rank}", text[:2000]), self.PATIENCE)

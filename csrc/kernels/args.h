@@ -48,6 +48,7 @@ typedef struct gm_grad_add_batch {
     int64_t origin; /* <= 0, as above */
     int64_t numel;
     uint32_t is_aligned, accumulate;
+    float divisor; /* 1: none */
 } gm_grad_add_batch;
 
 /* A launch of one block overwrites *sum, a larger one adds to it. */

@@ -1,4 +1,4 @@
-/* grad.cu - dst = src or dst = dst + src between fp32, bf16 and fp16: the bits of gm_grad_add_host; and
+/* grad.cu - dst = src or dst = dst + src (src divided first where asked) between fp32, bf16 and fp16: the bits of gm_grad_add_host; and
  * the same with the exact sum of squares of what is stored, in the same pass.
  *
  * Invariant: every stored value went through fp32 and one rounding to nearest even, NaNs made
@@ -7,9 +7,12 @@
 
 template <typename Dst, typename Src>
 static __device__ __forceinline__ typename Dst::Bits
-combine(typename Dst::Bits old, typename Src::Bits add, bool accumulate)
+combine(typename Dst::Bits old, typename Src::Bits add, bool accumulate, float divisor)
 {
     float value = Src::load(add);
+    if (divisor != 1.0f) { /* the same for all threads */
+        value = __fdiv_rn(value, divisor);
+    }
     return Dst::store(accumulate ? __fadd_rn(Dst::load(old), value) : value);
 }
 
@@ -19,6 +22,7 @@ static __device__ __forceinline__ void grad_add(const gm_grad_add_batch &batch)
     typename Dst::Bits *dst = (typename Dst::Bits *)batch.dst;
     const typename Src::Bits *src = (const typename Src::Bits *)batch.src;
     const bool accumulate = batch.accumulate != 0;
+    const float divisor = batch.divisor;
     int64_t at = batch.origin + (int64_t)blockIdx.x * GM_TILE_ELEMENTS +
                  (int64_t)threadIdx.x * GM_THREAD_ELEMENTS;
     if (batch.is_aligned && at >= 0 && at + GM_THREAD_ELEMENTS <= batch.numel) {
@@ -30,7 +34,7 @@ static __device__ __forceinline__ void grad_add(const gm_grad_add_batch &batch)
         }
 #pragma unroll
         for (int i = 0; i < GM_THREAD_ELEMENTS; i++) {
-            d.element[i] = combine<Dst, Src>(d.element[i], s.element[i], accumulate);
+            d.element[i] = combine<Dst, Src>(d.element[i], s.element[i], accumulate, divisor);
         }
         d.store(dst + at);
         return;
@@ -39,7 +43,8 @@ static __device__ __forceinline__ void grad_add(const gm_grad_add_batch &batch)
     int64_t last = at + GM_THREAD_ELEMENTS < batch.numel ? at + GM_THREAD_ELEMENTS : batch.numel;
 #pragma unroll 1
     for (int64_t i = first; i < last; i++) {
-        dst[i] = combine<Dst, Src>(accumulate ? dst[i] : (typename Dst::Bits)0, src[i], accumulate);
+        dst[i] = combine<Dst, Src>(accumulate ? dst[i] : (typename Dst::Bits)0, src[i], accumulate,
+                                   divisor);
     }
 }
 
@@ -53,6 +58,7 @@ static __device__ __forceinline__ void grad_add_sumsq(const gm_grad_sum_batch &b
     DstBits *dst = (DstBits *)batch.add.dst;
     const SrcBits *src = (const SrcBits *)batch.add.src;
     const bool accumulate = batch.add.accumulate != 0;
+    const float divisor = batch.add.divisor;
     __shared__ block_sum sum;
     begin_sum(&sum);
     window<Dst> w;
@@ -85,7 +91,8 @@ static __device__ __forceinline__ void grad_add_sumsq(const gm_grad_sum_batch &b
         for (int e = 0; e < GM_GRAD_SUM_EIGHTS; e++) {
 #pragma unroll
             for (int i = 0; i < GM_THREAD_ELEMENTS; i++) {
-                d[e].element[i] = combine<Dst, Src>(d[e].element[i], s[e].element[i], accumulate);
+                d[e].element[i] =
+                    combine<Dst, Src>(d[e].element[i], s[e].element[i], accumulate, divisor);
             }
             if (is_whole[e]) {
                 d[e].store(dst + at[e]);

@@ -318,15 +318,17 @@ def test_within_1e_6_of_torch_after_1000_steps(adamw):
     values=st.lists(st.tuples(f32, f32), min_size=1, max_size=40),
     dtypes=st.tuples(st.sampled_from(list(FORMATS)), st.sampled_from(list(FORMATS))),
     accumulate=st.booleans(),
+    divisor=st.sampled_from([1.0, 2.0, 8.0, 1.5, 1.25]),
 )
-def test_gradient_accumulation_is_what_autograd_does(values, dtypes, accumulate):
+def test_gradient_accumulation_is_what_autograd_does(values, dtypes, accumulate, divisor):
     dst_dtype, src_dtype = dtypes
     dst = torch.tensor([a for a, _ in values]).to(dst_dtype)
     src = torch.tensor([b for _, b in values]).to(src_dtype)
-    total = dst.float() + src.float() if accumulate else src.float()
+    share = src.float() / divisor
+    total = dst.float() + share if accumulate else share
     expected = total.to(dst_dtype)
     pointers = (dst.data_ptr(), FORMATS[dst_dtype], src.data_ptr(), FORMATS[src_dtype])
-    _C.grad_add_host(*pointers, len(values), accumulate)
+    _C.grad_add_host(*pointers, len(values), accumulate, divisor)
     nan = expected.isnan()
     assert torch.equal(nan, dst.isnan())
     assert torch.equal(bits_of(dst)[~nan], bits_of(expected)[~nan])

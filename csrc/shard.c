@@ -1,0 +1,332 @@
+/* shard.c - chunks of which each rank owns a part: gathering their weights, and summing their gradients.
+ *
+ * Invariants
+ *   1. What begins a collective depends on the sequence of calls alone (units, backward nodes, leases that are made,
+ *      gradients, steps), which is the same on all ranks; never on memory, on time, or on when a lease ends.  So a
+ *      use gathers unless an earlier one still holds what was gathered since the last step, and leases do not count.
+ *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
+ *   3. Gathered weights are pinned while anybody needs them, unreduced gradients from the first one until their
+ *      reduction: nobody evicts a transient piece.
+ *   4. Gradients are divided by the power of two in the number of ranks before the sum, which is exact and keeps
+ *      16-bit sums in range, and by the rest after it.
+ *
+ * The host waits in: gm_shard_sum; and on demand where a piece is released. */
+#include "engine_impl.h"
+
+#include <string.h>
+
+gm_status gm_shard_new(gm_engine *engine)
+{
+    gm_device *device = engine->device;
+    uint32_t n = engine->n_shards * engine->n_replicas;
+    engine->divisor_before = 1;
+    while (2 * engine->divisor_before <= (float)n) {
+        engine->divisor_before *= 2;
+    }
+    engine->divisor_after = (float)n / engine->divisor_before;
+    if (n == 1) {
+        return GM_OK;
+    }
+    GM_TRY(device->ops->stream_new(device, &engine->comm_stream));
+    if (engine->shard_comm) {
+        GM_TRY(gm_comm_attach(engine->shard_comm, device));
+    }
+    return engine->replica_comm ? gm_comm_attach(engine->replica_comm, device) : GM_OK;
+}
+
+static void leave(gm_engine *engine)
+{
+    if (engine->shard_comm || engine->replica_comm) {
+        (void)engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+    }
+    if (engine->shard_comm) {
+        (void)gm_comm_attach(engine->shard_comm, NULL);
+    }
+    if (engine->replica_comm) {
+        (void)gm_comm_attach(engine->replica_comm, NULL);
+    }
+    engine->shard_comm = engine->replica_comm = NULL;
+}
+
+void gm_engine_leave_ranks(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    leave(engine);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void gm_shard_free(gm_engine *engine)
+{
+    if (engine->comm_stream) {
+        leave(engine);
+        engine->device->ops->stream_free(engine->device, engine->comm_stream);
+    }
+}
+
+static gm_status check_joined(const gm_engine *engine)
+{
+    return (engine->n_shards > 1 && !engine->shard_comm) ||
+                   (engine->n_replicas > 1 && !engine->replica_comm)
+               ? GM_FAIL(GM_ERR_STATE, "this engine is closed: its ranks have parted")
+               : GM_OK;
+}
+
+bool gm_shard_has_unreduced(const gm_engine *engine)
+{
+    return engine->n_shards * engine->n_replicas > 1;
+}
+
+/* A failure that showed after a collective was issued. */
+static gm_status check_comms(const gm_engine *engine)
+{
+    if (engine->shard_comm) {
+        GM_TRY(gm_comm_check(engine->shard_comm));
+    }
+    return engine->replica_comm ? gm_comm_check(engine->replica_comm) : GM_OK;
+}
+
+/* ---- weights ---- */
+
+/* The own shard goes to its place, the others' come. */
+static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->comm_stream;
+    size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
+    uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
+    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
+    GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->rank * bytes,
+                                         gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
+                                         stream));
+    GM_TRY(gm_comm_all_gather(engine->shard_comm, whole, bytes, stream));
+    engine->gathers++;
+    engine->gathered_bytes += bytes * engine->n_shards;
+    return gm_chunks_end_write(chunks, chunk, GM_GATHERED, stream);
+}
+
+static gm_status gather(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks *chunks = engine->chunks;
+    GM_TRY(check_joined(engine));
+    bool is_shown = gm_chunks_pins(chunks, chunk, GM_GATHERED) > 0;
+    if (is_shown) { /* by leases: what was written through them is kept, and their readers come first */
+        GM_TRY(gm_lease_poll_watched(engine));
+        GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_GATHERED, engine->stream));
+    }
+    gm_stream stream = engine->comm_stream;
+    GM_TRY(gm_engine_pin_piece(engine, chunk, GM_WEIGHT, stream));
+    gm_status status = gm_engine_pin_piece(engine, chunk, GM_GATHERED, stream);
+    if (status == GM_OK) {
+        status = issue_gather(engine, chunk);
+        gm_status unpinned = gm_chunks_unpin(chunks, chunk, GM_GATHERED, stream);
+        status = status == GM_OK ? unpinned : status;
+    }
+    gm_status unpinned = gm_chunks_unpin(chunks, chunk, GM_WEIGHT, stream);
+    status = status == GM_OK ? unpinned : status;
+    if (status == GM_OK && engine->policy == GM_POLICY_CPU && !engine->plan) {
+        status = gm_chunks_evict(chunks, chunk, GM_WEIGHT);
+    }
+    if (status == GM_OK) {
+        engine->chunk_states[chunk].gathered = engine->n_steps;
+        status = is_shown ? gm_lease_renew_snapshots(engine) : GM_OK;
+    }
+    return status;
+}
+
+gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    if (state->n_uses == 0 || state->gathered != engine->n_steps) {
+        GM_TRY(gather(engine, chunk));
+    }
+    GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
+    GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GATHERED, stream));
+    state->n_uses += is_use;
+    return GM_OK;
+}
+
+gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
+    GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
+    engine->chunk_states[chunk].n_uses -= is_use;
+    return gm_chunks_discard(engine->chunks, chunk, GM_GATHERED); /* unless still pinned */
+}
+
+gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream)
+{
+    if (p->part_numel == 0) {
+        return GM_OK;
+    }
+    size_t at = p->part_first * p->spec.weight_bytes;
+    const uint8_t *part = (const uint8_t *)weight + at;
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    GM_TRY(gm_field_reset_low(engine, p, (const uint8_t *)old + at, part, stream));
+    return gm_chunks_write(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, part,
+                           stream);
+}
+
+/* ---- gradients ---- */
+
+gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                             gm_stream stream)
+{
+    gm_device *device = engine->device;
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    gm_dtype kept = gm_grad_dtype(engine, &p->spec);
+    uintptr_t whole = gm_chunks_address(chunks, chunk, GM_UNREDUCED);
+    if (state->n_unreduced == 0) {
+        GM_TRY(gm_engine_pin_piece(engine, chunk, GM_UNREDUCED, stream));
+    }
+    gm_status status = gm_chunks_begin_write(chunks, chunk, GM_UNREDUCED, stream);
+    if (status == GM_OK && state->n_unreduced == 0) { /* padding, and gradients that do not come */
+        status = device->ops->fill(device, whole, 0,
+                                   gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
+    }
+    if (status == GM_OK && p->spec.numel > 0) {
+        gm_grad_add_args args = {
+            .dst = (void *)(whole + p->place.offset * gm_dtype_bytes(kept)),
+            .src = grad,
+            .dst_dtype = kept,
+            .src_dtype = dtype,
+            .numel = p->spec.numel,
+            .accumulate = p->is_unreduced,
+            .divisor = engine->divisor_before,
+        };
+        status = device->ops->grad_add(device, &args, NULL, stream);
+    }
+    gm_status ended = gm_chunks_end_write(chunks, chunk, GM_UNREDUCED, stream);
+    status = status == GM_OK ? ended : status;
+    if (status != GM_OK) {
+        return gm_engine_die(engine, status); /* the other ranks sum what this one does not have */
+    }
+    state->n_unreduced += !p->is_unreduced;
+    p->is_unreduced = true;
+    return GM_OK;
+}
+
+static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_UNREDUCED, stream));
+    return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
+}
+
+gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p, gm_stream stream)
+{
+    if (!p->is_unreduced) {
+        return GM_OK;
+    }
+    p->is_unreduced = false;
+    return --engine->chunk_states[p->place.chunk].n_unreduced > 0
+               ? GM_OK
+               : forget_unreduced(engine, p->place.chunk, stream);
+}
+
+/* The sum over ranks of this rank's shard, in its place. */
+static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine, gm_dtype dtype)
+{
+    gm_stream stream = engine->comm_stream;
+    uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
+    GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
+    if (engine->n_shards > 1) {
+        GM_TRY(gm_comm_reduce_scatter(engine->shard_comm,
+                                      gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED), numel,
+                                      (gm_comm_dtype)dtype, stream));
+    }
+    if (engine->n_replicas > 1) {
+        GM_TRY(gm_comm_all_reduce(engine->replica_comm, mine, numel, (gm_comm_dtype)dtype,
+                                  GM_COMM_SUM, stream));
+    }
+    engine->reduces++;
+    engine->reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
+    return gm_chunks_end_write(engine->chunks, chunk, GM_UNREDUCED, stream);
+}
+
+static gm_status reduce(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->comm_stream;
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    gm_dtype dtype = gm_grad_dtype(engine, gm_chunk_spec(engine, chunk));
+    uintptr_t mine = gm_chunks_address(chunks, chunk, GM_UNREDUCED) +
+                     engine->rank * gm_engine_piece_bytes(engine, chunk, GM_GRAD);
+    GM_TRY(issue_reduce(engine, chunk, mine, dtype));
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_UNREDUCED, stream));
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        if (!p->is_unreduced) {
+            continue;
+        }
+        if (p->part_numel > 0) {
+            GM_TRY(gm_gather_put(engine, p,
+                                 (const void *)(mine + p->part_offset * gm_dtype_bytes(dtype)),
+                                 dtype, engine->divisor_after, stream));
+        }
+        gm_gather_note_held(engine, p);
+        p->is_unreduced = false;
+    }
+    state->n_unreduced = 0;
+    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_UNREDUCED, stream));
+    return forget_unreduced(engine, chunk, stream);
+}
+
+gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk)
+{
+    if (engine->chunk_states[chunk].n_unreduced == 0) {
+        return GM_OK;
+    }
+    gm_status status = check_joined(engine);
+    status = status == GM_OK ? reduce(engine, chunk) : status;
+    return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
+}
+
+gm_status gm_shard_reduce_all(gm_engine *engine)
+{
+    if (!gm_shard_has_unreduced(engine)) {
+        return GM_OK;
+    }
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        GM_TRY(gm_shard_reduce(engine, chunk));
+    }
+    return check_comms(engine);
+}
+
+gm_status gm_engine_catch_up(gm_engine *engine)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = gm_shard_reduce_all(engine);
+    if (status == GM_OK && gm_shard_has_unreduced(engine) && engine->device->is_host) {
+        status = engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+        status = status == GM_OK ? check_comms(engine) : status;
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+/* ---- the norm ---- */
+
+gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream)
+{
+    gm_device *device = engine->device;
+    if (engine->n_shards == 1) {
+        return GM_OK; /* replicas have the same gradients */
+    }
+    GM_TRY(check_joined(engine));
+    gm_sumsq *here = &engine->sums_home[engine->n_params], *there = &engine->sums[engine->n_params];
+    memset(here, 0, sizeof *here);
+    gm_sumsq_merge(here, sum); /* without pending carries: 2^31 ranks fit */
+    if (!device->is_host) {
+        GM_TRY(device->ops->copy_h2d(device, (uintptr_t)there, here, sizeof *here, stream));
+    }
+    GM_TRY(gm_comm_all_reduce(engine->shard_comm, (uintptr_t)there,
+                              sizeof *there / sizeof(uint64_t), GM_COMM_U64, GM_COMM_SUM, stream));
+    if (!device->is_host) {
+        GM_TRY(device->ops->copy_d2h(device, here, (uintptr_t)there, sizeof *here, stream));
+    }
+    GM_TRY(device->ops->stream_sync(device, stream));
+    GM_TRY(check_comms(engine)); /* before the bytes are believed */
+    *sum = *here;
+    return GM_OK;
+}

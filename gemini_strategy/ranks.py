@@ -1,0 +1,429 @@
+"""The ranks of a run: which processes train one model together, and what they tell each other besides collectives.
+
+A rank owns a shard of every chunk; ranks of a *shard group* have all of them together, ranks of a *replica group* have
+the same shard. What is said here travels over a gloo group of our own, the control group: small values that must be
+equal, fields that are made whole, the first weights. The user's groups are left alone.
+
+Invariants
+    1. The control group is used by one thread at a time, in the order of the program, the same on every rank.
+    2. Before anything travels, the ranks tell each other what they are about to do. Ranks that are at different places
+       all raise, by name.
+    3. The first failure ends it for all ranks: whoever waits is told, and later calls raise the same error at once.
+    4. One rank alone says nothing to anybody, and needs no torch.distributed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import socket
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_strategy.comm import DEFAULT_TIMEOUT, Communicator, _Gloo, _Notes, connect, ranks_text
+from gemini_strategy.errors import GeminiDeviceError, GeminiError
+
+__all__ = ["Group", "Ranks"]
+
+_FRAME = 1024  # bytes that the ranks tell each other at once
+_MAX_TIMEOUT = 1e9
+_made: dict[tuple[int, ...], int] = {}  # so far, by the members: all of them count alike
+_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the ranks; `rank` is the place of this one among `members`, which count in the run."""
+
+    rank: int
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+class Ranks:
+    """This process among those that train one model together. All of them make one, in the same order.
+
+    Args:
+        mesh: a DeviceMesh (1-D: shards over it; 2-D: replicas over the first dimension, shards over the second), a
+            ProcessGroup, or None: all ranks of torch.distributed if it is initialised.
+        timeout: seconds that one rank waits for another.
+        is_sharded: False: every rank keeps the whole state.
+
+    Attributes:
+        rank, size: of this run; `members` are the ranks in torch.distributed's numbers.
+        local_rank, local_size: among the ranks of this run on the same host, in the order of their ranks.
+        shard, replica: the groups of this rank.
+
+    Raises:
+        GeminiError: there are no such ranks, or this process is not one of them.
+        GeminiDeviceError: some did not come.
+    """
+
+    def __init__(
+        self, mesh: Any = None, timeout: float = DEFAULT_TIMEOUT, *, is_sharded: bool = True
+    ) -> None:
+        if not 0 < timeout <= _MAX_TIMEOUT:
+            raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
+        self.timeout = float(timeout)
+        self.members, shape = _members_of(mesh)
+        self.size = len(self.members)
+        self.rank = self.members.index(dist.get_rank()) if self.size > 1 else 0
+        self.shard, self.replica = _groups_of(self.rank, shape if is_sharded else (self.size, 1))
+        self.local_rank, self.local_size = 0, 1
+        self._comms: list[Communicator] = []
+        self._failure: GeminiError | None = None
+        self._gloo: Any = None
+        self._pid = os.getpid()
+        if self.size == 1:
+            return
+        number = _made[self.members] = _made.get(self.members, 0) + 1
+        name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
+        world = dist.group.WORLD.get_group_store()
+        self._store = dist.PrefixStore(f"gemini/ranks/{name}/{number}", world)
+        self._notes = _Notes(dist.PrefixStore("control", self._store), self.rank, self.size)
+        gloo = dist.PrefixStore("gloo", self._notes.store)
+        self._gloo = self._notes.meet(
+            "control group", "", timeout, lambda: _Gloo(gloo, self.rank, self.size, timeout)
+        )
+        _open.add(self)
+        try:
+            hosts = self.gather("who is where", _host())
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+        local = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.local_rank, self.local_size = local.index(self.rank), len(local)
+
+    # ---- what the ranks tell each other ----
+
+    def gather(self, what: str, value: Any = None) -> list[Any]:
+        """The value of every rank, in their order; values are what JSON can say. Also a barrier."""
+        return self._tell(what, value, range(self.size))
+
+    def agree(self, fields: Mapping[str, Any], what: str = "configuration") -> None:
+        """Raises on every rank if one field is not the same on all of them.
+
+        Raises:
+            GeminiError: names the first field that differs, with each rank's value.
+        """
+        everyone = self.gather(f"agreement on {what}", dict(fields))
+        for field in dict.fromkeys(itertools.chain.from_iterable(everyone)):
+            said = [json.dumps(own[field]) if field in own else "nothing" for own in everyone]
+            if len(set(said)) > 1:
+                raise GeminiError(
+                    f"the ranks differ in {field}: {_by_value(said)}; it must be the same on all of them"
+                )
+
+    def assemble(
+        self, values: torch.Tensor, first: int, n: int, what: str, root: int | None = None
+    ) -> None:
+        """Makes a host tensor whole, of which each rank of the shard group has the elements [first, first + n).
+
+        Args:
+            values: contiguous, on the CPU.
+            what: what it is, for errors.
+            root: the rank that is to have the whole; None: all. Shard groups without it have nothing to do.
+        """
+        members = self.shard.members
+        if len(members) == 1 or (root is not None and root not in members):
+            return
+        spans = self._spans(values, first, n, what, members)
+        end = 0
+        for rank, (begin, count) in zip(members, spans, strict=True):
+            if begin != end and count:
+                raise self._broken(
+                    GeminiError(f"{what}: rank {rank} has elements from {begin} on, expected {end}")
+                )
+            end += count
+        if end != values.numel():
+            raise self._broken(
+                GeminiError(f"{what}: ranks have {end} of {values.numel()} elements")
+            )
+        pieces = dict(zip(members, (_piece(values, *span) for span in spans), strict=True))
+        mine = pieces.pop(self.rank)
+        takers = members if root is None else (root,)
+        sent = dict.fromkeys((r for r in takers if r != self.rank), mine)
+        self._exchange(what, sent, pieces if self.rank in takers else {})
+
+    def share(self, values: torch.Tensor, first: int, n: int, what: str) -> None:
+        """Rank 0's elements [first, first + n) become those of this rank; each rank says its own.
+
+        Args:
+            values: contiguous, on the CPU; elsewhere it stays as it is.
+        """
+        if self.size == 1:
+            return
+        everyone = range(self.size)
+        spans = self._spans(values, first, n, what, everyone)
+        pieces = {r: _piece(values, *spans[r]) for r in everyone if r}
+        if self.rank:
+            self._exchange(what, {}, {0: pieces[self.rank]})
+        else:
+            self._exchange(what, pieces, {})
+
+    def _spans(
+        self, values: torch.Tensor, first: int, n: int, what: str, members: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        if values.device.type != "cpu" or not values.is_contiguous():
+            raise ValueError(f"{what}: a contiguous tensor on the CPU is wanted")
+        told = self._tell(what, [values.numel(), str(values.dtype), first, n], members)
+        kinds = [json.dumps(own[:2]) for own in told]
+        if len(set(kinds)) > 1:
+            raise self._broken(
+                GeminiError(
+                    f"{what}: the ranks differ in its elements: {_by_value(kinds, members)}"
+                )
+            )
+        return [(own[2], own[3]) for own in told]
+
+    def _tell(self, what: str, value: Any, members: Sequence[int]) -> list[Any]:
+        if len(members) == 1:
+            return [value]
+        text = json.dumps([what, value]).encode()
+        mine = len(text).to_bytes(4, "little") + text
+        frames = self._swap(
+            what, mine[:_FRAME].ljust(_FRAME, b"\0"), dict.fromkeys(members, _FRAME)
+        )
+        lengths = {r: 4 + int.from_bytes(frame[:4], "little") for r, frame in frames.items()}
+        if max(lengths.values()) > _FRAME:
+            rests = {r: max(length - _FRAME, 0) for r, length in lengths.items()}
+            more = self._swap(what, mine[_FRAME:], rests)
+            frames = {r: frames[r] + more[r] for r in frames}
+        told = [json.loads(frames[r][4 : lengths[r]]) for r in members]
+        places = [place for place, _ in told]
+        if len(set(places)) > 1:
+            raise self._broken(
+                GeminiError(
+                    f"the ranks are at different places: {_by_value(places, members)}; all of them must make the same "
+                    "calls in the same order"
+                )
+            )
+        return [value for _, value in told]
+
+    def _swap(self, what: str, mine: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
+        """The bytes of each rank in `sizes`, of these sizes; `mine` goes to all of them."""
+        sent = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)
+        received = {r: torch.empty(size, dtype=torch.uint8) for r, size in sizes.items()}
+        others = [r for r in sizes if r != self.rank]
+        self._exchange(
+            what,
+            {r: (sent.data_ptr(), len(mine)) for r in others},
+            {r: (received[r].data_ptr(), sizes[r]) for r in others},
+        )
+        texts = {r: received[r].numpy().tobytes() for r in others}
+        return {r: texts.get(r, mine) for r in sizes}
+
+    def _exchange(
+        self,
+        what: str,
+        out: Mapping[int, tuple[int, int]],
+        into: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self.check()
+        nothing = (0, 0)
+        try:
+            self._gloo.exchange(
+                [out.get(r, nothing) for r in range(self.size)],
+                [into.get(r, nothing) for r in range(self.size)],
+            )
+        except GeminiDeviceError as error:
+            words = f"{what}, rank {self.rank} of {self.size}: {error}"
+            raise self._broken(GeminiDeviceError(words)) from error
+        except BaseException as error:  # KeyboardInterrupt: half of it may have been sent
+            self._broken(GeminiDeviceError(f"{what}: {type(error).__name__} on this rank"))
+            raise
+
+    # ---- failure ----
+
+    def check(self) -> None:
+        """Raises the first failure, if there is one."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+        if self.size > 1 and (self._gloo is None or self._pid != os.getpid()):
+            raise GeminiError("these ranks are closed, or this process was forked from one of them")
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def explained(self, error: GeminiError) -> GeminiError:
+        """An error that may be about other ranks, with what they say of it."""
+        if self._failure is not None or not isinstance(error, GeminiDeviceError):
+            return error
+        for comm in self._comms:
+            try:
+                comm.core.check()
+            except GeminiError:
+                told = comm.explained(error)
+                self.abort(str(error))
+                return told
+        return error
+
+    def _broken(self, error: GeminiError) -> GeminiError:
+        """`error`, from now on the end of everything between the ranks; with what the others said."""
+        if self._failure is not None:
+            return error
+        self._failure = error
+        self._notes.write("failed", str(error))
+        self._end(str(error))
+        if isinstance(error, GeminiDeviceError):
+            said = self._notes.read("failed", wait=min(2.0, self.timeout / 4))
+            parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
+            silent = [r for r in range(self.size) if r not in said]
+            if silent:
+                parts.append(f"{ranks_text(silent)} said nothing")
+            self._failure = type(error)("; ".join([str(error), *parts]))
+        return self._failure
+
+    def abort(self, reason: str) -> None:
+        """Ends it for all ranks: those that wait for this one raise, with `reason`. Idempotent."""
+        if self.size > 1 and self._gloo is not None and self._failure is None:
+            self._failure = GeminiError(f"rank {self.rank} has ended this run: {reason}")
+            self._notes.write("failed", reason)
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        for comm in self._comms:
+            comm.abort(reason)
+        if self._gloo is not None:
+            self._gloo.close()
+
+    @contextlib.contextmanager
+    def aborting(self, what: str) -> Iterator[None]:
+        """Inside, an exception on this rank is the end for all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(f"{what}: {type(error).__name__}: {error}")
+            raise
+
+    # ---- for the engine ----
+
+    def communicators(self, device: torch.device) -> tuple[Any, Any]:
+        """(of the shard group, of the replica group) for the core; None for a group of one rank. A collective."""
+        found = []
+        for name, group in (("shard", self.shard), ("replica", self.replica)):
+            if group.size == 1:
+                found.append(None)
+                continue
+            self.check()
+            store = dist.PrefixStore(f"{name}/{group.members[0]}", self._store)
+            try:
+                comm = connect(store, group.rank, group.size, device, self.timeout)
+            except GeminiError as error:
+                words = f"{name} group of {ranks_text(group.members)}: {error}"
+                raise self._broken(type(error)(words)) from error
+            self._comms.append(comm)
+            found.append(comm.core)
+        return found[0], found[1]
+
+    def close(self) -> None:
+        """Ends it on this rank; after the engine that uses it. Idempotent."""
+        _open.discard(self)
+        if self._pid != os.getpid():
+            return
+        for comm in self._comms:
+            comm.close()
+        if self._gloo is not None:
+            self._gloo.close()
+            self._gloo = None
+
+
+def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """(ranks in torch.distributed's numbers, (replicas, shards))."""
+    is_started = dist.is_available() and dist.is_initialized()
+    if mesh is None and not is_started:
+        n = os.environ.get("WORLD_SIZE", "")
+        if n.isdecimal() and int(n) > 1 and "RANK" in os.environ:
+            warnings.warn(
+                f"WORLD_SIZE={n}, but torch.distributed is not initialised: this process trains alone; call "
+                "torch.distributed.init_process_group() before manage() to train with the others",
+                stacklevel=4,
+            )
+        return (0,), (1, 1)
+    if not is_started:
+        raise GeminiError(
+            "mesh= was given, but torch.distributed is not initialised: start with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if mesh is None:
+        n = dist.get_world_size()
+        return tuple(range(n)), (1, n)
+    if isinstance(mesh, dist.ProcessGroup):
+        members = tuple(dist.get_process_group_ranks(mesh))
+        shape: tuple[int, ...] = (1, len(members))
+    elif isinstance(mesh, dist.device_mesh.DeviceMesh):
+        members = tuple(mesh.mesh.flatten().tolist())
+        shape = tuple(mesh.mesh.shape)
+        if len(shape) > 2:
+            raise GeminiError(
+                f"mesh has {len(shape)} dimensions: give one (shards) or two (replicas, shards) of them, for example "
+                f"mesh[{mesh.mesh_dim_names!r}[-1]]"
+            )
+    else:
+        raise TypeError(
+            f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}"
+        )
+    if dist.get_rank() not in members:
+        raise GeminiError(
+            f"rank {dist.get_rank()} is not in the mesh of {ranks_text(members)}: only its ranks call manage() with it"
+        )
+    return members, (shape if len(shape) == 2 else (1, *shape))
+
+
+def _groups_of(rank: int, shape: tuple[int, int]) -> tuple[Group, Group]:
+    """(shard group, replica group) of a rank in (replicas, shards), row by row."""
+    replicas, shards = shape
+    row, column = divmod(rank, shards)
+    shard = tuple(range(row * shards, (row + 1) * shards))
+    replica = tuple(range(column, replicas * shards, shards))
+    return Group(column, shard), Group(row, replica)
+
+
+def _host() -> list[str]:
+    """What tells this host from others: containers of one machine are hosts of their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return [socket.gethostname(), boot]
+
+
+def _piece(values: torch.Tensor, first: int, n: int) -> tuple[int, int]:
+    """(address, bytes) of elements [first, first + n)."""
+    size = values.element_size()
+    return values.data_ptr() + first * size, n * size
+
+
+def _by_value(said: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """ "'a' on ranks 0, 2, 'b' on rank 1"."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks or range(len(said)), said, strict=True):
+        by_text.setdefault(text, []).append(rank)
+    return ", ".join(f"{text[:300]} on {ranks_text(found)}" for text, found in by_text.items())
+
+
+@atexit.register
+def _leave() -> None:
+    """The process ends with engines open: the other ranks need not wait for it."""
+    error = getattr(sys, "last_value", None)
+    reason = "" if error is None else f" by {type(error).__name__}: {error}"
+    for ranks in list(_open):
+        if ranks._pid == os.getpid():
+            with contextlib.suppress(Exception):
+                ranks.abort(f"its process ended{reason}, with the engine open")
