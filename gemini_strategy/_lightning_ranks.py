@@ -7,23 +7,21 @@
 #
 # Invariants
 #   1. One device: no launcher, no process group, nothing collective. Notebooks and debuggers keep working.
-#   2. Every rank begins with the values that rank 0 has: parameters, buffers and what is still to be drawn.
-#   3. What a rank alone sees (an error, a signal) decides nothing before the others know of it.
-#   4. A rank that fails ends its part of the collectives, so that no other waits for it; the process that launched the
+#   2. What a rank alone sees (an error, a signal) decides nothing before the others know of it.
+#   3. A rank that fails ends its part of the collectives, so that no other waits for it; the process that launched the
 #      others does not leave them behind.
 
 import atexit
 import copy
-import hashlib
 import os
 import signal
 import subprocess
+import threading
 import time
 import zipfile
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +30,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
@@ -64,6 +62,7 @@ class Ranks:
     _parallel_devices: list[torch.device] | None
     _num_nodes = 1
     _mesh: DeviceMesh | None = None  # what it means for this run
+    _requeue: "_Requeue | None" = None
 
     # -- who is who ----------------------------------------------------------------------------------------------
 
@@ -196,7 +195,15 @@ class Ranks:
 
     def _make_mesh(self, device: torch.device) -> DeviceMesh | None:
         mesh = self.device_mesh
-        if mesh is None or isinstance(mesh, DeviceMesh):
+        if mesh is None:
+            return None
+        if isinstance(mesh, DeviceMesh):
+            members = sorted(mesh.mesh.flatten().tolist())
+            if members != list(range(self._n_ranks)):
+                raise self._pl.utilities.exceptions.MisconfigurationException(
+                    f"GeminiStrategy(device_mesh=...): the mesh has the ranks {members}, and the Trainer all of"
+                    f" {self._n_ranks}: each of them needs a place."
+                )
             return mesh
         shape = (self.num_nodes, self.num_processes) if mesh == "hybrid" else mesh
         return init_device_mesh(device.type, shape, mesh_dim_names=MESH_NAMES)
@@ -217,7 +224,7 @@ class Ranks:
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups cannot be copied or pickled; the next setup_environment finds or makes them.
-        return {**super().__getstate__(), "_mesh": None}  # type: ignore[misc]
+        return {**super().__getstate__(), "_mesh": None, "_requeue": None}  # type: ignore[misc]
 
     # -- what ranks say to each other ----------------------------------------------------------------------------
 
@@ -278,6 +285,8 @@ class Ranks:
         if self.is_distributed:
             with self._named(f"barrier {name!r}"):
                 dist.monitored_barrier(self._hosts, self.timeout, wait_all_ranks=True)
+        if name == "run-stage":  # the Trainer has its signal handlers, and goes on to its loop
+            self._defer_requeue()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
         """Whether all ranks, or with `all=False` any of them, decided so."""
@@ -303,64 +312,31 @@ class Ranks:
                 f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
             ) from error
 
-    # -- the same beginning --------------------------------------------------------------------------------------
-
-    def _agree_on_values(self, module: nn.Module) -> None:
-        """Give every rank rank 0's parameters and buffers, as DDP does. What is the same already is not sent.
-
-        Without seed_everything each process has built its module from other random numbers.
-        """
-        if not self.is_distributed:
-            return
-        named = [
-            (name, tensor)
-            for name, tensor in chain(module.named_parameters(), module.named_buffers())
-            if tensor.layout is torch.strided
-        ]
-        forms = [(name, tuple(t.shape), str(t.dtype), t.is_meta) for name, t in named]
-        digests = [None if tensor.is_meta else _digest(tensor) for _, tensor in named]
-        everyone: list[Any] = [None] * self._n_ranks
-        with self._named("comparison of the modules"):
-            dist.all_gather_object(everyone, (forms, digests), self._hosts)
-        for rank, (other, _) in enumerate(everyone):
-            if other != everyone[0][0]:
-                raise GeminiError(
-                    f"rank {rank} has built another module than rank 0: {_first_difference(everyone[0][0], other)}."
-                    " All ranks must build the same."
-                )
-        with torch.no_grad():
-            for index, (name, tensor) in enumerate(named):
-                if all(theirs[index] == everyone[0][1][index] for _, theirs in everyone):
-                    continue
-                values = tensor.detach().to("cpu", copy=True).contiguous()
-                with self._named(f"broadcast of {name}"):
-                    dist.broadcast(values.view(-1).view(torch.uint8), 0, self._hosts)
-                tensor.copy_(values)
-
-    @contextmanager
-    def _drawing_alike(self) -> Generator[None, None, None]:
-        """Draw what rank 0 draws. Ranks whose random numbers differ keep theirs for what comes afterwards."""
-        if not self.is_distributed:
-            yield
-            return
-        mine = torch.get_rng_state()
-        common = mine.clone()
-        with self._named("comparison of random states"):
-            dist.broadcast(common, 0, self._hosts)
-        if self.reduce_boolean_decision(bool(torch.equal(mine, common))):
-            yield
-            return
-        torch.set_rng_state(common)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(mine)
-
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def _on_rank_zero(self, state: dict[str, Any]) -> dict[str, Any]:
         """What all ranks have made together is kept by the one that writes it."""
-        return state if self._rank == 0 else {}
+        return state if not self.is_distributed or self._rank == 0 else {}
+
+    def _root(self) -> int | None:
+        """Rank 0, as the engine counts ranks; None where there are no others."""
+        return self.engine.ranks.members.index(0) if self.is_distributed else None
+
+    def _defer_requeue(self) -> None:
+        """Take the signal by which SLURM asks for a checkpoint: it finds each rank at another place."""
+        environment = self.cluster_environment
+        asked_by = getattr(environment, "requeue_signal", None)
+        self._requeue = None
+        if not self.is_distributed or not getattr(environment, "auto_requeue", False):
+            return
+        if threading.current_thread() is threading.main_thread() and asked_by is not None:
+            self._requeue = _Requeue(asked_by)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        requeue = self._requeue
+        if requeue is not None and self.reduce_boolean_decision(requeue.is_asked, all=False):
+            requeue.answer()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -368,9 +344,30 @@ class Ranks:
         super().on_exception(exception)  # type: ignore[misc]
         if not self.is_distributed:
             return
+        engine = self.engine
+        if engine is not None:
+            engine.ranks.abort(f"{type(exception).__name__}: {exception}")
         launched = getattr(self.launcher, "procs", None)
         if launched:
             atexit.register(end_processes, list(launched))
+
+
+class _Requeue:
+    """Lightning's own answer to a signal, put off until all ranks can give it together."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        self.is_asked = False
+        self._signum = signum
+        self._handler: Any = signal.getsignal(signum)
+        signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self.is_asked = True
+
+    def answer(self) -> None:
+        self.is_asked = False
+        if callable(self._handler):
+            self._handler(self._signum, None)
 
 
 class _Gathered(torch.autograd.Function):
@@ -442,15 +439,3 @@ def _operation(reduce_op: Any) -> str:
             " torch.distributed.ReduceOp."
         )
     return name
-
-
-def _digest(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha1(values.numpy(), usedforsecurity=False).hexdigest()
-
-
-def _first_difference(left: list[Any], right: list[Any]) -> str:
-    for mine, theirs in zip(left, right, strict=False):
-        if mine != theirs:
-            return f"{theirs} instead of {mine}"
-    return f"{len(right)} parameters and buffers instead of {len(left)}"

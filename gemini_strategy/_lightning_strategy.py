@@ -490,8 +490,6 @@ def build_strategy(tree: Tree) -> type:
             return None
 
         def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
-            with torch.inference_mode(False):
-                self._agree_on_values(module)
             if next(module.parameters(), None) is None and optimizer is None:
                 module.to(self.root_device)
                 return None
@@ -506,8 +504,7 @@ def build_strategy(tree: Tree) -> type:
                     " precision, with fp32 masters, use Trainer(precision='bf16-true')."
                 )
             is_blank = any(parameter.is_meta for parameter in module.parameters())
-            drawing = self._drawing_alike() if is_blank else nullcontext()
-            with torch.inference_mode(False), drawing:
+            with torch.inference_mode(False):
                 engine = gs.manage(
                     module,
                     optimizer,
@@ -569,19 +566,22 @@ def build_strategy(tree: Tree) -> type:
                 return super().lightning_module_state_dict()
             module = self.lightning_module
             if type(module).state_dict is pl.LightningModule.state_dict:
-                return self._on_rank_zero(engine.model_state_dict(masters=True))
+                return engine.model_state_dict(masters=True, root=self._root())
             # The module has its own idea of what is saved: its keys and shapes, our masters.
             state = dict(module.state_dict())
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 value = state.get(name)
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[name] = engine.slot_of(parameter).read_master()
+                    state[name] = engine.slot_of(parameter).read_master(self._root())
             return self._on_rank_zero(state)
 
         def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
             if isinstance(optimizer, lightning_optimizer):
                 optimizer = optimizer.optimizer
-            return self._on_rank_zero(optimizer.state_dict())
+            engine = self.engine
+            if self.is_distributed and engine is not None and engine.optimizer is optimizer:
+                return engine.optimizer_state_dict(root=self._root())
+            return optimizer.state_dict()
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
             states = checkpoint["optimizer_states"]

@@ -3,6 +3,7 @@
 
 import functools
 import importlib
+import os
 from types import ModuleType
 from typing import Any
 
@@ -203,6 +204,13 @@ def make_trainer(tree: str, strategy: Any = "gemini", **options: Any) -> Any:
     return load_tree(tree).Trainer(strategy=strategy, **options)
 
 
+def ranked_trainer(
+    rank: int, size: int, tree: str = "lightning", strategy: Any = "gemini", **options: Any
+) -> Any:
+    os.environ["LOCAL_RANK"] = str(rank)  # the test has started the processes
+    return make_trainer(tree, strategy, devices=size, **options)
+
+
 def fit(
     tree: str,
     module: Any,
@@ -246,7 +254,7 @@ def unwrapped(optimizer: Any) -> Any:
 def reference_weights(module: Any, optimizer: Any) -> dict[str, Tensor]:
     """state_dict with every trainable parameter as its fp32 master."""
     weights = dict(module.state_dict())
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
         data = parameter.detach()
@@ -338,8 +346,8 @@ def summable_class(tree: str) -> type:
             n_batches: int = 6,
             lr: float = 1e-2,
             is_late: bool = False,
-            clip: float | None = None,
             is_manual: bool = False,
+            overflows_on: int = -1,
         ) -> None:
             super().__init__()
             self.n_ranks = n_ranks
@@ -347,7 +355,7 @@ def summable_class(tree: str) -> type:
             self.n_batches = n_batches
             self.lr = lr
             self.automatic_optimization = not is_manual
-            self.clip = clip
+            self.overflows_on = overflows_on
             self.seen: list[int] = []
             self.layers: nn.ModuleList | None = None
             if not is_late:
@@ -377,8 +385,12 @@ def summable_class(tree: str) -> type:
             numbers = batch[0]
             self.seen += numbers.tolist()
             loss = self.loss(numbers)
+            if batch_idx == 2 and self.overflows_on == self.global_rank:
+                loss = loss * float("inf")
             # Each rank's own mean, whose mean is this; the loss that is minimised is not divided by the ranks.
-            self.log("loss", loss.detach() / (self.n_ranks if self.is_reference else 1), sync_dist=True)
+            self.log(
+                "loss", loss.detach() / (self.n_ranks if self.is_reference else 1), sync_dist=True
+            )
             if self.automatic_optimization:
                 return loss
             optimizer = self.optimizers()
@@ -386,14 +398,6 @@ def summable_class(tree: str) -> type:
             self.manual_backward(loss)
             optimizer.step()
             return None
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if not self.is_reference:
-                return
-            power = 2 ** (self.n_ranks.bit_length() - 1)
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(power).div_(self.n_ranks / power)
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch[0].float().mean() + self.loss(batch[0]), sync_dist=True)
@@ -404,7 +408,10 @@ def summable_class(tree: str) -> type:
         def configure_optimizers(self) -> Any:
             groups = [
                 {"params": [p for p in self.parameters() if p.requires_grad and p.ndim > 1]},
-                {"params": [p for p in self.parameters() if p.requires_grad and p.ndim <= 1], "weight_decay": 0.0},
+                {
+                    "params": [p for p in self.parameters() if p.requires_grad and p.ndim <= 1],
+                    "weight_decay": 0.0,
+                },
             ]
             return gs.HybridAdam(groups, lr=self.lr, weight_decay=0.1)
 
@@ -434,6 +441,28 @@ def late_summable_class(tree: str) -> type:
     return Late
 
 
+@functools.cache
+def reference_summable_class(tree: str) -> type:
+    class Reference(summable_class(tree)):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            power = 2 ** (self.n_ranks.bit_length() - 1)
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(power).div_(self.n_ranks / power)
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            if gradient_clip_val and gradient_clip_algorithm == "value":
+                nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+            elif gradient_clip_val:
+                unwrapped(optimizer).clip_grad_norm_(gradient_clip_val)
+
+    return Reference
+
+
 def summable(tree: str, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
+    if options.get("is_reference"):
+        return reference_summable_class(tree)(**options)
     return (late_summable_class if options.get("is_late") else summable_class)(tree)(**options)

@@ -11,21 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_strategy as gs
 from gemini_strategy._lightning_ranks import end_processes, load_mapped
 from gemini_strategy.lightning import strategy_class
-from lightning_case import TREES, load_tree, make_trainer, same
+from lightning_case import TREES, load_tree, ranked_trainer, same
 from ranks import run_ranks, values
-
-
-def ranked_trainer(
-    rank: int, size: int, tree: str = "lightning", strategy: Any = "gemini", **options: Any
-) -> Any:
-    os.environ["LOCAL_RANK"] = str(rank)  # the test has started the processes
-    return make_trainer(tree, strategy, devices=size, **options)
 
 
 def talk(trainer: Any, tree: str, what: Any) -> Any:
@@ -171,60 +164,6 @@ def test_without_the_sampler_each_rank_has_all_data(tmp_path: Path) -> None:
     found = values(run_ranks(2, tmp_path, seen_and_logged, "pytorch_lightning", False))
     assert all(seen == list(range(12)) for seen, _ in found)
     assert all(metrics == {"mean": 5.5, "sum": 132.0} for _, metrics in found)
-
-
-# ---- the same beginning --------------------------------------------------------------------------
-
-
-def some_module(seed: int, width: int = 5) -> nn.Module:
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-    module[1].running_mean.normal_()
-    module[0].bias = module[1].bias  # tied
-    module.register_buffer("number", torch.tensor(seed))
-    module.register_buffer("nothing", torch.empty(0, 4))
-    module.register_parameter("halves", nn.Parameter(torch.randn(7).bfloat16()))
-    module.register_parameter("later", nn.Parameter(torch.empty(4, 4, device="meta")))
-    return module
-
-
-def values_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in module.state_dict().items() if not value.is_meta}
-
-
-def check_beginning(rank: int, size: int) -> None:
-    trainer = ranked_trainer(rank, size)
-    talk(trainer, "lightning", lambda strategy: check_beginning_of(strategy, rank, size))
-
-
-def check_beginning_of(strategy: Any, rank: int, size: int) -> None:
-    module = some_module(seed=10 + rank)
-    strategy._agree_on_values(module)
-    same(values_of(module), values_of(some_module(seed=10)), "after")
-    assert module[0].bias is module[1].bias and module.later.is_meta
-    other = some_module(seed=1, width=6 if rank == size - 1 else 5)
-    with pytest.raises(gs.GeminiError, match=rf"rank {size - 1} has built another module.*6, 3"):
-        strategy._agree_on_values(other)
-
-    def drawn(seed: int) -> tuple[Tensor, Tensor]:
-        """What is drawn alike, and what this rank draws afterwards."""
-        torch.manual_seed(seed)
-        with strategy._drawing_alike():
-            alike = torch.rand(3)
-        return alike, torch.rand(3)
-
-    torch.manual_seed(20)
-    first, second = torch.rand(3), torch.rand(3)
-    same(drawn(20), (first, second), "one stream that all ranks have")
-    torch.manual_seed(20 + rank)
-    own = torch.rand(3)
-    alike, after = drawn(20 + rank)
-    same(alike, first, "what rank 0 draws")
-    same(after, own, "each rank's own stream, from where it was")
-
-
-def test_ranks_begin_with_the_values_of_rank_zero(tmp_path: Path) -> None:
-    values(run_ranks(3, tmp_path, check_beginning))
 
 
 # ---- files, processes ----------------------------------------------------------------------------
