@@ -77,6 +77,9 @@ static void engine_free(gm_engine *engine)
         (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
     }
     gm_chunks_free(engine->chunks);
+    if (engine->collectives != engine->plan) {
+        gm_plan_free(engine->collectives);
+    }
     gm_plan_free(engine->plan);
     while (engine->leases) {
         gm_lease *lease = engine->leases;
@@ -90,6 +93,7 @@ static void engine_free(gm_engine *engine)
     gm_pass_free(engine);
     gm_update_free(engine);
     gm_gather_free(engine);
+    gm_agree_free(engine);
     gm_shard_free(engine);
     if (engine->is_pinned_arena) {
         engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
@@ -200,7 +204,7 @@ static gm_status index_units(gm_engine *engine, const gm_engine_options *options
 /* The homes, pinned, with a staging area behind them; checked against the host budget before allocating. */
 static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_budget)
 {
-    size_t sums = (engine->n_params + (size_t)1) * sizeof(gm_sumsq);
+    size_t sums = gm_sums_bytes(engine);
     size_t staging = engine->device->is_host ? 0 : GM_STAGING_BYTES + sums;
     if (home_bytes > host_budget) {
         return GM_FAIL(
@@ -331,6 +335,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     GM_TRY_GOTO(status, fail, gm_gather_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
     GM_TRY_GOTO(status, fail, gm_shard_new(engine));
+    GM_TRY_GOTO(status, fail, gm_agree_new(engine));
     GM_TRY_GOTO(status, fail, gm_update_new(engine));
     GM_TRY_GOTO(status, fail, gm_pass_new(engine));
     *out = engine;

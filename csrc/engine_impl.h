@@ -55,12 +55,14 @@ typedef struct gm_chunk_state {
     uint32_t n_held;                /* of them, is_held */
     uint32_t n_unreduced;           /* of them, is_unreduced */
     uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
-    uint64_t gathered;              /* n_steps when they were gathered */
-    uint64_t arrival;               /* the pass that n_arrived counts */
-    uint64_t updated;               /* the pass whose backward has updated the chunk */
-    atomic_ullong n_immediate;      /* updates inside a backward, so far */
-    bool is_pending;                /* task[] waits to be issued */
-    bool is_armed;                  /* task[] is ready for an immediate update */
+    /* The gathered weights, as all ranks see them; see shard.c. */
+    bool is_gathered, is_doomed;
+    uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
+    uint64_t arrival;           /* the pass that n_arrived counts */
+    uint64_t updated;           /* the pass whose backward has updated the chunk */
+    atomic_ullong n_immediate;  /* updates inside a backward, so far */
+    bool is_pending;            /* task[] waits to be issued */
+    bool is_armed;              /* task[] is ready for an immediate update */
     gm_task task[2];
 } gm_chunk_state;
 
@@ -94,6 +96,8 @@ struct gm_engine {
     gm_piece shown;        /* what tensors show: GM_WEIGHT or GM_GATHERED */
     gm_stream comm_stream; /* of every collective */
     uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
+    gm_event wished[2]; /* see agree.c */
+    uint64_t n_wishes;
     float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
     gm_arena *arena;
     bool is_pinned_arena, is_strict;
@@ -132,16 +136,19 @@ struct gm_engine {
 
     /* gradients and their norm */
     bool wants_sums;
-    uint8_t *staging;    /* pinned, GM_STAGING_BYTES; NULL on the host device */
-    gm_sumsq *sums;      /* (n_params + 1,) device memory; the last one is scratch */
-    gm_sumsq *sums_home; /* (n_params + 1,) pinned host memory */
+    uint8_t *staging; /* pinned, GM_STAGING_BYTES; NULL on the host device */
+    gm_sumsq *sums; /* (n_params + 1 + GM_AGREE_SUMS,) device memory; the n_params'th is scratch */
+    gm_sumsq *sums_home; /* the same, pinned host memory */
     gm_block *sums_blocks;
     size_t n_sums_blocks;
 
     /* passes, traces, the plan */
     gm_book *book;
-    gm_plan *plan;  /* followed; NULL: on demand */
-    gm_rates rates; /* as measured at start-up, and by steps since */
+    gm_plan *plan; /* followed; NULL: on demand */
+    /* With more ranks than one: the plan that orders collectives.  It is `plan`, unless this rank had to leave that. */
+    gm_plan *collectives;
+    uint32_t *gathered_owners; /* (blocks of that plan,) chunk, or GM_NO_CHUNK */
+    gm_rates rates;            /* as measured at start-up, and by steps since */
     gm_tuner tuner;
     gm_window window; /* see replay.c */
     bool is_tuned;    /* steps correct the rates */
@@ -195,7 +202,16 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
     return &engine->params[gm_layout_chunk(engine->layout, chunk)->first_param].spec;
 }
 
+#define GM_NO_CHUNK UINT32_MAX
+
 enum { GM_STAGING_BYTES = 16 << 20 };
+/* Behind the sums of parameters, for numbers that ranks agree on (agree.c): as many more gm_sumsq. */
+enum { GM_AGREE_SUMS = 8 };
+
+static inline size_t gm_sums_bytes(const gm_engine *engine)
+{
+    return ((size_t)engine->n_params + 1 + GM_AGREE_SUMS) * sizeof(gm_sumsq);
+}
 
 /* engine.c */
 gm_status gm_engine_begin_call(gm_engine *engine); /* locks; drains ended leases */
@@ -271,6 +287,11 @@ void gm_shard_free(gm_engine *engine);
 bool gm_shard_has_unreduced(const gm_engine *engine); /* gradients go through GM_UNREDUCED */
 gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
 gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* Gathers now what a plan wants soon. */
+gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk);
+/* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
+gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan);
+gm_status gm_shard_forget_all(gm_engine *engine);
 /* A gradient of this pass, before the sum over ranks. */
 gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                              gm_stream stream);
@@ -278,11 +299,21 @@ gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p, gm_stream stream);
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk);
 gm_status gm_shard_reduce_all(gm_engine *engine);
+/* A failure of the communicators that showed after a collective was issued. */
+gm_status gm_shard_check(const gm_engine *engine);
 /* *sum becomes the sum over the ranks; the host waits. */
 gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream);
 /* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
 gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream);
+
+/* agree.c */
+gm_status gm_agree_new(gm_engine *engine);
+void gm_agree_free(gm_engine *engine);
+/* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
+gm_status gm_agree_max(gm_engine *engine, uint64_t *values, size_t n);
+/* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
+gm_status gm_agree_wish(gm_engine *engine, bool wish, bool *out);
 
 /* field.c */
 typedef struct gm_slice {

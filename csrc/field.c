@@ -299,6 +299,7 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
             (const uint8_t *)src + (begin - first) * field_width(engine, p, field);
         status = write_part(engine, p, field, begin - p->part_first, end - begin, from, stream);
     }
+    engine->chunk_states[p->place.chunk].version++;
     return gm_engine_end_call(engine, status);
 }
 

@@ -13,7 +13,7 @@
 gm_status gm_gather_new(gm_engine *engine)
 {
     gm_device *device = engine->device;
-    size_t bytes = ((size_t)engine->n_params + 1) * sizeof(gm_sumsq);
+    size_t bytes = gm_sums_bytes(engine);
     if (device->is_host) {
         engine->sums = calloc(1, bytes);
         engine->sums_home = engine->sums;
@@ -40,8 +40,7 @@ void gm_gather_free(gm_engine *engine)
         free(engine->sums);
         return;
     }
-    size_t n = gm_round_up(((size_t)engine->n_params + 1) * sizeof(gm_sumsq),
-                           device ? device->block_bytes : 1);
+    size_t n = gm_round_up(gm_sums_bytes(engine), device ? device->block_bytes : 1);
     if (engine->sums) {
         device->ops->range_free(device, (uintptr_t)engine->sums, n);
     }

@@ -168,7 +168,9 @@ void gm_pass_end(gm_engine *engine)
         engine->wants_plan = true;
     } else if (!gm_plan_knows(engine->plan, trace->hash)) {
         engine->wants_plan |= trace->has_backward;
-        gm_replay_learn(engine, trace);
+        if (!engine->comm_stream) { /* ranks learn together, with the next plan */
+            gm_replay_learn(engine, trace);
+        }
     }
 }
 
@@ -176,10 +178,12 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
 {
     gm_pass_end(engine);
     GM_TRY(gm_shard_reduce_all(engine)); /* chunks of which not every gradient has come */
-    if (!engine->plan && engine->wants_plan && engine->n_steps == 0 && engine->runs.n > 0 &&
-        engine->n_pending == 0) {
-        (void)gm_replay_plan(
-            engine); /* evaluation or inference before any step, or without an optimizer */
+    bool is_alone = !engine->comm_stream;
+    bool is_unplanned = is_alone ? !engine->plan && engine->wants_plan : !engine->collectives;
+    if (is_unplanned && engine->n_steps == 0 && engine->runs.n > 0 && engine->n_pending == 0) {
+        /* evaluation or inference before any step, or without an optimizer */
+        gm_status planned = gm_replay_plan(engine);
+        GM_TRY(is_alone ? GM_OK : planned);
         engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
     }
     engine->is_pass_open = true;
@@ -231,6 +235,8 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
         memory.weights[class] += bytes[GM_WEIGHT];
         memory.states += bytes[GM_STATE];
         memory.grads += bytes[GM_GRAD];
+        memory.gathered += bytes[GM_GATHERED];
+        memory.unreduced += bytes[GM_UNREDUCED];
     }
     memory.free_blocks = stats.device_bytes > live ? stats.device_bytes - live : 0;
     memory.host = engine->arena ? gm_arena_bytes(engine->arena) : 0;
@@ -265,10 +271,10 @@ gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_str
         log_tick(engine, kind, id, outside, stream);
     }
     engine->is_following = engine->plan && trace != GM_NO_TRACE;
+    bool is_ordered = (engine->plan || engine->collectives) && trace != GM_NO_TRACE;
     engine->n_deviations += was_following && !engine->is_following;
-    return engine->is_following
-               ? gm_replay_ops(engine, gm_book_trace(engine->book, trace), engine->tick)
-               : GM_OK;
+    return is_ordered ? gm_replay_ops(engine, gm_book_trace(engine->book, trace), engine->tick)
+                      : GM_OK;
 }
 
 gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)

@@ -66,6 +66,7 @@ typedef struct gm_plan_input {
     size_t device_bytes;   /* for blocks: the budget less everything else at its peak */
     double state_share;    /* in [0, 1]: share of what the weights leave for states and gradients */
     gm_rates rates;
+    uint32_t n_ranks;
 } gm_plan_input;
 
 /* Blocks that a piece takes at its place. */
@@ -90,7 +91,8 @@ typedef enum gm_op_kind {
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
     /* The chunk's pending update, if there is one, with the copies for it that were not made; streamed states pass
      * through the device with it. */
-    GM_OP_UPDATE
+    GM_OP_UPDATE,
+    GM_OP_GATHER
 } gm_op_kind;
 
 typedef struct gm_op {

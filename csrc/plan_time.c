@@ -278,6 +278,7 @@ static void follow_op(gm_replay *r, const gm_op *op)
         fetch(r, op->chunk);
         break;
     case GM_OP_GRAD_IN: grad_in(r, op->chunk); break;
+    case GM_OP_GATHER: break;
     case GM_OP_GRAD_OUT: grad_out(r, op->chunk); break;
     case GM_OP_UPDATE: update(r, op->chunk); break;
     }

@@ -120,14 +120,14 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
     return finished(dict, failed);
 }
 
-/* Bytes on the device: {"R": ..., "S1": ..., ..., "states", "grads", "outside", "free"}. */
+/* Bytes on the device: {"R": ..., "S1": ..., ..., "states", "grads", "gathered", "unreduced",
+ * "outside", "free"}. */
 static PyObject *memory_of(const gm_log_memory *memory)
 {
     const named_size sizes[] = {
-        {"states", memory->states},
-        {"grads", memory->grads},
-        {"outside", memory->outside},
-        {"free", memory->free_blocks},
+        {"states", memory->states},     {"grads", memory->grads},
+        {"gathered", memory->gathered}, {"unreduced", memory->unreduced},
+        {"outside", memory->outside},   {"free", memory->free_blocks},
     };
     PyObject *dict = by_class(memory->weights);
     return finished(dict, !dict || put_sizes(dict, sizes, N_OF(sizes)) < 0);

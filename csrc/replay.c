@@ -7,6 +7,7 @@
  *
  * A window: the first steps under a plan, of which those after STEPS_SKIPPED are timed for tune.h. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "engine_impl.h"
 
@@ -26,6 +27,7 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
         return engine->chunk_states[op->chunk].n_held > 0
                    ? gm_chunks_prefetch(chunks, op->chunk, GM_GRAD, &is_done)
                    : GM_OK;
+    case GM_OP_GATHER: return gm_shard_prefetch(engine, op->chunk);
     case GM_OP_GRAD_OUT: return gm_chunks_send_home(chunks, op->chunk, GM_GRAD);
     default: return gm_update_issue(engine, op->chunk);
     }
@@ -34,7 +36,8 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
 gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
 {
     uint32_t n;
-    const gm_op *ops = gm_plan_ops(engine->plan, trace->hash, tick, &n);
+    const gm_plan *plan = engine->plan ? engine->plan : engine->collectives;
+    const gm_op *ops = gm_plan_ops(plan, trace->hash, tick, &n);
     for (uint32_t i = 0; i < n; i++) {
         GM_TRY(run_op(engine, &ops[i]));
     }
@@ -44,7 +47,9 @@ gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
 /* On demand from here on, with what is resident and the whole budget. */
 static gm_status drop_plan(gm_engine *engine)
 {
-    gm_plan_free(engine->plan);
+    if (engine->plan != engine->collectives) {
+        gm_plan_free(engine->plan);
+    }
     engine->plan = NULL;
     GM_TRY(gm_chunks_leave_placement(engine->chunks)); /* waits: the stage is idle after it */
     gm_stage_free(engine);
@@ -68,6 +73,9 @@ typedef struct inputs {
     gm_plan_chunk *chunks;
     const gm_trace *traces[GM_TRACES_KEPT];
     uint32_t n_runs[GM_TRACES_KEPT];
+    gm_trace *copies; /* several ranks: of the traces, with what all ranks know */
+    gm_tick *ticks;
+    bool has_left;
 } inputs;
 
 /* Blocks that a plan may have: what the budget and the device leave beside everything else at its peak. */
@@ -113,8 +121,9 @@ static gm_status describe_chunks(gm_engine *engine, inputs *in)
             chunk->blocks[piece] =
                 (uint32_t)(gm_round_up(chunk->bytes[piece], block_bytes) / block_bytes);
         }
-        chunk->numel =
-            gm_chunk_spec(engine, id)->has_moments ? gm_layout_chunk(engine->layout, id)->used : 0;
+        const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, id);
+        uint64_t most = shape->used < shape->shard_numel ? shape->used : shape->shard_numel;
+        chunk->numel = gm_chunk_spec(engine, id)->has_moments ? most : 0;
         chunk->must_reside = gm_chunks_pins(engine->chunks, id, GM_WEIGHT) > 0;
     }
     in->plan.chunks = in->chunks;
@@ -161,6 +170,7 @@ static gm_status fill_inputs(gm_engine *engine, inputs *in)
                                        engine->device->block_bytes);
     in->plan.state_share = engine->state_share;
     in->plan.rates = engine->rates;
+    in->plan.n_ranks = engine->n_shards * engine->n_replicas;
     GM_TRY(describe_chunks(engine, in));
     list_traces(engine, in);
     in->plan.device_bytes = device_bytes(engine);
@@ -308,15 +318,229 @@ static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
     return engine->plan && gm_plan_get_info(engine->plan)->hash == gm_plan_get_info(plan)->hash;
 }
 
+/* ---- several ranks: one plan ---- */
+
+/* What ranks compare and join before they plan; each becomes the largest of all ranks. */
+typedef struct common {
+    uint64_t
+        cannot; /* something is shown that a plan may not move, or nothing is known to plan from */
+    uint64_t has_left;     /* the placement, for lack of memory */
+    uint64_t spared_bytes; /* complement of those that a plan may have */
+    uint64_t when, has_repeats;
+    uint64_t passes,
+        other_passes; /* a hash of what ran, and its complement: equal where all agree */
+    uint64_t n_ticks, other_n_ticks;
+} common;
+
+static uint64_t fnv1a(uint64_t hash, uint64_t value)
+{
+    for (int i = 0; i < 8; i++) {
+        hash = (hash ^ ((value >> (8 * i)) & 0xff)) * UINT64_C(0x100000001b3);
+    }
+    return hash;
+}
+
+static bool is_anything_shown(const gm_engine *engine)
+{
+    bool is_shown = engine->n_touched > 0 || engine->n_entered > 0;
+    for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+        is_shown = is_shown || gm_chunks_pins(engine->chunks, id, engine->shown) > 0;
+    }
+    return is_shown;
+}
+
+static void describe(const gm_engine *engine, const inputs *in, common *out)
+{
+    uint64_t hash = UINT64_C(0xcbf29ce484222325), n_ticks = 0;
+    for (uint32_t t = 0; t < in->plan.n_traces; t++) {
+        hash = fnv1a(fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);
+        n_ticks += in->traces[t]->n;
+    }
+    *out = (common){
+        .cannot = is_anything_shown(engine) || engine->is_strict || engine->rates.h2d <= 0 ||
+                  engine->runs.n == 0,
+        .has_left = engine->plan == NULL,
+        .spared_bytes = ~(uint64_t)in->plan.device_bytes,
+        .when = in->plan.when,
+        .has_repeats = engine->has_repeats,
+        .passes = hash,
+        .other_passes = ~hash,
+        .n_ticks = n_ticks,
+        .other_n_ticks = ~n_ticks,
+    };
+}
+
+/* The traces with the longest times and the most memory of all ranks: copies, to be freed with `in`. */
+static gm_status join_traces(gm_engine *engine, inputs *in, size_t n_ticks)
+{
+    enum { N = 3 };
+    uint64_t *values = calloc(N * n_ticks + 1, sizeof *values), *at = values;
+    in->copies = calloc(in->plan.n_traces + 1u, sizeof *in->copies);
+    in->ticks = calloc(n_ticks + 1, sizeof *in->ticks);
+    if (!values || !in->copies || !in->ticks) {
+        free(values);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %zu ticks", n_ticks);
+    }
+    gm_tick *tick = in->ticks;
+    for (uint32_t t = 0; t < in->plan.n_traces; t++) {
+        in->copies[t] = *in->traces[t];
+        in->copies[t].ticks = tick;
+        memcpy(tick, in->traces[t]->ticks, in->traces[t]->n * sizeof *tick);
+        for (uint32_t i = 0; i < in->traces[t]->n; i++, tick++, at += N) {
+            double seconds = tick->seconds;
+            memcpy(&at[0], &seconds, sizeof seconds);
+            at[1] = tick->outside_bytes;
+            at[2] = tick->until;
+        }
+        in->traces[t] = &in->copies[t];
+    }
+    gm_status status = gm_agree_max(engine, values, N * n_ticks);
+    for (size_t i = 0; i < n_ticks && status == GM_OK; i++) {
+        double seconds;
+        memcpy(&seconds, &values[N * i], sizeof seconds);
+        in->ticks[i].seconds = (float)seconds;
+        in->ticks[i].outside_bytes = values[N * i + 1];
+        in->ticks[i].until = (uint32_t)values[N * i + 2];
+    }
+    free(values);
+    return status;
+}
+
+/* Makes the plan; *out is NULL where a rank cannot, on every rank. */
+static gm_status make_common_plan(gm_engine *engine, inputs *in, gm_plan **out)
+{
+    gm_plan *plan = NULL;
+    gm_status made = gm_plan_new(&in->plan, &plan);
+#ifdef GM_DEBUG
+    GM_ASSERT(made != GM_OK || gm_plan_check(plan, &in->plan) == GM_OK);
+#endif
+    uint64_t hash = made == GM_OK ? gm_plan_get_info(plan)->hash : 0;
+    uint64_t values[3] = {made != GM_OK, hash, ~hash};
+    gm_status status = gm_agree_max(engine, values, 3);
+    if (status == GM_OK && values[0] == 0 && values[1] != ~values[2]) {
+        status = GM_FAIL(GM_ERR_STATE, "the ranks have made different plans (here %016llx)",
+                         (unsigned long long)hash);
+    }
+    if (status != GM_OK || values[0]) {
+        gm_plan_free(plan);
+        plan = NULL;
+    }
+    *out = plan;
+    return status;
+}
+
+/* All ranks or none; *out_bytes is what a plan may have where this one did not fit a rank. */
+static gm_status adopt_together(gm_engine *engine, gm_plan *plan, bool *out, size_t *out_bytes)
+{
+    uint32_t n_blocks = 0;
+    size_t block_bytes = engine->device->block_bytes, bytes = gm_plan_n_blocks(plan) * block_bytes;
+    gm_status status = gm_chunks_set_limit(engine->chunks, bytes, NULL);
+    status = status == GM_OK ? gm_chunks_adopt(engine->chunks, plan, &n_blocks) : status;
+    status = status == GM_OK ? gm_stage_new(engine) : status;
+    status = status == GM_OK ? gm_shard_adopt(engine, plan) : status;
+    size_t had = n_blocks * block_bytes, has = device_bytes(engine);
+    uint64_t values[2] = {status != GM_OK, ~(uint64_t)(has < had ? has : had)};
+    GM_TRY(gm_agree_max(engine, values, 2));
+    *out = values[0] == 0;
+    *out_bytes = (size_t)~values[1];
+    engine->plan = *out ? plan : NULL;
+    engine->n_plans += *out;
+    return GM_OK;
+}
+
+/* Back to demand, on all ranks. */
+static gm_status part_from_plan(gm_engine *engine)
+{
+    gm_plan *old = engine->collectives;
+    GM_TRY(drop_plan(engine)); /* which leaves it to this */
+    GM_TRY(gm_shard_forget_all(engine));
+    gm_plan_free(old);
+    return GM_OK;
+}
+
+static gm_status plan_from(gm_engine *engine, inputs *in)
+{
+    enum { MOST_TRIES = 4 };
+    gm_plan *plan;
+    bool is_done = false;
+    for (int i = 0; i < MOST_TRIES && !is_done; i++) {
+        GM_TRY(make_common_plan(engine, in, &plan));
+        if (!plan) {
+            return part_from_plan(engine);
+        }
+        if (i == 0 && !in->has_left && engine->collectives &&
+            gm_plan_get_info(engine->collectives)->hash == gm_plan_get_info(plan)->hash) {
+            gm_plan_free(engine->collectives); /* same places and order, newer predictions */
+            engine->plan = engine->collectives = plan;
+            return GM_OK;
+        }
+        GM_TRY(gm_update_issue_all(engine)); /* in the places they know */
+        GM_TRY(part_from_plan(engine));
+        GM_TRY(adopt_together(engine, plan, &is_done, &in->plan.device_bytes));
+        if (!is_done) {
+            if (engine->collectives != plan) {
+                gm_plan_free(plan);
+            }
+            GM_TRY(part_from_plan(engine));
+        }
+    }
+    return GM_OK;
+}
+
+/* An error here is one of the ranks', and ends the run; that there is no plan is none. */
+static gm_status plan_together(gm_engine *engine)
+{
+    bool is_due = engine->collectives == NULL;
+    if (!is_due) {
+        GM_TRY(gm_agree_wish(engine, engine->wants_plan, &is_due));
+    }
+    if (!is_due) {
+        return GM_OK;
+    }
+    inputs in = {0};
+    common here, all;
+    gm_status status;
+    GM_TRY_GOTO(status, done, fill_inputs(engine, &in));
+    describe(engine, &in, &here);
+    all = here;
+    GM_TRY_GOTO(status, done,
+                gm_agree_max(engine, (uint64_t *)&all, sizeof all / sizeof(uint64_t)));
+    if (all.passes != ~all.other_passes || all.n_ticks != ~all.other_n_ticks) {
+        status =
+            GM_FAIL(GM_ERR_STATE,
+                    "the ranks have run different passes since the last step (here %u kinds of "
+                    "pass with %llu ticks): every rank must run the same units in the same order",
+                    in.plan.n_traces, (unsigned long long)here.n_ticks);
+        goto done;
+    }
+    engine->wants_plan = all.cannot > 0;
+    if (!all.cannot) {
+        in.has_left = all.has_left > 0;
+        in.plan.device_bytes = (size_t)~all.spared_bytes;
+        in.plan.when = all.has_repeats ? GM_DEFERRED : (gm_when)all.when;
+        status = join_traces(engine, &in, here.n_ticks);
+        status = status == GM_OK ? plan_from(engine, &in) : status;
+    }
+done:
+    free(in.chunks);
+    free(in.copies);
+    free(in.ticks);
+    return status;
+}
+
 gm_status gm_replay_plan(gm_engine *engine)
 {
     engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
     gm_pass_resolve_times(engine); /* of the first steps only; it may find that a plan is due */
+    if (engine->comm_stream) {
+        gm_status planned = plan_together(engine);
+        engine->runs.n = 0;
+        return planned;
+    }
     if (watch_step(engine) != GM_OK) {
         engine->tuner.is_done = true; /* without times there is nothing to learn */
     }
-    if (engine->is_strict || engine->n_shards * engine->n_replicas > 1 || !engine->wants_plan ||
-        engine->runs.n == 0 || engine->rates.h2d <= 0) {
+    if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
         engine->runs.n = 0;
         return GM_OK;
     }

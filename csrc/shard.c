@@ -1,9 +1,11 @@
 /* shard.c - chunks of which each rank owns a part: gathering their weights, and summing their gradients.
  *
  * Invariants
- *   1. What begins a collective depends on the sequence of calls alone (units, backward nodes, leases that are made,
- *      gradients, steps), which is the same on all ranks; never on memory, on time, or on when a lease ends.  So a
- *      use gathers unless an earlier one still holds what was gathered since the last step, and leases do not count.
+ *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases that are made,
+ *      gradients, steps) and on the plan that the ranks share, which are the same on all ranks; never on memory, on
+ *      time, or on when a lease ends.  So is_gathered is kept apart from residence: it is set by a gathering, and
+ *      cleared on demand with the last use, under a plan when another chunk is gathered into the plan's blocks of
+ *      this one - also where this rank has left the plan's placement for lack of memory, and keeps to its order.
  *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
  *   3. Gathered weights are pinned while anybody needs them, unreduced gradients from the first one until their
  *      reduction: nobody evicts a transient piece.
@@ -13,6 +15,7 @@
  * The host waits in: gm_shard_sum; and on demand where a piece is released. */
 #include "engine_impl.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 gm_status gm_shard_new(gm_engine *engine)
@@ -60,6 +63,7 @@ void gm_shard_free(gm_engine *engine)
     if (engine->comm_stream) {
         leave(engine);
         engine->device->ops->stream_free(engine->device, engine->comm_stream);
+        free(engine->gathered_owners);
     }
 }
 
@@ -76,8 +80,7 @@ bool gm_shard_has_unreduced(const gm_engine *engine)
     return engine->n_shards * engine->n_replicas > 1;
 }
 
-/* A failure that showed after a collective was issued. */
-static gm_status check_comms(const gm_engine *engine)
+gm_status gm_shard_check(const gm_engine *engine)
 {
     if (engine->shard_comm) {
         GM_TRY(gm_comm_check(engine->shard_comm));
@@ -95,19 +98,88 @@ static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
+    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
+                                       GM_GATHERED, bytes * engine->n_shards, stream);
     GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->rank * bytes,
                                          gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
                                          stream));
     GM_TRY(gm_comm_all_gather(engine->shard_comm, whole, bytes, stream));
+    gm_timeline_end(engine->timeline, entry, stream);
     engine->gathers++;
     engine->gathered_bytes += bytes * engine->n_shards;
     return gm_chunks_end_write(chunks, chunk, GM_GATHERED, stream);
+}
+
+static bool is_valid(const gm_chunk_state *state)
+{
+    return state->is_gathered && state->gathered == state->version;
+}
+
+static gm_status forget(gm_engine *engine, uint32_t chunk)
+{
+    engine->chunk_states[chunk].is_gathered = engine->chunk_states[chunk].is_doomed = false;
+    return gm_chunks_discard(engine->chunks, chunk,
+                             GM_GATHERED); /* unless a lease still shows it */
+}
+
+/* In the plan's blocks for gathered weights the chunk takes the place of others. */
+static gm_status take_place(gm_engine *engine, uint32_t chunk)
+{
+    if (!engine->collectives) {
+        return GM_OK;
+    }
+    const gm_place *place = gm_plan_place(engine->collectives, chunk, GM_GATHERED);
+    uint32_t n = (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
+                            engine->device->block_bytes);
+    for (uint32_t i = 0; place->length > 0 && i < n; i++) {
+        uint32_t *owner =
+            &engine->gathered_owners[place->base + (place->offset + i) % place->length];
+        if (*owner != chunk && *owner != GM_NO_CHUNK) {
+            gm_chunk_state *other = &engine->chunk_states[*owner];
+            other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
+            if (!other->is_doomed) {
+                GM_TRY(forget(engine, *owner));
+            }
+        }
+        *owner = chunk;
+    }
+    return GM_OK;
+}
+
+gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan)
+{
+    uint32_t n = gm_plan_n_blocks(plan);
+    uint32_t *owners = malloc((n + (size_t)1) * sizeof *owners);
+    if (!owners) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        owners[i] = GM_NO_CHUNK;
+    }
+    free(engine->gathered_owners);
+    engine->gathered_owners = owners;
+    engine->collectives = plan;
+    return GM_OK;
+}
+
+gm_status gm_shard_forget_all(gm_engine *engine)
+{
+    engine->collectives = NULL;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->is_doomed = state->n_uses > 0;
+        if (!state->is_doomed && engine->shown == GM_GATHERED) {
+            GM_TRY(forget(engine, chunk));
+        }
+    }
+    return GM_OK;
 }
 
 static gm_status gather(gm_engine *engine, uint32_t chunk)
 {
     gm_chunks *chunks = engine->chunks;
     GM_TRY(check_joined(engine));
+    GM_TRY(take_place(engine, chunk));
     bool is_shown = gm_chunks_pins(chunks, chunk, GM_GATHERED) > 0;
     if (is_shown) { /* by leases: what was written through them is kept, and their readers come first */
         GM_TRY(gm_lease_poll_watched(engine));
@@ -127,17 +199,30 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
         status = gm_chunks_evict(chunks, chunk, GM_WEIGHT);
     }
     if (status == GM_OK) {
-        engine->chunk_states[chunk].gathered = engine->n_steps;
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->is_gathered = true;
+        state->is_doomed = false;
+        state->gathered = state->version;
         status = is_shown ? gm_lease_renew_snapshots(engine) : GM_OK;
     }
     return status;
 }
 
+gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk)
+{
+    if (engine->shown != GM_GATHERED || is_valid(&engine->chunk_states[chunk])) {
+        return GM_OK;
+    }
+    GM_TRY(gm_update_issue(engine, chunk));
+    return gather(engine, chunk);
+}
+
 gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    if (state->n_uses == 0 || state->gathered != engine->n_steps) {
+    if (!is_valid(state)) {
         GM_TRY(gather(engine, chunk));
+        state->is_gathered = is_use || engine->collectives || state->n_uses > 0;
     }
     GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
     GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GATHERED, stream));
@@ -149,8 +234,12 @@ gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bo
 {
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
     GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
-    engine->chunk_states[chunk].n_uses -= is_use;
-    return gm_chunks_discard(engine->chunks, chunk, GM_GATHERED); /* unless still pinned */
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    state->n_uses -= is_use;
+    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->collectives)) {
+        return forget(engine, chunk);
+    }
+    return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
 }
 
 gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
@@ -231,6 +320,9 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
     gm_stream stream = engine->comm_stream;
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
     GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
+                          gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
     if (engine->n_shards > 1) {
         GM_TRY(gm_comm_reduce_scatter(engine->shard_comm,
                                       gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED), numel,
@@ -240,6 +332,7 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
         GM_TRY(gm_comm_all_reduce(engine->replica_comm, mine, numel, (gm_comm_dtype)dtype,
                                   GM_COMM_SUM, stream));
     }
+    gm_timeline_end(engine->timeline, entry, stream);
     engine->reduces++;
     engine->reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
     return gm_chunks_end_write(engine->chunks, chunk, GM_UNREDUCED, stream);
@@ -291,7 +384,7 @@ gm_status gm_shard_reduce_all(gm_engine *engine)
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         GM_TRY(gm_shard_reduce(engine, chunk));
     }
-    return check_comms(engine);
+    return gm_shard_check(engine);
 }
 
 gm_status gm_engine_catch_up(gm_engine *engine)
@@ -326,7 +419,7 @@ gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream)
         GM_TRY(device->ops->copy_d2h(device, here, (uintptr_t)there, sizeof *here, stream));
     }
     GM_TRY(device->ops->stream_sync(device, stream));
-    GM_TRY(check_comms(engine)); /* before the bytes are believed */
+    GM_TRY(gm_shard_check(engine)); /* before the bytes are believed */
     *sum = *here;
     return GM_OK;
 }

@@ -22,10 +22,10 @@ struct gm_timeline {
 };
 
 static const char *const kind_names[GM_N_LOG_KINDS] = {
-    "tick",     "fetch",     "state_in",      "grad_in",     "refresh", "weight_out",
-    "grad_out", "state_out", "device_update", "host_update", "held",    "dropped"};
+    "tick",      "fetch",         "state_in",    "grad_in", "refresh", "weight_out", "grad_out",
+    "state_out", "device_update", "host_update", "gather",  "reduce",  "held",       "dropped"};
 static const char *const stream_names[GM_N_LOG_STREAMS] = {"compute",   "fetch",  "state", "evict",
-                                                           "state_out", "update", "host"};
+                                                           "state_out", "update", "host",  "comm"};
 
 const char *gm_log_kind_name(gm_log_kind kind)
 {

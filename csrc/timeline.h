@@ -30,6 +30,8 @@ typedef enum gm_log_kind {
     GM_LOG_STATE_OUT,
     GM_LOG_DEVICE_UPDATE,
     GM_LOG_HOST_UPDATE,
+    GM_LOG_GATHER,  /* of all ranks' weights */
+    GM_LOG_REDUCE,  /* of a chunk's gradients, over the ranks */
     GM_LOG_HELD,    /* mark: the piece was on the device when the log began */
     GM_LOG_DROPPED, /* mark: the piece is no longer on the device; no bytes had to move */
     GM_N_LOG_KINDS
@@ -44,6 +46,7 @@ typedef enum gm_log_stream {
     GM_ON_STATE_OUT,
     GM_ON_UPDATE,
     GM_ON_HOST,
+    GM_ON_COMM,
     GM_N_LOG_STREAMS
 } gm_log_stream;
 
@@ -52,6 +55,7 @@ typedef struct gm_log_memory {
     size_t weights
         [GM_N_CLASSES]; /* live weights by class; without a plan: settled chunks R, others C2 */
     size_t states, grads;
+    size_t gathered, unreduced;
     size_t outside;     /* torch and others of this process */
     size_t free_blocks; /* taken from the device, showing nothing that is live */
     size_t host;

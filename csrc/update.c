@@ -298,6 +298,7 @@ gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream s
         return GM_OK;
     }
     make_pending(engine, chunk);
+    state->version++;
     state->updated = engine->n_passes;
     atomic_fetch_add(&state->n_immediate, 1);
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
@@ -374,6 +375,7 @@ static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint
         if (!p->is_used_up && !state->is_pending && !state->is_armed) {
             GM_TRY(prepare_task(engine, p->place.chunk, &task));
             make_pending(engine, p->place.chunk);
+            state->version += !arm;
         }
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -489,7 +491,11 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
         }
         if (status == GM_OK) {
             gm_pass_end(engine);
-            (void)gm_replay_plan(engine); /* without one the engine goes on, on demand */
+            gm_status planned =
+                gm_replay_plan(engine); /* without one the engine goes on, on demand */
+            if (engine->comm_stream && planned != GM_OK) {
+                status = gm_engine_die(engine, planned);
+            }
         }
         (void)gm_engine_end_call(engine, status);
     }
@@ -511,7 +517,9 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
             has_watched |= lease->is_pinned && atomic_load(&lease->is_watched);
         }
         /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
-        *out = engine->plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
+        /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
+        const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
+        *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
                !engine->is_armed;
         if (*out) {
             status = gm_update_issue_all(engine);

@@ -216,11 +216,22 @@ class Adoption:
             units.append(unit)
         loading.commit()
         device = self._engine.device
+        self._share_buffers()
         for module in self._engine.model.modules():
             for key, tensor in module._buffers.items():
                 if tensor is not None and tensor.device != device:
                     module._buffers[key] = tensor.to(device)
         return units, handles
+
+    def _share_buffers(self) -> None:
+        """The ranks begin with rank 0's."""
+        ranks = self._engine.ranks
+        for name, tensor in self._engine.model.named_buffers() if ranks.size > 1 else ():
+            values = tensor.detach().to("cpu", copy=True).contiguous()
+            ranks.share(values, 0, values.numel(), f"first values of buffer {name}")
+            if ranks.rank:
+                with torch.no_grad():
+                    tensor.copy_(values)
 
     def _attach_slot(self, slot: Slot, loading: Loading) -> None:
         parameter, core = slot.parameter, self._engine.core

@@ -5,10 +5,12 @@ Invariants
        memory or hooks. Only a copy that cannot be made while the core still lives stops it; nothing has changed then.
     2. What is given back without a word is exact. Weights between two steps are given back with a warning.
     3. The engine's device memory is free before parameters go back to the device.
+    4. Several ranks close together, or none of them gets weights that others have a part of.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["close", "give_back", "read_grads"]
 
+_PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
-def close(engine: Engine, dtype: torch.dtype | None) -> None:
+
+def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
     """See Engine.close."""
     if engine.closed:
         return
@@ -35,15 +39,18 @@ def close(engine: Engine, dtype: torch.dtype | None) -> None:
     cause = engine.core.salvage()
     if cause is None:
         cause = _give_up_step(engine)
+    cause = _meet(engine, cause)
     first = _let_go(engine, is_dead=cause is not None)
     if cause is None:
         try:
             values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine._slots}
             grads = read_grads(engine)
             if engine.optimizer is not None:
-                takeover.release(engine, engine.optimizer, is_fp32)
-        except GeminiError:
+                takeover.release(engine, engine.optimizer, is_fp32, with_states)
+        except GeminiError as error:
             cause = engine.core.salvage()
+            if cause is None and engine.ranks.has_failed:
+                cause = str(error)
             if cause is None:
                 raise
     if cause is not None:
@@ -52,6 +59,25 @@ def close(engine: Engine, dtype: torch.dtype | None) -> None:
     give_back(engine, values, grads)
     if first is not None:
         raise first
+
+
+def _meet(engine: Engine, cause: str | None) -> str | None:
+    """All ranks are here, and none of their engines has ended: None; else what has happened.
+
+    Ranks that close because of an exception may be alone with it: they do not wait long.
+    """
+    ranks = engine.ranks
+    if ranks.size == 1:
+        return cause
+    flying = sys.exception()
+    try:
+        with ranks.patience(_PATIENCE if flying is not None else ranks.timeout):
+            causes = ranks.gather("close()", cause)
+    except GeminiError as error:
+        if flying is not None and cause is None:
+            cause = f"it was closed after {type(flying).__name__}: {flying}"
+        return cause or str(error)
+    return next((f"rank {r}: {text}" for r, text in enumerate(causes) if text is not None), None)
 
 
 def _give_up_step(engine: Engine) -> str | None:
@@ -92,9 +118,10 @@ def _let_go(engine: Engine, is_dead: bool) -> Exception | None:
 def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
     """Weights as the error has left them; gradients and the optimizer's states would belong to no step."""
     values, lost = {}, []
+    engine.ranks.abort(cause)
     for slot in engine._slots:
         try:
-            values[slot] = slot.read_master() if is_fp32 else slot.read_weight()
+            values[slot] = slot.read_own(is_fp32)
         except Exception:  # the device itself may be gone
             filler = float("nan") if slot.dtype.is_floating_point else 0
             dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
@@ -106,6 +133,8 @@ def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
         f"this engine ended inside a step: {cause}. Its model and optimizer are ordinary again, but the weights are "
         "of no single step, and the optimizer's states are gone: load a checkpoint into both before they are used"
     )
+    if engine.ranks.shard.size > 1:
+        text += "; each rank has its part of the weights only, and no values elsewhere"
     if lost:
         text += f"; {len(lost)} parameters could not be read and hold no values (the first is {lost[0]})"
     try:
@@ -152,6 +181,7 @@ def give_back(
         engine.core.lease_end(lease)
     engine._held.clear()
     engine.core.close()
+    engine.ranks.close()
     engine._memory.close()
     for slot, value in values.items():
         if value is None:

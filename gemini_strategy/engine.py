@@ -14,52 +14,28 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini_strategy import _C, closing, state, takeover
+from gemini_strategy import _C, agreement, closing, state, takeover
 from gemini_strategy.adopt import Adoption
-from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
+from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.guard import guarded_class, open_class
 from gemini_strategy.hooks import RootForward, SavedTensorNet
-from gemini_strategy.loading import Loading, Weights
+from gemini_strategy.loading import Loading
 from gemini_strategy.memory import DeviceMemory
 from gemini_strategy.optim import clip_coefficient
-from gemini_strategy.precision import LossScaler, Precision
-from gemini_strategy.sizes import ChunkSizes
+from gemini_strategy.precision import LossScaler
+from gemini_strategy.ranks import Ranks
+from gemini_strategy.settings import POLICIES, Settings
 from gemini_strategy.slot import FORMATS, Slot
 from gemini_strategy.timeline import Reporting
 
-__all__ = ["POLICIES", "Engine", "Settings"]
+__all__ = ["Engine"]
 
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine.h numbers them
 _plain_torch = torch._C.DisableTorchFunctionSubclass
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of manage(), checked and in bytes (-1: no limit)."""
-
-    device: torch.device
-    precision: Precision
-    policy: str
-    device_budget: int
-    host_budget: int
-    sizes: ChunkSizes
-    is_strict: bool
-    is_grad_f32: bool
-    margin: float | None
-    convert_inputs: bool
-    force_outputs_fp32: bool
-    threads: int
-    rates: tuple[float, ...]
-    is_tuned: bool
-    report: bool | None
-    weights: Weights | None
-    missing: str
 
 
 class Engine(Reporting):
@@ -72,7 +48,12 @@ class Engine(Reporting):
         precision: the precision's name, or None.
         scaler: the LossScaler of "16-mixed", or None.
         closed: True after close().
+        ranks: those that train this model together; see ranks.py.
         core: the C engine (internal).
+
+    With several ranks every rank makes the same calls in the same order, also those that only read: whole
+    parameters, gradients and states are put together from the ranks' parts. What is written has to be the same on
+    every rank, as each keeps its part of it.
     """
 
     def __init__(
@@ -81,9 +62,11 @@ class Engine(Reporting):
         optimizer: torch.optim.Optimizer | None,
         settings: Settings,
         scaler: LossScaler,
+        ranks: Ranks,
     ) -> None:
         device = settings.device
         super().__init__()
+        self.ranks = ranks
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -107,7 +90,7 @@ class Engine(Reporting):
         self._memory = DeviceMemory(device)
         try:
             self._make_core(adoption)
-            loading.fill(adoption.slots)
+            loading.fill(adoption.slots, ranks)
         except BaseException:
             if hasattr(self, "core"):
                 self.core.close()
@@ -142,8 +125,12 @@ class Engine(Reporting):
         kinds = list(dict.fromkeys(spec[1:] for spec in specs))
         shapes = [(spec[0], spec[1], kinds.index(spec[1:])) for spec in specs]
         is_cuda = self.device.type == "cuda"
-        chunk_bytes, block_bytes = settings.sizes.choose(shapes, settings.device_budget, is_cuda)
+        chunk_bytes, block_bytes = settings.sizes.choose(
+            shapes, settings.device_budget, is_cuda, self.ranks.shard.size
+        )
         unit_params, unit_begin = adoption.unit_tables()
+        agreement.check_model(self, adoption.slots, (unit_params, unit_begin))
+        shard_comm, replica_comm = self.ranks.communicators(self.device)
         external = self._memory.external_bytes(0)
         self.core = _C.Core(
             ordinal=self.device.index if is_cuda else -1,
@@ -163,7 +150,10 @@ class Engine(Reporting):
             state_share=1.0 if settings.margin is None else settings.margin,
             slack_bytes=self._memory.slack_bytes(settings.device_budget),
             is_tuned=settings.is_tuned,
+            shard_comm=shard_comm,
+            replica_comm=replica_comm,
         )
+        agreement.check_layout(self)
         if settings.device_budget >= 0 and settings.policy != "cuda":
             available = settings.device_budget - external
             spare = adoption.check_floor(settings.device_budget, available)
@@ -308,7 +298,8 @@ class Engine(Reporting):
                 reads or changes gradients (no clipping). Weights may then be updated inside backward, as
                 soon as their gradients are complete; the gradients are used up. See `ends_step`.
         """
-        with self.accept_scaled(), self.ends_step() if step else contextlib.nullcontext():
+        ends = self.ends_step() if step else contextlib.nullcontext()
+        with self.ranks.explaining(), self.accept_scaled(), ends:
             self.scale(loss).backward(**kwargs)
 
     @contextlib.contextmanager
@@ -322,6 +313,8 @@ class Engine(Reporting):
             GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
         """
         self._check_open()
+        if self.optimizer is not None and self.ranks.size > 1:
+            agreement.check_hyperparameters(self, "backward(step=True)", ())
         if self.optimizer is None or self.scaler is not None or self._clip_factor != 1.0:
             yield
             return
@@ -358,9 +351,11 @@ class Engine(Reporting):
     def _measure_grads(self) -> tuple[float, int]:
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         self._check_open()
-        if self._sumsq is None:
-            ids = [s.id for s in self._slots if s.has_moments and self.core.has_grad(s.id)]
-            self._sumsq = self.core.grad_sumsq(ids, self.stream())
+        slots = [s for s in self._slots if s.has_moments and self.core.has_grad(s.id)]
+        fields = {"is_known": self._sumsq is not None}
+        everyone = agreement.check_step(self, "gradient norm", slots, fields)
+        if self._sumsq is None or not all(own["is_known"] for own in everyone):
+            self._sumsq = self.core.grad_sumsq([s.id for s in slots], self.stream())
         return self._sumsq
 
     def grad_norm(self) -> float:
@@ -414,7 +409,7 @@ class Engine(Reporting):
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
         for slot in self._slots:
             if slot.has_grad_home and self.core.has_grad(slot.id):
-                slot.write_grad(slot.read_grad().clamp_(-bound, bound))
+                slot.clamp_grad(bound)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step; also reached as `optimizer.step()`.
@@ -440,6 +435,8 @@ class Engine(Reporting):
             for p in group["params"]
             if self.core.has_grad(self.slot_of(p).id)
         ]
+        if self.ranks.size > 1:
+            agreement.check_hyperparameters(self, "optimizer step", [slot for slot, _ in work])
         if not work:
             return loss
         divisor = 1.0
@@ -455,7 +452,7 @@ class Engine(Reporting):
         updates = [self._update(slot, group, divisor) for slot, group in work]
         self._refresh_memory()
         self._check_armed(updates)
-        self.core.step(updates, self.stream())
+        self._run_step(updates)
         self._armed = None
         for slot, _ in work:
             slot.adam_step += 1
@@ -466,6 +463,14 @@ class Engine(Reporting):
         self._steps += 1
         self._note_step(self.core.stats())
         return loss
+
+    def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
+        try:
+            with self.ranks.explaining():
+                self.core.step(updates, self.stream())
+        except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
+            self.ranks.abort(f"optimizer step: {error}")
+            raise
 
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
@@ -594,29 +599,30 @@ class Engine(Reporting):
                 f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
             )
 
-    def model_state_dict(self, masters: bool = True) -> dict[str, Any]:
+    def model_state_dict(self, masters: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
         """The model's state on the CPU; keys and order as `model.state_dict()`.
 
         Args:
             masters: give trained parameters as fp32 masters; False: in compute dtype. Tied parameters share one tensor.
+            rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict (and no memory).
         """
         self._check_open()
-        return state.model_state_dict(self, masters)
+        return state.model_state_dict(self, masters, 0 if rank0_only else None)
 
     def load_model_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
-        """`model.load_state_dict`; fp32 values become masters exactly."""
+        """`model.load_state_dict`; fp32 values become masters exactly. Every rank gives the whole state."""
         self._check_open()
         return self.model.load_state_dict(state, strict=strict)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU."""
+    def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU. rank0_only: as model_state_dict."""
         self._check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer")
-        return takeover.state_dict(self, self.optimizer)
+        return takeover.state_dict(self, self.optimizer, 0 if rank0_only else None)
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one.
+        """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
 
         An empty "state" resets moments and steps.
         """
@@ -625,14 +631,14 @@ class Engine(Reporting):
             raise GeminiError("there is no optimizer")
         takeover.load_state_dict(self, self.optimizer, state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything for an exact resume: masters, buffers, moments, steps, loss scaler."""
-        state: dict[str, Any] = {"model": self.model_state_dict()}
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""
+        state: dict[str, Any] = {"model": self.model_state_dict(rank0_only=rank0_only)}
         if self.optimizer is not None:
-            state["optimizer"] = self.optimizer_state_dict()
+            state["optimizer"] = self.optimizer_state_dict(rank0_only=rank0_only)
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
-        return state
+        return {} if rank0_only and self.ranks.rank else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict()."""
@@ -668,8 +674,11 @@ class Engine(Reporting):
             **self._figures(),
         }
 
-    def close(self, dtype: torch.dtype | None = None) -> None:
+    def close(self, dtype: torch.dtype | None = None, *, with_states: bool | None = None) -> None:
         """Makes model and optimizer ordinary again, with the trained weights, and frees everything. Idempotent.
+
+        Several ranks close together, and each has the whole model then. Where the others do not come (this one is
+        handling an exception, say, which they have not met) they are told, and this rank keeps its part of the weights.
 
         An engine that an error has closed can be closed, too: a RuntimeWarning then says what could not be given
         back (weights of one step, states of the optimizer).
@@ -677,5 +686,14 @@ class Engine(Reporting):
         Args:
             dtype: None: parameters in compute dtype; torch.float32: trained parameters as their
                 fp32 masters. Parameters return to the device they came from.
+            with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
         """
-        closing.close(self, dtype)
+        closing.close(self, dtype, self.ranks.size == 1 if with_states is None else with_states)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.ranks.abort(f"{type(error).__name__}: {error}")
+        self.close()

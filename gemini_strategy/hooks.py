@@ -287,7 +287,11 @@ class RootForward:
             args, kwargs = plan.convert_inputs((args, kwargs))
             context = plan.forward_context(self.engine.device.type)
         try:
-            with self.engine.meter.counting((args, kwargs)), context:
+            with (
+                self.engine.meter.counting((args, kwargs)),
+                context,
+                self.engine.ranks.explaining(),
+            ):
                 output = self._forward(*args, **kwargs)
         except Exception:
             raise  # torch has run the units' leave hooks

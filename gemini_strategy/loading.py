@@ -31,6 +31,7 @@ from gemini_strategy._transformers import (
 )
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.initial import InitialValues
+from gemini_strategy.ranks import Ranks
 from gemini_strategy.slot import Slot
 from gemini_strategy.weights import WeightFiles
 
@@ -198,8 +199,11 @@ class Loading:
 
     # ---- values ----
 
-    def fill(self, slots: list[Slot]) -> None:
+    def fill(self, slots: list[Slot], ranks: Ranks) -> None:
         """Writes the values of every parameter that `has` says; the model stays as it is.
+
+        Of several ranks each reads its part of the files. Initial values are made on every rank, one parameter at a
+        time, with rank 0's random numbers.
 
         Raises:
             GeminiError: a file cannot be read, or an initializer does not set what it should.
@@ -210,7 +214,8 @@ class Loading:
             for slot in slots:
                 if id(slot.parameter) in self._sources:
                     files, name = self._sources[id(slot.parameter)]
-                    for first, values in files.pieces(name):
+                    begin, n = slot.part()
+                    for first, values in files.pieces(name, begin, begin + n):
                         slot.fill_part(first, values)
                     ready.add(id(slot.parameter))
             for key in self._sources.keys() - by_parameter.keys():
@@ -221,9 +226,9 @@ class Loading:
             for files in self._files:
                 files.close()
         if self._initial is not None:
-            self._fill_initial(by_parameter, ready)
+            self._fill_initial(by_parameter, ready, ranks)
 
-    def _fill_initial(self, by_parameter: dict[int, Slot], ready: set[int]) -> None:
+    def _fill_initial(self, by_parameter: dict[int, Slot], ready: set[int], ranks: Ranks) -> None:
         def read(tensor: torch.Tensor) -> torch.Tensor | None:
             slot = by_parameter.get(id(tensor))
             if slot is not None and id(tensor) in ready:  # of what is frozen, as it was rounded
@@ -243,12 +248,17 @@ class Loading:
             ready.add(id(tensor))
 
         numbers = torch.get_rng_state()
+        common = numbers.clone()
+        ranks.share(common, 0, common.numel(), "random numbers of initial values")
+        is_common = torch.equal(common, numbers)
+        if not is_common:
+            torch.set_rng_state(common)
         try:
             self._initial.make(read, keep)
         except BaseException:
             torch.set_rng_state(numbers)
             raise
-        if not self._is_random:  # weights from files draw no random numbers
+        if not (self._is_random and is_common):  # weights from files draw no random numbers
             torch.set_rng_state(numbers)
 
     # ---- the model ----

@@ -6,15 +6,21 @@ import os
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
-from gemini_strategy.engine import POLICIES, Engine, Settings
+from gemini_strategy.agreement import common_settings
+from gemini_strategy.comm import DEFAULT_TIMEOUT
+from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.guard import close_side_doors
 from gemini_strategy.hooks import keep_nets_on_top
 from gemini_strategy.loading import MISSING, Weights
 from gemini_strategy.precision import LossScaler, Precision
+from gemini_strategy.ranks import Ranks
 from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
+from gemini_strategy.settings import POLICIES, Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 
 __all__ = ["engine_of", "manage"]
@@ -61,6 +67,9 @@ def manage(
     max_scale: float = 2.0**32,
     threads: int | None = None,
     report: bool | None = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
+    enable_distributed_storage: bool = True,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> Engine:
     """Puts a built model's parameters into chunks, in place, and takes its optimizer over.
 
@@ -71,6 +80,12 @@ def manage(
     updates overlap with that backward.
 
     The first step is served on demand and traced; the plan that is made at its end is followed from then on.
+
+    With several ranks (torchrun and torch.distributed.init_process_group, or mesh=) all of them call this, with the
+    same model. Each keeps a part of every parameter and of its states, and gradients are averaged over the ranks. They
+    begin with rank 0's parameters and buffers, where these have values; initial values are made with rank 0's random
+    numbers. Arguments have to be the same on all ranks, but for device, report and the budgets, of which the least
+    counts; of measured rates the lowest.
 
     Args:
         model: a built model; its parameters may be on the CPU, on `device` or on the meta device. Those on
@@ -86,7 +101,8 @@ def manage(
         device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
             everything this process holds there counts, activations included; on the host device what
             the engine places there. None: what the device has.
-        host_budget: bytes of host memory for weights, states and gradients. None: what the host has.
+        host_budget: bytes of host memory for weights, states and gradients, of this rank; a fraction is one of its
+            even share of the host. None: what the host has; of several ranks on it each has an even share.
         placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
             on the host; "auto": as much as fits.
         precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
@@ -113,81 +129,92 @@ def manage(
         report: print to stderr the table of the first plan that is made, and at close() what was planned
             beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
 
+        mesh: the ranks: a DeviceMesh (1-D; or 2-D: replicas, shards), a ProcessGroup, or None: all ranks if
+            torch.distributed is initialised, else this process alone.
+        enable_distributed_storage: False: every rank keeps the whole state (no shards), and gradients are averaged.
+        timeout: seconds that a rank waits for the others, here and later, before it raises.
+
     Returns:
         The engine.
 
     Raises:
         ValueError: an argument is out of its range.
-        GeminiError: the model or optimizer cannot be managed; the text names the parameter.
+        GeminiError: the model or optimizer cannot be managed; the text names the parameter. Or the ranks differ: the
+            text names in what.
+        GeminiDeviceError: another rank did not come, or has raised.
         GeminiMemoryError: the budgets do not suffice; the text has the bytes wanted and available.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if placement_policy not in POLICIES:
-        raise ValueError(
-            f'placement_policy={placement_policy!r} is not supported; choose "auto", "cpu" or "cuda"'
+    ranks = Ranks(mesh, timeout, is_sharded=enable_distributed_storage)
+    with ranks.aborting("manage()"):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if placement_policy not in POLICIES:
+            raise ValueError(
+                f'placement_policy={placement_policy!r} is not supported; choose "auto", "cpu" or "cuda"'
+            )
+        if mapping not in ("aliased", "strict"):
+            raise ValueError(f'mapping={mapping!r} is not supported; choose "aliased" or "strict"')
+        if gradient_dtype not in (None, torch.float32):
+            raise ValueError(f"gradient_dtype={gradient_dtype!r}: choose None or torch.float32")
+        if gpu_margin_mem_ratio is not None and not 0.0 <= gpu_margin_mem_ratio <= 1.0:
+            raise ValueError(f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r} must be in [0, 1]")
+        if gpu_margin_mem_ratio is not None and placement_policy != "auto":
+            raise ValueError(
+                f'gpu_margin_mem_ratio has a meaning with placement_policy="auto" only, not '
+                f"{placement_policy!r}"
+            )
+        if missing not in MISSING:
+            raise ValueError(f'missing={missing!r} is not supported; choose "refuse" or "init"')
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads!r} must be at least 1")
+        where = _find_device(device)
+        threads = threads or _default_threads(where)
+        rates = machine_rates(where.index if where.type == "cuda" else None, threads, ranks=ranks)
+        host_share = physical_memory() // ranks.local_size
+        settings = Settings(
+            device=where,
+            precision=Precision(precision),
+            policy=placement_policy,
+            device_budget=_parse_device_budget(device_budget, where),
+            host_budget=(
+                (-1 if ranks.local_size == 1 else host_share)
+                if host_budget is None
+                else parse_bytes(host_budget, host_share, "host_budget")
+            ),
+            sizes=ChunkSizes(
+                chunk_size, block_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
+            ),
+            is_strict=mapping == "strict",
+            is_grad_f32=gradient_dtype is torch.float32,
+            margin=gpu_margin_mem_ratio,
+            convert_inputs=convert_inputs,
+            force_outputs_fp32=force_outputs_fp32,
+            threads=threads,
+            rates=tuple(rates[name] for name in RATES),
+            is_tuned=are_tuned(where.type == "cuda"),
+            report=report,
+            weights=weights,
+            missing=missing,
         )
-    if mapping not in ("aliased", "strict"):
-        raise ValueError(f'mapping={mapping!r} is not supported; choose "aliased" or "strict"')
-    if gradient_dtype not in (None, torch.float32):
-        raise ValueError(f"gradient_dtype={gradient_dtype!r}: choose None or torch.float32")
-    if gpu_margin_mem_ratio is not None and not 0.0 <= gpu_margin_mem_ratio <= 1.0:
-        raise ValueError(f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r} must be in [0, 1]")
-    if gpu_margin_mem_ratio is not None and placement_policy != "auto":
-        raise ValueError(
-            f'gpu_margin_mem_ratio has a meaning with placement_policy="auto" only, not '
-            f"{placement_policy!r}"
+        scaler = LossScaler(
+            initial_scale,
+            min_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            max_scale,
         )
-    if missing not in MISSING:
-        raise ValueError(f'missing={missing!r} is not supported; choose "refuse" or "init"')
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads={threads!r} must be at least 1")
-    where = _find_device(device)
-    threads = threads or _default_threads(where)
-    rates = machine_rates(where.index if where.type == "cuda" else None, threads)
-    settings = Settings(
-        device=where,
-        precision=Precision(precision),
-        policy=placement_policy,
-        device_budget=_parse_device_budget(device_budget, where),
-        host_budget=(
-            -1
-            if host_budget is None
-            else parse_bytes(host_budget, physical_memory(), "host_budget")
-        ),
-        sizes=ChunkSizes(
-            chunk_size, block_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
-        ),
-        is_strict=mapping == "strict",
-        is_grad_f32=gradient_dtype is torch.float32,
-        margin=gpu_margin_mem_ratio,
-        convert_inputs=convert_inputs,
-        force_outputs_fp32=force_outputs_fp32,
-        threads=threads,
-        rates=tuple(rates[name] for name in RATES),
-        is_tuned=are_tuned(where.type == "cuda"),
-        report=report,
-        weights=weights,
-        missing=missing,
-    )
-    scaler = LossScaler(
-        initial_scale,
-        min_scale,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        max_scale,
-    )
-    if engine_of(model) is not None:
-        raise GeminiError(
-            "this model is managed already: call close() on its engine "
-            "(gemini_strategy.engine_of(model)) before managing it again"
-        )
-    close_side_doors()
-    keep_nets_on_top()
-    with torch.device("cpu"):  # whatever device the caller builds on
-        return Engine(model, optimizer, settings, scaler)
+        settings = common_settings(settings, scaler, ranks)
+        if engine_of(model) is not None:
+            raise GeminiError(
+                "this model is managed already: call close() on its engine "
+                "(gemini_strategy.engine_of(model)) before managing it again"
+            )
+        close_side_doors()
+        keep_nets_on_top()
+        with torch.device("cpu"):  # whatever device the caller builds on
+            return Engine(model, optimizer, settings, scaler, ranks)
 
 
 def _default_threads(device: torch.device) -> int:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from gemini_strategy.comm import DEFAULT_TIMEOUT, Communicator, _Gloo, _Notes, connect, ranks_text
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
-__all__ = ["Group", "Ranks"]
+__all__ = ["Group", "Ranks", "check_same"]
 
 _FRAME = 1024  # bytes that the ranks tell each other at once
 _MAX_TIMEOUT = 1e9
@@ -85,6 +85,7 @@ class Ranks:
         self.rank = self.members.index(dist.get_rank()) if self.size > 1 else 0
         self.shard, self.replica = _groups_of(self.rank, shape if is_sharded else (self.size, 1))
         self.local_rank, self.local_size = 0, 1
+        self._local = [0]
         self._comms: list[Communicator] = []
         self._failure: GeminiError | None = None
         self._gloo: Any = None
@@ -106,8 +107,8 @@ class Ranks:
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
-        local = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
-        self.local_rank, self.local_size = local.index(self.rank), len(local)
+        self._local = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.local_rank, self.local_size = self._local.index(self.rank), len(self._local)
 
     # ---- what the ranks tell each other ----
 
@@ -115,19 +116,17 @@ class Ranks:
         """The value of every rank, in their order; values are what JSON can say. Also a barrier."""
         return self._tell(what, value, range(self.size))
 
+    def gather_here(self, what: str, value: Any = None) -> list[Any]:
+        """The same among the ranks of this host."""
+        return self._tell(what, value, self._local)
+
     def agree(self, fields: Mapping[str, Any], what: str = "configuration") -> None:
         """Raises on every rank if one field is not the same on all of them.
 
         Raises:
             GeminiError: names the first field that differs, with each rank's value.
         """
-        everyone = self.gather(f"agreement on {what}", dict(fields))
-        for field in dict.fromkeys(itertools.chain.from_iterable(everyone)):
-            said = [json.dumps(own[field]) if field in own else "nothing" for own in everyone]
-            if len(set(said)) > 1:
-                raise GeminiError(
-                    f"the ranks differ in {field}: {_by_value(said)}; it must be the same on all of them"
-                )
+        check_same(self.gather(f"agreement on {what}", dict(fields)))
 
     def assemble(
         self, values: torch.Tensor, first: int, n: int, what: str, root: int | None = None
@@ -263,7 +262,7 @@ class Ranks:
 
     def explained(self, error: GeminiError) -> GeminiError:
         """An error that may be about other ranks, with what they say of it."""
-        if self._failure is not None or not isinstance(error, GeminiDeviceError):
+        if self._failure is not None:
             return error
         for comm in self._comms:
             try:
@@ -304,12 +303,37 @@ class Ranks:
             self._gloo.close()
 
     @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """An error inside that is about other ranks is raised with what they say of it."""
+        try:
+            yield
+        except GeminiError as error:
+            told = self.explained(error)
+            if told is error:
+                raise
+            raise told from error
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Inside, this rank waits for others this long only."""
+        if self._gloo is None:
+            yield
+            return
+        gloo = self._gloo
+        gloo.timeout = min(self.timeout, seconds)
+        try:
+            yield
+        finally:
+            gloo.timeout = self.timeout
+
+    @contextlib.contextmanager
     def aborting(self, what: str) -> Iterator[None]:
         """Inside, an exception on this rank is the end for all ranks."""
         try:
             yield
         except BaseException as error:
             self.abort(f"{what}: {type(error).__name__}: {error}")
+            self.close()
             raise
 
     # ---- for the engine ----
@@ -342,6 +366,16 @@ class Ranks:
         if self._gloo is not None:
             self._gloo.close()
             self._gloo = None
+
+
+def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises if a field is not the same in the fields of every rank; names the first."""
+    for field in dict.fromkeys(itertools.chain.from_iterable(everyone)):
+        said = [json.dumps(own[field]) if field in own else "nothing" for own in everyone]
+        if len(set(said)) > 1:
+            raise GeminiError(
+                f"the ranks differ in {field}: {_by_value(said)}; it must be the same on all of them"
+            )
 
 
 def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 `machine_rates` measures for about a second (see `gemini_strategy._C.rates_measure`) and keeps the figures in
 `$XDG_CACHE_HOME/gemini` (`~/.cache/gemini` where that is not set), one file per machine. What counts as the
-machine: host name, processor, GPU and driver, threads, and the version of this package. A file that cannot
-be read, or that is about something else, is measured again; a folder that cannot be written costs the
+machine: host name, processor, GPU and driver, threads, the ranks on it, and the version of this package. A file
+that cannot be read, or that is about something else, is measured again; a folder that cannot be written costs the
 second at the next start, and nothing else.
 
 `GEMINI_RATES` overrides this:
@@ -26,13 +26,14 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gemini_strategy import _C
+from gemini_strategy.ranks import Ranks
 
 __all__ = ["REFERENCE", "are_tuned", "machine_rates"]
 
@@ -53,7 +54,10 @@ _measured: dict[str, dict[str, float]] = {}  # by file name; one measurement per
 
 
 def machine_rates(
-    ordinal: int | None, threads: int = 0, block_bytes: int = 32 << 20
+    ordinal: int | None,
+    threads: int = 0,
+    block_bytes: int = 32 << 20,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """The rates of this machine, all positive: copies in bytes/s, Adam in parameters/s (bf16).
 
@@ -61,6 +65,8 @@ def machine_rates(
         ordinal: CUDA device index; None for the host device.
         threads: threads of Adam on the host; 0: as many as this process has cores, or GEMINI_THREADS.
         block_bytes: block size of the device's memory while it is measured.
+        ranks: of several ranks all call this; those of one host measure at the same time, and the lowest figures of
+            all ranks are everybody's.
 
     Returns:
         The keys of `REFERENCE`: alone, `_both` (both ways at once), `_beside` (both ways beside Adam on
@@ -72,18 +78,28 @@ def machine_rates(
     """
     wish = os.environ.get("GEMINI_RATES", "")
     if wish and wish != "measure":
-        return _given(wish)
-    machine = _machine(ordinal, threads)
+        return _lowest([_given(wish)] if ranks is None else ranks.gather("rates", _given(wish)))
+    machine = _machine(ordinal, threads, 1 if ranks is None else ranks.local_size)
     name = f"rates-{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
-    if name not in _measured:
-        folder = _folder()
-        kept = None if wish == "measure" or not folder else _read(folder / name, machine)
-        if kept is None:
-            kept = _C.rates_measure(-1 if ordinal is None else ordinal, threads, block_bytes)
-            if folder:
-                _write(folder / name, {"machine": machine, "rates": kept})
-        _measured[name] = kept
-    return dict(_measured[name])
+    folder = _folder()
+    kept = _measured.get(name)
+    if kept is None and wish != "measure" and folder:
+        kept = _read(folder / name, machine)
+    # Those of a host measure together, or not at all; this is also where they wait for each other.
+    is_kept = [kept is not None]
+    if not all(is_kept if ranks is None else ranks.gather_here("kept rates", is_kept[0])):
+        kept = _C.rates_measure(-1 if ordinal is None else ordinal, threads, block_bytes)
+        if ranks is not None:
+            kept = _lowest(ranks.gather_here("measured rates", kept))
+        if folder and (ranks is None or ranks.local_rank == 0):
+            _write(folder / name, {"machine": machine, "rates": kept})
+    _measured[name] = kept
+    return _lowest([kept] if ranks is None else ranks.gather("rates", kept))
+
+
+def _lowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The lowest of the ranks' figures: a plan is as slow as the slowest of them."""
+    return {name: min(own[name] for own in everyone) for name in everyone[0]}
 
 
 def are_tuned(has_gpu: bool) -> bool:
@@ -134,7 +150,7 @@ def _figure(name: str, value: Any) -> float:
     return number
 
 
-def _machine(ordinal: int | None, threads: int) -> dict[str, str]:
+def _machine(ordinal: int | None, threads: int, n_ranks: int) -> dict[str, str]:
     """What the rates depend on."""
     wished = os.environ.get("GEMINI_THREADS", "")
     cores = threads or (int(wished) if wished.isdecimal() else len(os.sched_getaffinity(0)))
@@ -143,13 +159,16 @@ def _machine(ordinal: int | None, threads: int) -> dict[str, str]:
         gpu = f"{torch.cuda.get_device_name(ordinal)}, driver {_driver()}"
     import gemini_strategy  # here, as the package imports this module
 
-    return {
+    machine = {
         "host": platform.node(),
         "cpu": _cpu(),
         "gpu": gpu,
         "threads": str(cores),
         "version": gemini_strategy.__version__,
     }
+    if n_ranks > 1:
+        machine["ranks"] = str(n_ranks)
+    return machine
 
 
 def _cpu() -> str:

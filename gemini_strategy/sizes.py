@@ -83,17 +83,18 @@ class ChunkSizes:
             self.minimum = parse_bytes(min_chunk_size, name="min_chunk_size")
 
     def choose(
-        self, specs: list[tuple[int, int, int]], budget: int, is_cuda: bool
+        self, specs: list[tuple[int, int, int]], budget: int, is_cuda: bool, n_shards: int = 1
     ) -> tuple[int, int]:
-        """(chunk bytes, block bytes) for parameters of (numel, weight bytes, kind)."""
+        """(chunk bytes, block bytes) for parameters of (numel, weight bytes, kind); n_shards ranks share a chunk."""
         granule = 2 * _MIB if is_cuda else _C.HOST_GRANULARITY
         weights = sum(numel * width for numel, width, _ in specs)
         if self.searches:
             chunk = _C.chunk_search(specs, self.minimum, self.range, self.n_grids)
         elif self.chunk is not None:
             chunk = self.chunk
-        else:  # many chunks, so that little is held beyond what a unit needs
-            chunk = min(max(weights // 32, granule), 64 * _MIB)
+        else:  # many chunks, so that little is held beyond what a unit needs; each shard fills a block
+            least = min(granule * n_shards, 64 * _MIB)
+            chunk = min(max(weights // 32, least), 64 * _MIB)
             if budget > 0:
-                chunk = max(min(chunk, budget // 32), granule)
+                chunk = max(min(chunk, budget // 32), least)
         return chunk, self.block or max(granule, chunk // _BLOCKS_PER_CHUNK // granule * granule)

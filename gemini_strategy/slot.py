@@ -5,6 +5,7 @@ A parameter has as many names as it is tied to, but one slot, found as `paramete
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ __all__ = ["FORMATS", "Slot", "merge", "split_low"]
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
 _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
+_NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
 _plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
@@ -130,22 +132,58 @@ class Slot(_C.Slot):
         self.engine.core.grad_drop(self.id)
 
     # ---- fields ----
+    #
+    # Of several ranks each has a part. Reading is a collective: all ranks get the whole, or `root` alone. Writing is
+    # not: every rank writes its part of the same values.
+
+    def part(self) -> tuple[int, int]:
+        """(first, n): the elements that this rank has."""
+        if self.engine.ranks.shard.size == 1:
+            return 0, math.prod(self.shape)
+        return self.engine.core.part(self.id)
+
+    def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
+        core, ranks = self.engine.core, self.engine.ranks
+        values = torch.empty(self.shape, dtype=dtype)
+        core.read(self.id, field, values.data_ptr())
+        if ranks.shard.size > 1:
+            core.catch_up()
+            ranks.assemble(values, *self.part(), f"{_NAMES[field]} of {self.name}", root)
+        return values
+
+    def read_own(self, is_master: bool) -> torch.Tensor:
+        """The master or the weight as far as this rank has it; NaN (0 for integers) elsewhere."""
+        is_fp32 = is_master and self.has_low
+        dtype = torch.float32 if is_fp32 else self.dtype
+        filler = float("nan") if dtype.is_floating_point else 0
+        values = torch.full(self.shape, filler, dtype=dtype)
+        self.engine.core.read(self.id, _MASTER if is_fp32 else _WEIGHT, values.data_ptr())
+        return values
 
     def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
-        """The first bytes: from the parameter's own, with the rest that cast_model_ has kept."""
-        core = self.engine.core
+        """The first bytes: from rank 0's parameter, with the rest that cast_model_ has kept."""
+        ranks, core = self.engine.ranks, self.engine.core
+        field = _WEIGHT
         if self.dtype not in FORMATS:
             plain = values.to("cpu", self.dtype).contiguous()
-            core.write(self.id, _WEIGHT, plain.data_ptr(), self.engine.stream())
-            return
-        if low is None:
-            master = values.to("cpu", torch.float32).contiguous()
         else:
-            master = merge(values.to("cpu"), low.to("cpu")).contiguous()
-        core.write(self.id, _MASTER, master.data_ptr(), self.engine.stream())
+            field = _MASTER
+            if low is None:
+                plain = values.to("cpu", torch.float32).contiguous()
+            else:
+                plain = merge(values.to("cpu"), low.to("cpu")).contiguous()
+        if ranks.size > 1:
+            plain = plain.clone() if plain.data_ptr() == values.data_ptr() else plain
+            ranks.share(plain, *self.part(), f"first values of {self.name}")
+        core.write(self.id, field, plain.data_ptr(), self.engine.stream())
 
     def fill_part(self, first: int, values: torch.Tensor) -> None:
         """The first bytes, part by part: flat `values` of the elements from `first` on."""
+        begin, n = self.part()
+        values = values[max(begin - first, 0) : max(begin + n - first, 0)]
+        first = max(begin, first)
+        if values.numel() == 0:
+            return
         values = values.to("cpu", self.original_dtype)  # what an ordinary parameter would hold
         is_float = self.dtype in FORMATS
         plain = values.to(torch.float32 if is_float else self.dtype).contiguous()
@@ -153,19 +191,15 @@ class Slot(_C.Slot):
         stream = self.engine.stream()
         self.engine.core.fill(self.id, field, first, plain.numel(), plain.data_ptr(), stream)
 
-    def read_weight(self) -> torch.Tensor:
+    def read_weight(self, root: int | None = None) -> torch.Tensor:
         """A CPU copy of the weight, in its dtype."""
-        values = torch.empty(self.shape, dtype=self.dtype)
-        self.engine.core.read(self.id, _WEIGHT, values.data_ptr())
-        return values
+        return self._read(_WEIGHT, self.dtype, root)
 
-    def read_master(self) -> torch.Tensor:
+    def read_master(self, root: int | None = None) -> torch.Tensor:
         """A CPU copy: fp32 for what is trained, the weight itself for what is not."""
         if not (self.has_low or self.dtype is torch.float32):
-            return self.read_weight()
-        values = torch.empty(self.shape, dtype=torch.float32)
-        self.engine.core.read(self.id, _MASTER, values.data_ptr())
-        return values
+            return self.read_weight(root)
+        return self._read(_MASTER, torch.float32, root)
 
     def write_master(self, values: torch.Tensor) -> None:
         """Sets weight and master from values of any floating-point dtype (weight dtype if frozen)."""
@@ -177,12 +211,25 @@ class Slot(_C.Slot):
         self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.epoch += 1
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """The weight of a master with these values."""
+        plain = values.detach().to("cpu", torch.float32).contiguous()
+        weight = torch.empty(self.shape, dtype=self.dtype)
+        low = torch.empty(self.shape, dtype=torch.float32)  # wide enough for either
+        addresses = (plain.data_ptr(), weight.data_ptr(), low.data_ptr())
+        _C.split_host(self.format, *addresses, plain.numel())
+        return weight
+
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
+        return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
+
+    def clamp_grad(self, bound: float) -> None:
+        """Each rank its part: no collective but the reduction that may be due."""
         dtype = self.engine.grad_dtype(self)
-        values = torch.empty(self.shape, dtype=dtype)
+        values = torch.zeros(self.shape, dtype=dtype)
         self.engine.core.read(self.id, _GRAD, values.data_ptr())
-        return values.to(self.device, self.dtype)
+        self.write_grad(values.to(self.device, self.dtype).clamp_(-bound, bound))
 
     def write_grad(self, values: torch.Tensor) -> None:
         dtype = self.engine.grad_dtype(self)
@@ -190,12 +237,9 @@ class Slot(_C.Slot):
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 
-    def read_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
-        m, v = (torch.empty(self.shape, dtype=torch.float32) for _ in range(2))
-        self.engine.core.read(self.id, _M, m.data_ptr())
-        self.engine.core.read(self.id, _V, v.data_ptr())
-        return m, v
+        return self._read(_M, torch.float32, root), self._read(_V, torch.float32, root)
 
     def write_moments(self, m: torch.Tensor, v: torch.Tensor, step: int) -> None:
         for field, values in ((_M, m), (_V, v)):

@@ -27,19 +27,21 @@ def install(engine: Engine, model: nn.Module) -> list[Any]:
     return saves + loads
 
 
-def model_state_dict(engine: Engine, masters: bool) -> dict[str, Any]:
-    """See Engine.model_state_dict."""
+def model_state_dict(engine: Engine, masters: bool, root: int | None) -> dict[str, Any]:
+    """See Engine.model_state_dict; root: the rank that gets it, the others get nothing; None: all."""
     copies: dict[int, torch.Tensor] = {}
     result = engine.model.state_dict(keep_vars=True)
+    is_mine = root is None or root == engine.ranks.rank
     for key, value in result.items():
         slot = getattr(value, "_gm_slot", None)
         if slot is not None:
             if slot.id not in copies:
-                copies[slot.id] = slot.read_master() if masters else slot.read_weight()
+                values = slot.read_master(root) if masters else slot.read_weight(root)
+                copies[slot.id] = values if is_mine else value
             result[key] = copies[slot.id]
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, torch.Tensor) and is_mine:
             result[key] = value.detach().to("cpu", copy=True)
-    return result
+    return result if is_mine else {}
 
 
 class _StateHook:
@@ -91,4 +93,4 @@ class _LoadHook(_StateHook):
                 )
             if slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
                 slot.write_master(value)
-                state[prefix + name] = slot.read_weight()
+                state[prefix + name] = slot.rounded(value)

@@ -192,7 +192,9 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     _swap_class(optimizer, _managed_class(type(optimizer)))
 
 
-def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> None:
+def release(
+    engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool, with_states: bool
+) -> None:
     """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing."""
     is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -203,7 +205,7 @@ def release(engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool) -> 
             if is_ours and slot.has_low and slot.adam_step == 0 and not is_fp32:
                 low = split_low(slot.read_weight(), slot.read_master())[1]
                 lows[parameter] = low.to(slot.original_device)
-            if slot.adam_step == 0 or not slot.has_moments:
+            if slot.adam_step == 0 or not slot.has_moments or not with_states:
                 continue
             m, v = slot.read_moments()
             state: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step))}
@@ -226,8 +228,12 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
     _swap_class(optimizer, type(optimizer).__mro__[2])
 
 
-def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:
-    """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors."""
+def state_dict(engine: Engine, optimizer: Any, root: int | None = None) -> dict[str, Any]:
+    """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
+
+    Of several ranks `root` alone gets it, the others an empty dict; None: all get it.
+    """
+    is_mine = root is None or root == engine.ranks.rank
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
     state: dict[int, dict[str, torch.Tensor]] = {}
@@ -240,10 +246,13 @@ def state_dict(engine: Engine, optimizer: Any) -> dict[str, Any]:
         for parameter in group["params"]:
             slot = engine.slot_of(parameter)
             if slot.adam_step > 0:
-                m, v = slot.read_moments()
+                m, v = slot.read_moments(root)
                 step = torch.tensor(float(slot.adam_step))
-                state[index] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+                if is_mine:
+                    state[index] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
             index += 1
+    if not is_mine:
+        return {}
     result: dict[str, Any] = {"state": state, "param_groups": groups}
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         changed = hook(optimizer, result)

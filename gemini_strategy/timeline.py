@@ -25,7 +25,7 @@ __all__ = ["Recording", "Reporting", "export_chrome", "export_svg", "record"]
 
 Entry = Mapping[str, Any]
 
-_STREAMS = ("compute", "fetch", "state", "evict", "state_out", "update", "host")
+_STREAMS = ("compute", "fetch", "state", "evict", "state_out", "update", "host", "comm")
 _STREAM_NAMES = {
     "compute": "compute: ticks",
     "fetch": "fetch: weights H2D",
@@ -34,6 +34,7 @@ _STREAM_NAMES = {
     "state_out": "state_out: states D2H",
     "update": "update: device Adam",
     "host": "host: CPU Adam",
+    "comm": "comm: gathers and reductions",
 }
 _CAPACITY_MIN, _CAPACITY_MAX = 1 << 12, 1 << 17  # entries
 _ENTRIES_PER_CHUNK = 64  # in one step: ticks and operations, with room for micro-batches
@@ -150,7 +151,7 @@ class Reporting:
 
     def _announce(self, table: Callable[[Any], str]) -> None:
         wanted = self._settings.report
-        if wanted is not False:
+        if wanted is not False and self.ranks.rank == 0:
             report.announce(self, wanted is True, table)
 
     def _sample_device(self) -> None:

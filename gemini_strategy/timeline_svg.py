@@ -30,6 +30,8 @@ _BANDS = (
     ("C2", "weights C2", "#a8cdc4"),
     ("states", "states", "#d3b574"),
     ("grads", "gradients", "#cf9a86"),
+    ("gathered", "gathered weights", "#8fa8c9"),
+    ("unreduced", "unreduced gradients", "#e0b7a8"),
     ("free", "free blocks", "#ecebe6"),
     ("outside", "outside: torch", "#b9b4be"),
 )
@@ -43,6 +45,8 @@ _MARKS = {
     "states or gradients in": (("state_in", "grad_in"), "#97722a", 0.35, "top"),
     "device update": (("device_update",), "#2f7d4f", 0.60, "diamond"),
     "host update": (("host_update",), "#8a4fa3", 0.60, "diamond"),
+    "gathered": (("gather",), "#35679a", 0.20, "bar"),
+    "reduced": (("reduce",), "#8c5230", 0.75, "bottom"),
     "out": (("weight_out", "grad_out", "state_out"), "#b5483a", 0.85, "bottom"),
 }
 

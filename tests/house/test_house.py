@@ -32,13 +32,24 @@ NOUNS = [
     ["device_host", "device_chaos", "device_cuda", "torch_alloc", "rates", "comm"],
     ["timeline"],
     ["chunk"],
-    ["engine", "update", "field", "lease", "gather", "shard", "pass", "replay", "stage"],
+    ["engine", "update", "field", "lease", "gather", "shard", "agree", "pass", "replay", "stage"],
     ["torch_abi"],
     ["py"],
 ]
 LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
 ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
-ENGINE = {"engine", "update", "field", "lease", "gather", "shard", "pass", "replay", "stage"}
+ENGINE = {
+    "engine",
+    "update",
+    "field",
+    "lease",
+    "gather",
+    "shard",
+    "agree",
+    "pass",
+    "replay",
+    "stage",
+}
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
     *("cuda_driver", "kernels", "device", "device_host", "device_chaos", "device_cuda", "hostmem"),

@@ -133,8 +133,8 @@ def test_chrome_trace_has_every_entry_on_its_own_thread(tmp_path: Path) -> None:
         for event in trace["traceEvents"]
         if event["name"] == "thread_name"
     }
-    assert len(names) == 7 and [name.split(":")[0] for name in names.values()] == [
-        "compute", "fetch", "state", "evict", "state_out", "update", "host",
+    assert len(names) == 8 and [name.split(":")[0] for name in names.values()] == [
+        "compute", "fetch", "state", "evict", "state_out", "update", "host", "comm",
     ]  # fmt: skip
     spans = [entry for entry in log.entries if entry["kind"] not in ("held", "dropped")]
     durations = [event for event in trace["traceEvents"] if event["ph"] == "X"]

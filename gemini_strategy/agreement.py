@@ -1,0 +1,197 @@
+"""What the ranks of a run must have in common before they build, after it, and at each step.
+
+Measured numbers that a plan is made of are brought together: the least budget, the lowest rate. Everything else has to
+be equal, and a difference is an error on every rank that names it. With one rank nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy import takeover
+from gemini_strategy.comm import ranks_text
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.precision import LossScaler
+from gemini_strategy.ranks import Ranks, check_same
+from gemini_strategy.settings import Settings
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+    from gemini_strategy.slot import Slot
+
+__all__ = [
+    "check_hyperparameters",
+    "check_layout",
+    "check_model",
+    "check_step",
+    "common_settings",
+]
+
+
+def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Settings:
+    """The settings with the least budgets of all ranks; the rest must be equal."""
+    if ranks.size == 1:
+        return settings
+    import gemini_strategy  # here, as the package imports this module
+
+    sizes = settings.sizes
+    ranks.agree(
+        {
+            "the version of gemini_strategy": gemini_strategy.__version__,
+            "the version of torch": torch.__version__,
+            "device": settings.device.type,
+            "precision": settings.precision.name,
+            "placement_policy": settings.policy,
+            "mapping": "strict" if settings.is_strict else "aliased",
+            "gradient_dtype": "torch.float32" if settings.is_grad_f32 else None,
+            "gpu_margin_mem_ratio": settings.margin,
+            "chunk_size": sizes.chunk,
+            "block_size": sizes.block,
+            "the search for a chunk size": [
+                sizes.searches,
+                sizes.minimum,
+                sizes.range,
+                sizes.n_grids,
+            ],
+            "convert_inputs": settings.convert_inputs,
+            "force_outputs_fp32": settings.force_outputs_fp32,
+            "missing": settings.missing,
+            "whether weights are given": settings.weights is not None,
+            "GEMINI_TUNE": settings.is_tuned,
+            "the loss scaler": [*scaler.state_dict().values(), scaler.min_scale, scaler.max_scale],
+            "timeout": ranks.timeout,
+            "the shape of the mesh": [ranks.replica.size, ranks.shard.size],
+        },
+        "the arguments of manage()",
+    )
+    if settings.device.type == "cuda":
+        _check_devices(settings.device, ranks)
+    budgets = ranks.gather("budgets", [settings.device_budget, settings.host_budget])
+    return dataclasses.replace(
+        settings,
+        device_budget=_least(own[0] for own in budgets),
+        host_budget=_least(own[1] for own in budgets),
+    )
+
+
+def _least(budgets: Iterable[int]) -> int:
+    return min((budget for budget in budgets if budget >= 0), default=-1)
+
+
+def _check_devices(device: torch.device, ranks: Ranks) -> None:
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    owners: dict[str, int] = {}
+    for rank, other in enumerate(ranks.gather("devices", uuid)):
+        if other in owners:
+            raise GeminiError(
+                f"ranks {owners[other]} and {rank} have the same GPU ({device} on rank {ranks.rank}): call "
+                'torch.cuda.set_device(local_rank) before the model is built, or give device=f"cuda:{local_rank}"'
+            )
+        owners[other] = rank
+
+
+# ---- the model ----
+
+
+def check_model(engine: Engine, slots: list[Slot], units: tuple[list[int], list[int]]) -> None:
+    """The same parameters in the same order, the same buffers, the same optimizer."""
+    ranks, optimizer = engine.ranks, engine.optimizer
+    if ranks.size == 1:
+        return
+    lines = [_line(engine, slot) for slot in slots]
+    lines += [
+        f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in engine.model.named_buffers()
+    ]
+    ranks.agree(
+        {
+            "the optimizer": None if optimizer is None else type(optimizer).__name__,
+            "the numbers of parameters in its groups": []
+            if optimizer is None
+            else [len(group["params"]) for group in optimizer.param_groups],
+            "the number of parameters": len(slots),
+            "the number of modules with parameters": len(units[1]) - 1,
+        },
+        "the model",
+    )
+    names = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(ranks.gather("names, shapes and dtypes", names))) > 1:
+        everyone = ranks.gather("parameters and buffers", lines)
+        for index in range(max(map(len, everyone))):
+            check_same([{f"tensor {index} of the model": (*own, None)[index]} for own in everyone])
+    ranks.agree({"the parameters of each module": [units[0], units[1]]}, "modules")
+
+
+def _line(engine: Engine, slot: Slot) -> str:
+    """What must be the same of a parameter."""
+    parameter = slot.parameter
+    if parameter.grad is not None:
+        raise GeminiError(
+            f"{slot.name} has a gradient already, which is of this rank alone: zero_grad() first"
+        )
+    state = {} if engine.optimizer is None else engine.optimizer.state.get(parameter, {})
+    traits = [
+        str(slot.shape),
+        f"{parameter.dtype} kept as {slot.dtype}",
+        "on the meta device" if parameter.is_meta else "with values",
+        "trained" if slot.has_moments else "with a gradient" if slot.has_grad_home else "frozen",
+    ]
+    if "step" in state:
+        traits.append(f"after {int(state['step'])} steps with {', '.join(sorted(state))}")
+    return f"{', '.join(slot.names)}: {', '.join(traits)}"
+
+
+def check_layout(engine: Engine) -> None:
+    """The same chunks; what is built on them has the same numbers then."""
+    if engine.ranks.size == 1:
+        return
+    stats = engine.core.stats()
+    engine.ranks.agree(
+        {"the number of chunks": stats["chunks"], "the layout": f"{stats['layout_hash']:x}"},
+        "the layout",
+    )
+
+
+# ---- a step ----
+
+
+def check_step(
+    engine: Engine, what: str, present: Iterable[Slot], fields: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """All ranks are at the same step, with gradients of the same parameters; gives every rank's `fields`.
+
+    Raises:
+        GeminiError: a parameter has a gradient on some ranks and none on others; nothing has been changed.
+    """
+    if engine.ranks.size == 1:
+        return [dict(fields)]
+    engine.core.catch_up()
+    mask = sum(1 << slot.id for slot in present)
+    everyone = engine.ranks.gather(what, [f"{mask:x}", dict(fields)])
+    masks = [int(own[0], 16) for own in everyone]
+    for slot in engine._slots if len(set(masks)) > 1 else ():
+        without = [rank for rank, own in enumerate(masks) if not own >> slot.id & 1]
+        if 0 < len(without) < len(masks):
+            raise GeminiError(
+                f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: every rank must "
+                "use the same parameters (multiply a loss that is to count nothing by zero)"
+            )
+    return [own[1] for own in everyone]
+
+
+def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> None:
+    """check_step, and the step would do the same on every rank."""
+    fields = {
+        f"the hyperparameters of param group {number}": [
+            *takeover.hyperparameters(group),
+            *takeover.mode(group),
+        ]
+        for number, group in enumerate(engine.optimizer.param_groups)
+    }
+    fields["the clip factor"] = [engine._clip_factor]
+    fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
+    check_same(check_step(engine, what, present, fields))
