@@ -1,0 +1,153 @@
+"""Random training by several ranks, and the reference that gives its bits on one.
+
+The reference computes each rank's gradients in turn, in ordinary torch memory, and joins them as the engine
+says it does (csrc/shard.c, csrc/comm_host.c): each is divided by the power of two in the number of ranks and
+kept in its dtype; the sum is taken in fp32 in the order of the ranks and rounded once; it is divided by the rest
+of the number of ranks and added to what earlier micro-batches left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reference import Managed, Outcome, Plain, bits, plain
+from scenario import RandomNet, Scenario, budgeted, case_of, scenario
+
+__all__ = ["RankPlayed", "play_ranks_plain", "play_sharded", "sharded_scenario"]
+
+
+@dataclass
+class RankPlayed:
+    """What one rank saw: everything that training left behind, and looks in between."""
+
+    outcome: Outcome
+    seen: list[Tensor]
+
+
+def sharded_scenario(seed: int) -> Scenario:
+    """A scenario in which each gradient arrives once in a backward: otherwise sums are taken in parts, which rounds
+    more often than the reference does."""
+    draw = random.Random(seed)
+    net = seed
+    while "reentrant" in RandomNet(net).ways:
+        net += 10_007
+    s = scenario(seed)
+    case = case_of(net)
+    precision = s.recipe.precision if s.recipe.precision in case.precisions else "32-true"
+    recipe = replace(s.recipe, precision=precision, gradient_dtype=None, steps=4)
+    between = tuple("nothing" if act == "other" else act for act in s.between[: recipe.steps])
+    return replace(
+        s,
+        case=case,
+        recipe=recipe,
+        between=between,
+        set_to_none=True,
+        share=draw.choice((0.8, 1.0, 1.5, 3.0)),
+    )
+
+
+def _seed(step: int, micro: int, rank: int) -> None:
+    torch.manual_seed(1_000_000 + 10_000 * step + 100 * micro + rank)
+
+
+def _batch(s: Scenario, step: int, micro: int, rank: int, size: int) -> Any:
+    index = (step * s.recipe.accumulate + micro) * size + rank
+    batch = s.case.batch(index)
+    # The last element chooses which blocks are skipped: the same ones on all ranks.
+    return (*batch[:-1], step * s.recipe.accumulate + micro)
+
+
+def _act(run: Plain, what: str, s: Scenario, step: int, seen: list[Tensor]) -> None:
+    if what == "evaluate":
+        run.model.eval()
+        with torch.no_grad():
+            seen.append(s.case.loss(run, s.case.batch(5000 + step)).float())
+        run.model.train()
+    elif what == "read":
+        outcome = run.outcome()
+        seen.extend(outcome.masters.values())
+        seen.extend(outcome.exp_avg.values())
+    elif what == "peek":
+        for name, p in [(n, p) for n, p in run.model.named_parameters() if p.requires_grad][:2]:
+            if run.engine is not None:
+                with run.engine.full_parameter(p) as values:
+                    seen.append(values.clone())
+            else:
+                seen.append(run.outcome().masters[name])
+
+
+def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[RankPlayed, dict, tuple]:
+    """One rank's run under an engine that shares its chunks with the others; the engine is closed."""
+    run: Managed = budgeted(
+        s.case,
+        s.recipe,
+        s.share,
+        chunk_size=s.chunk_size,
+        placement_policy=s.policy,
+        **how,
+    )
+    seen: list[Tensor] = []
+    with contextlib.closing(run.engine):
+        for step in range(s.recipe.steps):
+            for micro in range(s.recipe.accumulate):
+                _seed(step, micro, rank)
+                loss = s.case.loss(run, _batch(s, step, micro, rank, size))
+                run.losses.append(loss.detach().float().clone())
+                part = loss / s.recipe.accumulate
+                if s.says_step and micro == s.recipe.accumulate - 1:
+                    run.engine.backward(part, step=True)
+                else:
+                    run.backward(part)
+            run.finish()
+            _act(run, s.between[step], s, step, seen)
+        run.engine.core.check()
+        played = RankPlayed(run.outcome(), [bits(t).clone() for t in seen])
+        return played, run.engine.stats(), run.engine.core.chaos_faults()
+
+
+def _joined(parts: list[Tensor], before: Tensor | None) -> Tensor:
+    """The mean of the ranks' gradients as the engine computes it, added to what is there."""
+    size, dtype = len(parts), parts[0].dtype
+    power = 1 << (size.bit_length() - 1)
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for rank, part in enumerate(parts):
+        kept = (part.float() / power).to(dtype).float()
+        total = kept if rank == 0 else total + kept
+    share = total.to(dtype).float() / (size / power)
+    return share.to(dtype) if before is None else (before.float() + share).to(dtype)
+
+
+def play_ranks_plain(s: Scenario, size: int) -> list[RankPlayed]:
+    """What every rank must see, computed by one process without an engine."""
+    run = plain(s.case.build, s.recipe)
+    losses: list[list[Tensor]] = [[] for _ in range(size)]
+    seen: list[Tensor] = []
+    for step in range(s.recipe.steps):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for micro in range(s.recipe.accumulate):
+            parts: dict[nn.Parameter, list[Tensor]] = {}
+            for rank in range(size):
+                run.model.zero_grad()
+                _seed(step, micro, rank)
+                loss = s.case.loss(run, _batch(s, step, micro, rank, size))
+                losses[rank].append(loss.detach().float().clone())
+                run.backward(loss / s.recipe.accumulate)
+                for p in run.model.parameters():
+                    if p.grad is not None:
+                        parts.setdefault(p, []).append(p.grad)
+            for p, of_ranks in parts.items():
+                assert len(of_ranks) == size
+                sums[p] = _joined(of_ranks, sums.get(p))
+        for p in run.model.parameters():
+            p.grad = sums.get(p)
+        run.finish()
+        _act(run, s.between[step], s, step, seen)
+    looks = [bits(t).clone() for t in seen]
+    outcome = run.outcome()
+    return [RankPlayed(replace(outcome, losses=losses[rank]), looks) for rank in range(size)]

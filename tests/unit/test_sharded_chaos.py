@@ -1,0 +1,59 @@
+"""Several ranks on devices whose streams run late and out of order: the bits of the reference on every rank.
+
+Each case trains random scenarios (tests/sharded.py) in 2, 3 or 4 processes over the host device, plainly and on the
+chaos device, which also reports accesses that nothing orders. `GEMINI_RANKS_CASES` is the number of
+scenarios for each number of ranks (default 12); seeds start at `GEMINI_RANKS_FIRST`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks, values
+from reference import assert_same_outcome
+from sharded import play_ranks_plain, play_sharded, sharded_scenario
+
+N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "12"))
+FIRST = int(os.environ.get("GEMINI_RANKS_FIRST", "0"))
+
+
+def _play(rank: int, size: int, seeds: list[int], is_late: bool) -> list[Any]:
+    played = []
+    for seed in seeds:
+        s = sharded_scenario(seed)
+        os.environ["GEMINI_RATES"] = s.rates
+        os.environ["GEMINI_CHAOS"] = str(17 * seed + rank) if is_late else ""
+        try:
+            played.append(play_sharded(s, rank, size))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {s}: {error}") from error
+    return played
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in order", "late"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_scenarios(size: int, is_late: bool, tmp_path: Path) -> None:
+    seeds = list(range(FIRST + 100 * size, FIRST + 100 * size + N_CASES))
+    of_ranks = values(run_ranks(size, tmp_path, _play, seeds, is_late, timeout=500.0))
+    n_planned = 0
+    for i, seed in enumerate(seeds):
+        wanted = play_ranks_plain(sharded_scenario(seed), size)
+        for rank, want in enumerate(wanted):
+            got, stats, faults = of_ranks[rank][i]
+            where = f"seed {seed}, rank {rank}: {sharded_scenario(seed)}"
+            assert faults == (0, ""), where
+            try:
+                assert_same_outcome(got.outcome, want.outcome)
+            except AssertionError as error:
+                raise AssertionError(f"{where}: {error}") from error
+            assert len(got.seen) == len(want.seen), where
+            for look, (a, b) in enumerate(zip(got.seen, want.seen, strict=True)):
+                assert torch.equal(a, b), f"{where}: look {look}"
+            assert stats["shards"] == size
+        n_planned += of_ranks[0][i][1]["plans"] >= 1
+    assert n_planned > len(seeds) // 3, f"only {n_planned} of {len(seeds)} scenarios met a plan"
