@@ -198,11 +198,11 @@ class Ranks:
         if mesh is None:
             return None
         if isinstance(mesh, DeviceMesh):
-            members = sorted(mesh.mesh.flatten().tolist())
-            if members != list(range(self._n_ranks)):
+            members = mesh.mesh.flatten().tolist()
+            if members[0] != 0 or sorted(members) != list(range(self._n_ranks)):
                 raise self._pl.utilities.exceptions.MisconfigurationException(
-                    f"GeminiStrategy(device_mesh=...): the mesh has the ranks {members}, and the Trainer all of"
-                    f" {self._n_ranks}: each of them needs a place."
+                    f"GeminiStrategy(device_mesh=...): the mesh has the ranks {members}; it needs all"
+                    f" {self._n_ranks} of the Trainer, and rank 0 first."
                 )
             return mesh
         shape = (self.num_nodes, self.num_processes) if mesh == "hybrid" else mesh
@@ -317,10 +317,6 @@ class Ranks:
     def _on_rank_zero(self, state: dict[str, Any]) -> dict[str, Any]:
         """What all ranks have made together is kept by the one that writes it."""
         return state if not self.is_distributed or self._rank == 0 else {}
-
-    def _root(self) -> int | None:
-        """Rank 0, as the engine counts ranks; None where there are no others."""
-        return self.engine.ranks.members.index(0) if self.is_distributed else None
 
     def _defer_requeue(self) -> None:
         """Take the signal by which SLURM asks for a checkpoint: it finds each rank at another place."""

@@ -566,13 +566,14 @@ def build_strategy(tree: Tree) -> type:
                 return super().lightning_module_state_dict()
             module = self.lightning_module
             if type(module).state_dict is pl.LightningModule.state_dict:
-                return engine.model_state_dict(masters=True, root=self._root())
+                return engine.model_state_dict(masters=True, rank0_only=self.is_distributed)
             # The module has its own idea of what is saved: its keys and shapes, our masters.
             state = dict(module.state_dict())
+            root = 0 if self.is_distributed else None
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 value = state.get(name)
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[name] = engine.slot_of(parameter).read_master(self._root())
+                    state[name] = engine.slot_of(parameter).read_master(root)
             return self._on_rank_zero(state)
 
         def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -580,7 +581,7 @@ def build_strategy(tree: Tree) -> type:
                 optimizer = optimizer.optimizer
             engine = self.engine
             if self.is_distributed and engine is not None and engine.optimizer is optimizer:
-                return engine.optimizer_state_dict(root=self._root())
+                return engine.optimizer_state_dict(rank0_only=True)
             return optimizer.state_dict()
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

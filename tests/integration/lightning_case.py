@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gemini_strategy as gs
 import gemini_strategy.lightning
@@ -415,13 +415,16 @@ def summable_class(tree: str) -> type:
             ]
             return gs.HybridAdam(groups, lr=self.lr, weight_decay=0.1)
 
-        def _loader(self, batches: int) -> DataLoader:
+        def _loader(self, batches: int, is_training: bool = False) -> DataLoader:
             n_ranks = self.n_ranks if self.is_reference else 1
-            numbers = torch.arange(batches * RANK_BATCH * self.n_ranks) * 7 + 3
-            return DataLoader(TensorDataset(numbers), batch_size=RANK_BATCH * n_ranks)
+            data = TensorDataset(torch.arange(batches * RANK_BATCH * self.n_ranks) * 7 + 3)
+            # Ranks get Lightning's sampler, which shuffles: this is the order that they have together.
+            is_alone = is_training and self.is_reference
+            sampler = DistributedSampler(data, num_replicas=1, rank=0) if is_alone else None
+            return DataLoader(data, batch_size=RANK_BATCH * n_ranks, sampler=sampler)
 
         def train_dataloader(self) -> DataLoader:
-            return self._loader(self.n_batches)
+            return self._loader(self.n_batches, is_training=True)
 
         def val_dataloader(self) -> DataLoader:
             return self._loader(2)
