@@ -393,7 +393,7 @@ gm_status gm_engine_catch_up(gm_engine *engine)
     gm_status status = gm_shard_reduce_all(engine);
     if (status == GM_OK && gm_shard_has_unreduced(engine) && engine->device->is_host) {
         status = engine->device->ops->stream_sync(engine->device, engine->comm_stream);
-        status = status == GM_OK ? check_comms(engine) : status;
+        status = status == GM_OK ? gm_shard_check(engine) : status;
     }
     return gm_engine_end_call(engine, status);
 }
