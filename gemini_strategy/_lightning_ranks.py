@@ -38,6 +38,8 @@ from gemini_strategy.errors import GeminiDeviceError, GeminiError
 PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
 MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
 MESH_NAMES = ("replicate", "shard")
+# How long a checkpoint may take to write. A rank that dies meanwhile is seen at once, one that stops is not.
+FILE_PATIENCE = timedelta(hours=1)
 # What launched ranks have, after an error in the process that launched them, to say theirs and to end.
 GRACE = 20.0
 
@@ -61,7 +63,8 @@ class Ranks:
     device_mesh: Any  # what the user gave
     _parallel_devices: list[torch.device] | None
     _num_nodes = 1
-    _mesh: DeviceMesh | None = None  # what it means for this run
+    _mesh: DeviceMesh | None = None  # what it means for this run,
+    _mesh_of: Any = None  # which has this default group
     _requeue: "_Requeue | None" = None
 
     # -- who is who ----------------------------------------------------------------------------------------------
@@ -150,7 +153,6 @@ class Ranks:
             self._join()
 
     def _join(self) -> None:
-        global _between_hosts
         distributed = self._fabric.utilities.distributed
         self._fabric.utilities.seed.reset_seed()  # the launched processes have not called seed_everything yet
         self.set_world_ranks()
@@ -173,25 +175,24 @@ class Ranks:
                 f"strategy='gemini': this process is rank {self._rank} of {self._n_ranks} for the Trainer, but"
                 f" torch.distributed was initialised before as rank {here[0]} of {here[1]}."
             )
+        if self._hosts is not None and self._mesh_of is not dist.group.WORLD:
+            self._mesh, self._mesh_of = self._make_mesh(device), dist.group.WORLD
+
+    @property
+    def _is_connected(self) -> bool:
+        """Whether there are other ranks to talk to; before the first stage a Trainer talks to itself."""
+        return self.is_distributed and dist.is_available() and dist.is_initialized()
+
+    @property
+    def _hosts(self) -> Any:
+        """The group for what travels between hosts; all ranks ask for it first at the same place."""
+        global _between_hosts
         world = dist.group.WORLD
         if _between_hosts[0] is not world:
             is_gloo = dist.get_backend() == "gloo"
             hosts = world if is_gloo else dist.new_group(backend="gloo", timeout=self.timeout)
             _between_hosts = (world, hosts)
-            self._mesh = None
-        if self._mesh is None:
-            self._mesh = self._make_mesh(device)
-
-    @property
-    def _hosts(self) -> Any:
-        """The group for what travels between hosts."""
-        world, hosts = _between_hosts
-        if world is None or world is not dist.group.WORLD:
-            raise GeminiError(
-                "strategy='gemini': the ranks are connected by trainer.fit, validate, test and predict, and this was"
-                " called before, or after torch.distributed.destroy_process_group()."
-            )
-        return hosts
+        return _between_hosts[1]
 
     def _make_mesh(self, device: torch.device) -> DeviceMesh | None:
         mesh = self.device_mesh
@@ -224,7 +225,7 @@ class Ranks:
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups cannot be copied or pickled; the next setup_environment finds or makes them.
-        return {**super().__getstate__(), "_mesh": None, "_requeue": None}  # type: ignore[misc]
+        return {**super().__getstate__(), "_mesh": None, "_mesh_of": None, "_requeue": None}  # type: ignore[misc]
 
     # -- what ranks say to each other ----------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Ranks:
         The tensor given stays as it is. Half precision is added up in fp32. What is neither comes back as it is.
         """
         is_number = isinstance(tensor, int | float)
-        if not self.is_distributed or not (is_number or isinstance(tensor, Tensor)):
+        if not self._is_connected or not (is_number or isinstance(tensor, Tensor)):
             return tensor
         name = _operation(reduce_op)
         if is_number:
@@ -261,7 +262,7 @@ class Ranks:
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all ranks, stacked; of one shape on all. With `sync_grads` gradients flow back to each."""
-        if not self.is_distributed:
+        if not self._is_connected:
             # Lightning adds no dimension for the ranks when there is only one.
             return tensor
         moved = tensor.to(self._device_of(group))
@@ -274,7 +275,7 @@ class Ranks:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object, on all ranks."""
-        if not self.is_distributed:
+        if not self._is_connected:
             return obj
         box = [obj]
         with self._named(f"broadcast from rank {src}"):
@@ -282,15 +283,18 @@ class Ranks:
         return box[0]
 
     def barrier(self, name: str | None = None) -> None:
-        if self.is_distributed:
+        if self._is_connected:
             with self._named(f"barrier {name!r}"):
-                dist.monitored_barrier(self._hosts, self.timeout, wait_all_ranks=True)
+                # Rank 0 alone writes the file that this waits for.
+                is_file = name == "Trainer.save_checkpoint"
+                patience = max(self.timeout, FILE_PATIENCE) if is_file else self.timeout
+                dist.monitored_barrier(self._hosts, patience, wait_all_ranks=True)
         if name == "run-stage":  # the Trainer has its signal handlers, and goes on to its loop
             self._defer_requeue()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
         """Whether all ranks, or with `all=False` any of them, decided so."""
-        if not self.is_distributed:
+        if not self._is_connected:
             return bool(decision)
         vote = torch.tensor(int(bool(decision)))
         with self._named("reduce_boolean_decision"):

@@ -517,6 +517,19 @@ def test_collectives_of_one_rank(tree: str) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
+def test_a_trainer_of_several_talks_to_itself_before_its_first_stage(
+    tree: str, rank_of_zero: None
+) -> None:
+    trainer = make_trainer(tree, devices=2)
+    strategy = trainer.strategy
+    assert trainer.log_dir == str(trainer.default_root_dir)  # Lightning broadcasts it
+    assert strategy.broadcast("x", 1) == "x" and strategy.reduce(3) == 3
+    assert strategy.reduce_boolean_decision(False, all=False) is False
+    strategy.barrier("early")
+    assert copy.deepcopy(strategy).num_processes == 2
+
+
+@pytest.mark.parametrize("tree", TREES)
 def test_plugin_can_be_copied_while_an_engine_is_attached(tree: str) -> None:
     trainer = make_trainer(tree, precision="bf16-mixed", fast_dev_run=1)
     trainer.fit(make(tree))

@@ -14,6 +14,7 @@ from lightning_case import (
     PRECISIONS,
     fit_reference,
     load_tree,
+    make_trainer,
     ranked_trainer,
     reference_weights,
     same,
@@ -197,6 +198,60 @@ def test_files_and_evaluation(tmp_path: Path) -> None:
         assert value == pytest.approx(expected[name], rel=1e-2)
     ordinary = summable(LIGHTNING, 3, n_ranks=2)
     ordinary.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+
+
+def go_alone(rank: int, size: int) -> Any:
+    together, module = train(rank, size, LIGHTNING, "32-true", {}, {}, {})
+    shared = together.strategy.engine
+    alone = make_trainer(LIGHTNING)
+    metrics = alone.validate(module, verbose=False)[0]
+    engine = alone.strategy.engine
+    assert shared.closed and engine.ranks.size == 1 and alone.strategy.launcher is None
+    return metrics, alone.strategy.lightning_module_state_dict()
+
+
+def test_one_device_after_several(tmp_path: Path) -> None:
+    found = values(run_ranks(2, tmp_path, go_alone))
+    module = summable(LIGHTNING, 0, n_ranks=2, is_reference=True)
+    trainer = fit_reference(LIGHTNING, module)
+    for metrics, weights in found:
+        same(weights, reference_weights(module, trainer.optimizers[0]), "weights")
+        assert metrics == found[0][0]
+
+
+def layers_in_sync(rank: int, size: int) -> Any:
+    pl = load_tree(LIGHTNING)
+
+    class Swap(pl.plugins.LayerSync):
+        def apply(self, model: Any) -> Any:
+            kept = model.layers[0]
+            model.layers[0] = Stretched(6, 5)
+            model.layers[0].weight, model.layers[0].bias = kept.weight, kept.bias
+            return model
+
+        def revert(self, model: Any) -> Any:
+            raise AssertionError("modules of the engine were taken away")
+
+    trainer, module = train(rank, size, LIGHTNING, "32-true", {}, {}, {"plugins": [Swap()]})
+    trainer.validate(module, verbose=False)
+    return type(module.layers[0]).__name__, trainer.strategy.lightning_module_state_dict()
+
+
+class Stretched(torch.nn.Linear):
+    """Twice what a Linear gives: its gradients are twice as large."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(inputs)
+
+
+def test_synchronised_layers_are_put_in_before_the_engine(tmp_path: Path) -> None:
+    found = values(run_ranks(2, tmp_path, layers_in_sync))
+    module = summable(LIGHTNING, 0, n_ranks=2, is_reference=True)
+    kept, module.layers[0] = module.layers[0], Stretched(6, 5)
+    module.layers[0].weight, module.layers[0].bias = kept.weight, kept.bias
+    trainer = fit_reference(LIGHTNING, module)
+    same(found[0][1], reference_weights(module, trainer.optimizers[0]), "weights")
+    assert [name for name, _ in found] == ["Stretched"] * 2
 
 
 # ---- decisions of one rank -----------------------------------------------------------------------
