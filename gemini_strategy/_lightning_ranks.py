@@ -38,6 +38,8 @@ from gemini_strategy.errors import GeminiDeviceError, GeminiError
 PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
 MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
 MESH_NAMES = ("replicate", "shard")
+# How long processes may take to start: one may be importing what another has in its cache.
+START_PATIENCE = timedelta(seconds=300)
 # How long a checkpoint may take to write. A rank that dies meanwhile is seen at once, one that stops is not.
 FILE_PATIENCE = timedelta(hours=1)
 # What launched ranks have, after an error in the process that launched them, to say theirs and to end.
@@ -162,13 +164,16 @@ class Ranks:
                 "GeminiStrategy(process_group_backend='nccl') is for CUDA; with Trainer(accelerator='cpu') leave it"
                 " None."
             )
+        was_initialized = dist.is_initialized()
         distributed._init_dist_connection(
             self.cluster_environment,
             self.process_group_backend
             or distributed._get_default_process_group_backend_for_device(device),
-            timeout=self.timeout,
+            timeout=max(self.timeout, START_PATIENCE),
             device_id=None if device.type == "cpu" else device,
         )
+        if not was_initialized and self.timeout < START_PATIENCE:
+            dist.distributed_c10d._set_pg_timeout(self.timeout)
         here = (dist.get_rank(), dist.get_world_size())
         if here != (self._rank, self._n_ranks):
             raise GeminiError(

@@ -15,7 +15,7 @@ from lightning_case import fit_reference, reference_weights, same, summable
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "lightning_launch.py"
-TIME_LIMIT = 150.0
+TIME_LIMIT = 300.0
 
 
 def launch(
@@ -49,7 +49,7 @@ def launch(
 
 def ranks_left(folder: Path) -> list[int]:
     """Ranks that still run a while after their launcher; a rank that has ended is a zombie at most."""
-    end = time.monotonic() + 15.0
+    end = time.monotonic() + 60.0
     while True:
         left = [int(file.stem) for file in folder.glob("*.pid") if runs(int(file.stem))]
         if not left or time.monotonic() > end:
