@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 import gemini_strategy as gs
 
 
@@ -31,6 +33,16 @@ def check_count(name: str, value: Any, optional: bool = False) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     allowed = f"{'None or ' if optional else ''}an int of at least 1"
     check(valid or (optional and value is None), name, value, allowed)
+
+
+def check_mesh(name: str, value: Any) -> None:
+    valid = value is None or value == "hybrid" or isinstance(value, DeviceMesh)
+    if isinstance(value, tuple | list):
+        valid = len(value) == 2 and all(type(size) is int and size >= 1 for size in value)
+    elif isinstance(value, DeviceMesh):
+        valid = value.ndim in (1, 2)
+    allowed = "None, (replicas, shards), 'hybrid' or a DeviceMesh of one or two dimensions"
+    check(valid, name, value, allowed)
 
 
 def check_number(

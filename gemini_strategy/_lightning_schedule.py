@@ -51,7 +51,8 @@ class StepSchedule:
     deferred_because: str | None = None
     _has_started = False  # the stage's own loop runs, no search in a hook before it
 
-    def _note_barrier(self, name: str | None) -> None:
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)  # type: ignore[misc]
         # "run-stage" is the Trainer's last call before the loop. The batch size finder trains before it, in
         # on_fit_start, and goes on after an error in backward.
         self._has_started = self._has_started or name == "run-stage"
@@ -100,11 +101,16 @@ def _because_of(callbacks: Any, known: ModuleType) -> str | None:
         for hook in _CALLBACK_HOOKS:
             if _is_changed(callback, known.Callback, hook):
                 return f"the callback {name} has {hook}"
-        if getattr(callback, "save_on_exception", False) or isinstance(
-            callback, getattr(known, "OnExceptionCheckpoint", ())
-        ):
+        if saves_after_errors(callback, known):
             return f"the callback {name} saves a checkpoint after an error"
     return None
+
+
+def saves_after_errors(callback: Any, known: ModuleType) -> bool:
+    """Whether a callback saves a checkpoint in its on_exception; `known` is the tree's module of callbacks."""
+    return bool(getattr(callback, "save_on_exception", False)) or isinstance(
+        callback, getattr(known, "OnExceptionCheckpoint", ())
+    )
 
 
 def _is_changed(instance: object, base: type, name: str) -> bool:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -32,19 +33,29 @@ from gemini_strategy._lightning_checks import (
     check_bool,
     check_choice,
     check_count,
+    check_mesh,
     check_number,
     check_paths,
     check_size,
 )
 from gemini_strategy._lightning_logs import StepLogs
 from gemini_strategy._lightning_precision import Tree, cast_floating, precision_class
-from gemini_strategy._lightning_schedule import UPDATE_SCHEDULES, StepSchedule
+from gemini_strategy._lightning_ranks import (
+    PROCESS_GROUP_BACKENDS,
+    Ranks,
+    is_mappable,
+    load_mapped,
+)
+from gemini_strategy._lightning_schedule import (
+    UPDATE_SCHEDULES,
+    StepSchedule,
+    saves_after_errors,
+)
 from gemini_strategy.initial import silent_modules
 from gemini_strategy.loading import MISSING, Weights
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
 MAPPINGS = ("aliased", "strict")
-PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo")
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
 _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
@@ -73,13 +84,19 @@ def build_strategy(tree: Tree) -> type:
     no_optimizer = pl.core.optimizer._MockOptimizer
     lightning_optimizer = pl.core.optimizer.LightningOptimizer
 
-    class GeminiStrategy(StepLogs, StepSchedule, parallel):
-        """Train, evaluate and predict with the model's state in chunks, on one CUDA GPU or one CPU host.
+    class GeminiStrategy(StepLogs, StepSchedule, Ranks, parallel):
+        """Train, evaluate and predict with the model's state in chunks, on CUDA GPUs or on CPU hosts.
 
         ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
-        policies of the same name. One device is supported in this version, and no launcher is used, so notebooks
-        work. The engine stays with the LightningModule after a stage has ended; ``strategy.engine.close()`` makes it
-        an ordinary module with the trained weights.
+        policies of the same name. The engine stays with the LightningModule after a stage has ended;
+        ``strategy.engine.close()`` makes it an ordinary module with the trained weights.
+
+        With several devices (``Trainer(devices=N, num_nodes=M)``, torchrun, SLURM) each has a process, a rank, with
+        batches of its own and 1/N of every chunk. All ranks begin with rank 0's values. Gradients are averaged over
+        the ranks, in every micro-batch where they are accumulated. The ranks make a checkpoint together and rank 0
+        writes it: all of them must call ``trainer.save_checkpoint`` and ``lightning_module_state_dict``, which is
+        empty on the others. Buffers are rank 0's at the start and in checkpoints, and each rank's own in between.
+        With one device no launcher is used, so notebooks work.
 
         Precision is the Trainer's: ``"32-true"`` (parameters made fp32), ``"bf16-true"``, ``"bf16-mixed"`` (weights
         and compute in bf16, fp32 masters in the engine), ``"16-mixed"`` (fp16 with a loss scale). Parameters are
@@ -111,8 +128,8 @@ def build_strategy(tree: Tree) -> type:
             hysteresis: overflows in a row that are forgiven before the scale shrinks (1: none).
             max_scale: the loss scale never rises above this.
             accelerator: the tree's ``CPUAccelerator`` or ``CUDAAccelerator``; normally ``Trainer(accelerator=...)``.
-            parallel_devices: one device; normally ``Trainer(devices=...)``.
-            cluster_environment: a cluster environment of the tree, world size 1.
+            parallel_devices: this machine's devices; normally ``Trainer(devices=...)``.
+            cluster_environment: a cluster environment of the tree; None: the one that Lightning finds.
             checkpoint_io: how checkpoint files are written and read.
             precision_plugin: ``Precision``, ``MixedPrecision`` or ``HalfPrecision`` of the tree; it wins over
                 ``Trainer(precision=...)``.
@@ -134,20 +151,27 @@ def build_strategy(tree: Tree) -> type:
             missing: ``"refuse"`` or ``"init"``: what a parameter on the meta device is that `weights` lack.
             report: tell the table of the plan when there is one, and at the end what was planned beside what was
                 measured, at Lightning's log level INFO.
-            timeout: how long collectives between several devices may take. One device makes none.
-            process_group_backend: ``"nccl"`` or ``"gloo"`` for several devices. One device makes no process group.
+            timeout: how long one collective between several devices may take, a timedelta or seconds. One device makes
+                none.
+            process_group_backend: what torch.distributed uses for the collectives of Lightning and the module, with
+                several devices: ``"nccl"``, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; None: as the devices are. The
+                engine's own collectives do not use it.
+            device_mesh: how several devices share the chunks: ``(replicas, shards)``, a ``DeviceMesh`` of one
+                dimension (shards) or two (replicas, shards), or ``"hybrid"`` for a replica on each machine, shared by
+                its devices. None: all devices share them.
             checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning does not pass the one given to
                 ``fit``, ``validate``, ``test`` or ``predict``. None: torch's default, which loads nothing but
                 tensors and plain values; False for trusted files with other objects in them.
 
         Raises:
             ValueError, TypeError: an argument outside what is listed above.
-            MisconfigurationException: at construction of the Trainer, for several devices or nodes and for other
-                accelerators.
+            MisconfigurationException: at construction of the Trainer, for other accelerators, and where the number of
+                processes or the mesh does not fit its devices.
         """
 
         strategy_name = "gemini"
         _pl = pl
+        _fabric = tree.fabric
         _say = staticmethod(pl.utilities.rank_zero.rank_zero_info)
 
         def __init__(
@@ -179,13 +203,14 @@ def build_strategy(tree: Tree) -> type:
             gradient_dtype: torch.dtype | str | None = None,
             block_size: int | str | None = None,
             threads: int | None = None,
-            timeout: timedelta = timedelta(seconds=300),
+            timeout: timedelta | float = timedelta(seconds=300),
             process_group_backend: str | None = None,
             checkpoint_weights_only: bool | None = None,
             update_schedule: Literal["auto", "deferred"] = "auto",
             report: bool = True,
             weights: Weights | None = None,
             missing: Literal["refuse", "init"] = "refuse",
+            device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
         ) -> None:
             check(
                 use_chunk is True, "use_chunk", use_chunk, "True: parameters always live in chunks"
@@ -230,11 +255,11 @@ def build_strategy(tree: Tree) -> type:
                 gradient_dtype = torch.float32
             check_choice("gradient_dtype", gradient_dtype, (None, torch.float32, "float32"))
             check_count("threads", threads, optional=True)
+            if not isinstance(timeout, timedelta):
+                check_number("timeout", timeout, 0, 1e9, exclusive=True)
+                timeout = timedelta(seconds=timeout)
             check(
-                isinstance(timeout, timedelta) and timeout > timedelta(0),
-                "timeout",
-                timeout,
-                "a datetime.timedelta longer than 0",
+                timeout > timedelta(0), "timeout", timeout, "a timedelta longer than 0, or seconds"
             )
             check_choice("process_group_backend", process_group_backend, PROCESS_GROUP_BACKENDS)
             check_choice("checkpoint_weights_only", checkpoint_weights_only, (None, True, False))
@@ -242,6 +267,12 @@ def build_strategy(tree: Tree) -> type:
             check_bool("report", report)
             check_paths("weights", weights)
             check_choice("missing", missing, MISSING)
+            check_mesh("device_mesh", device_mesh)
+            if device_mesh is not None and not enable_distributed_storage:
+                raise ValueError(
+                    "GeminiStrategy(enable_distributed_storage=False, device_mesh=...): without shared chunks there is"
+                    " nothing to share over a mesh; give one of the two."
+                )
             tree.check("cluster_environment", cluster_environment, environment_type)
             tree.check("checkpoint_io", checkpoint_io, checkpoint_io_type)
 
@@ -249,6 +280,7 @@ def build_strategy(tree: Tree) -> type:
             self.force_outputs_fp32 = force_outputs_fp32
             self.timeout = timeout
             self.process_group_backend = process_group_backend
+            self.device_mesh = tuple(device_mesh) if isinstance(device_mesh, list) else device_mesh
             self.checkpoint_weights_only = checkpoint_weights_only
             self.update_schedule = update_schedule
             self.report = report
@@ -288,9 +320,8 @@ def build_strategy(tree: Tree) -> type:
         def __repr__(self) -> str:
             # Lightning prints this when a strategy is given to the other tree's Trainer, or to Fabric.
             return (
-                f"<{type(self).__name__} for the Trainer of `{tree.name}`; several devices and Fabric are not"
-                " supported in this version; for another installation of Lightning see"
-                " gemini_strategy.lightning.strategy_class>"
+                f"<{type(self).__name__} for the Trainer of `{tree.name}`; Fabric is not supported in this version; for"
+                " another installation of Lightning see gemini_strategy.lightning.strategy_class>"
             )
 
         # -- what the Trainer sets while it is constructed ------------------------------------------------------
@@ -322,74 +353,6 @@ def build_strategy(tree: Tree) -> type:
                 None if precision_plugin is None else plugin_class.translate(precision_plugin)
             )
 
-        @property
-        def parallel_devices(self) -> list[torch.device] | None:
-            return self._parallel_devices
-
-        @parallel_devices.setter
-        def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-            if parallel_devices is not None and len(parallel_devices) > 1:
-                raise misconfiguration(
-                    f"strategy='gemini' supports one device in this version, got {len(parallel_devices)}:"
-                    f" {', '.join(str(device) for device in parallel_devices)}. Use Trainer(devices=1), or devices=[i]"
-                    " for GPU i."
-                )
-            self._parallel_devices = parallel_devices
-
-        @property
-        def num_nodes(self) -> int:
-            """Number of machines: 1 in this version."""
-            return 1
-
-        @num_nodes.setter
-        def num_nodes(self, num_nodes: int) -> None:
-            if num_nodes != 1:
-                raise misconfiguration(
-                    "strategy='gemini' supports one device on one node in this version, got"
-                    f" num_nodes={num_nodes}. Use Trainer(num_nodes=1, devices=1)."
-                )
-
-        def _configure_launcher(self) -> None:
-            # One process needs no launcher. This is the last call in Trainer's construction, hence the place to find
-            # that torchrun or SLURM started several.
-            if self.world_size != 1:
-                environment = type(self.cluster_environment).__name__
-                raise misconfiguration(
-                    f"strategy='gemini' supports one device in this version, but {environment} reports"
-                    f" {self.world_size} processes. Start one process."
-                )
-
-        # -- the device and the (absent) other ranks -----------------------------------------------------------
-
-        @property
-        def root_device(self) -> torch.device:
-            return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
-
-        @property
-        def is_distributed(self) -> bool:
-            """Whether data must be split between ranks: never with one device."""
-            return False
-
-        @property
-        def distributed_sampler_kwargs(self) -> dict[str, Any]:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-            return tensor
-
-        def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-            # Lightning adds no dimension for the ranks when there is only one.
-            return tensor
-
-        def broadcast(self, obj: Any, src: int = 0) -> Any:
-            return obj
-
-        def barrier(self, name: str | None = None) -> None:
-            self._note_barrier(name)
-
-        def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
-            return bool(decision)
-
         # -- a stage ---------------------------------------------------------------------------------------------
 
         @property
@@ -408,6 +371,13 @@ def build_strategy(tree: Tree) -> type:
                         " module and its parameters, which are not all in memory at once. Train without it, or average"
                         " the state_dict of several checkpoints after training."
                     )
+                if self.is_distributed and saves_after_errors(callback, pl.callbacks):
+                    raise misconfiguration(
+                        "strategy='gemini' with several devices does not support that the callback"
+                        f" {type(callback).__name__} saves a checkpoint after an error: it would need all ranks, and an"
+                        " error is often one rank's. Save at intervals instead, with"
+                        " ModelCheckpoint(every_n_train_steps=...)."
+                    )
             if module._compiler_ctx is not None:
                 raise RuntimeError(
                     "strategy='gemini' does not support a compiled LightningModule: compile its submodules in"
@@ -419,11 +389,14 @@ def build_strategy(tree: Tree) -> type:
             module = self.lightning_module
             self._has_started = False
             self.accelerator.setup(trainer)
-            # SyncBatchNorm between one rank is BatchNorm: the layer sync plugin has nothing to do.
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             training = trainer.state.fn == fitting
             engine = self._adopt(module, reuse=not training)
+            if training and self._layer_sync is not None and self.is_distributed:
+                # For good: taking it back would change modules that the engine manages. Without a process group, and in
+                # evaluation, the synchronised layers are the ordinary ones.
+                self.model = self._layer_sync.apply(self.model)
             if self.weights is None:  # what manage() cannot give values to
                 _materialize(module, rank_zero_warn)
             for metric in module.modules():
@@ -491,6 +464,7 @@ def build_strategy(tree: Tree) -> type:
                 self.root_device,
                 self.precision_plugin.precision,
                 tuple(sorted(self.engine_arguments.items(), key=lambda item: item[0])),
+                (self.world_size, self.device_mesh, self.enable_distributed_storage, self.timeout),
             )
 
         def _adopt(self, module: nn.Module, reuse: bool) -> Any:
@@ -541,6 +515,7 @@ def build_strategy(tree: Tree) -> type:
                     convert_inputs=False,
                     report=False,  # told by StepLogs
                     **self.engine_arguments,
+                    **self._rank_arguments(),
                 )
             _configurations[engine] = self._configuration()
             _loaded.add(module)
@@ -591,19 +566,23 @@ def build_strategy(tree: Tree) -> type:
                 return super().lightning_module_state_dict()
             module = self.lightning_module
             if type(module).state_dict is pl.LightningModule.state_dict:
-                return engine.model_state_dict(masters=True)
+                return engine.model_state_dict(masters=True, rank0_only=self.is_distributed)
             # The module has its own idea of what is saved: its keys and shapes, our masters.
             state = dict(module.state_dict())
+            root = 0 if self.is_distributed else None
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 value = state.get(name)
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[name] = engine.slot_of(parameter).read_master()
-            return state
+                    state[name] = engine.slot_of(parameter).read_master(root)
+            return self._on_rank_zero(state)
 
         def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-            return (
-                optimizer.optimizer if isinstance(optimizer, lightning_optimizer) else optimizer
-            ).state_dict()
+            if isinstance(optimizer, lightning_optimizer):
+                optimizer = optimizer.optimizer
+            engine = self.engine
+            if self.is_distributed and engine is not None and engine.optimizer is optimizer:
+                return engine.optimizer_state_dict(rank0_only=True)
+            return optimizer.state_dict()
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
             states = checkpoint["optimizer_states"]
@@ -621,6 +600,9 @@ def build_strategy(tree: Tree) -> type:
         ) -> dict[str, Any]:
             if weights_only is None:
                 weights_only = self.checkpoint_weights_only
+            is_plain = type(self.checkpoint_io) is pl.plugins.TorchCheckpointIO
+            if self.is_distributed and is_plain and is_mappable(checkpoint_path):
+                return load_mapped(checkpoint_path, weights_only)
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     return GeminiStrategy

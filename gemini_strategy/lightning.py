@@ -8,7 +8,7 @@
 # Invariants
 #   1. Importing or reloading this module any number of times is the same as once: classes keep their identity.
 #   2. A strategy name that someone else has registered is never replaced.
-"""Lightning strategies ``"gemini"``, ``"gemini_cpu"`` and ``"gemini_cuda"``.
+"""Lightning strategies ``"gemini"``, ``"gemini_cpu"``, ``"gemini_cuda"`` and ``"gemini_hybrid"``.
 
     import gemini_strategy.lightning
     trainer = lightning.Trainer(strategy="gemini", precision="bf16-mixed")
@@ -33,8 +33,13 @@ _MODULES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
-_NAMES = {"gemini": "auto", "gemini_cpu": "cpu", "gemini_cuda": "cuda"}
-_DESCRIPTION = "Chunked model state within a device budget, placement_policy={!r}"
+_NAMES: dict[str, dict[str, Any]] = {
+    "gemini": {"placement_policy": "auto"},
+    "gemini_cpu": {"placement_policy": "cpu"},
+    "gemini_cuda": {"placement_policy": "cuda"},
+    "gemini_hybrid": {"device_mesh": "hybrid"},
+}
+_DESCRIPTION = "Chunked model state within a device budget, {}={!r}"
 
 # Kept over a reload (invariant 1).
 _classes: dict[str, type] = globals().get("_classes", {})
@@ -69,15 +74,14 @@ def strategy_class(tree: str) -> type:
 
 def _register(tree: str) -> None:
     trainer, fabric = (sys.modules[module] for module in _MODULES[tree])
-    for name, policy in _NAMES.items():
+    for name, preset in _NAMES.items():
         for registry, strategy, arguments in (
-            (trainer.strategies.StrategyRegistry, _classes[tree], {"placement_policy": policy}),
+            (trainer.strategies.StrategyRegistry, _classes[tree], preset),
             (fabric.strategies.STRATEGY_REGISTRY, _refuse_fabric, {}),
         ):
             if name not in registry:
-                registry.register(
-                    name, strategy, description=_DESCRIPTION.format(policy), **arguments
-                )
+                described = _DESCRIPTION.format(*next(iter(preset.items())))
+                registry.register(name, strategy, description=described, **arguments)
             elif registry[name]["strategy"].__module__.partition(".")[0] != "gemini_strategy":
                 raise GeminiError(
                     f"the strategy name {name!r} is taken in `{tree}` by {registry[name]['strategy']!r}: unregister it"

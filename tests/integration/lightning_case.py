@@ -3,12 +3,13 @@
 
 import functools
 import importlib
+import os
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gemini_strategy as gs
 import gemini_strategy.lightning
@@ -203,6 +204,13 @@ def make_trainer(tree: str, strategy: Any = "gemini", **options: Any) -> Any:
     return load_tree(tree).Trainer(strategy=strategy, **options)
 
 
+def ranked_trainer(
+    rank: int, size: int, tree: str = "lightning", strategy: Any = "gemini", **options: Any
+) -> Any:
+    os.environ["LOCAL_RANK"] = str(rank)  # the test has started the processes
+    return make_trainer(tree, strategy, devices=size, **options)
+
+
 def fit(
     tree: str,
     module: Any,
@@ -246,7 +254,7 @@ def unwrapped(optimizer: Any) -> Any:
 def reference_weights(module: Any, optimizer: Any) -> dict[str, Tensor]:
     """state_dict with every trainable parameter as its fp32 master."""
     weights = dict(module.state_dict())
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
         data = parameter.detach()
@@ -315,3 +323,149 @@ def same_adam(left: dict[str, Any], right: dict[str, Any]) -> None:
     for ours, theirs in zip(left["param_groups"], right["param_groups"], strict=True):
         for key in ("lr", "betas", "eps", "weight_decay", "params"):
             assert ours[key] == theirs[key], f"param_groups {key}: {ours[key]} != {theirs[key]}"
+
+
+# ---- several ranks: gradients that add up exactly, in any order and precision --------------------
+
+RANK_BATCH = 4  # samples of one rank in one micro-batch
+
+
+@functools.cache
+def summable_class(tree: str) -> type:
+    """A module whose gradients are small integers, whatever its weights are: the loss is linear in them.
+
+    Its reference sees the batches of `n_ranks` ranks at once and divides by their number as the engine does.
+    """
+    pl = load_tree(tree)
+
+    class Summable(pl.LightningModule):
+        def __init__(
+            self,
+            n_ranks: int = 1,
+            is_reference: bool = False,
+            n_batches: int = 6,
+            lr: float = 1e-2,
+            is_late: bool = False,
+            is_manual: bool = False,
+            overflows_on: int = -1,
+        ) -> None:
+            super().__init__()
+            self.n_ranks = n_ranks
+            self.is_reference = is_reference
+            self.n_batches = n_batches
+            self.lr = lr
+            self.automatic_optimization = not is_manual
+            self.overflows_on = overflows_on
+            self.seen: list[int] = []
+            self.layers: nn.ModuleList | None = None
+            if not is_late:
+                self.build()
+
+        def build(self) -> None:
+            if self.layers is None:
+                self.embedding = nn.Embedding(8, 6)
+                self.layers = nn.ModuleList(nn.Linear(6, width) for width in (5, 33, 6, 7))
+                self.norm = nn.Linear(6, 8, bias=False)
+                self.norm.weight = self.embedding.weight  # tied
+                self.unused = nn.Parameter(torch.full((3,), 0.5))
+                self.frozen = nn.Parameter(torch.linspace(-1, 1, 6), requires_grad=False)
+                self.register_buffer("steps", torch.zeros(()))
+
+        def loss(self, numbers: Tensor) -> Tensor:
+            tokens = numbers % 8
+            inputs = (numbers[:, None] * torch.arange(1, 7)) % 5 - 2.0
+            total = (self.embedding(tokens) * inputs).float().sum()
+            for index, layer in enumerate([*self.layers, self.norm]):
+                outputs = layer(inputs.to(layer.weight.dtype))
+                factors = (numbers[:, None] + torch.arange(outputs.shape[1])) % (index + 2) - 1.0
+                total = total + (outputs.float() * factors).sum()
+            return total / (RANK_BATCH * 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            numbers = batch[0]
+            self.seen += numbers.tolist()
+            loss = self.loss(numbers)
+            if batch_idx == 2 and self.overflows_on == self.global_rank:
+                loss = loss * float("inf")
+            # Each rank's own mean, whose mean is this; the loss that is minimised is not divided by the ranks.
+            self.log(
+                "loss", loss.detach() / (self.n_ranks if self.is_reference else 1), sync_dist=True
+            )
+            if self.automatic_optimization:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", batch[0].float().mean() + self.loss(batch[0]), sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layers[0](batch[0][:, None] * torch.ones(6).to(self.layers[0].weight.dtype))
+
+        def configure_optimizers(self) -> Any:
+            groups = [
+                {"params": [p for p in self.parameters() if p.requires_grad and p.ndim > 1]},
+                {
+                    "params": [p for p in self.parameters() if p.requires_grad and p.ndim <= 1],
+                    "weight_decay": 0.0,
+                },
+            ]
+            return gs.HybridAdam(groups, lr=self.lr, weight_decay=0.1)
+
+        def _loader(self, batches: int, is_training: bool = False) -> DataLoader:
+            n_ranks = self.n_ranks if self.is_reference else 1
+            data = TensorDataset(torch.arange(batches * RANK_BATCH * self.n_ranks) * 7 + 3)
+            # Ranks get Lightning's sampler, which shuffles: this is the order that they have together.
+            is_alone = is_training and self.is_reference
+            sampler = DistributedSampler(data, num_replicas=1, rank=0) if is_alone else None
+            return DataLoader(data, batch_size=RANK_BATCH * n_ranks, sampler=sampler)
+
+        def train_dataloader(self) -> DataLoader:
+            return self._loader(self.n_batches, is_training=True)
+
+        def val_dataloader(self) -> DataLoader:
+            return self._loader(2)
+
+        def predict_dataloader(self) -> DataLoader:
+            return self._loader(2)
+
+    return Summable
+
+
+@functools.cache
+def late_summable_class(tree: str) -> type:
+    class Late(summable_class(tree)):
+        def configure_model(self) -> None:
+            self.build()
+
+    return Late
+
+
+@functools.cache
+def reference_summable_class(tree: str) -> type:
+    class Reference(summable_class(tree)):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            power = 2 ** (self.n_ranks.bit_length() - 1)
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(power).div_(self.n_ranks / power)
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            if gradient_clip_val and gradient_clip_algorithm == "value":
+                nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+            elif gradient_clip_val:
+                unwrapped(optimizer).clip_grad_norm_(gradient_clip_val)
+
+    return Reference
+
+
+def summable(tree: str, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    if options.get("is_reference"):
+        return reference_summable_class(tree)(**options)
+    return (late_summable_class if options.get("is_late") else summable_class)(tree)(**options)

@@ -95,7 +95,7 @@ def test_fabric_is_refused(tree: str) -> None:
     fabric = load_fabric(tree)
     with pytest.raises(NotImplementedError, match="not available for Fabric in this version"):
         fabric.Fabric(strategy="gemini", accelerator="cpu", devices=1)
-    with pytest.raises(ValueError, match="several devices and Fabric are not supported"):
+    with pytest.raises(ValueError, match="Fabric is not supported in this version"):
         fabric.Fabric(strategy=adapter.strategy_class(tree)(), accelerator="cpu", devices=1)
 
 
@@ -245,7 +245,11 @@ def test_argument_reaches_the_engine(
         ({"gradient_dtype": torch.float16}, "gradient_dtype=torch.float16.*torch.float32"),
         ({"block_size": -2}, "block_size=-2"),
         ({"threads": 0}, "threads=0"),
-        ({"timeout": 5}, "timeout=5.*timedelta"),
+        ({"timeout": "5"}, "timeout='5'.*number more than 0"),
+        ({"timeout": 0}, "timeout=0.*number more than 0"),
+        ({"device_mesh": (2,)}, "device_mesh=\\(2,\\).*\\(replicas, shards\\)"),
+        ({"device_mesh": (0, 2)}, "device_mesh=\\(0, 2\\)"),
+        ({"device_mesh": "mesh"}, "device_mesh='mesh'.*'hybrid'"),
         ({"timeout": timedelta(0)}, "timeout=.*longer than 0"),
         ({"process_group_backend": "mpi"}, "process_group_backend='mpi'.*'nccl', 'gloo'"),
         ({"checkpoint_weights_only": "no"}, "checkpoint_weights_only='no'"),
@@ -341,29 +345,136 @@ def test_other_precisions_are_refused(tree: str) -> None:
         make_trainer(tree, plugins=[plugins.MixedPrecision("16-mixed", "cpu", scaler)])
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_more_than_one_device_is_refused(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pl = load_tree(tree)
-    error = pl.utilities.exceptions.MisconfigurationException
-    with pytest.raises(error, match="one device in this version, got 2"):
-        make_trainer(tree, devices=2)
-    with pytest.raises(error, match="one device on one node in this version, got num_nodes=2"):
-        make_trainer(tree, num_nodes=2)
-    with pytest.raises(error, match="one device in this version, got 3"):
-        adapter.strategy_class(tree)(parallel_devices=[torch.device("cuda", i) for i in range(3)])
-    for name, value in {
-        "TORCHELASTIC_RUN_ID": "1",
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "0",
+def set_environment(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def elastic(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, object]:
+    return {
+        "TORCHELASTIC_RUN_ID": 1,
+        "WORLD_SIZE": size,
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": rank // local_size,
+        "LOCAL_WORLD_SIZE": local_size,
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-        "LOCAL_WORLD_SIZE": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(error, match="TorchElasticEnvironment reports 2 processes"):
-        make_trainer(tree)
+        "MASTER_PORT": 1,
+    }
+
+
+def ranks_of(trainer: typing.Any) -> tuple[object, ...]:
+    strategy = trainer.strategy
+    return (
+        trainer.world_size,
+        trainer.global_rank,
+        trainer.local_rank,
+        trainer.node_rank,
+        trainer.num_nodes,
+        strategy.num_processes,
+        strategy.distributed_sampler_kwargs,
+    )
+
+
+@pytest.fixture
+def rank_of_zero() -> typing.Iterator[None]:
+    """Constructing a Trainer of several devices tells Lightning which rank this process is."""
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    before = rank_zero_only.rank
+    yield
+    rank_zero_only.rank = before
+    for tree in TREES:
+        load_tree(tree).utilities.rank_zero.rank_zero_only.rank = before
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_several_devices_are_launched(
+    tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
+) -> None:
+    launchers = load_tree(tree).strategies.launchers
+    trainer = make_trainer(tree, devices=3, num_nodes=2)
+    assert ranks_of(trainer) == (6, 0, 0, 0, 2, 3, {"num_replicas": 6, "rank": 0})
+    assert type(trainer.strategy.launcher) is launchers._SubprocessScriptLauncher
+    assert trainer.strategy.is_distributed and trainer.strategy.is_global_zero
+    assert trainer.strategy.root_device == torch.device("cpu")
+    set_environment(monkeypatch, LOCAL_RANK=2, NODE_RANK=1)
+    trainer = make_trainer(tree, devices=3, num_nodes=2)
+    assert ranks_of(trainer) == (6, 5, 2, 1, 2, 3, {"num_replicas": 6, "rank": 5})
+    assert not trainer.is_global_zero
+    # One device needs nobody, also in a process that has been rank 5 of another Trainer's.
+    trainer = make_trainer(tree)
+    assert trainer.strategy.launcher is None and not trainer.strategy.is_distributed
+    assert trainer.strategy.root_device == torch.device("cpu")
+    assert trainer.world_size == 1
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_ranks_of_torchrun_and_slurm(
+    tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
+) -> None:
+    environments = load_fabric(tree).plugins.environments
+    with monkeypatch.context() as patch:
+        set_environment(patch, **elastic(rank=3, size=4, local_rank=1, local_size=2))
+        trainer = make_trainer(tree, devices=2, num_nodes=2)
+        assert type(trainer.strategy.cluster_environment) is environments.TorchElasticEnvironment
+        assert ranks_of(trainer) == (4, 3, 1, 1, 2, 2, {"num_replicas": 4, "rank": 3})
+        error = load_tree(tree).utilities.exceptions.MisconfigurationException
+        for options in ({}, {"devices": 2}, {"num_nodes": 2}):
+            with pytest.raises(error, match="TorchElasticEnvironment reports 4"):
+                make_trainer(tree, **options)
+    with monkeypatch.context() as patch:
+        set_environment(
+            patch,
+            SLURM_JOB_ID=1,
+            SLURM_JOB_NAME="train",
+            SLURM_NTASKS=4,
+            SLURM_NTASKS_PER_NODE=2,
+            SLURM_PROCID=2,
+            SLURM_LOCALID=0,
+            SLURM_NODEID=1,
+        )
+        trainer = make_trainer(tree, devices=2, num_nodes=2)
+        assert type(trainer.strategy.cluster_environment) is environments.SLURMEnvironment
+        assert ranks_of(trainer) == (4, 2, 0, 1, 2, 2, {"num_replicas": 4, "rank": 2})
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_rank_has_the_device_that_was_given(
+    tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
+) -> None:
+    pl = load_tree(tree)
+    devices = [torch.device("cuda", 1), torch.device("cuda", 3)]
+    environment = load_fabric(tree).plugins.environments.LightningEnvironment
+    for rank in (0, 1):
+        set_environment(monkeypatch, LOCAL_RANK=rank)
+        strategy = adapter.strategy_class(tree)(
+            accelerator=pl.accelerators.CUDAAccelerator(),
+            parallel_devices=devices,
+            cluster_environment=environment(),
+        )
+        strategy.set_world_ranks()
+        assert strategy.root_device == devices[rank]
+        assert (strategy.global_rank, strategy.world_size) == (rank, 2)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_mesh_must_fit_the_devices(tree: str, rank_of_zero: None) -> None:
+    error = load_tree(tree).utilities.exceptions.MisconfigurationException
+    cls = adapter.strategy_class(tree)
+    with pytest.raises(error, match=r"device_mesh=\(2, 3\)\): 2 replicas of 3 .* Trainer has 4"):
+        make_trainer(tree, cls(device_mesh=(2, 3)), devices=4)
+    assert make_trainer(tree, cls(device_mesh=[2, 2]), devices=4).world_size == 4
+    hybrid = make_trainer(tree, "gemini_hybrid", devices=2, num_nodes=2)
+    assert hybrid.strategy.device_mesh == "hybrid"
+    with pytest.raises(ValueError, match="enable_distributed_storage=False, device_mesh"):
+        cls(device_mesh=(2, 2), enable_distributed_storage=False)
+
+
+def test_timeout_is_a_timedelta_or_seconds() -> None:
+    assert adapter.GeminiStrategy().timeout == timedelta(seconds=300)
+    assert adapter.GeminiStrategy(timeout=2.5).timeout == timedelta(seconds=2.5)
+    assert adapter.GeminiStrategy(timeout=timedelta(minutes=1)).timeout == timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -403,6 +514,19 @@ def test_collectives_of_one_rank(tree: str) -> None:
     assert strategy.reduce_boolean_decision(False, all=False) is False
     assert not strategy.is_distributed
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_trainer_of_several_talks_to_itself_before_its_first_stage(
+    tree: str, rank_of_zero: None
+) -> None:
+    trainer = make_trainer(tree, devices=2)
+    strategy = trainer.strategy
+    assert trainer.log_dir == str(trainer.default_root_dir)  # Lightning broadcasts it
+    assert strategy.broadcast("x", 1) == "x" and strategy.reduce(3) == 3
+    assert strategy.reduce_boolean_decision(False, all=False) is False
+    strategy.barrier("early")
+    assert copy.deepcopy(strategy).num_processes == 2
 
 
 @pytest.mark.parametrize("tree", TREES)

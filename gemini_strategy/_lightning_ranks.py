@@ -1,0 +1,446 @@
+# The ranks of a Trainer: one process for each device, how they start, what they say to each other, how they end.
+#
+# A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
+#
+# Barriers, objects and decisions travel between hosts (gloo) also where tensors travel over NCCL: they then wait for no
+# kernel, and an error names the rank that is missing where NCCL would hang and then end the process.
+#
+# Invariants
+#   1. One device: no launcher, no process group, nothing collective. Notebooks and debuggers keep working.
+#   2. What a rank alone sees (an error, a signal) decides nothing before the others know of it.
+#   3. A rank that fails ends its part of the collectives, so that no other waits for it; the process that launched the
+#      others does not leave them behind.
+
+import atexit
+import copy
+import os
+import signal
+import subprocess
+import threading
+import time
+import zipfile
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gemini_strategy.errors import GeminiDeviceError, GeminiError
+
+PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
+MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
+MESH_NAMES = ("replicate", "shard")
+# How long processes may take to start: one may be importing what another has in its cache.
+START_PATIENCE = timedelta(seconds=300)
+# How long a checkpoint may take to write. A rank that dies meanwhile is seen at once, one that stops is not.
+FILE_PATIENCE = timedelta(hours=1)
+# What launched ranks have, after an error in the process that launched them, to say theirs and to end.
+GRACE = 20.0
+
+# The gloo group beside a default group of another kind, and that default group: one for all strategies.
+_between_hosts: tuple[Any, Any] = globals().get("_between_hosts", (None, None))
+
+
+class Ranks:
+    """To be inherited from before the tree's `ParallelStrategy`."""
+
+    _pl: ModuleType  # the tree's module with Trainer in it
+    _fabric: ModuleType
+    accelerator: Any
+    cluster_environment: Any
+    enable_distributed_storage: bool
+    engine: Any
+    launcher: Any
+    lightning_module: Any
+    process_group_backend: str | None
+    timeout: timedelta
+    device_mesh: Any  # what the user gave
+    _parallel_devices: list[torch.device] | None
+    _num_nodes = 1
+    _mesh: DeviceMesh | None = None  # what it means for this run,
+    _mesh_of: Any = None  # which has this default group
+    _requeue: "_Requeue | None" = None
+
+    # -- who is who ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks on this machine, one for each device."""
+        return len(self._parallel_devices or ())
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self._parallel_devices or [torch.device("cpu")]
+        # A Trainer with one device may also be made in a process that has been rank 2 of another Trainer's.
+        return devices[self.local_rank if len(devices) > 1 else 0]  # type: ignore[attr-defined]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data must be split between ranks."""
+        return self._n_ranks > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Whatever shares the weights: each rank has batches of its own.
+        return {"num_replicas": self._n_ranks, "rank": self._rank}
+
+    @property
+    def _n_ranks(self) -> int:
+        return self.world_size  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def _rank(self) -> int:
+        return self.global_rank  # type: ignore[attr-defined,no-any-return]
+
+    def set_world_ranks(self) -> None:
+        """Called when the Trainer is constructed, before the launcher is chosen."""
+        if self.num_nodes * self.num_processes <= 1 or self.cluster_environment is None:
+            return
+        environment = self.cluster_environment
+        environment.set_global_rank(
+            environment.node_rank() * self.num_processes + environment.local_rank()
+        )
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        # Where somebody else starts the processes, the setters do nothing: the getter knows.
+        for only in (rank_zero_only, self._pl.utilities.rank_zero.rank_zero_only):
+            only.rank = self._rank
+
+    def _configure_launcher(self) -> None:
+        # The last call in Trainer's construction, hence the place to find that torchrun or SLURM started another number
+        # of processes.
+        wanted = self.num_nodes * max(self.num_processes, 1)
+        if self._n_ranks != wanted:
+            raise self._pl.utilities.exceptions.MisconfigurationException(
+                f"strategy='gemini': Trainer(devices={max(self.num_processes, 1)}, num_nodes={self.num_nodes}) is for"
+                f" {wanted} processes, one for each device, but {type(self.cluster_environment).__name__} reports"
+                f" {self._n_ranks}."
+            )
+        if (
+            isinstance(self.device_mesh, tuple)
+            and self.device_mesh[0] * self.device_mesh[1] != wanted
+        ):
+            replicas, shards = self.device_mesh
+            raise self._pl.utilities.exceptions.MisconfigurationException(
+                f"GeminiStrategy(device_mesh={self.device_mesh!r}): {replicas} replicas of {shards} shards need"
+                f" {replicas * shards} devices, and the Trainer has {wanted}."
+            )
+        if wanted > 1:
+            # Also where the processes are there already: it then checks their number, and shares the cores.
+            self._launcher = self._pl.strategies.launchers._SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    # -- the groups ----------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        if self.is_distributed:
+            self._join()
+
+    def _join(self) -> None:
+        distributed = self._fabric.utilities.distributed
+        self._fabric.utilities.seed.reset_seed()  # the launched processes have not called seed_everything yet
+        self.set_world_ranks()
+        device = self.root_device
+        if self.process_group_backend == "nccl" and device.type == "cpu":
+            raise self._pl.utilities.exceptions.MisconfigurationException(
+                "GeminiStrategy(process_group_backend='nccl') is for CUDA; with Trainer(accelerator='cpu') leave it"
+                " None."
+            )
+        was_initialized = dist.is_initialized()
+        distributed._init_dist_connection(
+            self.cluster_environment,
+            self.process_group_backend
+            or distributed._get_default_process_group_backend_for_device(device),
+            timeout=max(self.timeout, START_PATIENCE),
+            device_id=None if device.type == "cpu" else device,
+        )
+        if not was_initialized and self.timeout < START_PATIENCE:
+            dist.distributed_c10d._set_pg_timeout(self.timeout)
+        here = (dist.get_rank(), dist.get_world_size())
+        if here != (self._rank, self._n_ranks):
+            raise GeminiError(
+                f"strategy='gemini': this process is rank {self._rank} of {self._n_ranks} for the Trainer, but"
+                f" torch.distributed was initialised before as rank {here[0]} of {here[1]}."
+            )
+        if self._hosts is not None and self._mesh_of is not dist.group.WORLD:
+            self._mesh, self._mesh_of = self._make_mesh(device), dist.group.WORLD
+
+    @property
+    def _is_connected(self) -> bool:
+        """Whether there are other ranks to talk to; before the first stage a Trainer talks to itself."""
+        return self.is_distributed and dist.is_available() and dist.is_initialized()
+
+    @property
+    def _hosts(self) -> Any:
+        """The group for what travels between hosts; all ranks ask for it first at the same place."""
+        global _between_hosts
+        world = dist.group.WORLD
+        if _between_hosts[0] is not world:
+            is_gloo = dist.get_backend() == "gloo"
+            hosts = world if is_gloo else dist.new_group(backend="gloo", timeout=self.timeout)
+            _between_hosts = (world, hosts)
+        return _between_hosts[1]
+
+    def _make_mesh(self, device: torch.device) -> DeviceMesh | None:
+        mesh = self.device_mesh
+        if mesh is None:
+            return None
+        if isinstance(mesh, DeviceMesh):
+            members = mesh.mesh.flatten().tolist()
+            if members[0] != 0 or sorted(members) != list(range(self._n_ranks)):
+                raise self._pl.utilities.exceptions.MisconfigurationException(
+                    f"GeminiStrategy(device_mesh=...): the mesh has the ranks {members}; it needs all"
+                    f" {self._n_ranks} of the Trainer, and rank 0 first."
+                )
+            return mesh
+        shape = (self.num_nodes, self.num_processes) if mesh == "hybrid" else mesh
+        return init_device_mesh(device.type, shape, mesh_dim_names=MESH_NAMES)
+
+    def _rank_arguments(self) -> dict[str, Any]:
+        """What manage() is told of the ranks."""
+        if self.is_distributed:
+            return {
+                "mesh": self._mesh,
+                "enable_distributed_storage": self.enable_distributed_storage,
+                "timeout": self.timeout.total_seconds(),
+            }
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # One device, in a process that is one of several: this engine is its own.
+            rank = dist.get_rank()
+            return {"mesh": dist.new_group([rank], backend="gloo", use_local_synchronization=True)}
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Groups cannot be copied or pickled; the next setup_environment finds or makes them.
+        return {**super().__getstate__(), "_mesh": None, "_mesh_of": None, "_requeue": None}  # type: ignore[misc]
+
+    # -- what ranks say to each other ----------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (or what `reduce_op` names) of a tensor or a number over the ranks, on all of them.
+
+        The tensor given stays as it is. Half precision is added up in fp32. What is neither comes back as it is.
+        """
+        is_number = isinstance(tensor, int | float)
+        if not self._is_connected or not (is_number or isinstance(tensor, Tensor)):
+            return tensor
+        name = _operation(reduce_op)
+        if is_number:
+            kind = torch.float64 if name == "mean" or isinstance(tensor, float) else torch.int64
+            number = torch.tensor(tensor, dtype=kind)
+            return self._reduced(number, self._hosts if group is None else group, name).item()
+        return self._reduced(tensor.detach(), group, name).to(tensor.device, tensor.dtype)
+
+    def _reduced(self, tensor: Tensor, group: Any, name: str) -> Tensor:
+        wide = {
+            torch.float16: torch.float32,
+            torch.bfloat16: torch.float32,
+            torch.bool: torch.int64,
+        }
+        total = tensor.to(self._device_of(group), wide.get(tensor.dtype, tensor.dtype), copy=True)
+        total = total.contiguous()
+        with self._named(f"reduce ({name}) of {tuple(tensor.shape)}"):
+            dist.all_reduce(
+                total, getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper()), group
+            )
+        if name == "mean":
+            total = total / dist.get_world_size(group)
+        return total
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked; of one shape on all. With `sync_grads` gradients flow back to each."""
+        if not self._is_connected:
+            # Lightning adds no dimension for the ranks when there is only one.
+            return tensor
+        moved = tensor.to(self._device_of(group))
+        with (
+            self._named(f"all_gather of {tuple(tensor.shape)}"),
+            nullcontext() if sync_grads else torch.no_grad(),
+        ):
+            gathered: Tensor = _Gathered.apply(moved, group)  # type: ignore[no-untyped-call]
+        return gathered.to(tensor.device)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s object, on all ranks."""
+        if not self._is_connected:
+            return obj
+        box = [obj]
+        with self._named(f"broadcast from rank {src}"):
+            dist.broadcast_object_list(box, src, self._hosts)
+        return box[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._is_connected:
+            with self._named(f"barrier {name!r}"):
+                # Rank 0 alone writes the file that this waits for.
+                is_file = name == "Trainer.save_checkpoint"
+                patience = max(self.timeout, FILE_PATIENCE) if is_file else self.timeout
+                dist.monitored_barrier(self._hosts, patience, wait_all_ranks=True)
+        if name == "run-stage":  # the Trainer has its signal handlers, and goes on to its loop
+            self._defer_requeue()
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
+        """Whether all ranks, or with `all=False` any of them, decided so."""
+        if not self._is_connected:
+            return bool(decision)
+        vote = torch.tensor(int(bool(decision)))
+        with self._named("reduce_boolean_decision"):
+            dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, self._hosts)
+        return bool(vote)
+
+    def _device_of(self, group: Any) -> torch.device:
+        """Where the tensors of a group's collectives must be."""
+        return torch.device("cpu") if "nccl" not in dist.get_backend(group) else self.root_device
+
+    @contextmanager
+    def _named(self, operation: str) -> Generator[None, None, None]:
+        try:
+            yield
+        except GeminiError:
+            raise
+        except RuntimeError as error:
+            raise GeminiDeviceError(
+                f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
+            ) from error
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _on_rank_zero(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What all ranks have made together is kept by the one that writes it."""
+        return state if not self.is_distributed or self._rank == 0 else {}
+
+    def _defer_requeue(self) -> None:
+        """Take the signal by which SLURM asks for a checkpoint: it finds each rank at another place."""
+        environment = self.cluster_environment
+        asked_by = getattr(environment, "requeue_signal", None)
+        self._requeue = None
+        if not self.is_distributed or not getattr(environment, "auto_requeue", False):
+            return
+        if threading.current_thread() is threading.main_thread() and asked_by is not None:
+            self._requeue = _Requeue(asked_by)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        requeue = self._requeue
+        if requeue is not None and self.reduce_boolean_decision(requeue.is_asked, all=False):
+            requeue.answer()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # type: ignore[misc]
+        if not self.is_distributed:
+            return
+        engine = self.engine
+        if engine is not None:
+            engine.ranks.abort(f"{type(exception).__name__}: {exception}")
+        launched = getattr(self.launcher, "procs", None)
+        if launched:
+            atexit.register(end_processes, list(launched))
+
+
+class _Requeue:
+    """Lightning's own answer to a signal, put off until all ranks can give it together."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        self.is_asked = False
+        self._signum = signum
+        self._handler: Any = signal.getsignal(signum)
+        signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self.is_asked = True
+
+    def answer(self) -> None:
+        self.is_asked = False
+        if callable(self._handler):
+            self._handler(self._signum, None)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of a group, stacked; backward adds up what all ranks made of this one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        rows = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(rows, tensor.contiguous(), group)
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, dist.ReduceOp.SUM, ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def is_mappable(path: Any) -> bool:
+    return Path(path).is_file() and zipfile.is_zipfile(path)
+
+
+def load_mapped(path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """torch.load of a file whose large tensors all ranks of a host share as pages of the file.
+
+    Only the weights and the optimizer's state, which are copied into chunks, stay mapped, and of them the large
+    tensors: whoever keeps another must not see the file change when it is written again.
+    """
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+    def small_own(tensor: Tensor) -> Tensor:
+        is_large = tensor.untyped_storage().nbytes() >= MAPPED_BYTES
+        return tensor if is_large else copy.deepcopy(tensor)
+
+    for key, value in checkpoint.items():
+        if key == "state_dict":  # in place: torch keeps versions in an attribute of it
+            value.update(
+                {n: small_own(v) if isinstance(v, Tensor) else v for n, v in value.items()}
+            )
+            continue
+        own = small_own if key == "optimizer_states" else copy.deepcopy
+        checkpoint[key] = apply_to_collection(value, Tensor, own)
+    return checkpoint
+
+
+def end_processes(processes: Iterable[subprocess.Popen[Any]], grace: float = GRACE) -> None:
+    """Wait for processes, and kill those that have not ended after `grace` seconds (a stopped one never does)."""
+    end = time.monotonic() + grace
+    for process in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _operation(reduce_op: Any) -> str:
+    if reduce_op is None:
+        return "mean"
+    name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
+    name = {"avg": "mean"}.get(name.lower(), name.lower())
+    if name != "mean" and not hasattr(dist.ReduceOp, name.upper()):
+        raise ValueError(
+            f"reduce(reduce_op={reduce_op!r}): expected 'mean', 'sum', 'max', 'min', 'product' or a"
+            " torch.distributed.ReduceOp."
+        )
+    return name
