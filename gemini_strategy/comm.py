@@ -42,6 +42,7 @@ COMM_DTYPES = {
 }
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
+_PROBE_BYTES, _PROBE_RUNS = 64 << 20, 6
 _Made = TypeVar("_Made")
 _made: dict[str, int] = {}  # communicators made so far, by the name of the group
 
@@ -130,6 +131,39 @@ class Communicator:
     def agree(self, stream: int = 0) -> None:
         """Fails on every rank if they have not issued the same collectives; on CUDA later, without a wait."""
         self._run(self.core.agree, stream)
+
+    def rates(self, device: torch.device) -> tuple[float, float]:
+        """Bytes/s of all ranks' shards together that an all-gather and a reduce-scatter of bf16 move, in large pieces.
+
+        A collective. (0, 0) on the host device, whose figures say nothing of a network.
+        """
+        if device.type != "cuda" or self.size == 1:
+            return 0.0, 0.0
+        count = _PROBE_BYTES // 2 // self.size
+        with torch.cuda.device(device):
+            buffer = torch.zeros(count * self.size, dtype=torch.bfloat16, device=device)
+            stream = torch.cuda.current_stream()
+            where = (buffer.data_ptr(), stream.cuda_stream)
+            gather = self._rate(stream, lambda: self.all_gather(where[0], 2 * count, where[1]))
+            reduce = self._rate(
+                stream,
+                lambda: self.reduce_scatter(where[0], count, torch.bfloat16, where[1]),
+            )
+            self.check()
+            del buffer
+            torch.cuda.empty_cache()
+        return gather, reduce
+
+    def _rate(self, stream: torch.cuda.Stream, issue: Callable[[], None]) -> float:
+        best = 0.0
+        for _ in range(_PROBE_RUNS):  # the first ones make connections
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            issue()
+            end.record(stream)
+            end.synchronize()
+            best = max(best, _PROBE_BYTES / (begin.elapsed_time(end) * 1e-3))
+        return best
 
     def check(self) -> None:
         """Raises the first failure, if there is one."""

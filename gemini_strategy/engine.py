@@ -130,7 +130,6 @@ class Engine(Reporting):
         )
         unit_params, unit_begin = adoption.unit_tables()
         agreement.check_model(self, adoption.slots, (unit_params, unit_begin))
-        shard_comm, replica_comm = self.ranks.communicators(self.device)
         external = self._memory.external_bytes(0)
         self.core = _C.Core(
             ordinal=self.device.index if is_cuda else -1,
@@ -150,8 +149,7 @@ class Engine(Reporting):
             state_share=1.0 if settings.margin is None else settings.margin,
             slack_bytes=self._memory.slack_bytes(settings.device_budget),
             is_tuned=settings.is_tuned,
-            shard_comm=shard_comm,
-            replica_comm=replica_comm,
+            **self.ranks.communicators(self.device),
         )
         agreement.check_layout(self)
         if settings.device_budget >= 0 and settings.policy != "cuda":

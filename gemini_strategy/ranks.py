@@ -339,8 +339,12 @@ class Ranks:
 
     # ---- for the engine ----
 
-    def communicators(self, device: torch.device) -> tuple[Any, Any]:
-        """(of the shard group, of the replica group) for the core; None for a group of one rank. A collective."""
+    def communicators(self, device: torch.device) -> dict[str, Any]:
+        """What the core needs of the other ranks, by the names of its arguments; nothing where there are none.
+
+        Communicators of the shard group and of the replica group, and the speed of collectives (bytes/s of all ranks'
+        shards together, the least of all ranks; 0: not known). A collective.
+        """
         found = []
         for name, group in (("shard", self.shard), ("replica", self.replica)):
             if group.size == 1:
@@ -355,7 +359,16 @@ class Ranks:
                 raise self._broken(type(error)(words)) from error
             self._comms.append(comm)
             found.append(comm.core)
-        return found[0], found[1]
+        if self.size == 1:
+            return {}
+        rates = self._comms[0].rates(device)
+        everyone = self.gather("speed of collectives", list(rates))
+        return {
+            "shard_comm": found[0],
+            "replica_comm": found[1],
+            "gather_rate": min(gather for gather, _ in everyone),
+            "reduce_rate": min(reduce for _, reduce in everyone),
+        }
 
     def close(self) -> None:
         """Ends it on this rank; after the engine that uses it. Idempotent."""

@@ -50,7 +50,7 @@ def test_one_rank_says_nothing() -> None:
     x = torch.arange(3)
     one.assemble(x, 0, 3, "x")
     one.share(x, 0, 3, "x")
-    assert one.communicators(torch.device("cpu")) == (None, None)
+    assert one.communicators(torch.device("cpu")) == {}
     one.abort("no reason")
     one.check()
     one.close()
@@ -94,9 +94,9 @@ def check_meshes(rank: int, size: int) -> None:
         assert ranks.shard.members[ranks.shard.rank] == rank
         assert ranks.replica.members[ranks.replica.rank] == rank
         assert (ranks.local_rank, ranks.local_size) == (rank // 2, 2)
-        for core, group in zip(
-            ranks.communicators(torch.device("cpu")), (shard, replica), strict=True
-        ):
+        made = ranks.communicators(torch.device("cpu"))
+        assert made["gather_rate"] == made["reduce_rate"] == 0.0
+        for core, group in ((made["shard_comm"], shard), (made["replica_comm"], replica)):
             assert (core is None) == (len(group) == 1)
             if core is not None:
                 x = torch.full((8,), 2.0**rank)
@@ -263,7 +263,7 @@ def check_abort(rank: int, size: int) -> None:
 
 def check_abort_reaches_communicators(rank: int, size: int) -> None:
     ranks = Ranks(timeout=PATIENT)
-    shard, _ = ranks.communicators(torch.device("cpu"))
+    shard = ranks.communicators(torch.device("cpu"))["shard_comm"]
     x = torch.ones(size * 16)
     if rank == 2:
         time.sleep(0.5)
