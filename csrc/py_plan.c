@@ -90,6 +90,8 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
         {"step_seconds", info->step_seconds}, {"compute_seconds", info->compute_seconds},
         {"h2d_seconds", info->h2d_seconds},   {"d2h_seconds", info->d2h_seconds},
         {"host_seconds", info->host_seconds}, {"bound_seconds", info->bound_seconds},
+        {"comm_seconds", info->comm_seconds}, {"gather_rate", info->rates.gather},
+        {"reduce_rate", info->rates.reduce},
     };
     const named_size sizes[] = {
         {"device_bytes", info->device_bytes},
@@ -100,6 +102,10 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
         {"state_ring_bytes", info->state_ring_bytes},
         {"grad_ring_bytes", info->grad_ring_bytes},
         {"resident_grad_bytes", info->resident_grad_bytes},
+        {"gathered_ring_bytes", info->gathered_ring_bytes},
+        {"kept_gathered_bytes", info->kept_gathered_bytes},
+        {"unreduced_ring_bytes", info->unreduced_ring_bytes},
+        {"n_kept", info->n_kept},
         {"prefetch", info->prefetch},
         {"n_ops", (size_t)info->n_ops},
         {"hash", (size_t)info->hash},

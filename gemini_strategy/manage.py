@@ -174,7 +174,7 @@ def manage(
         share.use()
         threads = share.threads
         rates = machine_rates(where.index if where.type == "cuda" else None, threads, ranks=ranks)
-        host_share = physical_memory() // ranks.local_size
+        host_share = physical_memory() if share.memory is None else share.memory
         settings = Settings(
             device=where,
             precision=Precision(precision),

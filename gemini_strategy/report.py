@@ -310,6 +310,29 @@ def _expected(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, fl
     }
 
 
+def _rank_rows(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Row]:
+    """What several ranks add: who shares, what is gathered, how long collectives take."""
+    if stats.get("shards", 1) * stats.get("replicas", 1) == 1:
+        return []
+    collectives = (
+        f"{_seconds(plan['comm_seconds'])} of collectives in a step"
+        if plan["comm_seconds"]
+        else "collectives are taken to cost no time"
+    )
+    return [
+        (
+            "ranks",
+            f"{stats['shards']} share each chunk, {stats['replicas']} replicas; {collectives}",
+        ),
+        (
+            "whole chunks",
+            f"{plan['n_kept']} stay gathered, {bytes_text(plan['kept_gathered_bytes'])}; rings: "
+            f"gathered {bytes_text(plan['gathered_ring_bytes'])}, gradients before their sum "
+            f"{bytes_text(plan['unreduced_ring_bytes'])}",
+        ),
+    ]
+
+
 def plan_rows(
     about: Mapping[str, Any], stats: Mapping[str, Any], plan: Mapping[str, Any] | None
 ) -> list[Row]:
@@ -354,6 +377,7 @@ def plan_rows(
         ("schedule", _SCHEDULES[plan["when"]]),
         *_class_rows(plan),
         ("rings", (", ".join(rings) or "none") + prefetch),
+        *_rank_rows(stats, plan),
         ("device peak", peak),
         ("host memory", _of_budget(expected["host_bytes"], about["host_budget"])),
         (

@@ -291,6 +291,25 @@ def test_plan_table_with_everything_on_the_device() -> None:
     assert rows["schedule"].startswith("immediate") and rows["device"].endswith("as built")
 
 
+def test_plan_table_of_several_ranks() -> None:
+    assert "ranks" not in dict(report.plan_rows(ABOUT, STATS, PLAN))
+    stats = STATS | {"shards": 4, "replicas": 2}
+    plan = PLAN | {
+        "comm_seconds": 0.12,
+        "n_kept": 3,
+        "kept_gathered_bytes": 2 * GB,
+        "gathered_ring_bytes": GB,
+        "unreduced_ring_bytes": GB // 2,
+    }
+    rows = dict(report.plan_rows(ABOUT, stats, plan))
+    assert rows["ranks"] == "4 share each chunk, 2 replicas; 120 ms of collectives in a step"
+    assert rows["whole chunks"] == (
+        "3 stay gathered, 2 GB; rings: gathered 1 GB, gradients before their sum 500 MB"
+    )
+    free = dict(report.plan_rows(ABOUT, stats, plan | {"comm_seconds": 0.0}))
+    assert free["ranks"].endswith("collectives are taken to cost no time")
+
+
 def test_plan_table_without_a_measured_step() -> None:
     unknown = dict.fromkeys(("step_seconds", "compute_seconds", "bound_seconds"), 0.0)
     rows = dict(report.plan_rows(ABOUT, STATS, PLAN | unknown))
