@@ -133,8 +133,9 @@ static void check_errors(void)
 
     comm = meet(0, 2, 30);
     fake->call_result = 4;
-    check_refused(gm_comm_broadcast(comm, at, 5, 1, 0), GM_ERR_DEVICE,
-                  "broadcast number 1 of 5 bytes (from rank 1), rank 0 of 2: NCCL: invalid argument");
+    check_refused(
+        gm_comm_broadcast(comm, at, 5, 1, 0), GM_ERR_DEVICE,
+        "broadcast number 1 of 5 bytes (from rank 1), rank 0 of 2: NCCL: invalid argument");
     fake->call_result = 0;
     part(comm);
 

@@ -273,7 +273,7 @@ static void compute_chunk(pipeline *p, int c, int pass)
     gm_note_access(p->dev, (const void *)p->weight[c], sizeof grad, false, 0);
     backward((const float *)p->weight[c], pass, grad);
     wait_for(p, COMPUTE_WAITS_FOR_GRAD_SLOT, p->grad_free[c % N_GRAD_SLOTS], 0);
-    gm_grad_add_args add = {(void *)p->grad[c], grad, GM_F32, GM_F32, NUMEL, false};
+    gm_grad_add_args add = {(void *)p->grad[c], grad, GM_F32, GM_F32, NUMEL, false, 1};
     CHECK_OK(p->ops->grad_add(p->dev, &add, (gm_sumsq *)p->sums + c, 0));
     record(p, p->computed[c], 0);
 }
@@ -743,7 +743,7 @@ static void check_arithmetic(void)
         CHECK_OK(t.ops->fill(t.dev, (uintptr_t)sum, 0, sizeof *sum, t.a));
         CHECK_OK(t.ops->sumsq(t.dev, data, GM_F32, 16, sum, t.a));
         CHECK_OK(t.ops->sumsq(t.dev, data, GM_F32, 16, sum, t.a));
-        gm_grad_add_args add = {data + 16, data, GM_F32, GM_F32, 16, false};
+        gm_grad_add_args add = {data + 16, data, GM_F32, GM_F32, 16, false, 1};
         CHECK_OK(t.ops->grad_add(t.dev, &add, NULL, t.a));
         add.accumulate = true;
         CHECK_OK(t.ops->grad_add(t.dev, &add, sum + 1, t.a));

@@ -289,7 +289,7 @@ static void check_arithmetic(gm_device *dev)
         weight[i] = 1;
         grad[i] = 0.5f;
     }
-    gm_grad_add_args add = {grad, grad, GM_F32, GM_F32, NUMEL, true};
+    gm_grad_add_args add = {grad, grad, GM_F32, GM_F32, NUMEL, true, 1};
     CHECK_OK(ops->grad_add(dev, &add, NULL, 0));
     CHECK(grad[0] == 1 && grad[NUMEL - 1] == 1);
 
