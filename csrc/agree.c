@@ -77,7 +77,7 @@ gm_status gm_agree_wish(gm_engine *engine, bool wish, bool *out)
         GM_TRY(gm_shard_check(engine));
         *out = engine->sums_home[first + 1 - turn].limb[0] > 0;
     }
-    engine->sums_home[first + turn].limb[0] = wish;
+    engine->sums_home[first + turn].limb[0] = wish && !*out; /* it is being granted */
     gm_shard_label(engine, GM_FOR_WISH, 0);
     GM_TRY(issue(engine, first + turn, 1));
     engine->n_wishes++;

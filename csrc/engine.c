@@ -72,6 +72,9 @@ static void engine_free(gm_engine *engine)
             }
         }
     }
+    if (engine->comm_stream) { /* collectives write the sums */
+        (void)engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+    }
     if (engine->chunks && engine->host_stream) { /* tasks read the engine */
         (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
         (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
@@ -309,6 +312,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->slack_bytes = options->slack_bytes;
     engine->budget = options->device_budget;
     engine->shed_limit = SIZE_MAX;
+    engine->next_op = GM_NO_OP;
     engine->outside_bytes = options->outside_bytes;
     engine->outside_context = options->outside_context;
     engine->shard_comm = options->shard_comm;
@@ -513,16 +517,20 @@ static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bo
     }
     if (status != GM_OK) { /* all or nothing; the first error's text is what counts */
         for (i--; i-- > engine->unit_begin[unit];) {
-            (void)gm_engine_unpin_shown(engine, engine->unit_chunks[i], stream, true);
+            uint32_t chunk = engine->unit_chunks[i];
+            (void)(engine->shown == GM_GATHERED
+                       ? gm_shard_unpin_for_retry(engine, chunk, stream)
+                       : gm_engine_unpin_shown(engine, chunk, stream, true));
         }
     }
     return status;
 }
 
-/* The tick is recorded; the caller may try again at once, when there is room. */
-static void note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_status status)
+/* The tick is recorded; the caller may try again at once, when there is room.  has_tick: what failed came after it. */
+static void note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, bool has_tick,
+                         gm_status status)
 {
-    engine->is_refused = status == GM_ERR_NOMEM;
+    engine->is_refused = status == GM_ERR_NOMEM && (has_tick || engine->next_op != GM_NO_OP);
     engine->refused_kind = kind;
     engine->refused_id = id;
 }
@@ -532,10 +540,11 @@ gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, ui
     GM_TRY(check_unit(engine, unit));
     GM_TRY(begin_replay_call(engine, stream));
     gm_status status = gm_pass_enter(engine, unit, stream, flags);
+    bool has_tick = status == GM_OK;
     if (status == GM_OK) {
         status = pin_unit(engine, unit, stream, (flags & GM_ENTER_IN_BACKWARD) != 0);
-        note_refusal(engine, GM_TICK_ENTER, unit, status);
     }
+    note_refusal(engine, GM_TICK_ENTER, unit, has_tick, status);
     if (status == GM_OK) {
         engine->n_entered++;
         gm_pass_start_timer(engine, stream);
@@ -581,9 +590,10 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
     if (engine->is_touched[chunk]) {
         return touch_again(engine, chunk, stream);
     }
-    GM_TRY(gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream));
-    gm_status status = gm_engine_pin_shown(engine, chunk, stream, true);
-    note_refusal(engine, GM_TICK_TOUCH, chunk, status);
+    gm_status status = gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream);
+    bool has_tick = status == GM_OK;
+    status = status == GM_OK ? gm_engine_pin_shown(engine, chunk, stream, true) : status;
+    note_refusal(engine, GM_TICK_TOUCH, chunk, has_tick, status);
     GM_TRY(status);
     engine->is_touched[chunk] = true;
     engine->touched_stream[engine->n_touched] = stream;

@@ -130,6 +130,7 @@ struct gm_engine {
     gm_stream update_stream, host_stream;
     gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
     uint64_t n_steps;
+    uint64_t n_step_calls; /* the same on all ranks, armed or not: for labels */
     bool is_armed, wants_immediate, has_repeats;
     atomic_ullong host_adam_ns, host_adam_params; /* of updates on the host, so far */
     atomic_int async_status;
@@ -159,6 +160,7 @@ struct gm_engine {
     bool is_refused; /* the last enter or touch found no room for this: */
     gm_tick_kind refused_kind;
     uint32_t refused_id;
+    uint32_t next_op; /* of the tick, after one that found no room; GM_NO_OP: all were done */
     uint32_t pass_first_unit, tick, n_entered;
     uint64_t n_passes, pass_waits;
     gm_runs runs;
@@ -203,6 +205,7 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
 }
 
 #define GM_NO_CHUNK UINT32_MAX
+#define GM_NO_OP    UINT32_MAX
 
 enum { GM_STAGING_BYTES = 16 << 20 };
 /* Behind the sums of parameters, for numbers that ranks agree on (agree.c): as many more gm_sumsq. */
@@ -246,7 +249,8 @@ void gm_pass_end(gm_engine *engine);
 void gm_pass_resolve_times(gm_engine *engine);
 
 /* replay.c */
-gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick);
+/* The operations of a tick from number `first` on; one that finds no room is the next_op of a retry. */
+gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first);
 /* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
 void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
 gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
@@ -287,6 +291,8 @@ void gm_shard_free(gm_engine *engine);
 bool gm_shard_has_unreduced(const gm_engine *engine); /* gradients go through GM_UNREDUCED */
 gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
 gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* The use will be tried again: what was gathered for it is not gathered twice. */
+gm_status gm_shard_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream);
 /* Gathers now what a plan wants soon. */
 gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk);
 /* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
@@ -314,7 +320,7 @@ gm_status gm_shard_compare(gm_engine *engine);
 /* A failure of the communicators that showed after a collective was issued. */
 gm_status gm_shard_check(const gm_engine *engine);
 /* *sum becomes the sum over the ranks; the host waits. */
-gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream);
+gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum);
 /* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
 gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream);

@@ -307,6 +307,12 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
 static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream stream)
 {
     gm_slice s = gm_field_shown(engine, p);
+    const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+    if (state->gathered != state->version) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "gathered weights were written after a step had made them old; "
+                       "write them inside their unit, or through the engine");
+    }
     uint8_t *weight = malloc(2 * s.bytes + 1);
     if (!weight) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);

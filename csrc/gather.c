@@ -280,7 +280,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
                           p->part_offset * gm_dtype_bytes(dtype),
                       dtype, p->part_numel, out, engine->workers);
     }
-    return gm_shard_sum(engine, out, stream);
+    return gm_shard_sum(engine, out);
 }
 
 gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,

@@ -183,7 +183,9 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     if (is_unplanned && engine->n_steps == 0 && engine->runs.n > 0 && engine->n_pending == 0) {
         /* evaluation or inference before any step, or without an optimizer */
         gm_status planned = gm_replay_plan(engine);
-        GM_TRY(is_alone ? GM_OK : planned);
+        if (!is_alone && planned != GM_OK) { /* the other ranks may be at its collectives */
+            return gm_engine_die(engine, planned);
+        }
         engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
     }
     engine->is_pass_open = true;
@@ -251,10 +253,20 @@ bool gm_pass_is_retry(gm_engine *engine, gm_tick_kind kind, uint32_t id)
     return is_retry;
 }
 
+/* What the tick had still to do when one of its operations found no room. */
+static gm_status resume(gm_engine *engine)
+{
+    uint32_t trace = gm_book_following(engine->book), first = engine->next_op;
+    engine->next_op = GM_NO_OP;
+    return first == GM_NO_OP || trace == GM_NO_TRACE
+               ? GM_OK
+               : gm_replay_ops(engine, gm_book_trace(engine->book, trace), engine->tick, first);
+}
+
 gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream)
 {
     if (gm_pass_is_retry(engine, kind, id)) {
-        return GM_OK; /* it has its tick */
+        return resume(engine); /* it has its tick */
     }
     if (!engine->is_pass_open) { /* a backward that is resumed after a step, for example */
         GM_TRY(begin_pass(engine, GM_NO_TICK, true));
@@ -271,9 +283,10 @@ gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_str
         log_tick(engine, kind, id, outside, stream);
     }
     engine->is_following = engine->plan && trace != GM_NO_TRACE;
+    engine->next_op = GM_NO_OP;
     bool is_ordered = (engine->plan || engine->collectives) && trace != GM_NO_TRACE;
     engine->n_deviations += was_following && !engine->is_following;
-    return is_ordered ? gm_replay_ops(engine, gm_book_trace(engine->book, trace), engine->tick)
+    return is_ordered ? gm_replay_ops(engine, gm_book_trace(engine->book, trace), engine->tick, 0)
                       : GM_OK;
 }
 
@@ -281,7 +294,8 @@ gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint
 {
     bool is_grad = (flags & GM_ENTER_GRAD) != 0;
     if (gm_pass_is_retry(engine, GM_TICK_ENTER, unit)) {
-        return GM_OK;
+        engine->unit_tick[unit] = engine->tick;
+        return resume(engine);
     }
     if (!(flags & GM_ENTER_IN_BACKWARD)) {
         bool is_again = engine->n_entered == 0 && unit == engine->pass_first_unit;

@@ -441,8 +441,8 @@ static PyObject *core_plan_info(core *self, PyObject *unused)
         return NULL;
     }
     gm_engine_stats stats;
-    gm_engine_get_stats(engine, &stats);
     Py_BEGIN_ALLOW_THREADS
+    gm_engine_get_stats(engine, &stats);
     gm_engine_lock(engine); /* who holds it may want the GIL */
     Py_END_ALLOW_THREADS
     const gm_plan *plan = gm_engine_plan(engine);

@@ -33,13 +33,17 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
     }
 }
 
-gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick)
+gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first)
 {
     uint32_t n;
     const gm_plan *plan = engine->plan ? engine->plan : engine->collectives;
     const gm_op *ops = gm_plan_ops(plan, trace->hash, tick, &n);
-    for (uint32_t i = 0; i < n; i++) {
-        GM_TRY(run_op(engine, &ops[i]));
+    for (uint32_t i = first; i < n; i++) {
+        gm_status status = run_op(engine, &ops[i]);
+        if (status != GM_OK) {
+            engine->next_op = i;
+            return status;
+        }
     }
     return GM_OK;
 }

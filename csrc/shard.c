@@ -43,7 +43,8 @@ static void name_label(void *context, uint64_t label, char *out, size_t bytes)
 
 void gm_shard_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk)
 {
-    uint64_t label = (uint64_t)purpose << 56 | (engine->n_steps & UINT64_C(0xffffff)) << 32 | chunk;
+    uint64_t label =
+        (uint64_t)purpose << 56 | (engine->n_step_calls & UINT64_C(0xffffff)) << 32 | chunk;
     if (engine->shard_comm) {
         gm_comm_label(engine->shard_comm, label);
     }
@@ -290,18 +291,46 @@ gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bo
     return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
 }
 
+gm_status gm_shard_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
+    state->n_uses--;
+    state->is_doomed |= !engine->collectives; /* it goes with its next last use */
+    return GM_OK;
+}
+
 gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream)
 {
     if (p->part_numel == 0) {
         return GM_OK;
     }
-    size_t at = p->part_first * p->spec.weight_bytes;
-    const uint8_t *part = (const uint8_t *)weight + at;
+    size_t width = p->spec.weight_bytes, at = p->part_first * width;
+    const uint8_t *before = (const uint8_t *)old + at, *after = (const uint8_t *)weight + at;
     gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
-    GM_TRY(gm_field_reset_low(engine, p, (const uint8_t *)old + at, part, stream));
-    return gm_chunks_write(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, part,
-                           stream);
+    uint8_t *present = malloc(2 * s.bytes);
+    if (!present) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
+    }
+    uint8_t *wanted = present + s.bytes;
+    gm_status status =
+        gm_chunks_read(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, present);
+    if (status == GM_OK) { /* what nobody wrote may be newer in the shard than in the tensor */
+        memcpy(wanted, present, s.bytes);
+        for (size_t i = 0; i < s.bytes; i += width) {
+            if (memcmp(before + i, after + i, width) != 0) {
+                memcpy(wanted + i, after + i, width);
+            }
+        }
+        status = gm_field_reset_low(engine, p, present, wanted, stream);
+    }
+    if (status == GM_OK) {
+        status = gm_chunks_write(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes,
+                                 wanted, stream);
+    }
+    free(present);
+    return status;
 }
 
 /* ---- gradients ---- */
@@ -449,9 +478,10 @@ gm_status gm_engine_catch_up(gm_engine *engine)
 
 /* ---- the norm ---- */
 
-gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum, gm_stream stream)
+gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum)
 {
     gm_device *device = engine->device;
+    gm_stream stream = engine->comm_stream;
     if (engine->n_shards == 1) {
         return GM_OK; /* replicas have the same gradients */
     }

@@ -482,6 +482,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
         engine->stream = stream;
         status = check_not_used_up(engine, sorted, n);
         status = status == GM_OK ? gm_shard_reduce_all(engine) : status;
+        engine->n_step_calls++;
         status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
         if (status == GM_OK) {
             status = run_step(engine, sorted, n);
@@ -513,14 +514,18 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     if (status == GM_OK) {
         engine->wants_immediate = !engine->has_repeats;
         bool has_watched = false;
+        /* An update does not touch what tensors show. */
+        bool is_apart = engine->shown == GM_GATHERED;
+        status = is_apart ? gm_lease_poll_watched(engine) : GM_OK;
         for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
-            has_watched |= lease->is_pinned && atomic_load(&lease->is_watched);
+            has_watched |= !is_apart && lease->is_pinned && atomic_load(&lease->is_watched);
         }
         /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
         /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
         const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
         *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
                !engine->is_armed;
+        *out = *out && status == GM_OK;
         if (*out) {
             status = gm_update_issue_all(engine);
             engine->n_steps++;

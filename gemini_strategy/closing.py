@@ -53,7 +53,11 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
             if cause is None and engine.ranks.has_failed:
                 cause = str(error)
             if cause is None:
+                engine.ranks.abort(f"close(): {error}")  # the others read what this one has not
                 raise
+        except Exception as error:
+            engine.ranks.abort(f"close(): {type(error).__name__}: {error}")
+            raise
     if cause is not None:
         _close_dead(engine, is_fp32, cause)
         return
