@@ -136,7 +136,7 @@ static void rates(gm_device *dev)
         for (int mode = 0; mode < 4; mode++) {
             const bool accumulate = mode & 1, has_sum = mode & 2;
             grad_add_call add = {
-                {(void *)weight.addr, (const void *)grad.addr, format, format, n, accumulate},
+                {(void *)weight.addr, (const void *)grad.addr, format, format, n, accumulate, 1},
                 has_sum ? (gm_sumsq *)sum.addr : NULL};
             snprintf(name, sizeof name, "grad_%s %s%s", accumulate ? "add" : "copy",
                      formats[i].name, has_sum ? ", with sum" : "");

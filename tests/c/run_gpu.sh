@@ -33,7 +33,7 @@ gm_fatbin:
 EOF
 
 objects=()
-for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base,workers,isa,adam,adam_scalar,adam_avx2,adam_avx512,grad,grad_avx2,sumsq,sumsq_avx2,hostmem,rates,cuda_driver,device_cuda,device_cuda_stream,device_cuda_host,kernels,torch_alloc}.c; do
+for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base,sysfile,topology,workers,isa,adam,adam_scalar,adam_avx2,adam_avx512,grad,grad_avx2,sumsq,sumsq_avx2,hostmem,rates,cuda_driver,device_cuda,device_cuda_stream,device_cuda_host,kernels,torch_alloc}.c; do
     extra=()
     if [ "$(uname -m)" = x86_64 ]; then
         case "$source" in
