@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference import Managed, Outcome, Plain, bits, plain
-from scenario import RandomNet, Scenario, budgeted, case_of, scenario
+import gemini_strategy as gs
+from reference import Managed, Outcome, Plain, bits, managed, plain, state_bytes
+from scenario import RandomNet, Scenario, case_of, scenario
 
 __all__ = ["RankPlayed", "play_ranks_plain", "play_sharded", "sharded_scenario"]
 
@@ -48,7 +49,7 @@ def sharded_scenario(seed: int) -> Scenario:
         recipe=recipe,
         between=between,
         set_to_none=True,
-        share=draw.choice((0.8, 1.0, 1.5, 3.0)),
+        share=draw.choice((0.25, 0.5, 0.8, 1.0, 3.0)),
     )
 
 
@@ -87,16 +88,30 @@ def _act(run: Plain, what: str, s: Scenario, step: int, seen: list[Tensor]) -> N
                 seen.append(run.outcome().masters[name])
 
 
+def _budgeted(s: Scenario, **how: Any) -> Managed:
+    """The engine with this share of weights and states beside room for whole chunks, or the least more that is
+    accepted. A lack of memory later on would end all ranks."""
+    whole, share = state_bytes(s.case.build, s.recipe), s.share
+    room = 4096 + 8 * min(s.chunk_size, whole)
+    while True:
+        try:
+            return managed(
+                s.case.build,
+                s.recipe,
+                device_budget=int(whole * share) + room,
+                chunk_size=s.chunk_size,
+                placement_policy=s.policy,
+                **how,
+            )
+        except gs.GeminiMemoryError:
+            if share > 3.0:
+                raise
+            share *= 1.25
+
+
 def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[RankPlayed, dict, tuple]:
     """One rank's run under an engine that shares its chunks with the others; the engine is closed."""
-    run: Managed = budgeted(
-        s.case,
-        s.recipe,
-        s.share,
-        chunk_size=s.chunk_size,
-        placement_policy=s.policy,
-        **how,
-    )
+    run = _budgeted(s, **how)
     seen: list[Tensor] = []
     with contextlib.closing(run.engine):
         for step in range(s.recipe.steps):
