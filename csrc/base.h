@@ -56,6 +56,15 @@ const char *gm_last_error_site(void);
 /* Prints the broken invariant and aborts: a debug build must not continue with wrong state. */
 void gm_assert_failed(const char *condition, const char *file, int line);
 
+/* FNV-1a, one 64-bit value further. */
+static inline uint64_t gm_fnv1a(uint64_t hash, uint64_t value)
+{
+    for (int i = 0; i < 8; i++) {
+        hash = (hash ^ ((value >> (8 * i)) & 0xff)) * UINT64_C(0x100000001b3);
+    }
+    return hash;
+}
+
 /* Rounds up to a multiple of `unit` (> 0).  The caller guarantees value + unit does not overflow. */
 static inline size_t gm_round_up(size_t value, size_t unit)
 {

@@ -134,24 +134,16 @@ const gm_param_place *gm_layout_param(const gm_layout *layout, uint32_t param)
     return &layout->places[param];
 }
 
-static uint64_t fnv1a(uint64_t hash, uint64_t value)
-{
-    for (int i = 0; i < 8; i++) {
-        hash = (hash ^ ((value >> (8 * i)) & 0xff)) * UINT64_C(0x100000001b3);
-    }
-    return hash;
-}
-
 uint64_t gm_layout_hash(const gm_layout *layout)
 {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (uint32_t i = 0; i < layout->n_params; i++) {
         const gm_param_place *place = &layout->places[i];
-        hash = fnv1a(fnv1a(fnv1a(hash, place->chunk), place->offset), place->numel);
+        hash = gm_fnv1a(gm_fnv1a(gm_fnv1a(hash, place->chunk), place->offset), place->numel);
     }
     for (uint32_t i = 0; i < layout->n_chunks; i++) {
         const gm_chunk_shape *chunk = &layout->chunks[i];
-        hash = fnv1a(fnv1a(fnv1a(hash, chunk->kind), chunk->weight_bytes), chunk->numel);
+        hash = gm_fnv1a(gm_fnv1a(gm_fnv1a(hash, chunk->kind), chunk->weight_bytes), chunk->numel);
     }
     return hash;
 }

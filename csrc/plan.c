@@ -47,34 +47,26 @@ gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice,
     return GM_OK;
 }
 
-static uint64_t fnv1a(uint64_t hash, uint64_t value)
-{
-    for (int i = 0; i < 8; i++) {
-        hash = (hash ^ ((value >> (8 * i)) & 0xff)) * UINT64_C(0x100000001b3);
-    }
-    return hash;
-}
-
 static uint64_t hash_of(const gm_plan *plan)
 {
-    uint64_t hash = fnv1a(UINT64_C(0xcbf29ce484222325), plan->n_blocks);
+    uint64_t hash = gm_fnv1a(UINT64_C(0xcbf29ce484222325), plan->n_blocks);
     for (uint32_t c = 0; c < plan->n; c++) {
-        hash = fnv1a(hash,
-                     ((uint64_t)plan->class_of[c] << 1 | plan->is_late[c]) << 32 | plan->order[c]);
+        hash = gm_fnv1a(hash, ((uint64_t)plan->class_of[c] << 1 | plan->is_late[c]) << 32 |
+                                  plan->order[c]);
     }
     for (uint32_t i = 0; i < plan->n * GM_N_PIECES; i++) {
         const gm_place *place = &plan->places[i];
-        hash = fnv1a(hash, (uint64_t)place->base << 32 | place->length);
-        hash = fnv1a(hash, (uint64_t)place->offset << 1 | place->is_resident);
+        hash = gm_fnv1a(hash, (uint64_t)place->base << 32 | place->length);
+        hash = gm_fnv1a(hash, (uint64_t)place->offset << 1 | place->is_resident);
     }
     for (uint32_t i = 0; i < plan->n_schedules; i++) {
         const gm_schedule *schedule = &plan->schedules[i];
-        hash = fnv1a(hash, schedule->hash);
+        hash = gm_fnv1a(hash, schedule->hash);
         for (uint32_t t = 0; t < schedule->n_ticks; t++) {
-            hash = fnv1a(hash, schedule->begin[t + 1]);
+            hash = gm_fnv1a(hash, schedule->begin[t + 1]);
         }
         for (uint32_t j = 0; j < schedule->begin[schedule->n_ticks]; j++) {
-            hash = fnv1a(hash, (uint64_t)schedule->ops[j].kind << 32 | schedule->ops[j].chunk);
+            hash = gm_fnv1a(hash, (uint64_t)schedule->ops[j].kind << 32 | schedule->ops[j].chunk);
         }
     }
     return hash;

@@ -336,14 +336,6 @@ typedef struct common {
     uint64_t n_ticks, other_n_ticks;
 } common;
 
-static uint64_t fnv1a(uint64_t hash, uint64_t value)
-{
-    for (int i = 0; i < 8; i++) {
-        hash = (hash ^ ((value >> (8 * i)) & 0xff)) * UINT64_C(0x100000001b3);
-    }
-    return hash;
-}
-
 static bool is_anything_shown(const gm_engine *engine)
 {
     bool is_shown = engine->n_touched > 0 || engine->n_entered > 0;
@@ -357,7 +349,7 @@ static void describe(const gm_engine *engine, const inputs *in, common *out)
 {
     uint64_t hash = UINT64_C(0xcbf29ce484222325), n_ticks = 0;
     for (uint32_t t = 0; t < in->plan.n_traces; t++) {
-        hash = fnv1a(fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);
+        hash = gm_fnv1a(gm_fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);
         n_ticks += in->traces[t]->n;
     }
     *out = (common){
