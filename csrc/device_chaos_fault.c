@@ -31,7 +31,10 @@ const char *gm_chaos_fault_name(gm_chaos_fault fault)
 bool gm_chaos_pick(gm_chaos_device *dev, gm_chaos_fault fault)
 {
     uint32_t period = dev->options.fault_period ? dev->options.fault_period : 1;
-    if (dev->options.fault != fault || ++dev->n_occurrences % period != 0) {
+    /* Which of a period is hit depends on the seed: a program has the same occurrences in each of its runs, and
+     * of some the harm is made good by the wait that follows them. */
+    if (dev->options.fault != fault ||
+        dev->n_occurrences++ % period != dev->options.seed % period) {
         return false;
     }
     dev->n_applied++;

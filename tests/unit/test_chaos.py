@@ -162,7 +162,10 @@ def _is_caught(precision: str, share: float, says_step: bool) -> bool:
 @pytest.mark.parametrize("period", [1, 7])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_caught(fault: str, period: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In most runs, on plans that have rings, streamed states and updates on the host."""
+    """On plans that have rings, streamed states and updates on the host: in every run when each occurrence is
+    faulty, and in more than a third when one of seven is, since a wait that follows can make good for a lost one.
+    (Rates that are measured here, as the host's Adam, move the plans of a run, and with them which are lost.)
+    """
     n_caught = n_runs = 0
     for rates, share in (("slow host", 0.4), ("slow host", 0.5), ("as measured", 0.25)):
         for seed, says_step in ((1, False), (2, True), (3, False)):
@@ -170,4 +173,5 @@ def test_every_fault_is_caught(fault: str, period: int, monkeypatch: pytest.Monk
             monkeypatch.setenv("GEMINI_CHAOS", f"{seed}:{fault}:{period}")
             n_runs += 1
             n_caught += _is_caught("bf16-true", share, says_step)
-    assert 2 * n_caught > n_runs, f"{fault}: caught in {n_caught} of {n_runs} runs"
+    enough = n_runs if period == 1 else n_runs // 3 + 1
+    assert n_caught >= enough, f"{fault}: caught in {n_caught} of {n_runs} runs, not in {enough}"
