@@ -91,7 +91,7 @@ static void engine_free(gm_engine *engine)
         free(lease);
     }
     gm_stage_free(engine);
-    gm_replay_free(engine);
+    gm_window_free(engine);
     gm_timeline_free(engine->timeline);
     gm_pass_free(engine);
     gm_update_free(engine);

@@ -74,7 +74,7 @@ typedef struct gm_runs {
     uint32_t n;
 } gm_runs;
 
-/* Steps under a plan that are timed. */
+/* Steps under a plan that are timed; see window.c. */
 typedef struct gm_window {
     gm_event begin, end;           /* 0: not yet made */
     unsigned n_steps;              /* under the present plan */
@@ -82,6 +82,9 @@ typedef struct gm_window {
     bool is_asked;                 /* the plan to be made comes of what a window has shown */
     bool is_spoiled;    /* something else than steps ran in it: evaluation, reading, a timeline */
     unsigned n_spoiled; /* such windows so far */
+    /* What a whole window has shown, until it is judged: at once by one rank, by several together. */
+    double seconds, seen; /* of a step, 0: none is whole; parameters/s of host Adam, 0: too few */
+    bool is_hopeless;     /* no window here will ever be whole */
 } gm_window;
 
 struct gm_engine {
@@ -151,8 +154,8 @@ struct gm_engine {
     uint32_t *gathered_owners; /* (blocks of that plan,) chunk, or GM_NO_CHUNK */
     gm_rates rates;            /* as measured at start-up, and by steps since */
     gm_tuner tuner;
-    gm_window window; /* see replay.c */
-    bool is_tuned;    /* steps correct the rates */
+    gm_window window;
+    bool is_tuned; /* steps correct the rates */
     double state_share;
     size_t slack_bytes, outside_peak_bytes;
     uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
@@ -256,7 +259,19 @@ void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
 gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
 /* After a step: plans and adopts, if there is something to plan. */
 gm_status gm_replay_plan(gm_engine *engine);
-void gm_replay_free(gm_engine *engine);
+
+/* window.c */
+void gm_window_free(gm_engine *engine);
+/* A new plan is followed from here on, or the present one with newer predictions. */
+void gm_window_start(gm_engine *engine);
+void gm_window_watch(gm_engine *engine); /* a step has ended; waits where a window ends */
+/* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
+double gm_window_rate(const gm_engine *engine);
+bool gm_window_has_verdict(const gm_engine *engine); /* there is something to judge */
+/* What a window has shown (0 seconds: nothing) decides.  True: a plan should be made anew. */
+bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless);
+/* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
+void gm_window_believe(gm_engine *engine, double seen);
 
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);

@@ -167,8 +167,9 @@ void gm_pass_end(gm_engine *engine)
     if (!engine->plan) {
         engine->wants_plan = true;
     } else if (!gm_plan_knows(engine->plan, trace->hash)) {
-        engine->wants_plan |= trace->has_backward;
-        if (!engine->comm_stream) { /* ranks learn together, with the next plan */
+        /* One rank adds an evaluation to its plan; several learn together, with the next plan. */
+        engine->wants_plan |= trace->has_backward || engine->comm_stream;
+        if (!engine->comm_stream) {
             gm_replay_learn(engine, trace);
         }
     }

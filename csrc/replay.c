@@ -3,15 +3,12 @@
  * Every operation is a wish: it is dropped when it holds already, or when the blocks it needs are in use; whoever then
  * needs the bytes gets them on demand.  So a pass may deviate from its trace at any tick, and stays right.
  *
- * The host may wait in: gm_replay_plan, gm_replay_leave_plan (both between passes, or where memory ran out).
- *
- * A window: the first steps under a plan, of which those after STEPS_SKIPPED are timed for tune.h. */
+ * The host may wait in: gm_replay_plan, gm_replay_leave_plan (both between passes, or where memory ran out). */
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine_impl.h"
 
-enum { LEAST_SEEN_NS = 10 * 1000 * 1000 };
 enum { STAGE_BYTES = 80 << 20 }; /* of the stage, for each chunk that the plan lets pass at once */
 
 static gm_status run_op(gm_engine *engine, const gm_op *op)
@@ -200,96 +197,6 @@ void gm_replay_learn(gm_engine *engine, const gm_trace *trace)
     free(in.chunks);
 }
 
-/* ---- the rate of updates on the host, from steps that followed a plan ---- */
-
-enum { STEPS_SKIPPED = 1, STEPS_MEASURED = 2 }; /* of a window */
-enum { MOST_SPOILED = 16 };                     /* windows that are begun again, in all */
-
-static void start_counting(gm_engine *engine)
-{
-    engine->window.ns = atomic_load(&engine->host_adam_ns);
-    engine->window.params = atomic_load(&engine->host_adam_params);
-}
-
-/* Parameters/s of host Adam since start_counting(); 0: too few to tell. */
-static double seen_rate(const gm_engine *engine)
-{
-    unsigned long long ns = atomic_load(&engine->host_adam_ns) - engine->window.ns;
-    unsigned long long n = atomic_load(&engine->host_adam_params) - engine->window.params;
-    return ns > LEAST_SEEN_NS ? (double)n / ((double)ns * 1e-9) : 0;
-}
-
-/* A new plan is followed from here on, or the present one with newer predictions. */
-static void start_window(gm_engine *engine)
-{
-    start_counting(engine);
-    engine->window.n_steps = 0;
-    if (!engine->window.is_asked && !engine->tuner.is_done) {
-        gm_tuner_forget(&engine->tuner); /* the plan is another one for other reasons */
-    }
-    engine->window.is_asked = engine->window.is_spoiled = false;
-}
-
-void gm_replay_free(gm_engine *engine)
-{
-    if (engine->window.begin) {
-        engine->device->ops->event_free(engine->device, engine->window.begin);
-    }
-    if (engine->window.end) {
-        engine->device->ops->event_free(engine->device, engine->window.end);
-    }
-}
-
-/* Between the events are STEPS_MEASURED whole steps of the caller's stream. */
-static gm_status end_window(gm_engine *engine)
-{
-    const gm_device_ops *ops = engine->device->ops;
-    double seconds;
-    GM_TRY(ops->event_elapsed(engine->device, engine->window.begin, engine->window.end, &seconds));
-    engine->window.is_asked =
-        gm_tuner_next(&engine->tuner, seen_rate(engine), seconds / STEPS_MEASURED, &engine->rates);
-    engine->wants_plan |= engine->window.is_asked;
-    return GM_OK;
-}
-
-/* The host waits at the end of a window: a few times, early in a run. */
-static gm_status watch_step(gm_engine *engine)
-{
-    const gm_device_ops *ops = engine->device->ops;
-    if (!engine->is_tuned || engine->tuner.is_done || !engine->plan || engine->wants_plan) {
-        return GM_OK;
-    }
-    if (engine->window.is_spoiled) { /* its time is not that of steps: from the beginning */
-        engine->window.is_spoiled = false;
-        engine->window.n_steps = 0;
-        engine->tuner.is_done = ++engine->window.n_spoiled == MOST_SPOILED;
-        return GM_OK;
-    }
-    engine->window.n_steps++;
-    if (engine->window.n_steps == STEPS_SKIPPED) {
-        if (!engine->window.begin) {
-            GM_TRY(ops->event_new(engine->device, true, &engine->window.begin));
-            GM_TRY(ops->event_new(engine->device, true, &engine->window.end));
-        }
-        start_counting(engine);
-        return ops->event_record(engine->device, engine->window.begin, engine->stream);
-    }
-    if (engine->window.n_steps < STEPS_SKIPPED + STEPS_MEASURED) {
-        return GM_OK;
-    }
-    GM_TRY(ops->event_record(engine->device, engine->window.end, engine->stream));
-    return end_window(engine);
-}
-
-/* A plan is made anew before a window was whole: what it has shown so far is better than what start-up measured. */
-static void believe_steps(gm_engine *engine)
-{
-    double seen = engine->plan ? seen_rate(engine) : 0;
-    if (engine->is_tuned && !engine->tuner.is_done && !engine->window.is_asked && seen > 0) {
-        gm_rates_set_host(&engine->rates, seen);
-    }
-}
-
 /* When another process has taken memory meanwhile, the plan is made again for what could be had. */
 static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
 {
@@ -303,7 +210,7 @@ static gm_status adopt(gm_engine *engine, inputs *in, gm_plan *plan)
         if (status == GM_OK) {
             engine->plan = plan;
             engine->n_plans++;
-            start_window(engine);
+            gm_window_start(engine);
             return GM_OK;
         }
         gm_plan_free(plan);
@@ -334,6 +241,12 @@ typedef struct common {
     uint64_t passes,
         other_passes; /* a hash of what ran, and its complement: equal where all agree */
     uint64_t n_ticks, other_n_ticks;
+    uint64_t is_wanted;   /* a plan, for other reasons than a window */
+    uint64_t is_hopeless; /* see gm_window */
+    uint64_t
+        window_seconds; /* the bits of its double: the slowest rank's step; 0: no rank's window is whole */
+    uint64_t
+        slowness; /* complement of the bits of the host's rate: the slowest rank's; 0: too few to tell */
 } common;
 
 static bool is_anything_shown(const gm_engine *engine)
@@ -345,8 +258,24 @@ static bool is_anything_shown(const gm_engine *engine)
     return is_shown;
 }
 
+static uint64_t bits_of(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static double double_of(uint64_t bits)
+{
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static void describe(const gm_engine *engine, const inputs *in, common *out)
 {
+    const gm_window *window = &engine->window;
+    double seen = window->seconds > 0 ? window->seen : gm_window_rate(engine);
     uint64_t hash = UINT64_C(0xcbf29ce484222325), n_ticks = 0;
     for (uint32_t t = 0; t < in->plan.n_traces; t++) {
         hash = gm_fnv1a(gm_fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);
@@ -363,7 +292,23 @@ static void describe(const gm_engine *engine, const inputs *in, common *out)
         .other_passes = ~hash,
         .n_ticks = n_ticks,
         .other_n_ticks = ~n_ticks,
+        .is_wanted = engine->wants_plan || !engine->collectives,
+        .is_hopeless = window->is_hopeless,
+        .window_seconds = bits_of(window->seconds),
+        .slowness = seen > 0 ? ~bits_of(seen) : 0,
     };
+}
+
+/* The same on all ranks, from what all have shown.  True: a plan should be made anew. */
+static bool judge_together(gm_engine *engine, const common *all)
+{
+    double seen = all->slowness ? double_of(~all->slowness) : 0;
+    bool is_asked =
+        gm_window_judge(engine, double_of(all->window_seconds), seen, all->is_hopeless > 0);
+    if (all->is_wanted) {
+        gm_window_believe(engine, seen);
+    }
+    return is_asked || all->is_wanted;
 }
 
 /* The traces with the longest times and the most memory of all ranks: copies, to be freed with `in`. */
@@ -383,8 +328,7 @@ static gm_status join_traces(gm_engine *engine, inputs *in, size_t n_ticks)
         in->copies[t].ticks = tick;
         memcpy(tick, in->traces[t]->ticks, in->traces[t]->n * sizeof *tick);
         for (uint32_t i = 0; i < in->traces[t]->n; i++, tick++, at += N) {
-            double seconds = tick->seconds;
-            memcpy(&at[0], &seconds, sizeof seconds);
+            at[0] = bits_of(tick->seconds);
             at[1] = tick->outside_bytes;
             at[2] = tick->until;
         }
@@ -392,9 +336,7 @@ static gm_status join_traces(gm_engine *engine, inputs *in, size_t n_ticks)
     }
     gm_status status = gm_agree_max(engine, values, N * n_ticks);
     for (size_t i = 0; i < n_ticks && status == GM_OK; i++) {
-        double seconds;
-        memcpy(&seconds, &values[N * i], sizeof seconds);
-        in->ticks[i].seconds = (float)seconds;
+        in->ticks[i].seconds = (float)double_of(values[N * i]);
         in->ticks[i].outside_bytes = values[N * i + 1];
         in->ticks[i].until = (uint32_t)values[N * i + 2];
     }
@@ -441,6 +383,9 @@ static gm_status adopt_together(gm_engine *engine, gm_plan *plan, bool *out, siz
     *out_bytes = (size_t)~values[1];
     engine->plan = *out ? plan : NULL;
     engine->n_plans += *out;
+    if (*out) {
+        gm_window_start(engine);
+    }
     return GM_OK;
 }
 
@@ -468,6 +413,7 @@ static gm_status plan_from(gm_engine *engine, inputs *in)
             gm_plan_get_info(engine->collectives)->hash == gm_plan_get_info(plan)->hash) {
             gm_plan_free(engine->collectives); /* same places and order, newer predictions */
             engine->plan = engine->collectives = plan;
+            gm_window_start(engine);
             return GM_OK;
         }
         GM_TRY(gm_update_issue_all(engine)); /* in the places they know */
@@ -489,7 +435,7 @@ static gm_status plan_together(gm_engine *engine)
     bool is_due = engine->collectives == NULL;
     GM_TRY(gm_shard_compare(engine));
     if (!is_due) {
-        GM_TRY(gm_agree_wish(engine, engine->wants_plan, &is_due));
+        GM_TRY(gm_agree_wish(engine, engine->wants_plan || gm_window_has_verdict(engine), &is_due));
     }
     if (!is_due) {
         return GM_OK;
@@ -510,13 +456,16 @@ static gm_status plan_together(gm_engine *engine)
                     in.plan.n_traces, (unsigned long long)here.n_ticks);
         goto done;
     }
-    engine->wants_plan = all.cannot > 0;
-    if (!all.cannot) {
+    bool is_needed = judge_together(engine, &all);
+    engine->wants_plan = is_needed && all.cannot > 0;
+    if (is_needed && !all.cannot) {
+        in.plan.rates = engine->rates;
         in.has_left = all.has_left > 0;
         in.plan.device_bytes = (size_t)~all.spared_bytes;
         in.plan.when = all.has_repeats ? GM_DEFERRED : (gm_when)all.when;
         status = join_traces(engine, &in, here.n_ticks);
         status = status == GM_OK ? plan_from(engine, &in) : status;
+        engine->window.is_asked = false; /* also where there is no such plan */
     }
 done:
     free(in.chunks);
@@ -529,13 +478,15 @@ gm_status gm_replay_plan(gm_engine *engine)
 {
     engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
     gm_pass_resolve_times(engine); /* of the first steps only; it may find that a plan is due */
+    gm_window_watch(engine);
     if (engine->comm_stream) {
         gm_status planned = plan_together(engine);
         engine->runs.n = 0;
         return planned;
     }
-    if (watch_step(engine) != GM_OK) {
-        engine->tuner.is_done = true; /* without times there is nothing to learn */
+    if (gm_window_has_verdict(engine)) {
+        engine->wants_plan |= gm_window_judge(engine, engine->window.seconds, engine->window.seen,
+                                              engine->window.is_hopeless);
     }
     if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
         engine->runs.n = 0;
@@ -544,13 +495,13 @@ gm_status gm_replay_plan(gm_engine *engine)
     gm_plan *plan;
     inputs in = {0};
     engine->wants_plan = false;
-    believe_steps(engine);
+    gm_window_believe(engine, gm_window_rate(engine));
     gm_status status = make_plan(engine, &in, &plan);
     engine->runs.n = 0;
     if (status == GM_OK && has_same_plan(engine, plan)) {
         gm_plan_free(engine->plan); /* same places and operations, newer predictions */
         engine->plan = plan;
-        start_window(engine);
+        gm_window_start(engine);
     } else if (status == GM_OK) {
         status = gm_update_issue_all(engine); /* in the places they know */
         gm_plan_free(engine->plan);

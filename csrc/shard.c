@@ -73,7 +73,6 @@ gm_status gm_shard_new(gm_engine *engine)
     if (n == 1) {
         return GM_OK;
     }
-    engine->is_tuned = false; /* ranks would have to judge each step together */
     GM_TRY(device->ops->stream_new(device, &engine->comm_stream));
     gm_comm *comms[] = {engine->shard_comm, engine->replica_comm};
     for (int i = 0; i < 2; i++) {

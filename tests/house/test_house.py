@@ -46,6 +46,7 @@ NOUNS = [
         "pass",
         "replay",
         "stage",
+        "window",
     ],
     ["torch_abi"],
     ["py"],
@@ -54,7 +55,7 @@ LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
 ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
 ENGINE = {
     *("engine", "update", "field", "lease", "gather"),
-    *("shard", "agree", "room", "pass", "replay", "stage"),
+    *("shard", "agree", "room", "pass", "replay", "stage", "window"),
 }
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {

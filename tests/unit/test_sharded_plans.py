@@ -1,0 +1,129 @@
+"""Plans that several ranks make together: what their steps show counts for all, and nobody keeps a plan alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks, values
+from reference import Managed, Recipe, assert_same_outcome, drive, plain
+from scenario import budgeted
+from zoo import mlp_case
+
+PATIENT = 90.0
+SMALL = mlp_case(width=48, depth=4)
+
+
+def same_everywhere(run: Managed, *mine: Any) -> None:
+    got = run.engine.ranks.gather("what is compared", list(mine))
+    assert all(each == got[0] for each in got), got
+
+
+def both(case: Any, recipe: Recipe, share: float, **how: Any) -> tuple[Managed, Managed]:
+    """The reference and one rank's managed run; all ranks are given the same batch, so that the mean is exact."""
+    return plain(case.build, recipe), budgeted(case, recipe, share, timeout=PATIENT, **how)
+
+
+def finish(want: Managed, run: Managed) -> None:
+    assert_same_outcome(run.outcome(), want.outcome())
+    run.engine.core.check()
+    run.engine.close()
+
+
+# ---- rates that steps correct --------------------------------------------------------------------
+
+
+def check_rates(rank: int, size: int) -> None:
+    """From a host that is said to be far too slow or too fast; one rank loses a window to a timeline of its own."""
+    case, recipe = mlp_case(width=1280, depth=4), Recipe(precision="bf16-true", steps=26)
+    ends = []
+    for said in (5e7, 1e13):
+        os.environ["GEMINI_RATES"] = (
+            f"h2d=1e9,d2h=1e9,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e9"
+        )
+        run = budgeted(case, recipe, 0.3, timeout=PATIENT, chunk_size=4 << 20)
+        for step in range(recipe.steps):
+            if step == 4 and rank == 1:
+                run.engine.core.timeline_begin(8)
+                run.engine.core.timeline_end()
+            drive(run, case, 1, first=step)
+        stats, plan = run.engine.stats(), run.engine.core.plan_info()
+        assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
+        assert 2 <= stats["plans"] <= 7, stats["plans"]
+        same_everywhere(run, plan["hash"], plan["rates"], stats["plans"])
+        ends.append(plan["rates"]["host_adam_beside"])
+        run.engine.core.check()
+        run.engine.close()
+    assert ends[0] > 1.3 * 5e7 and ends[1] < 1e13 / 100, ends
+
+
+def test_steps_correct_the_rate_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMINI_TUNE", "1")
+    values(run_ranks(2, tmp_path, check_rates))
+
+
+def check_spoiled(rank: int, size: int) -> None:
+    """Windows that are never whole on one rank hold nobody up, and where they never are on any, tuning ends."""
+    for is_everyone in (False, True):
+        want, run = both(SMALL, Recipe(precision="bf16-true"), 0.5)
+        for step in range(30):
+            for each in (want, run):
+                drive(each, SMALL, 1, first=step)
+            if is_everyone or rank == 1:
+                run.engine.core.timeline_begin(8)
+                run.engine.core.timeline_end()
+            if is_everyone and step == 7:
+                assert run.engine.stats()["planned"] and run.engine.stats()["settling"]
+        assert not run.engine.stats()["settling"]
+        same_everywhere(run, run.engine.core.plan_info()["hash"], run.engine.stats()["plans"])
+        finish(want, run)
+
+
+def test_windows_that_are_never_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_TUNE", "1")
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
+    values(run_ranks(2, tmp_path, check_spoiled))
+
+
+# ---- passes that a plan does not know ------------------------------------------------------------
+
+
+def check_evaluation(rank: int, size: int) -> None:
+    want, run = both(SMALL, Recipe(precision="bf16-true"), 0.5)
+
+    def evaluate(step: int) -> None:
+        for each in (want, run):
+            each.model.eval()
+            with torch.no_grad():
+                each.losses.append(SMALL.loss(each, SMALL.batch(500 + step)).float())
+            each.model.train()
+
+    for step in range(6):
+        for each in (want, run):
+            drive(each, SMALL, 1, first=step)
+    plans = run.engine.stats()["plans"]
+    evaluate(0)  # the first, which the plan does not know
+    for step in range(6, 9):
+        for each in (want, run):
+            drive(each, SMALL, 1, first=step)
+    assert run.engine.stats()["plans"] == plans + 1
+    waits = run.engine.stats()["replay_waits"]
+    evaluate(1)
+    for step in range(9, 12):
+        for each in (want, run):
+            drive(each, SMALL, 1, first=step)
+    stats = run.engine.stats()
+    assert stats["plans"] == plans + 1 and stats["replay_waits"] == waits
+    assert stats["deviations"] == 0
+    finish(want, run)
+
+
+def test_an_evaluation_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
+    values(run_ranks(2, tmp_path, check_evaluation))
