@@ -30,6 +30,7 @@ from zoo import CASES
 
 PATIENT = 90.0
 RATES = "h2d=55e9,d2h=54e9"
+SIZES = (1, 2, 3, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +79,24 @@ def check_bits(rank: int, size: int) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_bits(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_bits))
+
+
+def check_many_steps(rank: int, size: int) -> None:
+    recipe = Recipe("bf16-true", steps=50, clip=1.0)
+    for floor in (0.1, 1.5):
+        run = sharded(rank, Exact, recipe, is_tight=True, floor=floor)
+        drive(run, ExactCase(rank, size), recipe.steps)
+        assert_same_outcome(of_training(run.outcome()), reference(ExactCase(), recipe))
+        assert run.engine.stats()["planned"] or floor < 1  # the least has no room for a ring
+        run.engine.close()
+
+
+@pytest.mark.parametrize("size", [*SIZES, 8])
+def test_bits_of_many_steps(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_many_steps))
 
 
 def check_chaos(rank: int, size: int, seeds: list[int]) -> None:
@@ -97,7 +113,7 @@ def check_chaos(rank: int, size: int, seeds: list[int]) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_bits_in_chaos(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_chaos, [1, 2, 3]))
 
@@ -120,7 +136,7 @@ def test_hybrid(tmp_path: Path) -> None:
 
 
 def check_models(rank: int, size: int, names: list[str]) -> None:
-    """The same batch on every rank: with two of them the mean is exact (but for fp16's smallest numbers)."""
+    """The same batch on every rank: the mean of 2 or 4 is exact (but for fp16's smallest numbers)."""
     for case in CASES:
         if case.name in names:
             precisions = [p for p in case.precisions if p != "16-mixed"]
@@ -150,10 +166,11 @@ MODELS = [
 ]
 
 
-def test_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])  # the mean of three equal gradients is rounded
+def test_models(size: int, tmp_path: Path) -> None:
     known = {case.name for case in CASES}
     assert known >= set(MODELS), set(MODELS) - known
-    values(run_ranks(2, tmp_path, check_models, MODELS))
+    values(run_ranks(size, tmp_path, check_models, MODELS))
 
 
 def check_step_in_backward(rank: int, size: int) -> None:
@@ -172,8 +189,9 @@ def check_step_in_backward(rank: int, size: int) -> None:
     run.engine.close()
 
 
-def test_step_in_backward(tmp_path: Path) -> None:
-    values(run_ranks(2, tmp_path, check_step_in_backward))
+@pytest.mark.parametrize("size", SIZES)
+def test_step_in_backward(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_step_in_backward))
 
 
 def check_overflow(rank: int, size: int) -> list[float]:
@@ -197,9 +215,10 @@ def check_overflow(rank: int, size: int) -> list[float]:
     return run.scales
 
 
-def test_overflow_on_one_rank(tmp_path: Path) -> None:
-    scales = values(run_ranks(3, tmp_path, check_overflow))
-    assert scales[0] == scales[1] == scales[2] and len(set(scales[0])) > 1
+@pytest.mark.parametrize("size", SIZES)
+def test_overflow_on_one_rank(size: int, tmp_path: Path) -> None:
+    scales = values(run_ranks(size, tmp_path, check_overflow))
+    assert all(each == scales[0] for each in scales) and len(set(scales[0])) > 1
 
 
 # ---- ranks that differ ---------------------------------------------------------------------------
