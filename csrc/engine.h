@@ -176,6 +176,9 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stre
 /* Issues the reductions that still wait for gradients and, where collectives run on the host, runs what is issued:
  * before the ranks talk to each other by other means, so that no rank waits here and another one there. */
 gm_status gm_engine_catch_up(gm_engine *engine);
+/* Of every parameter, a hash of which sums over ranks brought its gradient: (n_params,), equal on ranks that had
+ * gradients in the same backward passes. */
+void gm_engine_sums(const gm_engine *engine, uint64_t *out);
 
 /* Ended leases are processed at every call; this is such a call that does nothing else. */
 gm_status gm_engine_drain(gm_engine *engine);

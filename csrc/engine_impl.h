@@ -27,6 +27,8 @@ typedef struct gm_param {
     bool has_sum;      /* sums[] holds the sum of squares of that gradient */
     bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
     uint64_t arrival;  /* the pass in which the last gradient arrived */
+    uint64_t
+        sums; /* hash of the numbers of the reductions that brought it; 0: none since the drop */
 } gm_param;
 
 struct gm_lease {

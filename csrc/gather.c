@@ -207,6 +207,7 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     status = gm_shard_drop_grad(engine, p);
     chunk->n_held -= p->is_held;
     p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
+    p->sums = 0;
     if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
         status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
     }

@@ -513,6 +513,21 @@ static PyObject *core_weight_span(core *self, PyObject *unused)
     return Py_BuildValue("KK", (unsigned long long)begin, (unsigned long long)end);
 }
 
+static PyObject *core_sums(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    Py_ssize_t bytes = (Py_ssize_t)(self->n_params * sizeof(uint64_t));
+    PyObject *sums = PyBytes_FromStringAndSize(NULL, bytes);
+    if (sums) {
+        gm_engine_sums(engine, (uint64_t *)(void *)PyBytes_AsString(sums));
+    }
+    return sums;
+}
+
 static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[4];
@@ -602,6 +617,7 @@ static PyMethodDef core_methods[] = {
     METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
+    METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
     METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", gm_py_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
     METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),

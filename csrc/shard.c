@@ -9,7 +9,9 @@
  *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
  *   3. Gathered weights are pinned while anybody needs them, unreduced gradients from the first one until their
  *      reduction: nobody evicts a transient piece.
- *   4. Gradients are divided by the power of two in the number of ranks before the sum, which is exact and keeps
+ *   4. A gradient that some rank has and another has not in the same reduction is lost to the one that has not.  So
+ *      each parameter keeps a hash of its reductions, which ranks compare before a step or a norm (agreement.py).
+ *   5. Gradients are divided by the power of two in the number of ranks before the sum, which is exact and keeps
  *      16-bit sums in range, and by the rest after it.
  *
  * The host waits in: gm_shard_sum; and on demand where a piece is released. */
@@ -347,10 +349,6 @@ gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, g
         GM_TRY(gm_engine_pin_piece(engine, chunk, GM_UNREDUCED, stream));
     }
     gm_status status = gm_chunks_begin_write(chunks, chunk, GM_UNREDUCED, stream);
-    if (status == GM_OK && state->n_unreduced == 0) { /* padding, and gradients that do not come */
-        status = device->ops->fill(device, whole, 0,
-                                   gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
-    }
     if (status == GM_OK && p->spec.numel > 0) {
         gm_grad_add_args args = {
             .dst = (void *)(whole + p->place.offset * gm_dtype_bytes(kept)),
@@ -390,6 +388,21 @@ gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p)
                : forget_unreduced(engine, p->place.chunk);
 }
 
+/* Gradients that have not come count as zeros.  What lies between parameters is summed as it is: nobody reads it. */
+static gm_status fill_absent(gm_engine *engine, uint32_t chunk, size_t width)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    uintptr_t whole = gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED);
+    for (uint32_t i = 0; i < state->n_params && state->n_unreduced < state->n_params; i++) {
+        const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        if (!p->is_unreduced && p->spec.numel > 0) {
+            GM_TRY(engine->device->ops->fill(engine->device, whole + p->place.offset * width, 0,
+                                             p->spec.numel * width, engine->comm_stream));
+        }
+    }
+    return GM_OK;
+}
+
 /* The sum over ranks of this rank's shard, in its place. */
 static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine, gm_dtype dtype)
 {
@@ -397,6 +410,7 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
     gm_shard_label(engine, GM_FOR_REDUCE, chunk);
     GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
+    GM_TRY(fill_absent(engine, chunk, gm_dtype_bytes(dtype)));
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
                           gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
@@ -436,6 +450,7 @@ static gm_status reduce(gm_engine *engine, uint32_t chunk)
                                  dtype, engine->divisor_after, stream));
         }
         gm_gather_note_held(engine, p);
+        p->sums = gm_fnv1a(p->sums, engine->reduces);
         p->is_unreduced = false;
     }
     state->n_unreduced = 0;
@@ -473,6 +488,13 @@ gm_status gm_engine_catch_up(gm_engine *engine)
         status = status == GM_OK ? gm_shard_check(engine) : status;
     }
     return gm_engine_end_call(engine, status);
+}
+
+void gm_engine_sums(const gm_engine *engine, uint64_t *out)
+{
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        out[id] = engine->params[id].sums;
+    }
 }
 
 /* ---- the norm ---- */

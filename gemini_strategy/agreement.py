@@ -165,22 +165,43 @@ def check_step(
     """All ranks are at the same step, with gradients of the same parameters; gives every rank's `fields`.
 
     Raises:
-        GeminiError: a parameter has a gradient on some ranks and none on others; nothing has been changed.
+        GeminiError: a parameter has a gradient on some ranks and none on others, or from other backward passes;
+            nothing has been changed.
     """
     if engine.ranks.size == 1:
         return [dict(fields)]
     engine.core.catch_up()
     mask = sum(1 << slot.id for slot in present)
-    everyone = engine.ranks.gather(what, [f"{mask:x}", dict(fields)])
-    masks = [int(own[0], 16) for own in everyone]
+    sums = engine.core.sums()
+    own = [f"{mask:x}", hashlib.sha256(sums).hexdigest(), dict(fields)]
+    everyone = engine.ranks.gather(what, own)
+    masks = [int(each[0], 16) for each in everyone]
     for slot in engine._slots if len(set(masks)) > 1 else ():
-        without = [rank for rank, own in enumerate(masks) if not own >> slot.id & 1]
+        without = [rank for rank, each in enumerate(masks) if not each >> slot.id & 1]
         if 0 < len(without) < len(masks):
             raise GeminiError(
-                f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: every rank must "
-                "use the same parameters (multiply a loss that is to count nothing by zero)"
+                f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: {_ALIKE}"
             )
-    return [own[1] for own in everyone]
+    if any(each[1] != own[1] for each in everyone):
+        _refuse_sums(engine, what, sums)
+    return [each[2] for each in everyone]
+
+
+_ALIKE = (
+    "every rank must use the same parameters (multiply a loss that is to count nothing by zero)"
+)
+
+
+def _refuse_sums(engine: Engine, what: str, sums: bytes) -> None:
+    """Some rank's gradient is not in the sum of a micro-batch: which one, and whose."""
+    everyone = engine.ranks.gather(f"{what}: sums of gradients", list(memoryview(sums).cast("Q")))
+    for slot in engine._slots:
+        others = [rank for rank, own in enumerate(everyone) if own[slot.id] != everyone[0][slot.id]]
+        if others:
+            raise GeminiError(
+                f"{what}: {slot.name} got its gradient in other backward passes on {ranks_text(others)} than on "
+                f"rank 0: in each micro-batch {_ALIKE}"
+            )
 
 
 def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> None:

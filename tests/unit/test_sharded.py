@@ -324,11 +324,41 @@ def check_steps(rank: int, size: int) -> None:
     assert text.startswith("optimizer step: terms.0.p has no gradient on rank 1, but one"), text
     text = refusal(engine.grad_norm)
     assert text.startswith("gradient norm: terms.0.p has no gradient on rank 1"), text
+    engine.zero_grad()
+    for micro in range(2):  # in one of two micro-batches only: it has a gradient all the same
+        model.wants_first = rank != 1 or micro == 0
+        engine.backward(model(batch))
+    text = refusal(engine.step)
+    assert text.startswith("optimizer step: terms.0.p got its gradient in other backward"), text
+    assert "on rank 1 than on rank 0" in text, text
+    engine.zero_grad()
+    for micro in range(2):  # on all of them, and a step that is right
+        model.wants_first = micro == 1
+        engine.backward(model(batch))
+    assert torch.equal(model.terms[0].p.grad, batch[0])
+    engine.step()
+    engine.zero_grad()
     # Different calls: by name, not after the timeout.
     text = refusal(engine.grad_norm if rank == 2 else engine.model_state_dict)
     assert "the ranks are at different places: " in text and "gradient norm on rank 2" in text, text
     assert "at different places" in refusal(engine.grad_norm)  # it stands
     with pytest.warns(RuntimeWarning, match="each rank has its part of the weights only"):
+        engine.close()
+    # Where the others' weights have been updated inside backward, nobody can go on with them.
+    model = Choosy()
+    engine = manage(model, chunk_size=2**20)
+    for step in range(4):
+        model.wants_first = step < 3 or rank != 1
+        engine.backward(model(batch), step=True)
+        if step < 3:
+            engine.step()
+            engine.zero_grad()
+    text = refusal(engine.step)
+    assert "terms.0.p has no gradient on rank 1" in text or rank != 1, text
+    if rank != 1:
+        assert "had updated some of" in text and "closed" in refusal(engine.zero_grad)
+    refusal(engine.model_state_dict)  # nobody waits for those that are closed
+    with pytest.warns(RuntimeWarning, match="part of the weights only"):
         engine.close()
 
 
