@@ -215,4 +215,10 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
     }
     fields["the clip factor"] = [engine._clip_factor]
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
-    check_same(check_step(engine, what, present, fields))
+    try:
+        check_same(check_step(engine, what, present, fields))
+    except GeminiError:
+        if engine._armed is not None:  # where weights have been updated by now, this closes the engine
+            engine._armed = None
+            engine.core.disarm()
+        raise

@@ -434,7 +434,7 @@ class Engine(Reporting):
             if self.core.has_grad(self.slot_of(p).id)
         ]
         if self.ranks.size > 1:
-            self._check_ranks([slot for slot, _ in work])
+            agreement.check_hyperparameters(self, "optimizer step", [slot for slot, _ in work])
         if not work:
             return loss
         divisor = 1.0
@@ -461,17 +461,6 @@ class Engine(Reporting):
         self._steps += 1
         self._note_step(self.core.stats())
         return loss
-
-    def _check_ranks(self, present: list[Slot]) -> None:
-        try:
-            agreement.check_hyperparameters(self, "optimizer step", present)
-        except GeminiError:
-            if (
-                self._armed is not None
-            ):  # where weights have been updated by now, this closes the engine
-                self._armed = None
-                self.core.disarm()
-            raise
 
     def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
         try:
