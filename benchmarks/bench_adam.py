@@ -12,16 +12,15 @@ cuda the update runs on the device, and its bits are compared with the host's.
 
 import argparse
 import functools
-import json
 import math
 import mmap
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
+from lines import keep_line
+from measure import cpu_name
 
 from gemini_strategy import _C
 
@@ -34,15 +33,6 @@ def bytes_per_parameter(fmt: str, grad: str) -> int:
     low = LOW_DTYPES[fmt]
     state = FORMATS[fmt][1].itemsize + (low.itemsize if low else 0) + 8
     return 2 * state + FORMATS[grad][1].itemsize
-
-
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def huge_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -184,7 +174,7 @@ def report(
         **hardware,
         **more,
     }
-    print(json.dumps(line), flush=True)
+    keep_line(line, None)
 
 
 def special_state(fmt: str, grad: str, numel: int, device: torch.device) -> State:

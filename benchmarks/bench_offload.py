@@ -28,13 +28,24 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from lines import command, end, has_failed, keep_line, show_rows
+from lines import (
+    Process,
+    cell,
+    command,
+    compare_with_plan,
+    has_failed,
+    keep_line,
+    options,
+    parse,
+    show_errors,
+    show_rows,
+)
 from measure import Peaks, host_used, open_driver_memory
 
 HERE = Path(__file__).resolve().parent
@@ -143,22 +154,13 @@ def budget_bytes(text: str) -> int | None:
 # ---- one run ----------------------------------------------------------------------------------
 
 
-def follow(stream: IO[str], peaks: Peaks) -> None:
-    """Counts memory for the phase that the run says it is in; passes on what else it prints."""
-    for line in stream:
-        if line.startswith("@phase "):
-            peaks.enter(line.split()[1])
-        else:
-            sys.stderr.write(line)
-
-
 def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Starts one run, watches its memory, and returns its JSON line without ratios."""
     driver = open_driver_memory(args.device)
     sources: dict[str, Any] = {"host": host_used}
     if driver is not None:
         sources["device"] = driver.used
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "stderr"), "w+") as errors:
+    with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder, "result.json")
         spec = {
             **parse_run(name),
@@ -177,33 +179,21 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         spec_path.write_text(json.dumps(spec), encoding="utf-8")
         with Peaks(sources) as peaks:
             began = time.perf_counter()
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "loops.py"), str(spec_path)],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-            reader = threading.Thread(target=follow, args=(process.stdout, peaks), daemon=True)
-            reader.start()
+            run = Process([HERE / "loops.py", spec_path], result_path, peaks.enter)
             is_late = False
             try:
-                process.wait(args.timeout)
+                run.process.wait(args.timeout)
             except subprocess.TimeoutExpired:
                 is_late = True
             finally:
-                end(process)
-            reader.join(5.0)
+                said = run.end()
             seconds = time.perf_counter() - began
-        errors.seek(0)
-        said = errors.read()
-        result: dict[str, Any] = {"available": True, "error": None}
-        if result_path.exists():
-            result = json.loads(result_path.read_text(encoding="utf-8"))
-        elif is_late:
-            result["error"] = f"still running after {args.timeout:g} s, ended; --timeout gives more"
-        else:
-            result["error"] = f"ended with code {process.returncode} (-9: the system killed it)"
+        result = run.result()
+    if result is None:
+        error = f"ended with code {run.process.returncode} (-9: the system killed it)"
+        if is_late:
+            error = f"still running after {args.timeout:g} s, ended; --timeout gives more"
+        result = {"available": True, "error": error}
     if has_failed(result):
         result["stderr_tail"] = said[-2000:]
         sys.stderr.write(said[-4000:])
@@ -262,13 +252,7 @@ def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     for key, systems in bases.items():
         base = speed_of([*lines, line], systems, clip)
         line[key] = speed / base if speed and base else None
-    for of, measured, predicted in (
-        ("of_bound", "step_seconds", "predicted_bound_seconds"),
-        ("of_predicted_step", "step_seconds", "predicted_step_seconds"),
-        ("of_predicted_device_peak", "device_peak_bytes", "predicted_device_peak_bytes"),
-    ):
-        value, base = line.get(measured), line.get(predicted)
-        line[of] = value / base if value and base else None
+    compare_with_plan(line)
     line["budget_kept"] = None
     if line["budget_bytes"] and line["device_peak_bytes"]:
         line["budget_kept"] = line["device_peak_bytes"] <= line["budget_bytes"]
@@ -308,11 +292,7 @@ COLUMNS = (
 
 def cells(line: dict[str, Any]) -> list[str]:
     """One row of the table."""
-
-    def show(key: str, form: str, scale: float = 1.0) -> str:
-        value = line.get(key)
-        return "" if value is None else format(value * scale, form)
-
+    show = partial(cell, line)
     return [
         line["name"],
         show("tokens_per_s", ",.0f"),
@@ -332,46 +312,20 @@ def cells(line: dict[str, Any]) -> list[str]:
 def print_table(title: str, lines: list[dict[str, Any]]) -> None:
     """The runs side by side, on standard error; then why some have no figures."""
     show_rows(title, COLUMNS, [cells(line) for line in lines])
-    for line in lines:
-        if line["error"]:
-            print(f"{line['name']}: {line['error'].splitlines()[0]}", file=sys.stderr)
+    show_errors(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; a wrong run name ends here, before anything starts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="A")
-    parser.add_argument("--only", help="runs, separated by commas; default: the preset's")
+    """The command line."""
+    parser = options(__doc__, PRESETS, "A")
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N or cpu")
     parser.add_argument("--budget", help="instead of the preset's, such as 32GB")
     parser.add_argument("--sequences", type=int, help="per micro-batch, instead of the preset's")
     parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps (default 7)")
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=4,
-        help="steps before them (default 4); Gemini takes more until its plan stays",
-    )
     parser.add_argument("--threads", type=int, default=0, help="torch's; default: as torch has it")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per run (600)")
-    parser.add_argument(
-        "--timeline", type=Path, help="a folder for Chrome traces and pictures of Gemini's steps"
-    )
-    parser.add_argument("--out", type=Path, help="a .jsonl file to append to")
-    args = parser.parse_args()
-    args.runs = args.only.split(",") if args.only else list(PRESETS[args.preset].runs)
-    for name in args.runs:
-        try:
-            parse_run(name)
-        except ValueError as error:
-            parser.error(str(error))
-    if args.steps < 1 or args.warmup < 0:
-        parser.error("--steps must be at least 1, --warmup at least 0")
-    return args
+    return parse(parser, PRESETS, parse_run)
 
 
 def main() -> int:

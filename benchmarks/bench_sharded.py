@@ -26,17 +26,27 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import IO, Any
+from typing import Any
 
-from lines import command, end, has_failed, keep_line, show_rows
+from lines import (
+    Process,
+    cell,
+    command,
+    compare_with_plan,
+    has_failed,
+    keep_line,
+    options,
+    parse,
+    show_errors,
+    show_rows,
+)
 from measure import Peaks, host_used, open_driver_memory
 
 HERE = Path(__file__).resolve().parent
@@ -127,83 +137,40 @@ def parse_run(name: str) -> dict[str, Any]:
 # ---- one run ----------------------------------------------------------------------------------
 
 
-class Rank:
-    """One process of a run, and what it says."""
-
-    def __init__(self, rank: int, folder: Path, peaks: Peaks) -> None:
-        self.number = rank
-        self.result_path = folder / f"result-{rank}.json"
-        self._peaks = peaks
-        self._errors = open(folder / f"stderr-{rank}", "w+", encoding="utf-8")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "sharded_loops.py"), str(folder / "run.json"), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(
-            target=self._follow, args=(self.process.stdout,), daemon=True
-        )
-        self._reader.start()
-
-    def _follow(self, stream: IO[str]) -> None:
-        """Memory counts for the phase that rank 0 says it is in."""
-        for line in stream:
-            if not line.startswith("@phase "):
-                sys.stderr.write(line)
-            elif self.number == 0:
-                self._peaks.enter(line.split()[1])
-
-    def has_failed(self) -> bool:
-        """Whether the process has ended without figures."""
-        if self.process.poll() is None:
-            return False
-        result = self.result()
-        return result is None or result["error"] is not None
-
-    def result(self) -> dict[str, Any] | None:
-        """What it left."""
-        if not self.result_path.exists():
-            return None
-        return json.loads(self.result_path.read_text(encoding="utf-8"))
-
-    def end(self) -> str:
-        """Ends it if it runs; its standard error."""
-        end(self.process)
-        self._reader.join(5.0)
-        self._errors.seek(0)
-        said = self._errors.read()
-        self._errors.close()
-        return said
+def has_given_up(rank: Process) -> bool:
+    """Whether the process has ended without figures."""
+    if rank.process.poll() is None:
+        return False
+    result = rank.result()
+    return result is None or result["error"] is not None
 
 
-def wait_for(ranks: list[Rank], timeout: float) -> bool:
+def wait_for(ranks: list[Process], timeout: float) -> bool:
     """Waits until all ranks have ended; False if they were not given all the time they wanted."""
     latest = time.monotonic() + timeout
     is_cut = False
     while any(rank.process.poll() is None for rank in ranks):
         if time.monotonic() >= latest:
             return False
-        if not is_cut and any(map(Rank.has_failed, ranks)):
+        if not is_cut and any(map(has_given_up, ranks)):
             is_cut, latest = True, min(latest, time.monotonic() + GRACE_SECONDS)
         time.sleep(POLL_SECONDS)
     return True
 
 
-def gather(ranks: list[Rank], timeout: float, is_late: bool) -> dict[str, Any]:
+def gather(ranks: list[Process], timeout: float, is_late: bool) -> dict[str, Any]:
     """The run's figures from its ranks'; else the error of the first that has one, and who ended without a word."""
     results = [rank.result() for rank in ranks]
     silent = [
-        f"rank {rank.number} ended with code {rank.process.returncode}"
-        for rank, result in zip(ranks, results, strict=True)
-        if result is None
+        f"rank {number} ended with code {rank.process.returncode}"
+        for number, rank in enumerate(ranks)
+        if results[number] is None
     ]
     if silent and is_late:
         silent = [f"some ranks still ran and were ended, --timeout {timeout:g} s"]
-    for rank, result in zip(ranks, results, strict=True):
+    for number, result in enumerate(results):
         if result is not None and result["error"]:
-            result["error"] = "; ".join([f"rank {rank.number}: {result['error']}", *silent])
+            result["error"] = "; ".join([f"rank {number}: {result['error']}", *silent])
             is_out_of_memory = any(r and r.get("is_out_of_memory") for r in results)
             return {**result, "is_out_of_memory": is_out_of_memory}
     if silent:
@@ -316,13 +283,15 @@ def run_one(
         if kept:
             kept.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(spec), encoding="utf-8")
-        ranks: list[Rank] = []
+        ranks: list[Process] = []
         with Peaks(sources) as peaks:
             began = time.perf_counter()
             is_late = False
             try:
                 for gpu in range(args.gpus):
-                    ranks.append(Rank(gpu, folder, peaks))
+                    words = [HERE / "sharded_loops.py", folder / "run.json", str(gpu)]
+                    enter = None if gpu else peaks.enter  # the phase of rank 0 is the run's
+                    ranks.append(Process(words, folder / f"result-{gpu}.json", enter))
                 is_late = not wait_for(ranks, args.timeout)
             finally:
                 said = [rank.end() for rank in ranks]
@@ -372,13 +341,7 @@ def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
             ):
                 if line.get(key) and other.get(key):
                     line[ratio] = line[key] / other[key]
-    for of, measured, predicted in (
-        ("of_bound", "step_seconds", "predicted_bound_seconds"),
-        ("of_predicted_step", "step_seconds", "predicted_step_seconds"),
-        ("of_predicted_device_peak", "device_peak_bytes", "predicted_device_peak_bytes"),
-    ):
-        value, base = line.get(measured), line.get(predicted)
-        line[of] = value / base if value and base else None
+    compare_with_plan(line)
 
 
 def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -425,11 +388,7 @@ COLUMNS = (
 
 def cells(line: dict[str, Any]) -> list[str]:
     """One row of the table."""
-
-    def show(key: str, form: str, scale: float = 1.0) -> str:
-        value = line.get(key)
-        return "" if value is None else format(value * scale, form)
-
+    show = partial(cell, line)
     return [
         line["name"],
         show("tokens_per_gpu", ".0f"),
@@ -468,18 +427,13 @@ def print_table(title: str, lines: list[dict[str, Any]]) -> None:
         if rows:
             columns = ("chunk", "collective", "torch GB/s", "ours GB/s", "ratio")
             show_rows(f"each rank sends, {line['gpus']} ranks", columns, rows)
-        if line["error"]:
-            print(f"{line['name']}: {line['error'].splitlines()[0]}", file=sys.stderr)
+    show_errors(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; a wrong run name ends here, before anything starts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="8b")
+    """The command line."""
+    parser = options(__doc__, PRESETS, "8b")
     parser.add_argument("--gpus", type=int, default=0, help="ranks; default: all GPUs")
-    parser.add_argument("--only", help="runs, separated by commas; default: the preset's")
     parser.add_argument("--tokens", help="per GPU and step, separated by commas: 4096,8192")
     parser.add_argument("--checkpointing", choices=("on", "off", "both"), help="of activations")
     parser.add_argument(
@@ -488,40 +442,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--micro-batches", type=int, default=1, help="per step, each of --tokens")
     parser.add_argument("--no-clip", action="store_true", help="do not clip the gradients' norm")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps (default 7)")
     parser.add_argument(
-        "--warmup",
+        "--settling",
         type=int,
-        default=4,
-        help="steps before them (default 4); Gemini takes more until its plan stays",
-    )
-    parser.add_argument(
-        "--settling", type=int, default=24, help="how many more it may take (default 24)"
+        default=24,
+        help="how many steps more Gemini may take to warm up (default 24)",
     )
     parser.add_argument(
         "--threads", type=int, default=0, help="torch's, per rank; default: a share"
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run (300)")
     parser.add_argument("--no-profile", action="store_true", help="do not look at exposed kernels")
-    parser.add_argument(
-        "--timeline", type=Path, help="a folder for Chrome traces and pictures of rank 0's steps"
-    )
-    parser.add_argument("--out", type=Path, help="a .jsonl file to append to")
-    args = parser.parse_args()
-    args.runs = args.only.split(",") if args.only else list(PRESETS[args.preset].runs)
-    for name in args.runs:
-        try:
-            parse_run(name)
-        except ValueError as error:
-            parser.error(str(error))
+    args = parse(parser, PRESETS, parse_run)
     if not args.gpus and args.device == "cuda":
         import torch
 
         args.gpus = torch.cuda.device_count()
     if args.gpus < 1:
         parser.error("--gpus must be at least 1, and with --device cuda there must be a GPU")
-    if args.steps < 1 or args.warmup < 0 or args.micro_batches < 1:
-        parser.error("--steps and --micro-batches must be at least 1, --warmup at least 0")
+    if args.micro_batches < 1:
+        parser.error("--micro-batches must be at least 1")
     return args
 
 

@@ -18,7 +18,6 @@ Each figure is the difference of two minima over the repeats; managed and plain 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lines import keep_line
 from torch import nn
 
 import gemini_strategy as gs
@@ -122,7 +122,7 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    print(json.dumps(about | {key: round(value, 2) for key, value in figures.items()}))
+    keep_line(about | {key: round(value, 2) for key, value in figures.items()}, None)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import platform
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from lines import keep_line
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -232,18 +232,11 @@ def main() -> int:
     for name in ("flash", "mem_efficient", "cudnn"):  # their backward differs from run to run
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
 
-    def say(line: dict[str, Any]) -> None:
-        text = json.dumps(line)
-        print(text, flush=True)
-        if args.out:
-            with args.out.open("a", encoding="ascii") as file:
-                file.write(text + "\n")
-
     lines = []
     for kind, policy, share in RUNS:
         if args.only in ("", kind):
             lines.append(train(args, kind, policy, share))
-            say(lines[-1])
+            keep_line(lines[-1], args.out)
             if args.device.startswith("cuda"):
                 torch.cuda.empty_cache()
     first = {line["kind"]: line["hashes"] for line in reversed(lines)}
@@ -252,16 +245,15 @@ def main() -> int:
         for line in lines
         if line["hashes"] != first[line["kind"]]
     ]
-    say(
-        {
-            "equal": not unequal,
-            "unequal": unequal,
-            "runs": len(lines),
-            "steps": args.steps,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if args.device != "cpu" else platform.machine(),
-        }
-    )
+    summary = {
+        "equal": not unequal,
+        "unequal": unequal,
+        "runs": len(lines),
+        "steps": args.steps,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else platform.machine(),
+    }
+    keep_line(summary, args.out)
     return int(bool(unequal))
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -203,16 +203,48 @@ class Gemini(Loop):
         }
 
 
-class FSDP2(Loop):
-    """fully_shard per block and root on one rank, parameters and optimizer on the CPU."""
+class FullyShard(Loop):
+    """PyTorch's fully_shard per block and root, torch's fused AdamW."""
+
+    dtype = torch.float32
+
+    def shard(self, blocks: Iterable[torch.nn.Module], n_ranks: int, **more: Any) -> None:
+        """`more`: of fully_shard's options."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options = {
+            "mesh": init_device_mesh(self.device.type, (n_ranks,)),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+            ),
+            **more,
+        }
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(self.model, **options)
+
+    def make_optimizer(self) -> None:
+        """On what fully_shard has made of the parameters."""
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)
+        if self.device.type == "cuda":  # what sharding took
+            torch.cuda.empty_cache()
+
+    def finish(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class FSDP2(FullyShard):
+    """On one rank, parameters and optimizer on the CPU."""
 
     arithmetic = "torch.optim.AdamW(fused, CPU) on fp32 shards, bf16 compute and reduction"
-    dtype = torch.float32
 
     def prepare(self) -> None:
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy
 
         on_gpu = self.device.type == "cuda"
         self._folder = tempfile.TemporaryDirectory()
@@ -222,25 +254,9 @@ class FSDP2(Loop):
             rank=0,
             world_size=1,
         )
-        options = {
-            "mesh": init_device_mesh(self.device.type, (1,)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
-        }
-        for block in self.model.model.decoder.layers:
-            fully_shard(block, **options)
-        fully_shard(self.model, **options)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)
-        if on_gpu:
-            torch.cuda.empty_cache()
-
-    def finish(self) -> None:
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        policy = CPUOffloadPolicy(pin_memory=on_gpu)
+        self.shard(self.model.model.decoder.layers, 1, offload_policy=policy)
+        self.make_optimizer()
 
     def report(self) -> dict[str, Any]:
         import torch.distributed as dist

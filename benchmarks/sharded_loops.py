@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llama import LLAMAS, draw_on_demand, fill_sharded, meta_llama
-from loops import ADAM, MAX_NORM, TIMELINE_STEPS, Gemini, Loop, keep, run, say_phase
+from loops import TIMELINE_STEPS, FullyShard, Gemini, Loop, keep, run, say_phase
 from measure import environment
 from models import Batches
 from overlap import overlap
@@ -102,36 +102,16 @@ class ShardedGemini(Ranked, Gemini):
         return self.is_any(super().is_settling())
 
 
-class FSDP2(Ranked):
-    """fully_shard per decoder layer and root, everything on the devices."""
+class FSDP2(Ranked, FullyShard):
+    """Everything on the devices."""
 
     arithmetic = "torch.optim.AdamW(fused) on fp32 shards, bf16 compute and reduction"
-    dtype = torch.float32
 
     def prepare(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        options = {
-            "mesh": init_device_mesh(self.device.type, (self.size,)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-            ),
-        }
-        for layer in self.model.model.layers:
-            fully_shard(layer, **options)
-        fully_shard(self.model, **options)
+        self.shard(self.model.model.layers, self.size)
         self.model.to_empty(device=self.device)
         fill_sharded(self.model, self.device)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def finish(self) -> None:
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.make_optimizer()
 
 
 LOOPS: dict[str, type[Loop]] = {"gemini": ShardedGemini, "fsdp2": FSDP2}

@@ -1,33 +1,15 @@
 /* plan_search.c - looks for the choice with the least predicted step.
  *
- * A few dials (depths of the rings, the host's share of updates, the share of late ones) and the memory there is
- * give a choice: weights first, then gradients that would have to go out and come back, then states.  With several
- * ranks these are of shards; a dial says how many gathered weights are kept before all that, and what is left after it
- * keeps more.  The dials are turned one after the other as long as that helps; with few chunks, single chunks then change class.  How often the
- * time model may be asked depends on the size of the problem alone, so equal inputs give equal plans.
+ * A few dials (depths of the rings, the host's share of updates, the share of late ones) give a choice (plan_choice.c).
+ * They are turned one after the other as long as that helps; with few chunks, single chunks then change class.
  *
  * 1. A choice that was found never takes more blocks than there are.
- *
- * Above the length budget because the dials, their moves and what they are asked are one search. */
-#include <stdlib.h>
+ * 2. How often the time model may be asked depends on the size of the problem alone, so equal inputs give equal plans. */
 #include <string.h>
 
-#include "plan_impl.h"
+#include "plan_choice.h"
 
 #define FEW_CHUNKS 5u
-
-typedef struct gm_dials {        /* without padding: compared as bytes */
-    uint32_t depth[GM_N_PIECES]; /* of the rings, in chunks */
-    uint32_t blocks;             /* that may be taken */
-    double host;                 /* share of the updates that are not resident, by parameters */
-    double late_host,
-        late_state; /* immediate only: shares of these updates put off to the next forward */
-    double weights; /* most that may be resident, a share */
-    double states;  /* share of the room beside weights and gradients that states may take */
-    double
-        first; /* so many chunks, the first in use, have room for their states before any weights have */
-    double kept; /* share of the gathered weights that are kept whatever the rest gets */
-} gm_dials;
 
 enum { /* numbers of dials, behind those of the depths */
        DIAL_HOST = GM_N_PIECES,
@@ -51,284 +33,8 @@ typedef struct gm_search {
     gm_found best;
     uint32_t n_left;       /* questions to the time model */
     bool has_all_weights;  /* as many weights are resident as fit: this dial is not turned */
-    uint64_t least_blocks; /* of all choices that were tried and did not fit */
+    uint64_t least_blocks; /* that a choice would have taken, of all that were tried */
 } gm_search;
-
-static gm_status choice_new(uint32_t n, gm_choice *out)
-{
-    *out = (gm_choice){.class_of = calloc(n, 1),
-                       .is_late = calloc(n, sizeof(bool)),
-                       .is_grad_resident = calloc(n, sizeof(bool)),
-                       .is_kept = calloc(n, sizeof(bool))};
-    if (!out->class_of || !out->is_late || !out->is_grad_resident || !out->is_kept) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", n);
-    }
-    return GM_OK;
-}
-
-static void choice_free(gm_choice *choice)
-{
-    free(choice->class_of);
-    free(choice->is_late);
-    free(choice->is_grad_resident);
-    free(choice->is_kept);
-}
-
-static void choice_copy(uint32_t n, gm_choice *to, const gm_choice *from)
-{
-    memcpy(to->class_of, from->class_of, n);
-    memcpy(to->is_late, from->is_late, n * sizeof(bool));
-    memcpy(to->is_grad_resident, from->is_grad_resident, n * sizeof(bool));
-    memcpy(to->is_kept, from->is_kept, n * sizeof(bool));
-    memcpy(to->depth, from->depth, sizeof to->depth);
-}
-
-/* Picks members evenly: whether the next of `weight` belongs to the share, with the error carried along. */
-static bool pick(double *carry, double weight, double share)
-{
-    *carry += weight * share;
-    if (*carry < weight / 2 || share <= 0) {
-        return false;
-    }
-    *carry -= weight;
-    return true;
-}
-
-typedef struct gm_room { /* blocks that a choice may give away */
-    double weights;      /* share of weights that are resident */
-    double kept;         /* share of gathered weights that are kept */
-    uint64_t grads, states;
-} gm_room;
-
-static void choose_classes(const gm_search *s, const gm_dials *dials, const gm_room *room,
-                           gm_choice *choice)
-{
-    const gm_problem *problem = s->problem;
-    double host_carry = 0, weight_carry = 0, kept_carry = 0;
-    uint64_t states_left = room->states;
-    bool is_all_cuda = problem->input->policy == GM_POLICY_CUDA, is_full = false;
-    for (uint32_t i = 0; i < problem->n; i++) {
-        uint32_t c = problem->order[i];
-        const gm_plan_chunk *chunk = &problem->input->chunks[c];
-        choice->is_kept[c] = chunk->bytes[GM_GATHERED] > 0 &&
-                             (chunk->must_reside || room->kept >= 1 ||
-                              pick(&kept_carry, chunk->blocks[GM_GATHERED], room->kept));
-        bool is_resident = chunk->must_reside || is_all_cuda || chunk->blocks[GM_WEIGHT] == 0 ||
-                           room->weights >= 1 || choice->is_kept[c] ||
-                           pick(&weight_carry, chunk->blocks[GM_WEIGHT], room->weights);
-        bool is_frozen = chunk->numel == 0;
-        bool is_fitting = is_all_cuda || (!is_full && problem->is_trained[c] &&
-                                          chunk->blocks[GM_STATE] <= states_left);
-        is_full |= !is_frozen && !is_fitting;
-        gm_class cls;
-        if (is_frozen) {
-            cls = is_resident ? GM_CLASS_R : GM_CLASS_C2;
-        } else if (is_fitting) {
-            states_left -= is_all_cuda ? 0 : chunk->blocks[GM_STATE];
-            cls = GM_CLASS_R;
-        } else if (!problem->is_trained[c] || dials->depth[GM_STATE] == 0 ||
-                   pick(&host_carry, (double)chunk->numel, dials->host)) {
-            cls = is_resident ? GM_CLASS_C1 : GM_CLASS_C2;
-        } else {
-            cls = is_resident ? GM_CLASS_S1 : GM_CLASS_S2;
-        }
-        choice->class_of[c] = (uint8_t)cls;
-    }
-}
-
-/* Whether the update can be at the gradient's tick: nothing of the pass uses the weights after it. */
-static bool may_be_early(const gm_problem *problem, uint32_t c)
-{
-    for (uint32_t k = 0; k < problem->n_courses; k++) {
-        const gm_course *course = &problem->courses[k];
-        if (course->grad[c] != GM_NO_TICK && course->settle[c] >= course->n) {
-            return false;
-        }
-    }
-    return problem->input->when == GM_IMMEDIATE;
-}
-
-static void choose_late(const gm_search *s, const gm_dials *dials, gm_choice *choice)
-{
-    const gm_problem *problem = s->problem;
-    double host_carry = 0, state_carry = 0;
-    for (uint32_t i = 0; i < problem->n; i++) {
-        uint32_t c = problem->order[i];
-        double numel = (double)problem->input->chunks[c].numel;
-        bool is_late = !may_be_early(problem, c);
-        if (!is_late && gm_is_on_host(choice->class_of[c])) {
-            is_late = pick(&host_carry, numel, dials->late_host);
-        } else if (!is_late && gm_is_state_streamed(choice->class_of[c])) {
-            is_late = pick(&state_carry, numel, dials->late_state);
-        }
-        choice->is_late[c] = is_late && problem->is_trained[c];
-    }
-}
-
-/* Whether a resident gradient saves copies. */
-static bool wants_grad(const gm_problem *problem, const gm_choice *choice, uint32_t c)
-{
-    return problem->input->chunks[c].bytes[GM_GRAD] > 0 &&
-           (problem->n_passes > 1 || (choice->is_late[c] && !gm_is_on_host(choice->class_of[c])));
-}
-
-static void choose(const gm_search *s, const gm_dials *dials, const gm_room *room,
-                   gm_choice *choice)
-{
-    const gm_problem *problem = s->problem;
-    uint64_t left = room->grads;
-    memcpy(choice->depth, dials->depth, sizeof choice->depth);
-    choose_classes(s, dials, room, choice);
-    choose_late(s, dials, choice);
-    for (uint32_t i = 0; i < problem->n; i++) {
-        uint32_t c = problem->order[i], blocks = problem->input->chunks[c].blocks[GM_GRAD];
-        bool is_all = problem->input->policy == GM_POLICY_CUDA;
-        bool is_in = is_all || (wants_grad(problem, choice, c) && blocks <= left);
-        choice->is_grad_resident[c] = is_in;
-        left -= is_in && !is_all ? blocks : 0;
-    }
-}
-
-/* Blocks that a choice takes. */
-static gm_status measure(gm_search *s, gm_plan *plan, uint64_t *out)
-{
-    GM_TRY(gm_plan_place_all(s->problem, &s->choice, plan));
-    *out = plan->n_blocks;
-    s->least_blocks = *out < s->least_blocks ? *out : s->least_blocks;
-    return GM_OK;
-}
-
-/* Blocks of the states of the first chunks in use: their gradients come last and their weights are needed first, so
- * no time is left to update them elsewhere. */
-static uint64_t first_states(const gm_problem *problem, const gm_dials *dials)
-{
-    /* A share of the rest for states leaves none ahead of the weights. */
-    uint64_t blocks = 0, n = problem->input->state_share >= 1 ? (uint64_t)dials->first : 0;
-    for (uint32_t i = 0; i < problem->n && n > 0; i++) {
-        uint32_t c = problem->order[i];
-        if (problem->is_trained[c]) {
-            blocks += problem->input->chunks[c].blocks[GM_STATE];
-            n--;
-        }
-    }
-    return blocks;
-}
-
-/* Gives what is left beside the weights to gradients that would move, then to states. */
-static gm_status fill_states(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
-                             uint64_t taken)
-{
-    const gm_problem *problem = s->problem;
-    uint64_t left = dials->blocks - taken, spare = problem->n_blocks - taken;
-    double share = problem->input->state_share;
-    uint64_t limit = share >= 1 ? UINT64_MAX : (uint64_t)(share * (double)spare);
-    uint64_t first = first_states(problem, dials);
-    gm_room best = *room;
-    for (int round = 0; round < 4; round++) {
-        uint64_t wanted = 0, most = left < limit ? left : limit;
-        for (uint32_t c = 0; c < problem->n; c++) {
-            wanted +=
-                wants_grad(problem, &s->choice, c) ? problem->input->chunks[c].blocks[GM_GRAD] : 0;
-        }
-        room->grads = wanted < most ? wanted : most;
-        room->states = first + (uint64_t)((double)(most - room->grads) * dials->states);
-        choose(s, dials, room, &s->choice);
-        GM_TRY(measure(s, plan, &taken));
-        if (taken <= dials->blocks) { /* rings have become shorter: there may be more */
-            best = *room;
-            left += dials->blocks - taken;
-        } else {
-            left -= taken - dials->blocks < left ? taken - dials->blocks : left;
-        }
-    }
-    *room = best;
-    choose(s, dials, room, &s->choice);
-    return measure(s, plan, &taken);
-}
-
-/* As many resident weights as there is room for. */
-static gm_status fill_weights(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
-                              uint64_t *taken)
-{
-    uint64_t weights = 1;
-    for (uint32_t c = 0; c < s->problem->n; c++) {
-        weights += s->problem->input->chunks[c].blocks[GM_WEIGHT];
-    }
-    choose(s, dials, room, &s->choice);
-    GM_TRY(measure(s, plan, taken));
-    if (*taken <= dials->blocks || room->weights <= 0) {
-        return GM_OK;
-    }
-    double best = 0, most = room->weights;
-    room->weights = 0;
-    for (int round = 0; round < 5; round++) {
-        choose(s, dials, room, &s->choice);
-        GM_TRY(measure(s, plan, taken));
-        if (*taken <= dials->blocks && room->weights > best) {
-            best = room->weights;
-        } else if (*taken > dials->blocks && round == 0) {
-            return GM_OK; /* not even without */
-        }
-        room->weights += ((double)dials->blocks - (double)*taken) / (double)weights;
-        room->weights = room->weights < 0 ? 0 : room->weights > most ? most : room->weights;
-    }
-    room->weights = best;
-    choose(s, dials, room, &s->choice);
-    return measure(s, plan, taken);
-}
-
-/* What is left keeps gathered weights. */
-static gm_status fill_kept(gm_search *s, const gm_dials *dials, gm_plan *plan, gm_room *room,
-                           uint64_t *taken)
-{
-    uint64_t whole = 0, least = UINT64_MAX, left = dials->blocks - *taken;
-    double best = room->kept;
-    for (uint32_t c = 0; c < s->problem->n; c++) {
-        uint64_t blocks = s->problem->input->chunks[c].blocks[GM_GATHERED];
-        whole += blocks;
-        least = blocks > 0 && blocks < least ? blocks : least;
-    }
-    left += plan->ring[GM_GATHERED]; /* not needed when all are kept */
-    if (left < least + plan->ring[GM_GATHERED] && left < whole) {
-        return GM_OK;
-    }
-    double part = 1 / (double)s->problem->n; /* at least a chunk less, where it was too much */
-    room->kept += (double)left / (double)whole;
-    for (int round = 0; round < 5 && best < 1; round++) {
-        room->kept = room->kept < best ? best : room->kept > 1 ? 1 : room->kept;
-        choose(s, dials, room, &s->choice);
-        GM_TRY(measure(s, plan, taken));
-        bool fits = *taken <= dials->blocks;
-        best = fits && room->kept > best ? room->kept : best;
-        room->kept += ((double)dials->blocks - (double)*taken) / (double)whole - (fits ? 0 : part);
-    }
-    room->kept = best;
-    choose(s, dials, room, &s->choice);
-    return measure(s, plan, taken);
-}
-
-/* Makes the choice that the dials and the memory give; *fits tells whether there is one. */
-static gm_status fill(gm_search *s, const gm_dials *dials, bool *fits)
-{
-    gm_plan *plan;
-    uint64_t taken = 0;
-    bool is_auto = s->problem->input->policy == GM_POLICY_AUTO;
-    gm_room room = {.weights = dials->weights,
-                    .kept = dials->kept,
-                    .states = is_auto ? first_states(s->problem, dials) : 0};
-    GM_TRY(gm_plan_alloc(s->problem, &plan));
-    gm_status status = fill_weights(s, dials, plan, &room, &taken);
-    if (status == GM_OK && taken <= dials->blocks && is_auto) {
-        status = fill_states(s, dials, plan, &room, taken);
-    }
-    if (status == GM_OK && plan->n_blocks <= dials->blocks && s->problem->has_gathered &&
-        s->problem->input->policy != GM_POLICY_CPU) {
-        status = fill_kept(s, dials, plan, &room, &taken);
-    }
-    *fits = status == GM_OK && plan->n_blocks <= dials->blocks;
-    gm_plan_free(plan);
-    return status;
-}
 
 /* Whether a is better than b: sooner, or equal with less traffic, or less of it over ranks, or with fewer blocks. */
 static bool is_better(const gm_plan *a, const gm_plan *b)
@@ -357,7 +63,7 @@ static gm_status ask(gm_search *s, bool *is_best)
     if (plan && (!s->best.plan || is_better(plan, s->best.plan))) {
         gm_plan_free(s->best.plan);
         s->best.plan = plan;
-        choice_copy(s->problem->n, &s->best.choice, &s->choice);
+        gm_choice_copy(s->problem->n, &s->best.choice, &s->choice);
         *is_best = true;
     } else {
         gm_plan_free(plan);
@@ -372,7 +78,7 @@ static gm_status try_dials(gm_search *s, const gm_dials *dials, bool *is_best)
     if (s->n_left == 0 && s->best.plan) {
         return GM_OK;
     }
-    GM_TRY(fill(s, dials, &fits));
+    GM_TRY(gm_choose(s->problem, dials, &s->choice, &s->least_blocks, &fits));
     if (fits) {
         GM_TRY(ask(s, is_best));
         if (*is_best) {
@@ -519,7 +225,7 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
     }
     if (move > GM_N_CLASSES) {
         choice->is_late[c] = !choice->is_late[c];
-        return may_be_early(problem, c) && problem->is_trained[c] &&
+        return gm_may_be_early(problem, c) && problem->is_trained[c] &&
                choice->class_of[c] != GM_CLASS_R;
     }
     bool is_bad = (gm_is_streamed(move) && (chunk->must_reside || choice->is_kept[c])) ||
@@ -527,7 +233,7 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
                   (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2) ||
                   choice->class_of[c] == move;
     choice->class_of[c] = (uint8_t)move;
-    choice->is_late[c] &= move != GM_CLASS_R || !may_be_early(problem, c);
+    choice->is_late[c] &= move != GM_CLASS_R || !gm_may_be_early(problem, c);
     return !is_bad;
 }
 
@@ -541,8 +247,8 @@ static bool exchange(gm_search *s, uint32_t a, uint32_t b)
     if (class_a == class_b || !move_chunk(s, a, class_b) || !move_chunk(s, b, class_a)) {
         return false;
     }
-    choice->is_late[a] = choice->is_late[b] || !may_be_early(problem, a);
-    choice->is_late[b] = is_late_a || !may_be_early(problem, b);
+    choice->is_late[a] = choice->is_late[b] || !gm_may_be_early(problem, a);
+    choice->is_late[b] = is_late_a || !gm_may_be_early(problem, b);
     choice->is_late[a] &= problem->is_trained[a];
     choice->is_late[b] &= problem->is_trained[b];
     choice->is_grad_resident[a] = choice->is_grad_resident[b];
@@ -559,7 +265,7 @@ static gm_status climb(gm_search *s, uint32_t limit)
     uint32_t n_all = n * n_moves + n_depths + n * n, n_quiet = 0;
     for (uint32_t at = 0; n_quiet < n_all && limit > 0; at = at + 1 == n_all ? 0 : at + 1) {
         bool is_allowed, is_best = false;
-        choice_copy(n, &s->choice, &s->best.choice);
+        gm_choice_copy(n, &s->choice, &s->best.choice);
         if (at < n * n_moves) {
             is_allowed = move_chunk(s, at / n_moves, at % n_moves);
         } else if (at < n * n_moves + n_depths) {
@@ -583,7 +289,7 @@ static gm_status climb(gm_search *s, uint32_t limit)
 static gm_status set_aside(gm_search *s, gm_found *aside)
 {
     gm_choice fresh;
-    GM_TRY(choice_new(s->problem->n, &fresh));
+    GM_TRY(gm_choice_new(s->problem->n, &fresh));
     *aside = s->best;
     s->best = (gm_found){.choice = fresh};
     return GM_OK;
@@ -598,7 +304,7 @@ static void unite(gm_search *s, gm_found *aside)
         *aside = worse;
     }
     gm_plan_free(aside->plan);
-    choice_free(&aside->choice);
+    gm_choice_free(&aside->choice);
 }
 
 /* Asks about every assignment of classes, with short rings. */
@@ -619,8 +325,8 @@ static gm_status ask_about_all(gm_search *s, bool is_late, bool is_kept)
                                    (is_kept || s->problem->input->chunks[c].must_reside);
             is_allowed &= move_chunk(s, c, rest % GM_N_CLASSES);
             s->choice.is_late[c] =
-                s->problem->is_trained[c] &&
-                (!may_be_early(s->problem, c) || (is_late && s->choice.class_of[c] != GM_CLASS_R));
+                s->problem->is_trained[c] && (!gm_may_be_early(s->problem, c) ||
+                                              (is_late && s->choice.class_of[c] != GM_CLASS_R));
         }
         GM_TRY(is_allowed ? ask(s, &is_best) : GM_OK);
     }
@@ -825,15 +531,15 @@ static gm_status search_auto(gm_search *s)
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
 {
     gm_search s = {.problem = problem, .least_blocks = UINT64_MAX};
-    gm_status status = choice_new(problem->n, &s.choice);
+    gm_status status = gm_choice_new(problem->n, &s.choice);
     if (status == GM_OK) {
-        status = choice_new(problem->n, &s.best.choice);
+        status = gm_choice_new(problem->n, &s.best.choice);
     }
     if (status == GM_OK) {
         status = problem->input->policy == GM_POLICY_AUTO ? search_auto(&s) : run_fixed(&s);
     }
-    choice_free(&s.choice);
-    choice_free(&s.best.choice);
+    gm_choice_free(&s.choice);
+    gm_choice_free(&s.best.choice);
     if (status != GM_OK) {
         gm_plan_free(s.best.plan);
         return status;

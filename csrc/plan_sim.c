@@ -6,6 +6,8 @@
 
 #include <stdlib.h>
 
+#define SPEED_BITS 6 /* of the number of sets of busy lanes whose rates a run remembers */
+
 /* What a copy, a collective and a call of the host cost beside their bytes. */
 #define COPY_SECONDS 8e-6
 #define COMM_SECONDS 2e-5
@@ -85,6 +87,7 @@ uint32_t gm_sim_add(gm_sim *sim, gm_lane lane, double work)
 }
 
 typedef struct gm_speed {
+    uint32_t busy; /* the set of lanes that share so; 0: nothing yet */
     double rate[GM_N_LANES];
 } gm_speed;
 
@@ -120,7 +123,7 @@ static gm_speed speed_of(const gm_rates *rates, uint32_t busy)
                   : n_in > 0 || n_out > 0 ? (rates->host_adam + rates->host_adam_beside) / 2
                                           : rates->host_adam;
     bool is_shared = (busy >> GM_LANE_COMPUTE & 1) && (busy >> GM_LANE_UPDATE & 1);
-    gm_speed speed;
+    gm_speed speed = {.busy = busy};
     for (int lane = 0; lane < GM_N_LANES; lane++) {
         speed.rate[lane] =
             is_inward(lane) ? in / (n_in > 0 ? n_in : 1) : out / (n_out > 0 ? n_out : 1);
@@ -146,9 +149,12 @@ static double whole_work(const gm_node *node, const gm_rates *rates)
                                                 : 0);
 }
 
-/* Runs the nodes; `speeds` (2^GM_N_LANES,) is scratch, by the set of busy lanes. */
-static double run_nodes(gm_sim *sim, const gm_rates *rates, gm_speed *speeds)
+double gm_sim_run(gm_sim *sim, const gm_rates *rates)
 {
+    if (sim->has_failed) {
+        return 0;
+    }
+    gm_speed speeds[1u << SPEED_BITS] = {0}; /* a set may take another's place */
     uint32_t head[GM_N_LANES], waited[GM_N_LANES] = {0}, busy = 0;
     double left[GM_N_LANES] = {0}, now = 0;
     for (int lane = 0; lane < GM_N_LANES; lane++) {
@@ -169,8 +175,8 @@ static double run_nodes(gm_sim *sim, const gm_rates *rates, gm_speed *speeds)
                 left[lane] = whole_work(node, rates);
             }
         }
-        gm_speed *speed = &speeds[busy];
-        if (speed->rate[0] <= 0) {
+        gm_speed *speed = &speeds[busy * UINT32_C(0x9e3779b1) >> (32 - SPEED_BITS)];
+        if (speed->busy != busy) {
             *speed = speed_of(rates, busy);
         }
         double step = -1;
@@ -199,13 +205,4 @@ static double run_nodes(gm_sim *sim, const gm_rates *rates, gm_speed *speeds)
         }
     }
     return now;
-}
-
-double gm_sim_run(gm_sim *sim, const gm_rates *rates)
-{
-    gm_speed *speeds = sim->has_failed ? NULL : calloc((size_t)1 << GM_N_LANES, sizeof *speeds);
-    sim->has_failed = !speeds;
-    double end = speeds ? run_nodes(sim, rates, speeds) : 0;
-    free(speeds);
-    return end;
 }

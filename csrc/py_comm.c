@@ -173,6 +173,20 @@ static PyObject *end(comm *self, gm_status status)
     return result;
 }
 
+/* Returns from a method with what a call of the communicator, named c in it, comes to without the GIL. */
+#define RETURN_CALL(self, c, call) \
+    do {                           \
+        gm_status status;          \
+        gm_comm *c = begin(self);  \
+        if (!c) {                  \
+            return NULL;           \
+        }                          \
+        Py_BEGIN_ALLOW_THREADS     \
+        status = call;             \
+        Py_END_ALLOW_THREADS       \
+        return end(self, status);  \
+    } while (0)
+
 static PyObject *comm_all_gather(comm *self, PyObject *args)
 {
     unsigned long long address, stream;
@@ -180,15 +194,7 @@ static PyObject *comm_all_gather(comm *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "KnK:all_gather", &address, &shard_bytes, &stream)) {
         return NULL;
     }
-    gm_status status;
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_all_gather(c, (uintptr_t)address, (size_t)shard_bytes, stream);
-    Py_END_ALLOW_THREADS
-    return end(self, status);
+    RETURN_CALL(self, c, gm_comm_all_gather(c, (uintptr_t)address, (size_t)shard_bytes, stream));
 }
 
 static PyObject *comm_reduce_scatter(comm *self, PyObject *args)
@@ -199,16 +205,9 @@ static PyObject *comm_reduce_scatter(comm *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "KniK:reduce_scatter", &address, &shard_count, &dtype, &stream)) {
         return NULL;
     }
-    gm_status status;
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_reduce_scatter(c, (uintptr_t)address, (size_t)shard_count,
-                                    (gm_comm_dtype)dtype, stream);
-    Py_END_ALLOW_THREADS
-    return end(self, status);
+    RETURN_CALL(self, c,
+                gm_comm_reduce_scatter(c, (uintptr_t)address, (size_t)shard_count,
+                                       (gm_comm_dtype)dtype, stream));
 }
 
 static PyObject *comm_all_reduce(comm *self, PyObject *args)
@@ -219,16 +218,9 @@ static PyObject *comm_all_reduce(comm *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "KniiK:all_reduce", &address, &count, &dtype, &op, &stream)) {
         return NULL;
     }
-    gm_status status;
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_all_reduce(c, (uintptr_t)address, (size_t)count, (gm_comm_dtype)dtype,
-                                (gm_comm_op)op, stream);
-    Py_END_ALLOW_THREADS
-    return end(self, status);
+    RETURN_CALL(self, c,
+                gm_comm_all_reduce(c, (uintptr_t)address, (size_t)count, (gm_comm_dtype)dtype,
+                                   (gm_comm_op)op, stream));
 }
 
 static PyObject *comm_broadcast(comm *self, PyObject *args)
@@ -239,15 +231,7 @@ static PyObject *comm_broadcast(comm *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "KniK:broadcast", &address, &bytes, &root, &stream)) {
         return NULL;
     }
-    gm_status status;
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_broadcast(c, (uintptr_t)address, (size_t)bytes, root, stream);
-    Py_END_ALLOW_THREADS
-    return end(self, status);
+    RETURN_CALL(self, c, gm_comm_broadcast(c, (uintptr_t)address, (size_t)bytes, root, stream));
 }
 
 static PyObject *comm_agree(comm *self, PyObject *args)
@@ -256,15 +240,7 @@ static PyObject *comm_agree(comm *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "K:agree", &stream)) {
         return NULL;
     }
-    gm_status status;
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_agree(c, stream);
-    Py_END_ALLOW_THREADS
-    return end(self, status);
+    RETURN_CALL(self, c, gm_comm_agree(c, stream));
 }
 
 /* ---- words ---- */
@@ -345,15 +321,7 @@ static PyObject *comm_failed_at(comm *self, void *unused)
 static PyObject *comm_check(comm *self, PyObject *unused)
 {
     (void)unused;
-    gm_status status;
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_check(c);
-    Py_END_ALLOW_THREADS
-    return end(self, status);
+    RETURN_CALL(self, c, gm_comm_check(c));
 }
 
 /* `abort` in Python; nothing after close(). */

@@ -27,21 +27,34 @@ PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_arg
     return before > v[0] + FALL ? forget_outside(engine) : Py_NewRef(Py_None);
 }
 
-/* shed(bytes) -> bool: as for torch on a device that is full */
-PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
+/* True or False: whether there are so many bytes now. */
+static PyObject *ask_for_bytes(core *self, const char *name, PyObject *const *args,
+                               Py_ssize_t n_args, bool (*ask)(gm_engine *, size_t))
 {
     unsigned long long v[1];
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("shed", args, n_args, 1, v) < 0) {
+    if (!engine || gm_py_parse_numbers(name, args, n_args, 1, v) < 0) {
         return NULL;
     }
-    bool is_done;
+    bool is_given;
     gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
-    is_done = gm_engine_shed(engine, (size_t)v[0]);
+    is_given = ask(engine, (size_t)v[0]);
     gm_engine_unref(engine);
     Py_END_ALLOW_THREADS
-    return PyBool_FromLong(is_done);
+    return PyBool_FromLong(is_given);
+}
+
+/* shed(bytes) -> bool: as for torch on a device that is full */
+PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return ask_for_bytes(self, "shed", args, n_args, gm_engine_shed);
+}
+
+/* reserve(bytes) -> bool: what torch's allocator asks before it takes memory of the device */
+PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return ask_for_bytes(self, "reserve", args, n_args, gm_engine_reserve);
 }
 
 PyObject *gm_py_forget_outside(core *self, PyObject *unused)
@@ -49,21 +62,4 @@ PyObject *gm_py_forget_outside(core *self, PyObject *unused)
     (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     return engine ? forget_outside(engine) : NULL;
-}
-
-/* reserve(bytes) -> bool: what torch's allocator asks before it takes memory of the device */
-PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("reserve", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    bool has_room;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    has_room = gm_engine_reserve(engine, (size_t)v[0]);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(has_room);
 }

@@ -10,25 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import gemini_strategy as gs
-from reference import Managed, Outcome, Plain, bits, managed, plain, state_bytes
-from scenario import RandomNet, Scenario, case_of, scenario
+from reference import Managed, Plain, bits, plain, state_bytes
+from scenario import Played, RandomNet, Scenario, act, budgeted, case_of, scenario
 
-__all__ = ["RankPlayed", "play_ranks_plain", "play_sharded", "sharded_scenario"]
-
-
-@dataclass
-class RankPlayed:
-    """What one rank saw: everything that training left behind, and looks in between."""
-
-    outcome: Outcome
-    seen: list[Tensor]
+__all__ = ["play_ranks_plain", "play_sharded", "sharded_scenario"]
 
 
 def sharded_scenario(seed: int) -> Scenario:
@@ -69,47 +60,21 @@ def _loss(run: Plain, s: Scenario, step: int, micro: int, rank: int, size: int) 
     return loss * 0 if s.seed % 3 == 2 and (step + micro) % size == rank else loss
 
 
-def _act(run: Plain, what: str, s: Scenario, step: int, seen: list[Tensor]) -> None:
-    if what == "evaluate":
-        run.model.eval()
-        with torch.no_grad():
-            seen.append(s.case.loss(run, s.case.batch(5000 + step)).float())
-        run.model.train()
-    elif what == "read":
-        outcome = run.outcome()
-        seen.extend(outcome.masters.values())
-        seen.extend(outcome.exp_avg.values())
-    elif what == "peek":
-        for name, p in [(n, p) for n, p in run.model.named_parameters() if p.requires_grad][:2]:
-            if run.engine is not None:
-                with run.engine.full_parameter(p) as values:
-                    seen.append(values.clone())
-            else:
-                seen.append(run.outcome().masters[name])
-
-
 def _budgeted(s: Scenario, **how: Any) -> Managed:
-    """The engine with this share of weights and states beside room for whole chunks, or the least more that is
-    accepted. A lack of memory later on would end all ranks."""
-    whole, share = state_bytes(s.case.build, s.recipe), s.share
-    room = 4096 + 8 * min(s.chunk_size, whole)
-    while True:
-        try:
-            return managed(
-                s.case.build,
-                s.recipe,
-                device_budget=int(whole * share) + room,
-                chunk_size=s.chunk_size,
-                placement_policy=s.policy,
-                **how,
-            )
-        except gs.GeminiMemoryError:
-            if share > 3.0:
-                raise
-            share *= 1.25
+    """The engine with room for whole chunks beside its share: a lack of memory later on would end all ranks."""
+    whole = state_bytes(s.case.build, s.recipe)
+    return budgeted(
+        s.case,
+        s.recipe,
+        s.share,
+        room=4096 + 8 * min(s.chunk_size, whole),
+        chunk_size=s.chunk_size,
+        placement_policy=s.policy,
+        **how,
+    )
 
 
-def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[RankPlayed, dict, tuple]:
+def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[Played, dict, tuple]:
     """One rank's run under an engine that shares its chunks with the others; the engine is closed."""
     run = _budgeted(s, **how)
     seen: list[Tensor] = []
@@ -125,9 +90,9 @@ def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[RankPla
                 else:
                     run.backward(part)
             run.finish()
-            _act(run, s.between[step], s, step, seen)
+            act(run, s.between[step], s, step, seen)
         run.engine.core.check()
-        played = RankPlayed(run.outcome(), [bits(t).clone() for t in seen])
+        played = Played(run.outcome(), [bits(t).clone() for t in seen])
         return played, run.engine.stats(), run.engine.core.chaos_faults()
 
 
@@ -143,7 +108,7 @@ def _joined(parts: list[Tensor], before: Tensor | None) -> Tensor:
     return share.to(dtype) if before is None else (before.float() + share).to(dtype)
 
 
-def play_ranks_plain(s: Scenario, size: int) -> list[RankPlayed]:
+def play_ranks_plain(s: Scenario, size: int) -> list[Played]:
     """What every rank must see, computed by one process without an engine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks.py does: sums of some kernels depend on it
@@ -153,7 +118,7 @@ def play_ranks_plain(s: Scenario, size: int) -> list[RankPlayed]:
         torch.set_num_threads(threads)
 
 
-def _play_ranks_plain(s: Scenario, size: int) -> list[RankPlayed]:
+def _play_ranks_plain(s: Scenario, size: int) -> list[Played]:
     run = plain(s.case.build, s.recipe)
     losses: list[list[Tensor]] = [[] for _ in range(size)]
     seen: list[Tensor] = []
@@ -176,7 +141,7 @@ def _play_ranks_plain(s: Scenario, size: int) -> list[RankPlayed]:
         for p in run.model.parameters():
             p.grad = sums.get(p)
         run.finish()
-        _act(run, s.between[step], s, step, seen)
+        act(run, s.between[step], s, step, seen)
     looks = [bits(t).clone() for t in seen]
     outcome = run.outcome()
-    return [RankPlayed(replace(outcome, losses=losses[rank]), looks) for rank in range(size)]
+    return [Played(replace(outcome, losses=losses[rank]), looks) for rank in range(size)]

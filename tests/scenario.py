@@ -36,6 +36,7 @@ __all__ = [
     "Played",
     "RandomNet",
     "Scenario",
+    "act",
     "assert_same_played",
     "budgeted",
     "case_of",
@@ -216,12 +217,12 @@ def scenario(seed: int) -> Scenario:
     )
 
 
-def budgeted(case: Case, recipe: Recipe, share: float, **how: Any) -> Managed:
-    """The managed run with this share of weights and states, or the least more that is accepted."""
+def budgeted(case: Case, recipe: Recipe, share: float, *, room: int = 4096, **how: Any) -> Managed:
+    """The managed run with this share of weights and states beside `room`, or the least more that is accepted."""
     whole = state_bytes(case.build, recipe)
     while True:
         try:
-            return managed(case.build, recipe, device_budget=int(whole * share) + 4096, **how)
+            return managed(case.build, recipe, device_budget=int(whole * share) + room, **how)
         except gs.GeminiMemoryError:
             if share > 3.0:
                 raise
@@ -236,7 +237,8 @@ class Played:
     seen: list[Tensor]
 
 
-def _act(run: Plain, what: str, scenario: Scenario, step: int, seen: list[Tensor]) -> None:
+def act(run: Plain, what: str, scenario: Scenario, step: int, seen: list[Tensor]) -> None:
+    """What happens after a step; what it shows is added to `seen`."""
     if what == "evaluate":
         run.model.eval()
         with torch.no_grad():
@@ -247,12 +249,11 @@ def _act(run: Plain, what: str, scenario: Scenario, step: int, seen: list[Tensor
         seen.extend(outcome.masters.values())
         seen.extend(outcome.exp_avg.values())
     elif what == "peek":
-        for p in [p for p in run.model.parameters() if p.requires_grad][:2]:
+        for name, p in [(n, p) for n, p in run.model.named_parameters() if p.requires_grad][:2]:
             if run.engine is not None:
                 with run.engine.full_parameter(p) as values:
                     seen.append(values.clone())
             else:
-                name = next(n for n, q in run.model.named_parameters() if q is p)
                 seen.append(run.outcome().masters[name])
     elif what == "other":
         loss = scenario.case.loss(run, scenario.case.batch(9000 + step))
@@ -278,7 +279,7 @@ def play(run: Plain, scenario: Scenario) -> Played:
             else:
                 run.backward(part)
         run.finish()
-        _act(run, scenario.between[step], scenario, step, seen)
+        act(run, scenario.between[step], scenario, step, seen)
     return Played(run.outcome(), [bits(t).clone() for t in seen])
 
 

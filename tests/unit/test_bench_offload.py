@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
 RUNS = ("resident", "hybrid-clip", "fsdp2", "gemini-auto-clip", "gemini-cpu-clip", "gemini-auto")
@@ -41,7 +41,7 @@ def drive(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def lines_of(text: str) -> dict[str, dict[str, Any]]:
-    return {line["name"]: line for line in map(json.loads, text.splitlines())}
+    return {line["name"]: line for line in json_lines(text)}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,27 @@ def test_slow_run_is_ended(tmp_path: Path) -> None:
     done = drive(tmp_path, "--only", "hybrid", "--timeout", "0.3")
     assert done.returncode == 1
     assert "still running after 0.3 s" in lines_of(done.stdout)["hybrid"]["error"]
+
+
+def test_what_json_cannot_say_is_null(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python would write NaN and Infinity, which other readers refuse with the whole file."""
+    line = {"name": "x", "loss": math.nan, "losses": [1.5, math.inf, (math.nan, 2)]}
+    line["plan"] = {"rates": {"gather": math.inf, "h2d": 5e10}, "when": None, "kept": True}
+    bench.keep_line(line, tmp_path / "lines.jsonl")
+    text = (tmp_path / "lines.jsonl").read_text()
+    assert capsys.readouterr().out == text
+    assert json_lines(text) == [
+        {
+            "name": "x",
+            "loss": None,
+            "losses": [1.5, None, [None, 2]],
+            "plan": {"rates": {"gather": None, "h2d": 5e10}, "when": None, "kept": True},
+        }
+    ]
+    with pytest.raises(ValueError, match="is no JSON"):
+        json_lines('{"loss": NaN}')
 
 
 @pytest.mark.parametrize(

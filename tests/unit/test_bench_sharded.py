@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
 GPUS, STEPS, WARMUP, TOKENS = 2, 2, 2, 64
@@ -50,7 +51,7 @@ def drive(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def lines_of(text: str) -> dict[str, dict[str, Any]]:
-    return {line["name"]: line for line in map(json.loads, text.splitlines())}
+    return {line["name"]: line for line in json_lines(text)}
 
 
 @pytest.fixture(scope="module")
