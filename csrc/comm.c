@@ -156,6 +156,14 @@ static void count(gm_comm *comm, gm_comm_call *call)
     pthread_mutex_unlock(&comm->record);
 }
 
+void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash)
+{
+    pthread_mutex_lock(&comm->record);
+    *out_number = comm->n_calls;
+    *out_hash = comm->hash;
+    pthread_mutex_unlock(&comm->record);
+}
+
 uint64_t gm_comm_count(gm_comm *comm)
 {
     uint64_t n = 0;

@@ -16,7 +16,7 @@
  * thread of the communicator where the device is not the host, so a host that waits for its stream wakes up.
  * Ranks that do not issue the same collectives: the host's compare what they are at before any byte moves.  NCCL cannot,
  * so what its collectives leave is to be believed only once a gm_comm_agree() behind them is over and gm_comm_check()
- * has no failure.
+ * has no failure, or the ranks have compared gm_comm_calls() by other means.
  * A transport that is written in Python takes the GIL inside a collective, gm_comm_abort and gm_comm_free: whoever
  * calls them, or waits for a lock that is held around them, must have released it (debug builds assert it).
  * A forked child has no communicator: calls fail by name, gm_comm_free does nothing. */
@@ -78,6 +78,8 @@ void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context);
 #define GM_COMM_WORDS 320 /* bytes that hold any collective in words */
 /* Collectives issued so far; the first has number 1. */
 uint64_t gm_comm_count(gm_comm *comm);
+/* Collectives issued so far, and a hash of what must be the same on all ranks in all of them. */
+void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash);
 /* That in which the first failure was noticed; 0: there is none, or it has none. */
 uint64_t gm_comm_failed_at(gm_comm *comm);
 /* Collective `number` in words; false if it is not one of the last 512. */

@@ -312,6 +312,16 @@ static PyObject *comm_history(comm *self, PyObject *unused)
     return list;
 }
 
+static PyObject *comm_calls(comm *self, PyObject *unused)
+{
+    (void)unused;
+    uint64_t number = 0, hash = 0;
+    if (self->comm) {
+        gm_comm_calls(self->comm, &number, &hash);
+    }
+    return Py_BuildValue("(KK)", (unsigned long long)number, (unsigned long long)hash);
+}
+
 static PyObject *comm_failed_at(comm *self, void *unused)
 {
     (void)unused;
@@ -514,6 +524,7 @@ static PyMethodDef comm_methods[] = {
     {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
     {"name_labels", (PyCFunction)comm_name_labels, METH_VARARGS, "(text): line k names label k."},
     {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
+    {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},
     {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},
     {"abort", (PyCFunction)comm_stop, METH_VARARGS, "(reason): ends it, here and for the others."},
     {"close", (PyCFunction)comm_close, METH_NOARGS, "Waits for what is issued, and frees it."},

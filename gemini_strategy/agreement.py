@@ -166,15 +166,17 @@ def check_step(
 
     Raises:
         GeminiError: a parameter has a gradient on some ranks and none on others, or from other backward passes;
-            nothing has been changed.
+            nothing has been changed. Or the collectives so far differ, of which NCCL itself tells nothing: the
+            engine cannot be used any more.
     """
     if engine.ranks.size == 1:
         return [dict(fields)]
     engine.core.catch_up()
     mask = sum(1 << slot.id for slot in present)
     sums = engine.core.sums()
-    own = [f"{mask:x}", hashlib.sha256(sums).hexdigest(), dict(fields)]
+    own = [f"{mask:x}", hashlib.sha256(sums).hexdigest(), engine.ranks.calls(), dict(fields)]
     everyone = engine.ranks.gather(what, own)
+    engine.ranks.compare_calls(what, [each[2] for each in everyone])
     masks = [int(each[0], 16) for each in everyone]
     for slot in engine._slots if len(set(masks)) > 1 else ():
         without = [rank for rank, each in enumerate(masks) if not each >> slot.id & 1]
@@ -184,7 +186,7 @@ def check_step(
             )
     if any(each[1] != own[1] for each in everyone):
         _refuse_sums(engine, what, sums)
-    return [each[2] for each in everyone]
+    return [each[3] for each in everyone]
 
 
 _ALIKE = (
@@ -218,7 +220,9 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
     try:
         check_same(check_step(engine, what, present, fields))
     except GeminiError:
-        if engine._armed is not None:  # where weights have been updated by now, this closes the engine
+        if (
+            engine._armed is not None
+        ):  # where weights have been updated by now, this closes the engine
             engine._armed = None
             engine.core.disarm()
         raise

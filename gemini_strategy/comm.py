@@ -169,14 +169,21 @@ class Communicator:
         """Raises the first failure, if there is one."""
         self._run(self.core.check)
 
-    def explained(self, error: GeminiError) -> GeminiError:
-        """`error`, a failure of this communicator, with what the other ranks said of it; told to them, too."""
+    def explained(self, error: GeminiError, number: int = 0) -> GeminiError:
+        """`error`, a failure of this communicator, with what the other ranks said of it; told to them, too.
+
+        Args:
+            number: the collective that the ranks have to have reached; 0: that in which the failure was noticed.
+        """
         if self._is_reported:
             return error
         self._tell(str(error))
         said = self._notes.read("failed", wait=min(5.0, self._timeout))
         calls = {r: _unpacked(text) for r, text in self._notes.read("calls", wait=0.0).items()}
-        parts = [_first_difference(calls), _not_reached(calls, self.core.failed_at)]
+        parts = [
+            _first_difference(calls),
+            _not_reached(calls, number or self.core.failed_at, number > 0),
+        ]
         parts += [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
         silent = [r for r in range(self.size) if r not in said and r != self.rank]
         if silent and self._notes.is_lost:
@@ -258,10 +265,13 @@ def _first_difference(calls: dict[int, _Calls]) -> str:
     return ""
 
 
-def _not_reached(calls: dict[int, _Calls], number: int) -> str:
+def _not_reached(calls: dict[int, _Calls], number: int, is_told: bool) -> str:
+    """is_told: the collective's words, too, which a failure of its own begins with."""
+    words = next((issued[number] for issued in calls.values() if number in issued), "")
+    about = f" ({words.replace(f' number {number}', '', 1)})" if is_told and words else ""
     late = {r: max(issued, default=0) for r, issued in calls.items()}
     return "; ".join(
-        f"rank {r} has not reached number {number}, its last is "
+        f"rank {r} has not reached number {number}{about}, its last is "
         + (calls[r][last] if last else "none")
         for r, last in late.items()
         if last < number

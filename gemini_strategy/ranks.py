@@ -261,6 +261,23 @@ class Ranks:
     def has_failed(self) -> bool:
         return self._failure is not None
 
+    def calls(self) -> list[list[int]]:
+        """Of each of this rank's communicators: how many collectives it has issued, and a hash of them."""
+        return [list(comm.core.calls()) for comm in self._comms]
+
+    def compare_calls(self, what: str, everyone: Sequence[list[list[int]]]) -> None:
+        """Raises, and ends everything between the ranks, unless all have issued the same; each rank gave calls().
+
+        Raises:
+            GeminiError: names the first collective that differs.
+        """
+        for i, comm in enumerate(self._comms):
+            if any(own[i] != everyone[0][i] for own in everyone):
+                error = GeminiError(f"{what}: the ranks have not issued the same collectives")
+                told = comm.explained(error, max(own[i][0] for own in everyone))
+                self.abort(str(error))
+                raise told
+
     def explained(self, error: GeminiError) -> GeminiError:
         """An error that may be about other ranks, with what they say of it."""
         if self._failure is not None:

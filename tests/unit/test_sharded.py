@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,20 @@ def check_steps(rank: int, size: int) -> None:
     if rank != 1:
         assert "had updated some of" in text and "closed" in refusal(engine.zero_grad)
     refusal(engine.model_state_dict)  # nobody waits for those that are closed
+    with pytest.warns(RuntimeWarning, match="part of the weights only"):
+        engine.close()
+    # A collective too many: nothing of this step has been done when the ranks are told.
+    model = Exact()
+    engine = manage(model)
+    engine.backward(model(batch))
+    if rank == 1:  # without bytes, so that the others do not wait for it
+        engine.ranks._comms[0].core.label(77)
+        engine.ranks._comms[0].core.all_gather(0, 0, 0)
+    before = engine.stats()["steps"]
+    text = refusal(engine.step)
+    assert text.startswith("optimizer step: the ranks have not issued the same collectives"), text
+    assert re.search(r"rank 2 has not reached number \d+ \(all_gather of 3 x 0 bytes", text), text
+    assert engine.stats()["steps"] == before
     with pytest.warns(RuntimeWarning, match="part of the weights only"):
         engine.close()
 
