@@ -4,7 +4,7 @@ Invariants
     1. After close() the engine holds nothing, whatever came before: an error that had closed the core does not keep
        memory or hooks. Only a copy that cannot be made while the core still lives stops it; nothing has changed then.
     2. What is given back without a word is exact. Weights between two steps are given back with a warning.
-    3. The engine's device memory is free before parameters go back to the device.
+    3. The engine's device memory is free before parameters and states go back to the device.
     4. Several ranks close together, or none of them gets weights that others have a part of.
 """
 
@@ -62,6 +62,8 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
         _close_dead(engine, is_fp32, cause)
         return
     give_back(engine, values, grads)
+    if engine.optimizer is not None:
+        takeover.send_states(engine.optimizer, engine._slots)
     if first is not None:
         raise first
 

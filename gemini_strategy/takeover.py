@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +196,10 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 def release(
     engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool, with_states: bool
 ) -> None:
-    """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing."""
+    """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing.
+
+    The state is on the host until `send_states`: the engine still has its memory on the device.
+    """
     is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
@@ -203,23 +207,31 @@ def release(
         for parameter in group["params"]:
             slot = engine.slot_of(parameter)
             if is_ours and slot.has_low and slot.adam_step == 0 and not is_fp32:
-                low = split_low(slot.read_weight(), slot.read_master())[1]
-                lows[parameter] = low.to(slot.original_device)
+                lows[parameter] = split_low(slot.read_weight(), slot.read_master())[1]
             if slot.adam_step == 0 or not slot.has_moments or not with_states:
                 continue
             m, v = slot.read_moments()
             state: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step))}
             dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
-            state["exp_avg"] = m.to(slot.original_device, dtype)
-            state["exp_avg_sq"] = v.to(slot.original_device, dtype)
+            state["exp_avg"], state["exp_avg_sq"] = m.to(dtype), v.to(dtype)
             if is_ours and slot.has_low and not is_fp32:
-                key, low = split_low(slot.read_weight(), slot.read_master())
-                state[key] = low.to(slot.original_device)
+                key, state[key] = split_low(slot.read_weight(), slot.read_master())
             states[parameter] = state
     for parameter, low in lows.items():
         parameter._gm_low = low
     optimizer.state.update(states)
     let_go(optimizer)
+
+
+def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
+    """What `release` has given back follows the parameters to their devices."""
+    for slot in slots:
+        parameter = slot.parameter
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if key != "step":
+                optimizer.state[parameter][key] = value.to(slot.original_device)
+        if hasattr(parameter, "_gm_low"):
+            parameter._gm_low = parameter._gm_low.to(slot.original_device)
 
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:

@@ -429,6 +429,36 @@ def test_everything_is_given_back(how: str, mapping: str) -> None:
     assert min(grown) <= 40 << 20, "30 engines with 4 MiB of state each"
 
 
+def test_states_follow_the_parameters_when_the_device_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU that the engine has filled could not take them before."""
+    from gemini_strategy import closing
+
+    run = managed(CASE.build, Recipe(precision="bf16-true"), placement_policy="cpu")
+    drive(run, CASE, 2)
+    optimizer, before = run.optimizer, []
+
+    def devices() -> set[str]:
+        return {
+            value.device.type
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key != "step"
+        }
+
+    def give_back(*args: Any) -> None:
+        before.append(devices())
+        original(*args)
+        for slot in run.engine._slots:
+            slot.original_device = torch.device("meta")  # stands for the GPU that they came from
+
+    original = closing.give_back
+    monkeypatch.setattr(closing, "give_back", give_back)
+    run.engine.close()
+    assert before == [{"cpu"}] and devices() == {"meta"}
+
+
 def test_close_without_room_for_copies_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost while the engine lives: it stays open, trains on, and can be closed later."""
     recipe = Recipe(precision="bf16-true")
