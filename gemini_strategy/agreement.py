@@ -190,7 +190,8 @@ class Written:
             self._lines.append(f"{what} of {slot.name}{end}")
 
     def digest(self) -> str:
-        return hashlib.sha256("\n".join(self._lines).encode()).hexdigest() if self._lines else ""
+        text = "\n".join(self._lines)
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
     def compare(self, digests: Iterable[str]) -> None:
         """The digests of all ranks. If they differ it raises on all of them, now and at every later comparison."""
@@ -211,7 +212,8 @@ def check_step(
     """
     if engine.ranks.size == 1:
         return [dict(fields)]
-    engine.core.catch_up()
+    with engine.ranks.explaining():
+        engine.core.catch_up()
     mask = sum(1 << slot.id for slot in present)
     written = engine.written
     everyone = engine.ranks.gather(what, [f"{mask:x}", dict(fields), written.digest()])

@@ -276,6 +276,10 @@ class Ranks:
                 return told
         return error
 
+    def failed(self, error: GeminiError) -> GeminiError:
+        """`error`, of something else between these ranks, is the end of this, too; with what the others said."""
+        return error if self.size == 1 or self._gloo is None else self._broken(error)
+
     def _broken(self, error: GeminiError) -> GeminiError:
         """`error`, from now on the end of everything between the ranks; with what the others said."""
         if self._failure is not None:
