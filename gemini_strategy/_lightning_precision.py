@@ -171,6 +171,7 @@ def precision_class(tree: Tree) -> type:
             engine = self._engine
             with ExitStack() as stack:
                 if engine is not None:
+                    stack.enter_context(engine.ranks.explaining())
                     stack.enter_context(engine.accept_scaled())
                 if engine is not None and self.ends_step:
                     stack.enter_context(engine.ends_step())

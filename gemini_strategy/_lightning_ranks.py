@@ -20,7 +20,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -317,9 +317,18 @@ class Ranks:
         except GeminiError:
             raise
         except RuntimeError as error:
-            raise GeminiDeviceError(
+            failure = GeminiDeviceError(
                 f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
-            ) from error
+            )
+            if (
+                self.engine is not None
+            ):  # the others may wait in its collectives, and hear of it there
+                failure = self.engine.ranks.failed(failure)
+            raise failure from error
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        """Around a module's own steps, where units are entered: an error about other ranks says what those said."""
+        return nullcontext() if self.engine is None else self.engine.ranks.explaining()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

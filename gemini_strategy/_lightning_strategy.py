@@ -441,16 +441,20 @@ def build_strategy(tree: Tree) -> type:
                 yield
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._outputs(super().training_step(*args, **kwargs))
+            with self._explaining():
+                return self._outputs(super().training_step(*args, **kwargs))
 
         def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._outputs(super().validation_step(*args, **kwargs))
+            with self._explaining():
+                return self._outputs(super().validation_step(*args, **kwargs))
 
         def test_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._outputs(super().test_step(*args, **kwargs))
+            with self._explaining():
+                return self._outputs(super().test_step(*args, **kwargs))
 
         def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._outputs(super().predict_step(*args, **kwargs))
+            with self._explaining():
+                return self._outputs(super().predict_step(*args, **kwargs))
 
         def _outputs(self, outputs: Any) -> Any:
             if not self.force_outputs_fp32:

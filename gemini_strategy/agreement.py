@@ -17,7 +17,7 @@ from gemini_strategy import takeover
 from gemini_strategy.comm import ranks_text
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks import Ranks, check_same
+from gemini_strategy.ranks import Ranks, check_lines, check_same, fingerprint
 from gemini_strategy.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gemini_strategy.slot import Slot
 
 __all__ = [
+    "Written",
     "check_hyperparameters",
     "check_layout",
     "check_model",
@@ -121,9 +122,23 @@ def check_model(engine: Engine, slots: list[Slot], units: tuple[list[int], list[
     names = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(ranks.gather("names, shapes and dtypes", names))) > 1:
         everyone = ranks.gather("parameters and buffers", lines)
-        for index in range(max(map(len, everyone))):
-            check_same([{f"tensor {index} of the model": (*own, None)[index]} for own in everyone])
+        check_lines("tensor {} of the model", everyone)
     ranks.agree({"the parameters of each module": [units[0], units[1]]}, "modules")
+    _check_groups(engine, slots)
+
+
+def _check_groups(engine: Engine, slots: list[Slot]) -> None:
+    """Groups made of a set, say, have other members on each rank, and each shard would have its own learning rate."""
+    if engine.optimizer is None:
+        return
+    names = {id(slot.parameter): slot.name for slot in slots}
+    groups = [[names[id(p)] for p in g["params"]] for g in engine.optimizer.param_groups]
+    digest = hashlib.sha256(repr(groups).encode()).hexdigest()
+    if len(set(engine.ranks.gather("members of param groups", digest))) == 1:
+        return
+    everyone = engine.ranks.gather("names in param groups", groups)
+    for number, of_ranks in enumerate(zip(*everyone, strict=True)):
+        check_lines(f"parameter {{}} of param group {number} of the optimizer", of_ranks)
 
 
 def _line(engine: Engine, slot: Slot) -> str:
@@ -159,24 +174,59 @@ def check_layout(engine: Engine) -> None:
 # ---- a step ----
 
 
+class Written:
+    """What this rank has written to parameters, gradients and states since the ranks compared it.
+
+    Each keeps its part of what it is given: values that differ, or a write that some leave out, would be mixed.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._lines: list[str] = []
+
+    def note(self, slot: Slot, what: str, values: torch.Tensor | None = None) -> None:
+        if self._ranks.size > 1:
+            end = "" if values is None else f": {fingerprint(values)}"
+            self._lines.append(f"{what} of {slot.name}{end}")
+
+    def digest(self) -> str:
+        text = "\n".join(self._lines)
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+    def compare(self, digests: Iterable[str]) -> None:
+        """The digests of all ranks. If they differ it raises on all of them, now and at every later comparison."""
+        if len(set(digests)) > 1:
+            everyone = self._ranks.gather("what was written", self._lines)
+            check_lines("what was written since the last step (number {})", everyone)
+        self._lines = []
+
+
 def check_step(
     engine: Engine, what: str, present: Iterable[Slot], fields: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """All ranks are at the same step, with gradients of the same parameters; gives every rank's `fields`.
 
     Raises:
-        GeminiError: a parameter has a gradient on some ranks and none on others, or from other backward passes;
-            nothing has been changed. Or the collectives so far differ, of which NCCL itself tells nothing: the
-            engine cannot be used any more.
+        GeminiError: a parameter has a gradient on some ranks and none on others, or from other backward passes, or the
+            ranks have written different values to parameters or states; nothing has been changed. Or the
+            collectives so far differ, of which NCCL itself tells nothing: the engine cannot be used any more.
     """
     if engine.ranks.size == 1:
         return [dict(fields)]
-    engine.core.catch_up()
+    with engine.ranks.explaining():
+        engine.core.catch_up()
     mask = sum(1 << slot.id for slot in present)
-    sums = engine.core.sums()
-    own = [f"{mask:x}", hashlib.sha256(sums).hexdigest(), engine.ranks.calls(), dict(fields)]
+    sums, written = engine.core.sums(), engine.written
+    own = [
+        f"{mask:x}",
+        hashlib.sha256(sums).hexdigest(),
+        engine.ranks.calls(),
+        written.digest(),
+        dict(fields),
+    ]
     everyone = engine.ranks.gather(what, own)
     engine.ranks.compare_calls(what, [each[2] for each in everyone])
+    written.compare(each[3] for each in everyone)
     masks = [int(each[0], 16) for each in everyone]
     for slot in engine._slots if len(set(masks)) > 1 else ():
         without = [rank for rank, each in enumerate(masks) if not each >> slot.id & 1]
@@ -186,7 +236,7 @@ def check_step(
             )
     if any(each[1] != own[1] for each in everyone):
         _refuse_sums(engine, what, sums)
-    return [each[3] for each in everyone]
+    return [each[4] for each in everyone]
 
 
 _ALIKE = (

@@ -43,6 +43,7 @@ COMM_DTYPES = {
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
 _PROBE_BYTES, _PROBE_RUNS = 64 << 20, 6
+_GONE = "is gone or has closed its end"
 _Made = TypeVar("_Made")
 _made: dict[str, int] = {}  # communicators made so far, by the name of the group
 
@@ -178,7 +179,9 @@ class Communicator:
         if self._is_reported:
             return error
         self._tell(str(error))
-        said = self._notes.read("failed", wait=min(5.0, self._timeout))
+        # Who has gone has left its note before; whoever started the ranks may soon end this one, too.
+        patience = 1.0 if _GONE in str(error) else 5.0
+        said = self._notes.read("failed", wait=min(patience, self._timeout))
         calls = {r: _unpacked(text) for r, text in self._notes.read("calls", wait=0.0).items()}
         parts = [
             _first_difference(calls),
@@ -379,7 +382,7 @@ class _Gloo:
                 raise GeminiDeviceError(
                     f"rank {peer} has not {verb} its bytes after {self.timeout:g} s"
                 ) from error
-            raise GeminiDeviceError(f"rank {peer} is gone or has closed its end") from error
+            raise GeminiDeviceError(f"rank {peer} {_GONE}") from error
         finally:  # an exception keeps this frame: close() must have the last reference to end the connections
             works.clear()
             group = issue = work = waited = None

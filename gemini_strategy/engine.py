@@ -67,6 +67,7 @@ class Engine(Reporting):
         device = settings.device
         super().__init__()
         self.ranks = ranks
+        self.written = agreement.Written(ranks)
         self.model = model
         self.optimizer = optimizer
         self.device = device

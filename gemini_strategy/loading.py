@@ -210,10 +210,13 @@ class Loading:
         """
         by_parameter = {id(slot.parameter): slot for slot in slots}
         ready: set[int] = set()
+        begins: dict[str, str] = {}
         try:
             for slot in slots:
                 if id(slot.parameter) in self._sources:
                     files, name = self._sources[id(slot.parameter)]
+                    if ranks.size > 1:
+                        begins[f"the values of {slot.name} in weights="] = files.fingerprint(name)
                     begin, n = slot.part()
                     for first, values in files.pieces(name, begin, begin + n):
                         slot.fill_part(first, values)
@@ -225,6 +228,8 @@ class Loading:
         finally:
             for files in self._files:
                 files.close()
+        if self._files:  # each rank has read its part of its own
+            ranks.agree(begins, "the beginning of each weight in the files")
         if self._initial is not None:
             self._fill_initial(by_parameter, ready, ranks)
 

@@ -24,7 +24,8 @@ import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ import torch.distributed as dist
 from gemini_strategy.comm import DEFAULT_TIMEOUT, Communicator, _Gloo, _Notes, connect, ranks_text
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
-__all__ = ["Group", "Ranks", "check_same"]
+__all__ = ["Group", "Ranks", "check_lines", "check_same", "fingerprint"]
 
 _FRAME = 1024  # bytes that the ranks tell each other at once
+_SAMPLES = 256  # elements of a tensor whose bits stand for all of them
 _MAX_TIMEOUT = 1e9
 _made: dict[tuple[int, ...], int] = {}  # so far, by the members: all of them count alike
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
@@ -291,6 +293,10 @@ class Ranks:
                 return told
         return error
 
+    def failed(self, error: GeminiError) -> GeminiError:
+        """`error`, of something else between these ranks, is the end of this, too; with what the others said."""
+        return error if self.size == 1 or self._gloo is None else self._broken(error)
+
     def _broken(self, error: GeminiError) -> GeminiError:
         """`error`, from now on the end of everything between the ranks; with what the others said."""
         if self._failure is not None:
@@ -409,6 +415,19 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def check_lines(what: str, everyone: Iterable[Sequence[str]]) -> None:
+    """Raises for the first line that is not the same on all ranks; what: with {} for its number."""
+    for index, lines in enumerate(itertools.zip_longest(*everyone)):
+        check_same([{what.format(index): line} for line in lines])
+
+
+def fingerprint(values: torch.Tensor) -> str:
+    """Tells values from others by the bits of some of them."""
+    flat = values.detach().reshape(-1)
+    some = flat[:: max(flat.numel() // _SAMPLES, 1)].to("cpu").contiguous()
+    return f"{flat.numel()} elements {zlib.crc32(some.view(torch.uint8).numpy()):08x}"
+
+
 def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
     """(ranks in torch.distributed's numbers, (replicas, shards))."""
     is_started = dist.is_available() and dist.is_initialized()
@@ -429,6 +448,10 @@ def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
     if mesh is None:
         n = dist.get_world_size()
         return tuple(range(n)), (1, n)
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise GeminiError(
+            f"rank {dist.get_rank()} is not in the group given as mesh=: only its ranks call manage() with it"
+        )
     if isinstance(mesh, dist.ProcessGroup):
         members = tuple(dist.get_process_group_ranks(mesh))
         shape: tuple[int, ...] = (1, len(members))
@@ -438,8 +461,9 @@ def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
         if len(shape) > 2:
             raise GeminiError(
                 f"mesh has {len(shape)} dimensions: give one (shards) or two (replicas, shards) of them, for example "
-                f"mesh[{mesh.mesh_dim_names!r}[-1]]"
+                f"mesh[{(mesh.mesh_dim_names or ('a name',))[-1]!r}]"
             )
+        _check_names(mesh)
     else:
         raise TypeError(
             f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}"
@@ -449,6 +473,17 @@ def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
             f"rank {dist.get_rank()} is not in the mesh of {ranks_text(members)}: only its ranks call manage() with it"
         )
     return members, (shape if len(shape) == 2 else (1, *shape))
+
+
+def _check_names(mesh: Any) -> None:
+    """Dimensions count by their place; names that say otherwise would be another sharding than was meant."""
+    names = list(mesh.mesh_dim_names or ())
+    if names and ("repl" in names[-1].lower() or (len(names) == 2 and "shard" in names[0].lower())):
+        raise GeminiError(
+            f"mesh has the dimensions {tuple(names)} of {tuple(mesh.mesh.shape)} ranks, but the first of two is "
+            "the replicas and the last the shards: give init_device_mesh(..., (replicas, shards), "
+            'mesh_dim_names=("replicate", "shard")), or enable_distributed_storage=False for replicas alone'
+        )
 
 
 def _groups_of(rank: int, shape: tuple[int, int]) -> tuple[Group, Group]:

@@ -129,6 +129,8 @@ class Slot(_C.Slot):
         if view is not None:
             view._gm_dropped = True
         self.grad_view = None
+        if self.engine.core.has_grad(self.id):
+            self.engine.written.note(self, "no gradient")
         self.engine.core.grad_drop(self.id)
 
     # ---- fields ----
@@ -148,7 +150,8 @@ class Slot(_C.Slot):
         core.read(self.id, field, values.data_ptr())
         if ranks.shard.size > 1:
             core.catch_up()
-            ranks.assemble(values, *self.part(), f"{_NAMES[field]} of {self.name}", root)
+            what = f"{_NAMES[field]} of {self.name} (every rank has to read it)"
+            ranks.assemble(values, *self.part(), what, root)
         return values
 
     def read_own(self, is_master: bool) -> torch.Tensor:
@@ -208,6 +211,7 @@ class Slot(_C.Slot):
         is_float = self.has_low or self.dtype is torch.float32
         plain = values.detach().to("cpu", torch.float32 if is_float else self.dtype).contiguous()
         field = _MASTER if is_float else _WEIGHT
+        self.engine.written.note(self, _NAMES[field], plain)
         self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.epoch += 1
 
@@ -229,9 +233,13 @@ class Slot(_C.Slot):
         dtype = self.engine.grad_dtype(self)
         values = torch.zeros(self.shape, dtype=dtype)
         self.engine.core.read(self.id, _GRAD, values.data_ptr())
-        self.write_grad(values.to(self.device, self.dtype).clamp_(-bound, bound))
+        self._put_grad(values.to(self.device, self.dtype).clamp_(-bound, bound))
 
     def write_grad(self, values: torch.Tensor) -> None:
+        self.engine.written.note(self, _NAMES[_GRAD], values.contiguous())
+        self._put_grad(values)
+
+    def _put_grad(self, values: torch.Tensor) -> None:
         dtype = self.engine.grad_dtype(self)
         plain = values.detach().to("cpu", dtype).contiguous()
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
@@ -248,6 +256,7 @@ class Slot(_C.Slot):
                     f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
                 )
             plain = values.detach().to("cpu", torch.float32).contiguous()
+            self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
 

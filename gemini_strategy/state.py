@@ -94,3 +94,5 @@ class _LoadHook(_StateHook):
             if slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
                 slot.write_master(value)
                 state[prefix + name] = slot.rounded(value)
+            else:
+                self.engine.written.note(slot, "loaded weight", value)

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.ranks import fingerprint
 
 __all__ = ["WeightFiles"]
 
 _PIECE = 1 << 20  # elements
 _MAPPED = 16 << 20  # bytes
+_BEGIN = 1 << 10  # elements that tell a tensor from others
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -114,6 +116,11 @@ class WeightFiles:
         if not math.prod(shape):
             return self._rows(name, 0, shape[0]).clone()
         return torch.cat([piece for _, piece in self.pieces(name)]).reshape(shape)
+
+    def fingerprint(self, name: str) -> str:
+        """Tells the tensor from others by how it begins."""
+        end = min(math.prod(self.shapes[name]), _BEGIN)
+        return ", ".join(fingerprint(values) for _, values in self.pieces(name, 0, end))
 
     def close(self) -> None:
         self._open = None

@@ -1,6 +1,6 @@
 """A training script, as users write them: `python lightning_launch.py FOLDER N WHAT RANK`, or the same with torchrun.
 
-WHAT happens in the third batch on RANK: nothing, raise, kill or stop.
+WHAT happens in the third batch on RANK: nothing, raise, reduce (alone), kill or stop.
 """
 
 import os
@@ -23,13 +23,15 @@ def main(folder: Path, size: int, what: str, where: int) -> None:
             return
         if what == "raise":
             raise ArithmeticError("this rank has had enough")
-        if what != "nothing":
+        if what == "reduce":
+            module.trainer.strategy.reduce(torch.ones(3))
+        elif what != "nothing":
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
 
     module.on_train_batch_start = act
     trainer = make_trainer(
         "lightning",
-        GeminiStrategy(report=False, timeout=20.0),
+        GeminiStrategy(report=False, timeout=10.0 if what == "reduce" else 20.0),
         devices=size,
         precision="bf16-mixed",
     )

@@ -282,6 +282,84 @@ def check_arguments(rank: int, size: int) -> None:
     engine.close()
 
 
+def check_optimizers(rank: int, size: int) -> None:
+    """Members of groups, and what each rank is given to keep its part of."""
+    is_odd = rank == size - 1
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def groups(order: list[nn.Parameter], lrs: tuple[float, float]) -> gs.HybridAdam:
+        halves = (order[:2], order[2:])
+        return gs.HybridAdam(
+            [{"params": p, "lr": lr} for p, lr in zip(halves, lrs, strict=True)], lr=1e-3
+        )
+
+    parameters = list(model.parameters())
+    order = parameters[::-1] if is_odd else parameters
+    optimizer = groups(order, (1e-3, 1e-1))
+    text = refusal(gs.manage, model, optimizer, device="cpu", timeout=PATIENT)
+    assert "the ranks differ in parameter 0 of param group 0 of the optimizer: " in text, text
+    assert '"0.weight" on rank' in text and '"1.bias" on rank' in text, text
+    model.register_buffer("a", torch.zeros(1))
+    for name in "bc" if is_odd else "":
+        model.register_buffer(name, torch.zeros(1))
+    text = refusal(manage, model)
+    assert "the ranks differ in tensor 5 of the model: null on rank" in text, text
+
+    def check_writes(*writes: Any, words: str) -> None:
+        """Each in a step of its own; all but the last are the same on all ranks."""
+        model = Exact()
+        engine = manage(model)
+        batch = ExactCase().batch(0)
+        for write in (None, *writes):
+            engine.backward(model(batch))
+            if write is not None:
+                write(engine, is_odd)
+                engine.backward(model(batch))
+            if write is writes[-1]:
+                for _ in range(2):  # what is mixed stays so
+                    text = refusal(engine.step)
+                    assert "the ranks differ in what was written since the last step" in text
+                    assert words in text, text
+            else:
+                engine.step()
+                engine.zero_grad()
+        engine.close()
+
+    def load(engine: gs.Engine, extra: float, part: str) -> None:
+        state = engine.state_dict()
+        for entry in state["optimizer"]["state"].values():
+            entry["exp_avg"] += extra
+        state["model"]["terms.1.p"] += extra
+        if part == "optimizer":
+            engine.load_optimizer_state_dict(state["optimizer"])
+        else:
+            engine.load_model_state_dict(state["model"])
+
+    def same(engine: gs.Engine, is_odd: bool) -> None:
+        load(engine, 0.5, "optimizer")
+        load(engine, 0.5, "model")
+
+    def alone(engine: gs.Engine, is_odd: bool) -> None:
+        state = engine.state_dict()
+        if is_odd:
+            engine.load_optimizer_state_dict(state["optimizer"])
+
+    def dropped(engine: gs.Engine, is_odd: bool) -> None:
+        if is_odd:  # the first of two micro-batches, thrown away
+            engine.zero_grad()
+
+    check_writes(same, alone, words="null on rank")
+    check_writes(
+        lambda e, o: load(e, float(o), "optimizer"), words="exp_avg at step 1 of terms.0.p"
+    )
+    check_writes(lambda e, o: load(e, float(o), "model"), words="of terms.1.p")
+    check_writes(dropped, words="no gradient of terms.0.p")
+
+
+def test_optimizers_that_differ(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_optimizers))
+
+
 def test_arguments_that_differ(tmp_path: Path) -> None:
     values(run_ranks(3, tmp_path, check_arguments))
 

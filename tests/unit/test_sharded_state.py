@@ -237,8 +237,11 @@ def test_first_values(size: int, tmp_path: Path) -> None:
 
 def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
     """Each rank reads its part of the file, and what it begins and ends in."""
+    from safetensors.torch import save_file
+
     want = torch.load(f"{path}/want.pt")
     read = []
+    begin, weights_module._BEGIN = weights_module._BEGIN, 1
     rows = weights_module.WeightFiles._rows
 
     def counting(self: Any, name: str, top: int, bottom: int) -> Tensor:
@@ -254,7 +257,15 @@ def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
     own = sum(4 * slot.part()[1] for slot in engine._slots)
     total = sum(4 * p.numel() for p in model.parameters())
     engine.close()
-    assert sum(read) <= own + 2 * 48 * len(want), (sum(read), own)  # a row at either end
+    # A row at either end, and the first one, by which the ranks tell their files from each other's.
+    assert sum(read) <= own + 3 * 48 * len(want), (sum(read), own)
+    weights_module.WeightFiles._rows, weights_module._BEGIN = rows, begin
+    other = {name: value + (rank if name == "head.weight" else 0) for name, value in want.items()}
+    save_file(other, f"{path}/{rank}.safetensors")
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(gs.GeminiError, match=r"differ in the values of head\.weight in weights="):
+        manage(model, precision=None, weights=f"{path}/{rank}.safetensors")
     assert own <= total / size + 512 * len(want)
     return own, total
 
