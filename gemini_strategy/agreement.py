@@ -197,7 +197,11 @@ class Written:
         """The digests of all ranks. If they differ it raises on all of them, now and at every later comparison."""
         if len(set(digests)) > 1:
             everyone = self._ranks.gather("what was written", self._lines)
-            check_lines("what was written since the last step (number {})", everyone)
+            try:
+                check_lines("what was written since the last step (number {})", everyone)
+            except GeminiError as error:
+                way_out = "they hold parts of both now: close the engine, and begin again from a checkpoint"
+                raise GeminiError(f"{error}; {way_out}") from None
         self._lines = []
 
 

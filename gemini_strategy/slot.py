@@ -129,8 +129,6 @@ class Slot(_C.Slot):
         if view is not None:
             view._gm_dropped = True
         self.grad_view = None
-        if self.engine.core.has_grad(self.id):
-            self.engine.written.note(self, "no gradient")
         self.engine.core.grad_drop(self.id)
 
     # ---- fields ----

@@ -305,6 +305,8 @@ def check_optimizers(rank: int, size: int) -> None:
     text = refusal(manage, model)
     assert "the ranks differ in tensor 5 of the model: null on rank" in text, text
 
+    written = "the ranks differ in what was written since the last step"
+
     def check_writes(*writes: Any, words: str) -> None:
         """Each in a step of its own; all but the last are the same on all ranks."""
         model = Exact()
@@ -318,7 +320,6 @@ def check_optimizers(rank: int, size: int) -> None:
             if write is writes[-1]:
                 for _ in range(2):  # what is mixed stays so
                     text = refusal(engine.step)
-                    assert "the ranks differ in what was written since the last step" in text
                     assert words in text, text
             else:
                 engine.step()
@@ -348,12 +349,12 @@ def check_optimizers(rank: int, size: int) -> None:
         if is_odd:  # the first of two micro-batches, thrown away
             engine.zero_grad()
 
-    check_writes(same, alone, words="null on rank")
-    check_writes(
-        lambda e, o: load(e, float(o), "optimizer"), words="exp_avg at step 1 of terms.0.p"
-    )
-    check_writes(lambda e, o: load(e, float(o), "model"), words="of terms.1.p")
-    check_writes(dropped, words="no gradient of terms.0.p")
+    check_writes(same, alone, words=f'{written} (number 0): null on rank 0, "')
+    moment = f'{written} (number 0): "exp_avg at step 1 of terms.0.p'
+    check_writes(lambda e, o: load(e, float(o), "optimizer"), words=moment)
+    master = f'{written} (number 1): "loaded weight of terms.1.p'
+    check_writes(lambda e, o: load(e, float(o), "model"), words=master)
+    check_writes(dropped, words="terms.0.p got its gradient in other backward passes on rank 1")
 
 
 def test_optimizers_that_differ(tmp_path: Path) -> None:
