@@ -4,6 +4,7 @@
  * needs the bytes gets them on demand.  So a pass may deviate from its trace at any tick, and stays right.
  *
  * The host may wait in: gm_replay_plan, gm_replay_leave_plan (both between passes, or where memory ran out). */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -311,6 +312,56 @@ static bool judge_together(gm_engine *engine, const common *all)
     return is_asked || all->is_wanted;
 }
 
+/* A tick in one number, 0 behind the last one. */
+static uint64_t code_of(const inputs *in, uint64_t number)
+{
+    for (uint32_t t = 0; t < in->plan.n_traces; number -= in->traces[t++]->n) {
+        if (number < in->traces[t]->n) {
+            const gm_tick *tick = &in->traces[t]->ticks[number];
+            return (uint64_t)(tick->kind + 1) << 32 | tick->id;
+        }
+    }
+    return 0;
+}
+
+static void say_tick(uint64_t code, char *out, size_t bytes)
+{
+    static const char *const kinds[] = {"nothing more", "unit %u is entered",
+                                        "the backward needs chunk %u",
+                                        "the gradients of chunk %u are complete"};
+    (void)snprintf(out, bytes, kinds[code >> 32], (uint32_t)code);
+}
+
+/* Names the first tick that is not the same on all ranks, of which one has `most`. */
+static gm_status refuse_passes(gm_engine *engine, const inputs *in, uint64_t most)
+{
+    const char *before = "the ranks have run different passes since the last step";
+    const char *rule = "every rank must run the same units in the same order";
+    uint64_t *values = calloc(2 * most + 1, sizeof *values);
+    if (!values) {
+        return GM_FAIL(GM_ERR_STATE, "%s: %s", before, rule);
+    }
+    for (uint64_t i = 0; i < most; i++) {
+        values[2 * i] = code_of(in, i);
+        values[2 * i + 1] = ~values[2 * i];
+    }
+    gm_status status = gm_agree_max(engine, values, 2 * most);
+    for (uint64_t i = 0; i < most && status == GM_OK; i++) {
+        uint64_t here = code_of(in, i), largest = values[2 * i], least = ~values[2 * i + 1];
+        if (largest != least) {
+            char mine[64], other[64];
+            say_tick(here, mine, sizeof mine);
+            say_tick(here == largest ? least : largest, other, sizeof other);
+            status = GM_FAIL(GM_ERR_STATE, "%s, from tick %llu on: here %s, on another rank %s; %s",
+                             before, (unsigned long long)i, mine, other, rule);
+        }
+    }
+    free(values);
+    return status != GM_OK
+               ? status
+               : GM_FAIL(GM_ERR_STATE, "%s, the same ones but not as often; %s", before, rule);
+}
+
 /* The traces with the longest times and the most memory of all ranks: copies, to be freed with `in`. */
 static gm_status join_traces(gm_engine *engine, inputs *in, size_t n_ticks)
 {
@@ -449,11 +500,7 @@ static gm_status plan_together(gm_engine *engine)
     GM_TRY_GOTO(status, done,
                 gm_agree_max(engine, (uint64_t *)&all, sizeof all / sizeof(uint64_t)));
     if (all.passes != ~all.other_passes || all.n_ticks != ~all.other_n_ticks) {
-        status =
-            GM_FAIL(GM_ERR_STATE,
-                    "the ranks have run different passes since the last step (here %u kinds of "
-                    "pass with %llu ticks): every rank must run the same units in the same order",
-                    in.plan.n_traces, (unsigned long long)here.n_ticks);
+        status = refuse_passes(engine, &in, all.n_ticks);
         goto done;
     }
     bool is_needed = judge_together(engine, &all);

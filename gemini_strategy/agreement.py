@@ -6,9 +6,11 @@ be equal, and a difference is an error on every rank that names it. With one ran
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ __all__ = [
     "check_model",
     "check_step",
     "common_settings",
+    "naming_units",
 ]
 
 
@@ -258,6 +261,21 @@ def _refuse_sums(engine: Engine, what: str, sums: bytes) -> None:
                 f"{what}: {slot.name} got its gradient in other backward passes on {ranks_text(others)} than on "
                 f"rank 0: in each micro-batch {_ALIKE}"
             )
+
+
+@contextlib.contextmanager
+def naming_units(engine: Engine) -> Iterator[None]:
+    """The core knows units by their numbers; an error inside that speaks of them is raised with their names."""
+    try:
+        yield
+    except GeminiError as error:
+        names = {str(unit.id): unit.name for unit in engine._units}
+        text = re.sub(
+            r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1]) or 'the model'}", str(error)
+        )
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
 
 
 def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> None:

@@ -465,7 +465,7 @@ class Engine(Reporting):
 
     def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
         try:
-            with self.ranks.explaining():
+            with agreement.naming_units(self), self.ranks.explaining():
                 self.core.step(updates, self.stream())
         except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
             self.ranks.abort(f"optimizer step: {error}")

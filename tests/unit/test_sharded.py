@@ -368,11 +368,13 @@ def test_arguments_that_differ(tmp_path: Path) -> None:
 class Choosy(Exact):
     """Its first parameter counts only if it is told so."""
 
-    wants_first = True
+    wants_first, is_reversed = True, False
 
     def forward(self, numbers: list[torch.Tensor]) -> torch.Tensor:
         modules = [*self.terms, self.tied, self.again, self.frozen]
-        terms = [m(c) for m, c in zip(modules, numbers, strict=True)]
+        pairs = list(zip(modules, numbers, strict=True))
+        terms = [m(c) for m, c in (pairs[::-1] if self.is_reversed else pairs)]
+        terms = terms[::-1] if self.is_reversed else terms
         return torch.stack(terms if self.wants_first else [terms[0].detach(), *terms[1:]]).sum()
 
 
@@ -438,6 +440,24 @@ def check_steps(rank: int, size: int) -> None:
     if rank != 1:
         assert "had updated some of" in text and "closed" in refusal(engine.zero_grad)
     refusal(engine.model_state_dict)  # nobody waits for those that are closed
+    with pytest.warns(RuntimeWarning, match="part of the weights only"):
+        engine.close()
+    # Units in another order, which in one chunk needs no other collectives.
+    model = Choosy()
+    engine = manage(model, chunk_size=2**20)
+    text = ""
+    for step in range(5):
+        model.is_reversed = step >= 3 and rank == 1
+        engine.backward(model(batch))
+        if step < 3:
+            engine.step()
+        else:
+            text = text or refusal(engine.step)
+            break
+        engine.zero_grad()
+    mine, others = ("frozen", "terms.0") if rank == 1 else ("terms.0", "frozen")
+    words = f"here unit {mine} is entered, on another rank unit {others} is entered"
+    assert f"different passes since the last step, from tick 0 on: {words}" in text, text
     with pytest.warns(RuntimeWarning, match="part of the weights only"):
         engine.close()
     # A collective too many: nothing of this step has been done when the ranks are told.
