@@ -87,6 +87,7 @@ typedef struct gm_window {
     /* What a whole window has shown, until it is judged: at once by one rank, by several together. */
     double seconds, seen; /* of a step, 0: none is whole; parameters/s of host Adam, 0: too few */
     bool is_hopeless;     /* no window here will ever be whole */
+    bool has_said_so;     /* that it is hopeless, where it was judged */
 } gm_window;
 
 struct gm_engine {
@@ -103,6 +104,8 @@ struct gm_engine {
     uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
     gm_event wished[2]; /* see agree.c */
     uint64_t n_wishes;
+    uint64_t
+        common_hash; /* of `collectives` when all ranks had it; schedules of one rank alone may follow */
     float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
     gm_arena *arena;
     bool is_pinned_arena, is_strict;

@@ -231,6 +231,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_shard_drop_grad(engine, p);
+        p->sums = 0;
     }
     if (status == GM_OK && p->spec.numel > 0) {
         const void *part = (const uint8_t *)src + p->part_first * field_width(engine, p, field);

@@ -167,9 +167,9 @@ void gm_pass_end(gm_engine *engine)
     if (!engine->plan) {
         engine->wants_plan = true;
     } else if (!gm_plan_knows(engine->plan, trace->hash)) {
-        /* One rank adds an evaluation to its plan; several learn together, with the next plan. */
-        engine->wants_plan |= trace->has_backward || engine->comm_stream;
-        if (!engine->comm_stream) {
+        /* A schedule without collectives is one rank's business; others are made by all, with the next plan. */
+        engine->wants_plan |= trace->has_backward || engine->n_shards > 1;
+        if (engine->n_shards == 1) {
             gm_replay_learn(engine, trace);
         }
     }

@@ -133,7 +133,8 @@ static gm_status describe_chunks(gm_engine *engine, inputs *in)
     return GM_OK;
 }
 
-/* The passes since the last step, then every other trace (evaluation), which does not decide. */
+/* The passes since the last step, then every other trace (evaluation), which does not decide; without those where
+ * only replicas plan together, of which each may evaluate alone. */
 static void list_traces(gm_engine *engine, inputs *in)
 {
     uint32_t n = 0;
@@ -144,7 +145,9 @@ static void list_traces(gm_engine *engine, inputs *in)
             in->n_runs[n++] = engine->runs.count[i];
         }
     }
-    for (uint32_t t = 0; t < gm_book_n_traces(engine->book) && n < GM_TRACES_KEPT; t++) {
+    bool is_apart = engine->comm_stream && engine->n_shards == 1;
+    for (uint32_t t = 0; !is_apart && t < gm_book_n_traces(engine->book) && n < GM_TRACES_KEPT;
+         t++) {
         const gm_trace *trace = gm_book_trace(engine->book, t);
         bool is_known = !trace || trace->has_backward;
         for (uint32_t i = 0; i < n && !is_known; i++) {
@@ -242,8 +245,8 @@ typedef struct common {
     uint64_t passes,
         other_passes; /* a hash of what ran, and its complement: equal where all agree */
     uint64_t n_ticks, other_n_ticks;
-    uint64_t is_wanted;   /* a plan, for other reasons than a window */
-    uint64_t is_hopeless; /* see gm_window */
+    uint64_t is_wanted; /* a plan, for other reasons than a window */
+    uint64_t has_hope;  /* complement of all ranks' is_hopeless, see gm_window */
     uint64_t
         window_seconds; /* the bits of its double: the slowest rank's step; 0: no rank's window is whole */
     uint64_t
@@ -294,7 +297,7 @@ static void describe(const gm_engine *engine, const inputs *in, common *out)
         .n_ticks = n_ticks,
         .other_n_ticks = ~n_ticks,
         .is_wanted = engine->wants_plan || !engine->collectives,
-        .is_hopeless = window->is_hopeless,
+        .has_hope = !window->is_hopeless,
         .window_seconds = bits_of(window->seconds),
         .slowness = seen > 0 ? ~bits_of(seen) : 0,
     };
@@ -305,7 +308,7 @@ static bool judge_together(gm_engine *engine, const common *all)
 {
     double seen = all->slowness ? double_of(~all->slowness) : 0;
     bool is_asked =
-        gm_window_judge(engine, double_of(all->window_seconds), seen, all->is_hopeless > 0);
+        gm_window_judge(engine, double_of(all->window_seconds), seen, all->has_hope == 0);
     if (all->is_wanted) {
         gm_window_believe(engine, seen);
     }
@@ -339,7 +342,7 @@ static gm_status refuse_passes(gm_engine *engine, const inputs *in, uint64_t mos
     const char *rule = "every rank must run the same units in the same order";
     uint64_t *values = calloc(2 * most + 1, sizeof *values);
     if (!values) {
-        return GM_FAIL(GM_ERR_STATE, "%s: %s", before, rule);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %s; %s", before, rule);
     }
     for (uint64_t i = 0; i < most; i++) {
         values[2 * i] = code_of(in, i);
@@ -460,8 +463,8 @@ static gm_status plan_from(gm_engine *engine, inputs *in)
         if (!plan) {
             return part_from_plan(engine);
         }
-        if (i == 0 && !in->has_left && engine->collectives &&
-            gm_plan_get_info(engine->collectives)->hash == gm_plan_get_info(plan)->hash) {
+        uint64_t hash = gm_plan_get_info(plan)->hash;
+        if (i == 0 && !in->has_left && engine->collectives && engine->common_hash == hash) {
             gm_plan_free(engine->collectives); /* same places and order, newer predictions */
             engine->plan = engine->collectives = plan;
             gm_window_start(engine);
@@ -470,6 +473,7 @@ static gm_status plan_from(gm_engine *engine, inputs *in)
         GM_TRY(gm_update_issue_all(engine)); /* in the places they know */
         GM_TRY(part_from_plan(engine));
         GM_TRY(adopt_together(engine, plan, &is_done, &in->plan.device_bytes));
+        engine->common_hash = hash;
         if (!is_done) {
             if (engine->collectives != plan) {
                 gm_plan_free(plan);

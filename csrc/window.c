@@ -7,7 +7,8 @@
  * With several ranks (replay.c joins what they have seen)
  *   1. what each rank has seen stays its own until it is judged: gm_window_judge and gm_window_believe get the same
  *      numbers on all ranks, at the same step, so tuner and rates are the same on all;
- *   2. a rank whose windows are never whole holds nobody up: the others' count. */
+ *   2. a rank whose windows are never whole holds nobody up: the others' count.  It says so once; when all ranks have,
+ *      there is nothing more to learn. */
 #include "engine_impl.h"
 
 enum { LEAST_SEEN_NS = 10 * 1000 * 1000 };
@@ -101,12 +102,15 @@ void gm_window_watch(gm_engine *engine)
 
 bool gm_window_has_verdict(const gm_engine *engine)
 {
-    return engine->window.seconds > 0 || (engine->window.is_hopeless && !engine->tuner.is_done);
+    const gm_window *window = &engine->window;
+    return window->seconds > 0 ||
+           (window->is_hopeless && !window->has_said_so && !engine->tuner.is_done);
 }
 
 bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless)
 {
     engine->window.seconds = 0;
+    engine->window.has_said_so = engine->window.is_hopeless;
     if (engine->is_tuned && !engine->tuner.is_done) {
         if (seconds > 0) {
             engine->window.is_asked = gm_tuner_next(&engine->tuner, seen, seconds, &engine->rates);

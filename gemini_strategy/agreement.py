@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,34 +179,73 @@ def check_layout(engine: Engine) -> None:
 
 
 class Written:
-    """What this rank has written to parameters, gradients and states since the ranks compared it.
+    """What this rank has written to parameters, gradients and states, since the ranks compared it.
 
-    Each keeps its part of what it is given: values that differ, or a write that some leave out, would be mixed.
+    Each rank keeps its part of what it is given: values that differ, or a write that some leave out, would be mixed. It
+    is told of what comes by `full_parameter`, `p.grad`, `load_state_dict` and states; not of writes in place
+    (`p.data.copy_()`, `p.mul_()` under no_grad).
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._lines: list[str] = []
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._hash = ""  # of all of them, those that are forgotten included
+        self._grads: dict[int, list[str]] = {}  # by slot, while it has that gradient
 
-    def note(self, slot: Slot, what: str, values: torch.Tensor | None = None) -> None:
+    def note(self, slot: Slot, what: str, values: torch.Tensor) -> None:
+        """values: on the CPU, contiguous."""
         if self._ranks.size > 1:
-            end = "" if values is None else f": {fingerprint(values)}"
-            self._lines.append(f"{what} of {slot.name}{end}")
+            self._lines.append(_written(slot, what, values))
+            self._hash = _digest(self._hash, self._lines[-1])
 
-    def digest(self) -> str:
-        text = "\n".join(self._lines)
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+    def note_grad(self, slot: Slot, values: torch.Tensor) -> None:
+        if self._ranks.size > 1:
+            self._grads.setdefault(slot.id, []).append(_written(slot, "gradient", values))
 
-    def compare(self, digests: Iterable[str]) -> None:
-        """The digests of all ranks. If they differ it raises on all of them, now and at every later comparison."""
-        if len(set(digests)) > 1:
-            everyone = self._ranks.gather("what was written", self._lines)
-            try:
-                check_lines("what was written since the last step (number {})", everyone)
-            except GeminiError as error:
-                way_out = "they hold parts of both now: close the engine, and begin again from a checkpoint"
-                raise GeminiError(f"{error}; {way_out}") from None
-        self._lines = []
+    def forget_grad(self, slot: Slot) -> None:
+        self._grads.pop(slot.id, None)
+
+    def digests(self) -> list[str]:
+        return [self._hash, _digest(*self._grad_lines()) if self._grads else ""]
+
+    def compare(self, everyone: Sequence[Sequence[str]]) -> None:
+        """Each rank's digests.
+
+        Raises:
+            GeminiError: on all ranks. For gradients, until they are dropped; else it is the end of these ranks,
+                since what they hold now is of no single write.
+        """
+        if len({own[0] for own in everyone}) > 1:
+            told = self._ranks.gather("what was written", list(self._lines))
+            raise self._ranks.failed(_difference("what was written since the last step", told))
+        if len({own[1] for own in everyone}) > 1:
+            told = self._ranks.gather("what was written to gradients", self._grad_lines())
+            raise _difference("what was written to gradients", told)
+        self._lines.clear()
+        self._hash = ""
+        self._grads.clear()
+
+    def _grad_lines(self) -> list[str]:
+        return [line for lines in self._grads.values() for line in lines]
+
+
+_LINES = 1 << 14  # that are kept to name the first one that differs
+
+
+def _written(slot: Slot, what: str, values: torch.Tensor) -> str:
+    return f"{what} of {slot.name}: {fingerprint(values)}"
+
+
+def _difference(what: str, everyone: Sequence[Sequence[str]]) -> GeminiError:
+    try:
+        check_lines(what + " (number {})", everyone)
+    except GeminiError as error:
+        return error
+    return GeminiError(f"the ranks differ in {what}")
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def check_step(
@@ -222,28 +262,16 @@ def check_step(
         return [dict(fields)]
     with engine.ranks.explaining():
         engine.core.catch_up()
-    mask = sum(1 << slot.id for slot in present)
+    mask = f"{sum(1 << slot.id for slot in present):x}"
     sums, written = engine.core.sums(), engine.written
-    own = [
-        f"{mask:x}",
-        hashlib.sha256(sums).hexdigest(),
-        engine.ranks.calls(),
-        written.digest(),
-        dict(fields),
-    ]
+    same = _digest(mask, sums.hex())
+    own = [same, engine.ranks.calls(), written.digests(), dict(fields)]
     everyone = engine.ranks.gather(what, own)
-    engine.ranks.compare_calls(what, [each[2] for each in everyone])
-    written.compare(each[3] for each in everyone)
-    masks = [int(each[0], 16) for each in everyone]
-    for slot in engine._slots if len(set(masks)) > 1 else ():
-        without = [rank for rank, each in enumerate(masks) if not each >> slot.id & 1]
-        if 0 < len(without) < len(masks):
-            raise GeminiError(
-                f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: {_ALIKE}"
-            )
-    if any(each[1] != own[1] for each in everyone):
-        _refuse_sums(engine, what, sums)
-    return [each[4] for each in everyone]
+    engine.ranks.compare_calls(what, [each[1] for each in everyone])
+    written.compare([each[2] for each in everyone])
+    if any(each[0] != same for each in everyone):
+        _refuse_grads(engine, what, mask, sums)
+    return [each[3] for each in everyone]
 
 
 _ALIKE = (
@@ -251,11 +279,20 @@ _ALIKE = (
 )
 
 
-def _refuse_sums(engine: Engine, what: str, sums: bytes) -> None:
-    """Some rank's gradient is not in the sum of a micro-batch: which one, and whose."""
-    everyone = engine.ranks.gather(f"{what}: sums of gradients", list(memoryview(sums).cast("Q")))
+def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
+    """Some rank has no gradient, or one that is not in the sum of every micro-batch: which one, and whose."""
+    mine = [mask, list(memoryview(sums).cast("Q"))]
+    everyone = engine.ranks.gather(f"{what}: who has which gradients", mine)
+    masks = [int(own[0], 16) for own in everyone]
     for slot in engine._slots:
-        others = [rank for rank, own in enumerate(everyone) if own[slot.id] != everyone[0][slot.id]]
+        without = [rank for rank, own in enumerate(masks) if not own >> slot.id & 1]
+        if 0 < len(without) < len(masks):
+            raise GeminiError(
+                f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: {_ALIKE}"
+            )
+    for slot in engine._slots:
+        of_ranks = [own[1][slot.id] for own in everyone]
+        others = [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]
         if others:
             raise GeminiError(
                 f"{what}: {slot.name} got its gradient in other backward passes on {ranks_text(others)} than on "
@@ -291,10 +328,14 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
     try:
         check_same(check_step(engine, what, present, fields))
-    except GeminiError:
-        if (
-            engine._armed is not None
-        ):  # where weights have been updated by now, this closes the engine
-            engine._armed = None
+    except GeminiError as error:
+        if engine._armed is None:
+            raise
+        engine._armed = None
+        try:
             engine.core.disarm()
+        except GeminiError:
+            text = f"{error}; weights had been updated inside backward, so the engine is closed"
+            engine.ranks.abort(text)
+            raise type(error)(text) from error
         raise

@@ -510,7 +510,7 @@ class Engine(Reporting):
             if set_to_none:
                 slot.drop_grad()
             else:
-                slot.write_grad(torch.zeros(slot.shape))
+                slot.zero_grad()
 
     def recover(self) -> None:
         """Leaves units that an interrupt (KeyboardInterrupt in forward) has left entered."""

@@ -82,7 +82,7 @@ class Ranks:
         if not 0 < timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
         self.timeout = float(timeout)
-        self.members, shape = _members_of(mesh)
+        self.members, shape = _members_of(mesh, is_sharded)
         self.size = len(self.members)
         self.rank = self.members.index(dist.get_rank()) if self.size > 1 else 0
         self.shard, self.replica = _groups_of(self.rank, shape if is_sharded else (self.size, 1))
@@ -428,7 +428,7 @@ def fingerprint(values: torch.Tensor) -> str:
     return f"{flat.numel()} elements {zlib.crc32(some.view(torch.uint8).numpy()):08x}"
 
 
-def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
+def _members_of(mesh: Any, is_sharded: bool) -> tuple[tuple[int, ...], tuple[int, int]]:
     """(ranks in torch.distributed's numbers, (replicas, shards))."""
     is_started = dist.is_available() and dist.is_initialized()
     if mesh is None and not is_started:
@@ -463,7 +463,8 @@ def _members_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
                 f"mesh has {len(shape)} dimensions: give one (shards) or two (replicas, shards) of them, for example "
                 f"mesh[{(mesh.mesh_dim_names or ('a name',))[-1]!r}]"
             )
-        _check_names(mesh)
+        if is_sharded and len(mesh.mesh.flatten()) > 1:
+            _check_names(mesh)
     else:
         raise TypeError(
             f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}"

@@ -129,6 +129,7 @@ class Slot(_C.Slot):
         if view is not None:
             view._gm_dropped = True
         self.grad_view = None
+        self.engine.written.forget_grad(self)
         self.engine.core.grad_drop(self.id)
 
     # ---- fields ----
@@ -231,15 +232,19 @@ class Slot(_C.Slot):
         dtype = self.engine.grad_dtype(self)
         values = torch.zeros(self.shape, dtype=dtype)
         self.engine.core.read(self.id, _GRAD, values.data_ptr())
-        self._put_grad(values.to(self.device, self.dtype).clamp_(-bound, bound))
+        values = values.to(self.device, self.dtype).clamp_(-bound, bound)
+        self._put_grad(values.to("cpu", dtype))
 
     def write_grad(self, values: torch.Tensor) -> None:
-        self.engine.written.note(self, _NAMES[_GRAD], values.contiguous())
-        self._put_grad(values)
+        plain = values.detach().to("cpu", self.engine.grad_dtype(self)).contiguous()
+        self.engine.written.note_grad(self, plain)
+        self._put_grad(plain)
 
-    def _put_grad(self, values: torch.Tensor) -> None:
-        dtype = self.engine.grad_dtype(self)
-        plain = values.detach().to("cpu", dtype).contiguous()
+    def zero_grad(self) -> None:
+        self.engine.written.forget_grad(self)
+        self._put_grad(torch.zeros(self.shape, dtype=self.engine.grad_dtype(self)))
+
+    def _put_grad(self, plain: torch.Tensor) -> None:
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -224,14 +225,18 @@ def release(
 
 
 def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
-    """What `release` has given back follows the parameters to their devices."""
-    for slot in slots:
-        parameter = slot.parameter
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if key != "step":
-                optimizer.state[parameter][key] = value.to(slot.original_device)
-        if hasattr(parameter, "_gm_low"):
-            parameter._gm_low = parameter._gm_low.to(slot.original_device)
+    """What `release` has given back follows the parameters to their devices; what has no room stays on the host."""
+    try:
+        for slot in slots:
+            parameter = slot.parameter
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key != "step":
+                    optimizer.state[parameter][key] = value.to(slot.original_device)
+            if hasattr(parameter, "_gm_low"):
+                parameter._gm_low = parameter._gm_low.to(slot.original_device)
+    except torch.OutOfMemoryError as error:
+        text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:

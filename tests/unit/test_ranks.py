@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -105,6 +106,8 @@ def check_meshes(rank: int, size: int) -> None:
         ranks.close()
     for shape, names in (((2, 2), ("shard", "replicate")), ((4,), ("replicate",))):
         other = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with contextlib.closing(Ranks(other, PATIENT, is_sharded=False)) as ranks:
+            assert ranks.shard.size == 1 and ranks.replica.size == 4
         with pytest.raises(gs.GeminiError, match="the first of two is the replicas"):
             Ranks(other, PATIENT)
     part = mesh["shard"]  # each half by itself

@@ -87,7 +87,7 @@ def test_bits(size: int, tmp_path: Path) -> None:
 
 def check_many_steps(rank: int, size: int) -> None:
     recipe = Recipe("bf16-true", steps=50, clip=1.0)
-    for floor in (0.1, 1.5):
+    for floor in (0.1, 1.5)[size == 8 :]:
         run = sharded(rank, Exact, recipe, is_tight=True, floor=floor)
         drive(run, ExactCase(rank, size), recipe.steps)
         assert_same_outcome(of_training(run.outcome()), reference(ExactCase(), recipe))
@@ -324,6 +324,14 @@ def check_optimizers(rank: int, size: int) -> None:
             else:
                 engine.step()
                 engine.zero_grad()
+        if words.startswith(written):  # the end: nobody can save what is mixed
+            refusal(engine.state_dict)
+            with pytest.warns(RuntimeWarning, match="part of the weights only"):
+                engine.close()
+            return
+        engine.zero_grad(set_to_none=False)
+        engine.backward(model(batch))
+        engine.step()
         engine.close()
 
     def load(engine: gs.Engine, extra: float, part: str) -> None:
@@ -355,6 +363,12 @@ def check_optimizers(rank: int, size: int) -> None:
     master = f'{written} (number 1): "loaded weight of terms.1.p'
     check_writes(lambda e, o: load(e, float(o), "model"), words=master)
     check_writes(dropped, words="terms.0.p got its gradient in other backward passes on rank 1")
+
+    def other(engine: gs.Engine, is_odd: bool) -> None:
+        engine.model.terms[1].p.grad.mul_(2.0 + is_odd)
+
+    words = 'the ranks differ in what was written to gradients (number 0): "gradient of terms.1.p'
+    check_writes(other, words=words)
 
 
 def test_optimizers_that_differ(tmp_path: Path) -> None:
@@ -436,9 +450,10 @@ def check_steps(rank: int, size: int) -> None:
             engine.step()
             engine.zero_grad()
     text = refusal(engine.step)
-    assert "terms.0.p has no gradient on rank 1" in text or rank != 1, text
+    assert "terms.0.p has no gradient on rank 1" in text, text
     if rank != 1:
-        assert "had updated some of" in text and "closed" in refusal(engine.zero_grad)
+        assert "weights had been updated inside backward" in text
+        assert "closed" in refusal(engine.zero_grad)
     refusal(engine.model_state_dict)  # nobody waits for those that are closed
     with pytest.warns(RuntimeWarning, match="part of the weights only"):
         engine.close()
