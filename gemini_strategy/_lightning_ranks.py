@@ -320,9 +320,7 @@ class Ranks:
             failure = GeminiDeviceError(
                 f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
             )
-            if (
-                self.engine is not None
-            ):  # the others may wait in its collectives, and hear of it there
+            if self.engine is not None:  # the others may wait in its collectives, and hear there
                 failure = self.engine.ranks.failed(failure)
             raise failure from error
 

@@ -193,7 +193,6 @@ class Written:
         self._grads: dict[int, list[str]] = {}  # by slot, while it has that gradient
 
     def note(self, slot: Slot, what: str, values: torch.Tensor) -> None:
-        """values: on the CPU, contiguous."""
         if self._ranks.size > 1:
             self._lines.append(_written(slot, what, values))
             self._hash = _digest(self._hash, self._lines[-1])

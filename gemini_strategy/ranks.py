@@ -463,7 +463,7 @@ def _members_of(mesh: Any, is_sharded: bool) -> tuple[tuple[int, ...], tuple[int
                 f"mesh has {len(shape)} dimensions: give one (shards) or two (replicas, shards) of them, for example "
                 f"mesh[{(mesh.mesh_dim_names or ('a name',))[-1]!r}]"
             )
-        if is_sharded and len(mesh.mesh.flatten()) > 1:
+        if is_sharded and mesh.mesh.numel() > 1:
             _check_names(mesh)
     else:
         raise TypeError(

@@ -95,4 +95,4 @@ class _LoadHook(_StateHook):
                 slot.write_master(value)
                 state[prefix + name] = slot.rounded(value)
             else:
-                self.engine.written.note(slot, "loaded weight", value.detach().cpu().contiguous())
+                self.engine.written.note(slot, "loaded weight", value)
