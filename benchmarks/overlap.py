@@ -24,17 +24,20 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def common(a: list[Span], b: list[Span]) -> list[Span]:
-    """Where two lists of disjoint spans in order are both."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+def without(a: list[Span], b: list[Span]) -> list[Span]:
+    """Where the first of two lists of disjoint spans in order is, and the second is not."""
+    found, j = [], 0
+    for begin, end in a:
+        while j < len(b) and b[j][1] <= begin:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < end:
+            if b[k][0] > begin:
+                found.append((begin, b[k][0]))
+            begin = max(begin, b[k][1])
+            k += 1
         if begin < end:
             found.append((begin, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
     return found
 
 
@@ -43,11 +46,12 @@ def seconds(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans) / 1e6
 
 
-def overlap(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float] | None:
+def overlap(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any] | None:
     """Seconds per step, of the events of a Chrome trace over `steps` steps; None: no kernel in it.
 
     Returns:
-        comm_seconds: a kernel of NCCL runs; exposed_comm_seconds: and no other one. compute_idle_seconds: the stream
+        comm_seconds: a kernel of NCCL runs; exposed_comm_seconds: and no other one; exposed_longest: of that the five
+        longest spans, [seconds since the first event of all steps, seconds]. compute_idle_seconds: the stream
         with the most work has none; copy_seconds: a copy runs; profiled_step_seconds: from the first to the last.
     """
     by_stream: dict[Any, list[Span]] = defaultdict(list)
@@ -69,12 +73,15 @@ def overlap(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]
     busiest = max(streams.values(), key=seconds)
     compute = union(span for spans in streams.values() for span in spans)
     comm, everything = union(comm), union([*compute, *comm, *copies])
-    whole = everything[-1][1] - everything[0][0]
-    hidden = common(comm, compute)
+    began, ended = everything[0][0], everything[-1][1]
+    whole = ended - began
+    exposed = without(comm, compute)
+    longest = sorted(exposed, key=lambda span: span[0] - span[1])[:5]
     return {
         "profiled_step_seconds": whole / 1e6 / steps,
         "comm_seconds": seconds(comm) / steps,
-        "exposed_comm_seconds": (seconds(comm) - seconds(hidden)) / steps,
+        "exposed_comm_seconds": seconds(exposed) / steps,
+        "exposed_longest": [[(a - began) / 1e6, (b - a) / 1e6] for a, b in longest],
         "compute_idle_seconds": (whole / 1e6 - seconds(busiest)) / steps,
         "copy_seconds": seconds(union(copies)) / steps,
     }

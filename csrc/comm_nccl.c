@@ -22,6 +22,7 @@
 
 #ifdef GM_WITH_CUDA
 
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,6 +36,7 @@
 
 enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
 static const double LOOK_SECONDS = 0.1;      /* between two looks of the watching thread */
+static const double SPIN_SECONDS = 2e-4;     /* a thread of NCCL's issues a collective in less */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 typedef struct flight {
@@ -131,8 +133,8 @@ static void tell(nccl_comm *c, trouble *t, nccl_result result)
 static void finish_call(nccl_comm *c, nccl_result result, double seconds, const char *what,
                         trouble *t)
 {
-    double end = now() + seconds;
-    long pause = 5000;
+    double began = now();
+    long pause = 5000; /* the system makes at least ten times that of it */
     while (result == NCCL_IN_PROGRESS) {
         nccl_result asked = c->nccl->async_error(c->handle, &result);
         result = asked == NCCL_SUCCESS ? result : asked;
@@ -143,13 +145,18 @@ static void finish_call(nccl_comm *c, nccl_result result, double seconds, const 
             t->is_there = true;
             return;
         }
-        if (now() > end) {
+        double since = now() - began;
+        if (since > seconds) {
             t->is_there = true;
             (void)snprintf(
                 t->why, sizeof t->why,
                 "%s took longer than %g s; a rank has not come, has stopped or has ended", what,
                 seconds);
             return;
+        }
+        if (since < SPIN_SECONDS) {
+            (void)sched_yield();
+            continue;
         }
         rest(pause);
         pause = pause < 1000000 ? 2 * pause : pause;

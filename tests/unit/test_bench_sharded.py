@@ -314,6 +314,8 @@ def test_exposed_communication(bench: ModuleType) -> None:
         {"ph": "M", "name": "process_name"},
     ]
     figures = overlap(events, 2)
+    assert figures is not None
+    assert figures.pop("exposed_longest") == [[2.0, 2.0], [8.0, 1.0]]
     assert figures == pytest.approx(
         {
             "profiled_step_seconds": 5.0,
