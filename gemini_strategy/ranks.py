@@ -89,7 +89,8 @@ class Ranks:
         self.local_rank, self.local_size = 0, 1
         self._local = [0]
         self._comms: list[Communicator] = []
-        self._failure: GeminiError | None = None
+        # kind and text only: an exception that was raised holds the frames below it, and their tensors
+        self._failure: tuple[type[GeminiError], str] | None = None
         self._gloo: Any = None
         self._reason: str | None = None  # of what may fail now
         self._pid = os.getpid()
@@ -255,7 +256,7 @@ class Ranks:
     def check(self) -> None:
         """Raises the first failure, if there is one."""
         if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
+            raise self._failure[0](self._failure[1])
         if self.size > 1 and (self._gloo is None or self._pid != os.getpid()):
             raise GeminiError("these ranks are closed, or this process was forked from one of them")
 
@@ -301,7 +302,7 @@ class Ranks:
         """`error`, from now on the end of everything between the ranks; with what the others said."""
         if self._failure is not None:
             return error
-        self._failure = error
+        self._failure = type(error), str(error)
         self._notes.write("failed", self._reason or str(error))
         self._end(self._reason or str(error))
         if isinstance(error, GeminiDeviceError):
@@ -310,13 +311,14 @@ class Ranks:
             silent = [r for r in range(self.size) if r not in said]
             if silent:
                 parts.append(f"{ranks_text(silent)} said nothing")
-            self._failure = type(error)("; ".join([str(error), *parts]))
-        return self._failure
+            error = type(error)("; ".join([str(error), *parts]))
+            self._failure = type(error), str(error)
+        return error
 
     def abort(self, reason: str) -> None:
         """Ends it for all ranks: those that wait for this one raise, with `reason`. Idempotent."""
         if self.size > 1 and self._gloo is not None and self._failure is None:
-            self._failure = GeminiError(f"rank {self.rank} has ended this run: {reason}")
+            self._failure = GeminiError, f"rank {self.rank} has ended this run: {reason}"
             self._notes.write("failed", reason)
             self._end(reason)
 
