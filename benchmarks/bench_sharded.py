@@ -3,7 +3,8 @@
     python benchmarks/bench_sharded.py --preset 8b --gpus 2 [--only fsdp2,gemini-auto@24GB] [--out FILE]
 
 Each run is a set of processes of its own, one per GPU, that ends within --timeout. A run's name is
-  gemini-POLICY[@BUDGET]  chunks sharded over the ranks; policy auto, cpu or cuda; under a budget per GPU
+  gemini-POLICY[@BUDGET]  chunks sharded over the ranks; policy auto, cpu or cuda; under a budget per GPU,
+                          24GB or fsdp2: 0.97 of what FSDP2 took, of the same command, tokens and checkpointing
   fsdp2                   fully_shard per decoder layer and root, fp32 parameters, torch's fused AdamW
   nccl                    collectives of single chunks: torch.distributed's and ours, no training
 and each but nccl runs once for every --tokens (per GPU and step) and --checkpointing. Model, first bf16
@@ -30,6 +31,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +57,9 @@ sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or n
 SYSTEMS = ("gemini", "fsdp2", "nccl")
 POLICIES = ("auto", "cpu", "cuda")
 MIB = 1 << 20
+SHARE_OF_FSDP2 = 0.97  # of its peak, the budget "fsdp2"
 GRACE_SECONDS = 20.0  # for the other ranks once one has failed
+WORDS_SECONDS = 1.0  # for ranks that are late to write where they are
 POLL_SECONDS = 0.05
 
 
@@ -87,7 +91,7 @@ PRESETS = {
         4096,
         (4096, 8192),
         BOTH,
-        ("nccl", "fsdp2", "gemini-auto"),
+        ("nccl", "fsdp2", "gemini-auto@fsdp2", "gemini-auto"),
     ),
     "13b": Case(
         "13b: 13.0 G parameters, 24 GB per GPU",
@@ -130,7 +134,7 @@ def parse_run(name: str) -> dict[str, Any]:
         raise ValueError(f"run {name!r}: policy {policy!r}; choose from {', '.join(POLICIES)}")
     if has_budget and system != "gemini":
         raise ValueError(f"run {name!r}: a budget goes with gemini, as in gemini-auto@24GB")
-    if has_budget:
+    if has_budget and budget != "fsdp2":
         parse_bytes(budget, 0, f"run {name!r}: budget")
     return {"system": system, "policy": policy or None, "budget": budget or None}
 
@@ -240,15 +244,19 @@ def peak_bytes(
 
 
 def run_one(
-    name: str, case: Case, tokens: int, checkpointing: str, args: argparse.Namespace
+    name: str,
+    what: dict[str, Any],
+    case: Case,
+    tokens: int,
+    checkpointing: str,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Starts one run's ranks, watches their memory, and returns its JSON line without ratios."""
+    """Starts one run's ranks, watches their memory, and returns its JSON line without ratios; `what`: parse_run's."""
     drivers = [open_driver_memory(f"{args.device}:{gpu}") for gpu in range(args.gpus)]
     has_driver = all(driver is not None for driver in drivers)
     sources: dict[str, Any] = {"host": host_used}
     if has_driver:
         sources |= {f"gpu{gpu}": driver.used for gpu, driver in enumerate(drivers) if driver}
-    what = parse_run(name)
     is_training = what["system"] != "nccl"
     cores = len(os.sched_getaffinity(0))
     label = f"{args.preset}-{name}-{tokens}-{checkpointing}".replace("@", "-")
@@ -266,6 +274,7 @@ def run_one(
             "gpus": args.gpus,
             "device": args.device,
             "host_budget": args.host_budget,
+            "chunk_size": args.chunk_size,
             "steps": args.steps,
             "warmup": args.warmup,
             "settling": args.settling,
@@ -294,6 +303,10 @@ def run_one(
                     enter = None if gpu else peaks.enter  # the phase of rank 0 is the run's
                     ranks.append(Process(words, folder / f"result-{gpu}.json", enter))
                 is_late = not wait_for(ranks, args.timeout)
+                if is_late:
+                    for rank in ranks:
+                        rank.say_where()
+                    time.sleep(WORDS_SECONDS)
             finally:
                 said = [rank.end() for rank in ranks]
             seconds = time.perf_counter() - began
@@ -316,11 +329,13 @@ def run_one(
         "micro_batches": args.micro_batches,
         "clip": not args.no_clip,
         "nccl_blocking": args.blocking,
+        "chunk_size": args.chunk_size,
         "steps": args.steps,
         **result,
         **peak_bytes(args, peaks, each, has_driver),
         "host_used_peak_bytes": peaks.above_start("host"),
         "is_cut_short": is_late,
+        "phases": list(peaks.by_phase),
         "run_seconds": seconds,
         "command": command(args.out),
     }
@@ -329,14 +344,26 @@ def run_one(
 # ---- all runs ---------------------------------------------------------------------------------
 
 
+def is_same_work(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two lines are of the same tokens and checkpointing."""
+    return all(a.get(key) == b.get(key) for key in ("tokens_per_gpu", "checkpointing"))
+
+
+def budget_beside(work: Mapping[str, Any], lines: list[dict[str, Any]]) -> str:
+    """The budget in bytes that "fsdp2" stands for; ValueError where there is no run of FSDP2 to go by."""
+    for line in lines:
+        if line["system"] == "fsdp2" and is_same_work(line, work) and line["device_peak_bytes"]:
+            return str(int(SHARE_OF_FSDP2 * line["device_peak_bytes"]))
+    raise ValueError(
+        "a budget of fsdp2 needs the peak of a run fsdp2 before it, in the same command"
+    )
+
+
 def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     """Compares a run with FSDP2's of the same tokens and checkpointing, with its plan and its bound."""
     line["ratio_to_fsdp2"] = line["peak_to_fsdp2"] = None
     for other in [*lines, line]:
-        is_same = all(
-            line.get(key) == other.get(key) for key in ("tokens_per_gpu", "checkpointing")
-        )
-        if other["system"] == "fsdp2" and line["system"] != "nccl" and is_same:
+        if other["system"] == "fsdp2" and line["system"] != "nccl" and is_same_work(line, other):
             for ratio, key in (
                 ("ratio_to_fsdp2", "tokens_per_s"),
                 ("peak_to_fsdp2", "device_peak_bytes"),
@@ -361,7 +388,17 @@ def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict
     for name, tokens, checkpointing in settings:
         about = "" if name == "nccl" else f", T = {tokens}, checkpointing {checkpointing}"
         print(f"{case.title} on {args.gpus}: {name}{about}", file=sys.stderr, flush=True)
-        line = run_one(name, case, tokens, checkpointing, args)
+        what = parse_run(name)
+        if what["budget"] == "fsdp2":
+            work = {"tokens_per_gpu": tokens, "checkpointing": checkpointing == "on"}
+            try:
+                what["budget"] = budget_beside(work, lines)
+            except ValueError as error:
+                line = {"name": name, **what, **work, "available": True, "error": str(error)}
+                lines.append(line)
+                keep_line(line, args.out)
+                continue
+        line = run_one(name, what, case, tokens, checkpointing, args)
         add_ratios(line, lines)
         lines.append(line)
         keep_line(line, args.out)
@@ -441,6 +478,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--host-budget", help="of each rank with gemini; default: a share of the host"
     )
+    parser.add_argument("--chunk-size", help="of Gemini: 256MB; default: its own choice")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--micro-batches", type=int, default=1, help="per step, each of --tokens")
     parser.add_argument("--no-clip", action="store_true", help="do not clip the gradients' norm")

@@ -100,6 +100,11 @@ class Process:
             return None
         return json.loads(self._result.read_text(encoding="utf-8"))
 
+    def say_where(self) -> None:
+        """Lets it write, where it asked for that, what its threads are doing to its standard error."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+
     def end(self) -> str:
         """Ends it and whatever it started, if it runs; its standard error."""
         if self.process.poll() is None:

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -162,6 +163,7 @@ class Gemini(Loop):
             self._optimizer,
             device_budget=self.spec["budget"],
             host_budget=self.spec.get("host_budget"),
+            chunk_size=self.spec.get("chunk_size"),
             placement_policy=self.spec["policy"],
             precision="bf16-true",
             device=self.device,
@@ -403,8 +405,10 @@ class Training:
         latest = warmup + spec.get("settling", MOST_SETTLING)
         enter("warmup")
         began = time.perf_counter()
+        ends = [began]
         while len(losses) < warmup or (len(losses) < latest and loop.is_settling()):
             self.step()
+            ends.append(time.perf_counter())
         warmed = len(losses)
         if is_cuda:
             torch.cuda.synchronize(device)
@@ -448,6 +452,7 @@ class Training:
             "tokens_per_s": tokens / median(seconds),
             "warmup": warmed,
             "warmup_seconds": warm_seconds,
+            "warmup_issued_seconds_each": [b - a for a, b in pairwise(ends)],  # by the host
             "loss": values[warmup + steps - 1],
             "losses": values,
             "losses_finite": all(map(math.isfinite, values)),

@@ -7,6 +7,7 @@ bf16 values, each rank on batches of its own, with AdamW on fp32-precision maste
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gzip
 import json
 import os
@@ -212,6 +213,7 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     rank = int(sys.argv[2])
     end_with_driver(spec["driver"])
+    faulthandler.register(signal.SIGUSR1)  # of a run that is late
     spec["result"] = str(Path(spec["folder"], f"result-{rank}.json"))
     for key, suffix in (("timeline", ".json"), ("kernels", "-kernels.json.gz")):
         if spec[key] and rank:  # all ranks record, one keeps it

@@ -295,6 +295,28 @@ def test_ratios_need_the_same_tokens_and_checkpointing(bench: ModuleType) -> Non
     assert other["ratio_to_fsdp2"] is None
 
 
+def test_budget_of_what_fsdp2_took(bench: ModuleType) -> None:
+    assert bench.parse_run("gemini-auto@fsdp2")["budget"] == "fsdp2"
+    work = {"tokens_per_gpu": 4096, "checkpointing": True}
+    other = {**work, "checkpointing": False}
+    lines = [
+        {"system": "fsdp2", **other, "device_peak_bytes": 7},
+        {"system": "gemini", **work, "device_peak_bytes": 8},
+        {"system": "fsdp2", **work, "device_peak_bytes": 50_000},
+    ]
+    assert bench.budget_beside(work, lines) == "48500"
+    with pytest.raises(ValueError, match="needs the peak of a run fsdp2"):
+        bench.budget_beside(work, lines[:2])
+
+
+def test_budget_of_no_fsdp2_is_an_error_of_that_run(tmp_path: Path) -> None:
+    done = drive(tmp_path, "--tokens", str(TOKENS), "--only", "gemini-auto@fsdp2")
+    assert done.returncode == 1
+    for line in map(json.loads, done.stdout.splitlines()):
+        assert line["error"].startswith("a budget of fsdp2 needs the peak of a run fsdp2")
+    assert "needs the peak" in done.stderr  # below the table
+
+
 def test_exposed_communication(bench: ModuleType) -> None:
     from overlap import overlap
 
