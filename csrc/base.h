@@ -56,6 +56,9 @@ const char *gm_last_error_site(void);
 /* Prints the broken invariant and aborts: a debug build must not continue with wrong state. */
 void gm_assert_failed(const char *condition, const char *file, int line);
 
+/* Seconds of a clock that only goes forward. */
+double gm_seconds(void);
+
 /* FNV-1a, one 64-bit value further. */
 static inline uint64_t gm_fnv1a(uint64_t hash, uint64_t value)
 {

@@ -45,6 +45,7 @@ typedef struct gm_chunks_stats {
     uint64_t fetches, evictions;
     uint64_t fetched_bytes, evicted_bytes; /* copied H2D, D2H */
     uint64_t n_host_waits, n_maps; /* places where the host waited; map, poison and unmap calls */
+    double mapping_seconds;        /* of the host: making, mapping and giving back blocks */
     size_t device_bytes, device_peak_bytes; /* of blocks */
     uint32_t n_blocks;
 } gm_chunks_stats;

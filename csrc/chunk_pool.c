@@ -203,8 +203,10 @@ gm_status gm_pool_map(gm_chunks *chunks, piece *p)
     for (uint32_t b = 0; b < p->n_blocks; b++) {
         chunks->scratch[b] = chunks->blocks[p->blocks[b]];
     }
+    double began = gm_seconds();
     chunks->stats.n_maps++;
     GM_TRY(chunks->device->ops->map(chunks->device, p->address, chunks->scratch, p->n_blocks));
+    chunks->stats.mapping_seconds += gm_seconds() - began;
     p->is_mapped = true;
     return GM_OK;
 }
@@ -238,19 +240,23 @@ static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
 gm_status gm_pool_shrink(gm_chunks *chunks)
 {
     uint32_t index = chunks->free_blocks[chunks->n_free - 1];
+    double began = gm_seconds();
     GM_TRY(forget_stale(chunks, index));
     chunks->n_free--;
     chunks->device->ops->block_free(chunks->device, chunks->blocks[index]);
     chunks->blocks[index] = 0;
     chunks->holes[chunks->n_holes++] = index;
     chunks->n_blocks--;
+    chunks->stats.mapping_seconds += gm_seconds() - began;
     return GM_OK;
 }
 
 gm_status gm_pool_grow(gm_chunks *chunks)
 {
     gm_block block;
+    double began = gm_seconds();
     GM_TRY(chunks->device->ops->block_new(chunks->device, &block));
+    chunks->stats.mapping_seconds += gm_seconds() - began;
     GM_ASSERT(chunks->n_blocks < chunks->capacity);
     uint32_t index = chunks->n_holes ? chunks->holes[--chunks->n_holes] : chunks->n_indices++;
     chunks->blocks[index] = block;

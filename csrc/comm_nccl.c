@@ -89,13 +89,6 @@ static nccl_comm *as_nccl(gm_comm *comm)
     return (nccl_comm *)comm;
 }
 
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void rest(long nanoseconds)
 {
     struct timespec t = {0, nanoseconds};
@@ -133,7 +126,7 @@ static void tell(nccl_comm *c, trouble *t, nccl_result result)
 static void finish_call(nccl_comm *c, nccl_result result, double seconds, const char *what,
                         trouble *t)
 {
-    double began = now();
+    double began = gm_seconds();
     long pause = 5000; /* the system makes at least ten times that of it */
     while (result == NCCL_IN_PROGRESS) {
         nccl_result asked = c->nccl->async_error(c->handle, &result);
@@ -145,7 +138,7 @@ static void finish_call(nccl_comm *c, nccl_result result, double seconds, const 
             t->is_there = true;
             return;
         }
-        double since = now() - began;
+        double since = gm_seconds() - began;
         if (since > seconds) {
             t->is_there = true;
             (void)snprintf(
@@ -257,14 +250,14 @@ static gm_status new_agreements(nccl_comm *c)
 static void free_agreements(nccl_comm *c)
 {
     bool is_pending = false;
-    double end = now() + FAREWELL_SECONDS;
+    double end = gm_seconds() + FAREWELL_SECONDS;
     for (size_t i = 0; i < N_AGREEMENTS; i++) {
         agreement *a = &c->agreements[i];
         while (a->is_pending && c->cuda->cuEventQuery(a->event) == CUDA_ERROR_NOT_READY &&
-               now() < end) {
+               gm_seconds() < end) {
             rest(200000);
         }
-        is_pending = is_pending || (a->is_pending && now() >= end);
+        is_pending = is_pending || (a->is_pending && gm_seconds() >= end);
         if (a->event) {
             (void)c->cuda->cuEventDestroy(a->event);
         }
@@ -292,7 +285,7 @@ static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
     }
     GM_CU(c->cuda->cuEventRecord(f->event, stream));
     f->call = *call;
-    f->issued_at = now();
+    f->issued_at = gm_seconds();
     c->n += is_full ? 0 : 1;
     GM_ASSERT(c->n <= N_FLIGHTS);
     return GM_OK;
@@ -314,7 +307,7 @@ static void look(nccl_comm *c, trouble *t)
         }
         c->head = (c->head + 1) % N_FLIGHTS;
         c->n--;
-        c->progress_at = now();
+        c->progress_at = gm_seconds();
     }
     look_at_agreements(c, t);
     if (t->is_there) {
@@ -331,7 +324,7 @@ static void look(nccl_comm *c, trouble *t)
     if (c->n > 0) {
         double issued_at = c->flights[c->head].issued_at;
         double since = issued_at > c->progress_at ? issued_at : c->progress_at;
-        if (now() - since > c->timeout) {
+        if (gm_seconds() - since > c->timeout) {
             t->is_there = true;
             (void)snprintf(
                 t->why, sizeof t->why,
@@ -444,14 +437,14 @@ static nccl_result call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream st
 static agreement *next_agreement(nccl_comm *c, trouble *t)
 {
     agreement *a = &c->agreements[c->next_agreement];
-    double end = now() + c->timeout;
+    double end = gm_seconds() + c->timeout;
     for (look_at_agreements(c, t); a->is_pending && !t->is_there; look_at_agreements(c, t)) {
         pthread_mutex_unlock(&c->lock);
         rest(200000);
         pthread_mutex_lock(&c->lock);
         if (!c->handle) { /* the watcher has found a failure */
             t->is_there = true;
-        } else if (now() > end) {
+        } else if (gm_seconds() > end) {
             t->is_there = t->has_call = true;
             t->call = a->call;
             (void)snprintf(t->why, sizeof t->why, "not done after %g s", c->timeout);
@@ -653,7 +646,7 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     c->nccl = n;
     c->cuda = cuda;
     c->timeout = timeout;
-    c->progress_at = now();
+    c->progress_at = gm_seconds();
     CUresult result = cuda->cuDeviceGet(&c->device, ordinal);
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDeviceGet", __FILE__, __LINE__));
     result = cuda->cuDevicePrimaryCtxRetain(&c->context, c->device);

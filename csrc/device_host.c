@@ -19,7 +19,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "device.h"
@@ -426,9 +425,7 @@ static gm_status host_event_record(gm_device *base, gm_event event, gm_stream st
     GM_TRY(check_event(as_host(base), event));
     timed_event *timed = timed_of(as_host(base), event);
     if (timed) { /* all earlier work is done, so now is when the event is reached */
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        timed->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+        timed->seconds = gm_seconds();
         timed->is_recorded = true;
     }
     return GM_OK;

@@ -13,13 +13,11 @@
  *   6. A chunk's pending update is issued before its bytes are used (update.c).
  *   7. Device bytes = blocks of the plan + sums + what others of this process hold, each at its peak: the
  *      sum that the plan keeps within the budget. */
-#define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "engine_impl.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* ---- shapes ---- */
 
@@ -216,17 +214,14 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
             "host_budget, or freeze parameters",
             home_bytes, host_budget);
     }
-    struct timespec begin, end;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
+    double began = gm_seconds();
     GM_TRY(gm_arena_new(home_bytes + staging, engine->workers, &engine->arena));
     if (home_bytes + staging > 0) {
         GM_TRY(engine->device->ops->pin(engine->device, gm_arena_base(engine->arena),
                                         home_bytes + staging));
         engine->is_pinned_arena = true;
     }
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    engine->arena_seconds =
-        (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+    engine->arena_seconds = gm_seconds() - began;
     if (staging) {
         engine->staging = (uint8_t *)gm_arena_base(engine->arena) + home_bytes;
         engine->sums_home = (gm_sumsq *)(void *)(engine->staging + GM_STAGING_BYTES);

@@ -67,6 +67,7 @@ typedef struct gm_engine_stats {
     uint64_t fetches, evictions, fetched_bytes, evicted_bytes;
     size_t device_bytes, device_peak_bytes, device_budget_bytes;
     size_t host_bytes;       /* the arena */
+    double mapping_seconds;  /* of the host, for device memory: making, mapping, giving back */
     double host_pin_seconds; /* that taking and pinning it took */
     size_t state_bytes;      /* weights + optimizer states + gradients of all chunks, as blocks */
     size_t weight_bytes;     /* weights of all chunks, as blocks */

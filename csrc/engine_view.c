@@ -12,6 +12,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .evictions = stats.evictions,
         .fetched_bytes = stats.fetched_bytes,
         .evicted_bytes = stats.evicted_bytes,
+        .mapping_seconds = stats.mapping_seconds,
         .device_bytes = stats.device_bytes,
         .device_peak_bytes = stats.device_peak_bytes,
         .device_budget_bytes = engine->budget,

@@ -182,7 +182,8 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
     if (dict &&
         (set_number(dict, "device_budget_bytes", budget) < 0 ||
          set_number(dict, "host_adam_seconds", PyFloat_FromDouble(s.host_adam_seconds)) < 0 ||
-         set_number(dict, "host_pin_seconds", PyFloat_FromDouble(s.host_pin_seconds)) < 0)) {
+         set_number(dict, "host_pin_seconds", PyFloat_FromDouble(s.host_pin_seconds)) < 0 ||
+         set_number(dict, "mapping_seconds", PyFloat_FromDouble(s.mapping_seconds)) < 0)) {
         Py_DECREF(dict);
         return NULL;
     }

@@ -13,12 +13,10 @@
  *
  * Every figure goes round through as much memory as there is, since caches may hold hundreds of MiB, and
  * chunks come from memory. */
-#define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "rates.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "arith.h"
 #include "hostmem.h"
@@ -71,13 +69,6 @@ typedef struct bench {
     lane in, out;
     size_t numel; /* of host Adam, whose arrays are where the arena begins */
 } bench;
-
-static double now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 static size_t least(size_t a, size_t b)
 {
@@ -270,7 +261,7 @@ static gm_status issue_row(bench *b, size_t n_in, size_t n_out, double *start)
     const gm_device_ops *ops = b->device->ops;
     GM_TRY(ops->event_record(b->device, b->begin, b->in.stream));
     GM_TRY(ops->event_sync(b->device, b->begin));
-    *start = now();
+    *start = gm_seconds();
     for (size_t i = 0; i < n_in || i < n_out; i++) {
         if (i < n_in) {
             GM_TRY(issue_piece(b, &b->in, i));
@@ -376,9 +367,9 @@ static gm_status host_pass(bench *b, double *seconds)
     gm_adam_range range;
     GM_TRY(some_range(b->numel, &range));
     gm_adam_args args = adam_arrays((uintptr_t)gm_arena_base(b->arena), b->numel, &range);
-    double begin = now();
+    double begin = gm_seconds();
     GM_TRY(gm_adam_host(&args, b->workers));
-    *seconds = at_least(now() - begin, 1e-9);
+    *seconds = at_least(gm_seconds() - begin, 1e-9);
     return GM_OK;
 }
 
@@ -448,11 +439,11 @@ static gm_status time_beside_once(bench *b, size_t n, double adam_seconds, besid
     double start, seconds;
     size_t n_passes = 0;
     GM_TRY(issue_row(b, n, n, &start));
-    double begin = now() - start, end = begin;
+    double begin = gm_seconds() - start, end = begin;
     do {
         GM_TRY(host_pass(b, &seconds));
         n_passes++;
-        end = now() - start;
+        end = gm_seconds() - start;
     } while (end - begin < adam_seconds);
     GM_TRY(finish_lane(b, &b->in, n));
     GM_TRY(finish_lane(b, &b->out, n));

@@ -11,7 +11,6 @@
  * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "engine_impl.h"
 
@@ -125,13 +124,9 @@ static void run_host_task(void *context)
 {
     gm_task *task = context;
     gm_engine *engine = task->engine;
-    struct timespec start, end;
-    clock_gettime(CLOCK_MONOTONIC, &start);
+    double began = gm_seconds();
     gm_status status = gm_adam_host(&task->args, engine->workers);
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    atomic_fetch_add(&engine->host_adam_ns,
-                     (unsigned long long)((end.tv_sec - start.tv_sec) * 1000000000LL +
-                                          (end.tv_nsec - start.tv_nsec)));
+    atomic_fetch_add(&engine->host_adam_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
     unsigned long long n = 0;
     for (size_t i = 0; i < task->n_ranges; i++) {
         n += task->ranges[i].end - task->ranges[i].begin;

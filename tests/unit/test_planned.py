@@ -237,8 +237,13 @@ def test_no_wait_and_no_mapping(
     recipe = Recipe(precision="bf16-true", clip=clip)
     want, run = _both(1.5 if policy == "cuda" else 0.5, recipe=recipe, placement_policy=policy)
     for each in (want, run):
-        drive(each, CASE, 14)
+        drive(each, CASE, 12)
+    before = run.engine.stats()
+    for each in (want, run):
+        drive(each, CASE, 2, first=12)
     stats = run.engine.stats()
+    if stats["plans"] == before["plans"]:  # a new one maps between two steps
+        assert stats["mapping_seconds"] == before["mapping_seconds"] > 0
     plan = run.engine.core.plan_info()
     assert stats["planned"] and stats["plan_breaks"] == 0 and stats["deviations"] == 0
     assert stats["replay_waits"] == 0
