@@ -656,8 +656,8 @@ class Engine(Reporting):
         Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
         fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
         device_budget_bytes (-1: none), host_bytes, host_pin_seconds, mapping_seconds (of the host, for blocks),
-        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and gradients, padding included), weight_bytes, leases,
-        layout_hash; and the medians over the last
+        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and
+        gradients, padding included), weight_bytes, leases, layout_hash; and the medians over the last
         32 steps that report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on
         the device, others included, the driver's figure. With a plan what it foretells: predicted_step_seconds,
         predicted_bound_seconds (perfect overlap), compute_seconds, predicted_device_peak_bytes,
