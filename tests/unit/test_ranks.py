@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +319,18 @@ def check_rank_that_goes(rank: int, size: int, how: str) -> tuple[float, str]:
             case "silent":
                 time.sleep(3 * SHORT)
                 os._exit(0)
-    return raised(ranks.gather, "a value")
+    kept: list[Any] = []
+
+    def ask() -> None:
+        local = Group(0, (0,))  # in a frame that the failure comes through, as activations are
+        kept.append(weakref.ref(local))
+        ranks.gather("a value")
+
+    found = raised(ask)
+    gc.collect()
+    assert kept[0]() is None, "what has failed holds the frames that asked it"
+    assert raised(ranks.gather, "another")[1] == found[1]  # the same words ever after
+    return found
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
