@@ -10,6 +10,7 @@ import copy
 import functools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -140,14 +141,30 @@ class _Managed:
     def state_dict(self) -> dict[str, Any]:
         return state_dict(self._gm_engine, self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_state_dict(self._gm_engine, self, state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self._gm_engine, self, state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise GeminiError("a managed optimizer cannot be copied; copy optimizer.state_dict()")
 
     def __reduce__(self) -> Any:
         raise GeminiError("a managed optimizer cannot be pickled; save optimizer.state_dict()")
+
+
+class _States(defaultdict[nn.Parameter, dict[str, Any]]):
+    """`optimizer.state` of a managed optimizer: the states are the engine's, here is what frozen parameters have.
+
+    True where there are any, wherever: torch.distributed.checkpoint's get_state_dict asks, and makes a first step with
+    gradients of zero if not; in a run that has states that would be a step too many.
+    """
+
+    def __init__(self, engine: Engine, rest: dict[nn.Parameter, dict[str, Any]]) -> None:
+        super().__init__(dict, rest)
+        self._engine = weakref.ref(engine)
+
+    def __bool__(self) -> bool:
+        engine = self._engine()
+        return len(self) > 0 or (engine is not None and any(s.adam_step for s in engine._slots))
 
 
 @functools.cache
@@ -190,6 +207,7 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             if "exp_avg" in state:
                 _load_entry(slot, state)
             del optimizer.state[parameter]
+    optimizer.state = _States(engine, optimizer.state)
     optimizer._gm_engine = engine
     _swap_class(optimizer, _managed_class(type(optimizer)))
 
@@ -242,6 +260,7 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
 def let_go(optimizer: torch.optim.Optimizer) -> None:
     """Gives the optimizer its class back; what the engine has of its state stays there."""
     del optimizer._gm_engine
+    optimizer.state = defaultdict(dict, optimizer.state)
     _swap_class(optimizer, type(optimizer).__mro__[2])
 
 

@@ -477,7 +477,7 @@ def test_close_without_room_for_copies_changes_nothing(monkeypatch: pytest.Monke
     with pytest.raises(gs.GeminiMemoryError, match="no room"):
         run.engine.close()
     monkeypatch.undo()
-    assert not run.engine.closed and not run.optimizer.state
+    assert not run.engine.closed and len(run.optimizer.state) == 0
     drive(run, CASE, 3, first=3)
     drive(reference, CASE, 6)
     assert_same_outcome(run.outcome(), reference.outcome())
