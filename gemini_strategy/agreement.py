@@ -20,7 +20,7 @@ from gemini_strategy import takeover
 from gemini_strategy.comm import ranks_text
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks import Ranks, check_lines, check_same, fingerprint
+from gemini_strategy.ranks import Ranks, by_value, check_lines, check_same, fingerprint
 from gemini_strategy.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "check_model",
     "check_step",
     "common_settings",
+    "named",
     "naming_units",
 ]
 
@@ -168,6 +169,7 @@ def check_layout(engine: Engine) -> None:
     """The same chunks; what is built on them has the same numbers then."""
     if engine.ranks.size == 1:
         return
+    engine.ranks.named = lambda text: named(engine, text)
     stats = engine.core.stats()
     engine.ranks.agree(
         {"the number of chunks": stats["chunks"], "the layout": f"{stats['layout_hash']:x}"},
@@ -301,17 +303,45 @@ def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
 
 @contextlib.contextmanager
 def naming_units(engine: Engine) -> Iterator[None]:
-    """The core knows units by their numbers; an error inside that speaks of them is raised with their names."""
+    """An error inside is raised with the names of units; one of passes that differ, with those of each rank."""
     try:
         yield
     except GeminiError as error:
-        names = {str(unit.id): unit.name for unit in engine._units}
-        text = re.sub(
-            r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1]) or 'the model'}", str(error)
-        )
+        text = named(engine, str(error))
+        passes = _PASSES.search(text)
+        if passes is not None:  # all ranks have found it at the same place
+            said = engine.ranks.gather("where the passes differ", passes[1])
+            text = text.replace(passes[0], by_value(said))
         if text == str(error):
             raise
         raise type(error)(text) from error
+
+
+_PASSES = re.compile(r"here (.*), on another rank .*(?=; every rank)")
+
+
+def named(engine: Engine, text: str) -> str:
+    """The core knows units and chunks by their numbers: the text with the names of units."""
+    units = getattr(engine, "_units", ())  # it may still be in the making
+    names = {str(unit.id): unit.name or "the model" for unit in units}
+    text = re.sub(r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1], m[1])}", text)
+    of_chunk: dict[str, list[str]] = {}
+    for unit in units:
+        for chunk in dict.fromkeys(str(engine.core.chunk(slot.id)[0]) for slot in unit.slots):
+            of_chunk.setdefault(chunk, []).append(names[str(unit.id)])
+
+    def with_units(match: re.Match[str]) -> str:
+        units = of_chunk.get(match[1])
+        if units is None:
+            return match[0]
+        first, last = units[0], units[-1]
+        return (
+            f"{match[0]} (unit {first})"
+            if first == last
+            else f"{match[0]} (units {first} to {last})"
+        )
+
+    return re.sub(r"\bchunk (\d+)\b(?! \(unit)", with_units, text)
 
 
 def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> None:

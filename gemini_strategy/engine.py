@@ -460,6 +460,7 @@ class Engine(Reporting):
             self.scaler.update(False)
         self._clip_factor = 1.0
         self._steps += 1
+        self.ranks.when = f" after step {self._steps}"
         self._note_step(self.core.stats())
         return loss
 
@@ -611,7 +612,8 @@ class Engine(Reporting):
     def load_model_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
         """`model.load_state_dict`; fp32 values become masters exactly. Every rank gives the whole state."""
         self._check_open()
-        return self.model.load_state_dict(state, strict=strict)
+        with self.ranks.revealing():
+            return self.model.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU. rank0_only: as model_state_dict."""
