@@ -8,6 +8,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -33,7 +34,7 @@ gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size
     }
     comm->ops = ops;
     comm->rank = rank;
-    comm->size = size;
+    comm->size = comm->n_named = size;
     comm->owner = getpid();
     atomic_init(&comm->failed, GM_OK);
     pthread_mutex_init(&comm->lock, NULL);
@@ -45,6 +46,26 @@ void gm_comm_fini(gm_comm *comm)
 {
     pthread_mutex_destroy(&comm->lock);
     pthread_mutex_destroy(&comm->record);
+    free(comm->names);
+}
+
+gm_status gm_comm_name_ranks(gm_comm *comm, const int *names, int n)
+{
+    size_t bytes = (size_t)comm->size * sizeof *names;
+    int *copy = malloc(bytes);
+    if (!copy) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the names of ranks", bytes);
+    }
+    memcpy(copy, names, bytes);
+    free(comm->names);
+    comm->names = copy;
+    comm->n_named = n;
+    return GM_OK;
+}
+
+int gm_comm_rank_name(const gm_comm *comm, int r)
+{
+    return comm->names && r >= 0 && r < comm->size ? comm->names[r] : r;
 }
 
 /* ---- words ---- */
@@ -85,7 +106,7 @@ static void describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_W
         (void)snprintf(shards, sizeof shards, "%d x ", comm->size);
     }
     if (call->kind == GM_COMM_BROADCAST) {
-        (void)snprintf(what, sizeof what, "from rank %d", call->root);
+        (void)snprintf(what, sizeof what, "from rank %d", gm_comm_rank_name(comm, call->root));
     } else if (call->kind != GM_COMM_AGREE && !call->is_bytes) {
         (void)snprintf(what, sizeof what, "%s of %s", call->op == GM_COMM_MAX ? "max" : "sum",
                        dtype_names[call->dtype]);
@@ -218,7 +239,7 @@ gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status statu
     pthread_mutex_lock(&comm->lock);
     if (!gm_comm_has_failed(comm)) {
         (void)snprintf(comm->failure, sizeof comm->failure, "%s%srank %d of %d: %s", words,
-                       call ? ", " : "", comm->rank, comm->size, text);
+                       call ? ", " : "", gm_comm_rank_name(comm, comm->rank), comm->n_named, text);
         comm->failed_at = call ? call->number : 0;
         atomic_store_explicit(&comm->failed, status, memory_order_release);
     }

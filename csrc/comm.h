@@ -44,6 +44,9 @@ typedef enum gm_comm_op {
 
 int gm_comm_rank(const gm_comm *comm);
 int gm_comm_size(const gm_comm *comm);
+/* What texts call the ranks, where these are a part of a run: rank r here is rank names[r] of `n`.  The names are copied.
+ * Before the first collective. */
+gm_status gm_comm_name_ranks(gm_comm *comm, const int *names, int n);
 
 /* Rank r's shard is at base + r * shard_bytes; afterwards every rank has all of them. */
 gm_status gm_comm_all_gather(gm_comm *comm, uintptr_t base, size_t shard_bytes, gm_stream stream);

@@ -99,9 +99,9 @@ static void tell_words(job *j, const header *headers, words *all)
 }
 
 /* "ranks 1, 3 are at A; rank 2 is at B; ", of the ranks whose words are not ours. */
-static void list_others(const words *all, size_t size, size_t rank, char *out, size_t bytes)
+static void list_others(const gm_comm *comm, const words *all, char *out, size_t bytes)
 {
-    size_t at = 0;
+    size_t at = 0, size = (size_t)comm->size, rank = (size_t)comm->rank;
     out[0] = 0;
     for (size_t r = 0; r < size && at < bytes; r++) {
         size_t n = 0, first = 0;
@@ -117,7 +117,8 @@ static void list_others(const words *all, size_t size, size_t rank, char *out, s
         const char *between = n > 1 ? "ranks " : "rank ";
         for (size_t other = r; other < size && at < bytes; other++) {
             if (strcmp(all[other].text, all[r].text) == 0) {
-                at += (size_t)snprintf(out + at, bytes - at, "%s%zu", between, other);
+                at += (size_t)snprintf(out + at, bytes - at, "%s%d", between,
+                                       gm_comm_rank_name(comm, (int)other));
                 between = ", ";
             }
         }
@@ -139,7 +140,7 @@ static gm_status differ(job *j, const header *headers)
                              "HOST: no %zu bytes to say how the ranks differ", size * sizeof *all);
     }
     tell_words(j, headers, all);
-    list_others(all, size, (size_t)c->base.rank, others, sizeof others);
+    list_others(&c->base, all, others, sizeof others);
     free(all);
     return gm_comm_break(&c->base, &j->call, GM_ERR_STATE,
                          "%sall ranks must issue the same collectives in the same order",

@@ -48,6 +48,7 @@ typedef struct gm_comm_ops {
 struct gm_comm {
     const gm_comm_ops *ops;
     int rank, size;
+    int *names, n_named; /* for texts; NULL: rank r of size */
     pid_t owner;
     uint64_t label;       /* of the next collectives */
     atomic_int failed;    /* a gm_status; set once, after `failure` is complete */
@@ -66,6 +67,8 @@ struct gm_comm {
 /* GM_ERR_ARG for a rank or a size that cannot be. */
 gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size);
 void gm_comm_fini(gm_comm *comm);
+/* What texts call this communicator's rank r. */
+int gm_comm_rank_name(const gm_comm *comm, int r);
 
 size_t gm_comm_dtype_bytes(gm_comm_dtype dtype);
 size_t gm_comm_element_bytes(const gm_comm_call *call);

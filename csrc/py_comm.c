@@ -259,6 +259,34 @@ static PyObject *comm_label(comm *self, PyObject *args)
     return end(self, GM_OK);
 }
 
+static PyObject *comm_name_ranks(comm *self, PyObject *args)
+{
+    PyObject *list;
+    int n;
+    if (!PyArg_ParseTuple(args, "O!i:name_ranks", &PyList_Type, &list, &n)) {
+        return NULL;
+    }
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    Py_ssize_t size = gm_comm_size(c);
+    int *names = calloc((size_t)size, sizeof *names);
+    gm_status status = names ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: the names of %zd ranks", size);
+    if (names && PyList_Size(list) != size) {
+        status =
+            GM_FAIL(GM_ERR_ARG, "name_ranks: %zd names for %zd ranks", PyList_Size(list), size);
+    }
+    for (Py_ssize_t r = 0; r < size && status == GM_OK; r++) {
+        names[r] = (int)PyLong_AsLong(PyList_GetItem(list, r));
+    }
+    if (status == GM_OK) {
+        status = gm_comm_name_ranks(c, names, n);
+    }
+    free(names);
+    return end(self, status);
+}
+
 static void name_line(void *context, uint64_t label, char *out, size_t bytes)
 {
     const char *line = context;
@@ -522,6 +550,8 @@ static PyMethodDef comm_methods[] = {
     {"agree", (PyCFunction)comm_agree, METH_VARARGS,
      "(stream): are the ranks' collectives the same?"},
     {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
+    {"name_ranks", (PyCFunction)comm_name_ranks, METH_VARARGS,
+     "(names, n): rank r is names[r] of n."},
     {"name_labels", (PyCFunction)comm_name_labels, METH_VARARGS, "(text): line k names label k."},
     {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
     {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from gemini_strategy import takeover
 from gemini_strategy.comm import ranks_text
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks import Ranks, check_lines, check_same, fingerprint
+from gemini_strategy.ranks import Ranks, by_value, check_lines, check_same, fingerprint
 from gemini_strategy.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "check_step",
     "common_settings",
     "naming_units",
+    "unit_names",
 ]
 
 
@@ -301,17 +302,44 @@ def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
 
 @contextlib.contextmanager
 def naming_units(engine: Engine) -> Iterator[None]:
-    """The core knows units by their numbers; an error inside that speaks of them is raised with their names."""
+    """An error inside is raised with the names of units; one of passes that differ, with those of each rank."""
     try:
         yield
     except GeminiError as error:
-        names = {str(unit.id): unit.name for unit in engine._units}
-        text = re.sub(
-            r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1]) or 'the model'}", str(error)
-        )
+        text = engine.ranks.named(str(error))
+        passes = _PASSES.search(text)
+        if passes is not None:  # all ranks have found it at the same place
+            said = engine.ranks.gather("where the passes differ", passes[1])
+            text = text.replace(passes[0], by_value(said))
         if text == str(error):
             raise
         raise type(error)(text) from error
+
+
+_PASSES = re.compile(r"here (.*), on another rank .*(?=; every rank)")
+
+
+def unit_names(engine: Engine) -> Callable[[str], str]:
+    """The core knows units and chunks by their numbers: gives a text the names of units, without the engine."""
+    names = {str(unit.id): unit.name or "the model" for unit in engine._units}
+    of_chunk: dict[str, list[str]] = {}
+    for unit in engine._units:
+        for chunk in dict.fromkeys(str(engine.core.chunk(slot.id)[0]) for slot in unit.slots):
+            of_chunk.setdefault(chunk, []).append(names[str(unit.id)])
+
+    def with_units(match: re.Match[str]) -> str:
+        units = of_chunk.get(match[1], ())
+        if not units:
+            return match[0]
+        first, last = units[0], units[-1]
+        which = f"unit {first}" if first == last else f"units {first} to {last}"
+        return f"{match[0]} ({which})"
+
+    def named(text: str) -> str:
+        text = re.sub(r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1], m[1])}", text)
+        return re.sub(r"\bchunk (\d+)\b(?! \(unit)", with_units, text)
+
+    return named
 
 
 def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> None:

@@ -80,14 +80,24 @@ def communicator(
 
 
 def connect(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    names: Sequence[int] = (),
+    n_named: int = 0,
 ) -> Communicator:
-    """The same between ranks that have a store in common: one that nobody else uses, with a prefix of its own."""
-    notes = _Notes(store, rank, size)
+    """The same between ranks that have a store in common: one that nobody else uses, with a prefix of its own.
+
+    names: what texts call the ranks, where they are a part of `n_named` ranks.
+    """
+    notes = _Notes(store, rank, size, names, patience=patience_of(timeout))
     make = _host if device.type == "cpu" else _nccl
     core = notes.meet(
         "new communicator", device.type, timeout, lambda: make(device, notes, rank, size, timeout)
     )
+    core.name_ranks(notes.names, n_named or size)
     return Communicator(core, notes, timeout)
 
 
@@ -180,15 +190,16 @@ class Communicator:
             return error
         self._tell(str(error))
         # Who has gone has left its note before; whoever started the ranks may soon end this one, too.
-        patience = 1.0 if _GONE in str(error) else 5.0
-        said = self._notes.read("failed", wait=min(patience, self._timeout))
+        patience = patience_of(self._timeout)
+        said = self._notes.read("failed", wait=1.0 if _GONE in str(error) else patience)
         calls = {r: _unpacked(text) for r, text in self._notes.read("calls", wait=0.0).items()}
         parts = [
             _first_difference(calls),
             _not_reached(calls, number or self.core.failed_at, number > 0),
         ]
-        parts += [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
-        silent = [r for r in range(self.size) if r not in said and r != self.rank]
+        me = self._notes.name
+        parts += [f"rank {r} said: {text}" for r, text in said.items() if r != me]
+        silent = [r for r in self._notes.names if r not in said and r != me]
         if silent and self._notes.is_lost:
             parts.append(
                 f"the group's store does not answer, {ranks_text(silent)} could not be asked"
@@ -284,36 +295,64 @@ def _not_reached(calls: dict[int, _Calls], number: int, is_told: bool) -> str:
 # ---- notes in the group's store ----
 
 
+def patience_of(timeout: float) -> float:
+    """Seconds to ask the others what they know of a failure: little beside the timeout that they come after."""
+    return max(1.0, min(5.0, timeout / 8))
+
+
 class _Notes:
     """One text for each rank and topic, in the group's store. A store that fails or hangs costs time, no error."""
 
-    PATIENCE = 5.0  # seconds for one visit: whoever serves the store may be the rank that stopped
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        names: Sequence[int] = (),
+        *,
+        patience: float,
+    ) -> None:
         self.store = store.clone()  # a visit that hangs must not block whoever else uses it
-        self.rank, self.size = rank, size
+        self.patience = (
+            patience  # for one visit: whoever serves the store may be the rank that stopped
+        )
+        self.size = size
+        self.names = list(names or range(size))
+        self.name = self.names[rank]
         self.is_lost = False  # a visit failed or hung: the next ones are left out
 
     def meet(self, what: str, kind: str, timeout: float, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes of all ranks together; says who has not come. kind: of device."""
+        """What `make` makes of all ranks together, once all have come; says who has not. kind: of device."""
         self.write("here", kind)
+        here = self.read("here", wait=timeout)
+        missing = [r for r in self.names if r not in here]
+        others = [r for r, other in here.items() if other != kind]
         try:
+            if (
+                missing or others
+            ):  # who has come is told; whoever makes it alone waits longer than `timeout`
+                raise RuntimeError(
+                    f"{ranks_text(missing)} did not come within {timeout:g} s"
+                    if missing
+                    else f"{ranks_text(others)} made it for another kind of device than {kind}"
+                )
             return make()
         except NotImplementedError:
             raise
         except RuntimeError as error:
-            here = self.read("here", wait=1.0)
-            missing = [r for r in range(self.size) if r not in here]
-            others = [r for r, other in here.items() if other != kind]
             reason = str(error)
-            if missing:
-                reason = f"{ranks_text(missing)} did not come within {timeout:g} s"
-            elif others:
-                reason = f"{ranks_text(others)} made it for another kind of device than {kind}"
-            raise GeminiDeviceError(f"{what}, rank {self.rank} of {self.size}: {reason}") from error
+            raise GeminiDeviceError(f"{what}, rank {self.name}: {reason}") from error
+
+    def has(self, key: str) -> bool:
+        found: list[bool] = []
+        self._visit(lambda: found.append(self.store.check([key])), self.patience)
+        return found == [True]
+
+    def mark(self, key: str, text: str = "") -> None:
+        self._visit(lambda: self.store.set(key, text), self.patience)
 
     def write(self, topic: str, text: str) -> None:
-        self._visit(lambda: self.store.set(f"{topic}/{self.rank}", text), self.PATIENCE)
+        self.mark(f"{topic}/{self.name}", text)
 
     def read(self, topic: str, wait: float) -> dict[int, str]:
         """The texts by rank, all of them as soon as they are there, those that are after `wait` seconds."""
@@ -322,7 +361,7 @@ class _Notes:
 
         def visit() -> None:
             while True:
-                for r in range(self.size):
+                for r in self.names:
                     key = f"{topic}/{r}"
                     if r not in found and self.store.check([key]):
                         found[r] = self.store.get(key).decode(errors="replace")
@@ -330,7 +369,7 @@ class _Notes:
                     return
                 time.sleep(0.02)
 
-        self._visit(visit, wait + self.PATIENCE)
+        self._visit(visit, wait + self.patience)
         return dict(sorted(found.copy().items()))
 
     def _visit(self, do: Callable[[], None], patience: float) -> None:
@@ -356,8 +395,11 @@ class _Notes:
 class _Gloo:
     """The transport of csrc/comm.h over a gloo process group of its own."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, names: Sequence[int] = ()
+    ) -> None:
         self.rank, self.timeout = rank, timeout
+        self.names = names or range(size)  # for texts
         self.group: Any = None
         if size > 1:
             self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -380,9 +422,9 @@ class _Gloo:
         except RuntimeError as error:
             if time.monotonic() >= end:
                 raise GeminiDeviceError(
-                    f"rank {peer} has not {verb} its bytes after {self.timeout:g} s"
+                    f"rank {self.names[peer]} has not {verb} its bytes after {self.timeout:g} s"
                 ) from error
-            raise GeminiDeviceError(f"rank {peer} {_GONE}") from error
+            raise GeminiDeviceError(f"rank {self.names[peer]} {_GONE}") from error
         finally:  # an exception keeps this frame: close() must have the last reference to end the connections
             works.clear()
             group = issue = work = waited = None
@@ -398,7 +440,7 @@ def _bytes_at(address: int, n_bytes: int) -> torch.Tensor:
 
 
 def _host(device: torch.device, notes: _Notes, rank: int, size: int, timeout: float) -> _C.Comm:
-    gloo = _Gloo(dist.PrefixStore("gloo", notes.store), rank, size, timeout)
+    gloo = _Gloo(dist.PrefixStore("gloo", notes.store), rank, size, timeout, notes.names)
     return _C.comm_host(gloo.exchange, gloo.close, rank, size)
 
 

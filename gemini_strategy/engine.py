@@ -98,6 +98,7 @@ class Engine(Reporting):
             self._memory.close()
             raise
         self._units, self._handles = adoption.attach(loading)
+        self.ranks.named = agreement.unit_names(self)
         self._handles += state.install(self, model)
         self.net = SavedTensorNet(self, self._slots)
         self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
@@ -460,6 +461,7 @@ class Engine(Reporting):
             self.scaler.update(False)
         self._clip_factor = 1.0
         self._steps += 1
+        self.ranks.when = f" after step {self._steps}"
         self._note_step(self.core.stats())
         return loss
 
@@ -611,7 +613,8 @@ class Engine(Reporting):
     def load_model_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
         """`model.load_state_dict`; fp32 values become masters exactly. Every rank gives the whole state."""
         self._check_open()
-        return self.model.load_state_dict(state, strict=strict)
+        with self.ranks.revealing():
+            return self.model.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU. rank0_only: as model_state_dict."""
@@ -656,12 +659,12 @@ class Engine(Reporting):
         Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
         fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
         device_budget_bytes (-1: none), host_bytes, host_pin_seconds, mapping_seconds (of the host, for blocks),
-        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and
-        gradients, padding included), weight_bytes, leases, layout_hash; and the medians over the last
-        32 steps that report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on
-        the device, others included, the driver's figure. With a plan what it foretells: predicted_step_seconds,
-        predicted_bound_seconds (perfect overlap), compute_seconds, predicted_device_peak_bytes,
-        predicted_host_peak_bytes (of the whole process; on the CPU without activations).
+        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and gradients,
+        padding included), weight_bytes, leases, layout_hash; and the medians over the last 32 steps that
+        report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on the device, others
+        included, the driver's figure. With a plan what it foretells: predicted_step_seconds, predicted_bound_seconds
+        (perfect overlap), compute_seconds, predicted_device_peak_bytes, predicted_host_peak_bytes (of the whole
+        process; on the CPU without activations).
         """
         self._check_open()
         return {

@@ -25,7 +25,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_strategy.comm import DEFAULT_TIMEOUT, Communicator, _Gloo, _Notes, connect, ranks_text
+from gemini_strategy.comm import (
+    DEFAULT_TIMEOUT,
+    Communicator,
+    _Gloo,
+    _Notes,
+    connect,
+    patience_of,
+    ranks_text,
+)
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
-__all__ = ["Group", "Ranks", "check_lines", "check_same", "fingerprint"]
+__all__ = ["Group", "Ranks", "by_value", "check_lines", "check_same", "fingerprint"]
 
 _FRAME = 1024  # bytes that the ranks tell each other at once
 _SAMPLES = 256  # elements of a tensor whose bits stand for all of them
@@ -93,18 +101,31 @@ class Ranks:
         self._failure: tuple[type[GeminiError], str] | None = None
         self._gloo: Any = None
         self._reason: str | None = None  # of what may fail now
+        self.when = ""  # " after step 7", for texts
+        self.named: Callable[[str], str] = str  # puts names for what the core counts in a text
         self._pid = os.getpid()
         if self.size == 1:
             return
-        number = _made[self.members] = _made.get(self.members, 0) + 1
         name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
         world = dist.group.WORLD.get_group_store()
-        self._store = dist.PrefixStore(f"gemini/ranks/{name}/{number}", world)
-        self._notes = _Notes(dist.PrefixStore("control", self._store), self.rank, self.size)
+        store = dist.PrefixStore(f"gemini/ranks/{name}", world)
+        patience = patience_of(timeout)
+        tries = _Notes(store, self.rank, self.size, patience=patience)
+        number = _made.get(self.members, 0) + 1
+        while tries.has(f"{number}/over"):  # the others came, and this rank did not
+            number += 1
+        _made[self.members] = number
+        self._store = dist.PrefixStore(str(number), store)
+        control = dist.PrefixStore("control", self._store)
+        self._notes = _Notes(control, self.rank, self.size, patience=patience)
         gloo = dist.PrefixStore("gloo", self._notes.store)
-        self._gloo = self._notes.meet(
-            "control group", "", timeout, lambda: _Gloo(gloo, self.rank, self.size, timeout)
-        )
+        try:
+            self._gloo = self._notes.meet(
+                "control group", "", timeout, lambda: _Gloo(gloo, self.rank, self.size, timeout)
+            )
+        except BaseException:
+            tries.mark(f"{number}/over")
+            raise
         _open.add(self)
         try:
             hosts = self.gather("who is where", _host())
@@ -188,9 +209,7 @@ class Ranks:
         kinds = [json.dumps(own[:2]) for own in told]
         if len(set(kinds)) > 1:
             raise self._broken(
-                GeminiError(
-                    f"{what}: the ranks differ in its elements: {_by_value(kinds, members)}"
-                )
+                GeminiError(f"{what}: the ranks differ in its elements: {by_value(kinds, members)}")
             )
         return [(own[2], own[3]) for own in told]
 
@@ -212,7 +231,7 @@ class Ranks:
         if len(set(places)) > 1:
             raise self._broken(
                 GeminiError(
-                    f"the ranks are at different places: {_by_value(places, members)}; all of them must make the same "
+                    f"the ranks are at different places: {by_value(places, members)}; all of them must make the same "
                     "calls in the same order"
                 )
             )
@@ -245,7 +264,7 @@ class Ranks:
                 [into.get(r, nothing) for r in range(self.size)],
             )
         except GeminiDeviceError as error:
-            words = f"{what}, rank {self.rank} of {self.size}: {error}"
+            words = f"{what}{self.when}, rank {self.rank} of {self.size}: {error}"
             raise self._broken(GeminiDeviceError(words)) from error
         except BaseException as error:  # KeyboardInterrupt: half of it may have been sent
             self._broken(GeminiDeviceError(f"{what}: {type(error).__name__} on this rank"))
@@ -259,6 +278,17 @@ class Ranks:
             raise self._failure[0](self._failure[1])
         if self.size > 1 and (self._gloo is None or self._pid != os.getpid()):
             raise GeminiError("these ranks are closed, or this process was forked from one of them")
+
+    @contextlib.contextmanager
+    def revealing(self) -> Iterator[None]:
+        """Inside, torch makes errors of its own of ours: that of a collective is raised in their place."""
+        try:
+            yield
+        except RuntimeError:
+            with self.explaining():
+                for comm in self._comms:
+                    comm.core.check()
+            raise
 
     @property
     def has_failed(self) -> bool:
@@ -279,7 +309,7 @@ class Ranks:
                 error = GeminiError(f"{what}: the ranks have not issued the same collectives")
                 told = comm.explained(error, max(own[i][0] for own in everyone))
                 self.abort(str(error))
-                raise told
+                raise type(told)(self.named(str(told)))
 
     def explained(self, error: GeminiError) -> GeminiError:
         """An error that may be about other ranks, with what they say of it."""
@@ -290,6 +320,7 @@ class Ranks:
                 comm.core.check()
             except GeminiError:
                 told = comm.explained(error)
+                told = type(told)(self.named(str(told)))
                 self.abort(str(error))
                 return told
         return error
@@ -306,12 +337,16 @@ class Ranks:
         self._notes.write("failed", self._reason or str(error))
         self._end(self._reason or str(error))
         if isinstance(error, GeminiDeviceError):
-            said = self._notes.read("failed", wait=min(2.0, self.timeout / 4))
+            said = self._notes.read("failed", wait=min(2.0, patience_of(self.timeout)))
             parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
-            silent = [r for r in range(self.size) if r not in said]
-            if silent:
+            silent = [r for r in range(self.size) if r not in said and r != self.rank]
+            if silent and self._notes.is_lost:
+                parts.append(
+                    f"the group's store does not answer, {ranks_text(silent)} could not be asked"
+                )
+            elif silent:
                 parts.append(f"{ranks_text(silent)} said nothing")
-            error = type(error)("; ".join([str(error), *parts]))
+            error = type(error)(self.named("; ".join([str(error), *parts])))
             self._failure = type(error), str(error)
         return error
 
@@ -378,7 +413,9 @@ class Ranks:
             self.check()
             store = dist.PrefixStore(f"{name}/{group.members[0]}", self._store)
             try:
-                comm = connect(store, group.rank, group.size, device, self.timeout)
+                comm = connect(
+                    store, group.rank, group.size, device, self.timeout, group.members, self.size
+                )
             except GeminiError as error:
                 words = f"{name} group of {ranks_text(group.members)}: {error}"
                 raise self._broken(type(error)(words)) from error
@@ -413,7 +450,7 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
         said = [json.dumps(own[field]) if field in own else "nothing" for own in everyone]
         if len(set(said)) > 1:
             raise GeminiError(
-                f"the ranks differ in {field}: {_by_value(said)}; it must be the same on all of them"
+                f"the ranks differ in {field}: {by_value(said)}; it must be the same on all of them"
             )
 
 
@@ -513,7 +550,7 @@ def _piece(values: torch.Tensor, first: int, n: int) -> tuple[int, int]:
     return values.data_ptr() + first * size, n * size
 
 
-def _by_value(said: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+def by_value(said: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     """ "'a' on ranks 0, 2, 'b' on rank 1"."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks or range(len(said)), said, strict=True):

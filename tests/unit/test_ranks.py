@@ -297,7 +297,20 @@ def check_missing(rank: int, size: int) -> None:
     assert seconds < 3 * SHORT
 
 
+def check_next_try(rank: int, size: int) -> None:
+    """One that did not come, or came too late for the others, meets them when they try again."""
+    if rank != 1:
+        for _ in range(2):
+            seconds, text = raised(lambda: Ranks(timeout=SHORT / 4))
+            assert "rank 1 did not come" in text and seconds < SHORT
+    dist.barrier()
+    ranks = Ranks(timeout=PATIENT)
+    assert ranks.gather("rank", rank) == list(range(size))
+    ranks.close()
+
+
 def check_failures(rank: int, size: int) -> None:
+    check_next_try(rank, size)
     check_places(rank, size)
     check_sizes(rank, size)
     check_abort(rank, size)

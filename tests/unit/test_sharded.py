@@ -470,8 +470,7 @@ def check_steps(rank: int, size: int) -> None:
             text = text or refusal(engine.step)
             break
         engine.zero_grad()
-    mine, others = ("frozen", "terms.0") if rank == 1 else ("terms.0", "frozen")
-    words = f"here unit {mine} is entered, on another rank unit {others} is entered"
+    words = "unit terms.0 is entered on ranks 0, 2, unit frozen is entered on rank 1; every rank"
     assert f"different passes since the last step, from tick 0 on: {words}" in text, text
     with pytest.warns(RuntimeWarning, match="part of the weights only"):
         engine.close()
@@ -489,6 +488,46 @@ def check_steps(rank: int, size: int) -> None:
     assert engine.stats()["steps"] == before
     with pytest.warns(RuntimeWarning, match="part of the weights only"):
         engine.close()
+
+
+class Experts(nn.Module):
+    """The batch decides which module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return self.experts[choice](x).square().mean()
+
+
+def check_experts(rank: int, size: int) -> None:
+    """Another module on one rank: the rank, the unit and the collective are named, with a plan and without."""
+    for steps in (0, 4):
+        engine = manage(Experts())
+        for _ in range(steps):
+            engine.backward(sum(engine.model(torch.ones(2, 40), choice) for choice in (0, 1)))
+            engine.step()
+            engine.zero_grad()
+        with pytest.raises(gs.GeminiError) as found:
+            loss = engine.model(torch.ones(2, 40), int(rank == 1))
+            engine.backward(loss)
+            engine.step()
+        text = str(found.value)
+        if steps == 0:
+            each = [
+                f"(gathering the weights of chunk {2 * i} (unit experts.{i}) after step 0)"
+                for i in (0, 1)
+            ]
+            said = f"ranks 0, 2 all_gather of 3 x 2560 bytes {each[0]}, rank 1 all_gather of 3 x 2560 bytes {each[1]}"
+            assert f"the ranks differ from collective 1 on: {said}" in text, text
+        assert "rank 1" in text and "unit experts." in text and "after step" in text, text
+        with pytest.warns(RuntimeWarning, match="part of the weights only"):
+            engine.close()
+
+
+def test_modules_that_differ(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_experts))
 
 
 def test_steps_that_differ(tmp_path: Path) -> None:
