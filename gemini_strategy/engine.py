@@ -64,13 +64,12 @@ class Engine(Reporting):
         scaler: LossScaler,
         ranks: Ranks,
     ) -> None:
-        device = settings.device
         super().__init__()
         self.ranks = ranks
         self.written = agreement.Written(ranks)
         self.model = model
         self.optimizer = optimizer
-        self.device = device
+        self.device = settings.device
         self.precision = settings.precision.name
         self.precision_plan = settings.precision
         self.closed = False
@@ -88,7 +87,7 @@ class Engine(Reporting):
         self._slots_by_id = {slot.id: slot for slot in self._slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
-        self._memory = DeviceMemory(device)
+        self._memory = DeviceMemory(settings.device)
         try:
             self._make_core(adoption)
             loading.fill(adoption.slots, ranks)
