@@ -104,8 +104,7 @@ struct gm_engine {
     uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
     gm_event wished[2]; /* see agree.c */
     uint64_t n_wishes;
-    uint64_t
-        common_hash; /* of `collectives` when all ranks had it; schedules of one rank alone may follow */
+    uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
     float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
     gm_arena *arena;
     bool is_pinned_arena, is_strict;

@@ -313,9 +313,8 @@ class _Notes:
         patience: float,
     ) -> None:
         self.store = store.clone()  # a visit that hangs must not block whoever else uses it
-        self.patience = (
-            patience  # for one visit: whoever serves the store may be the rank that stopped
-        )
+        # for one visit: whoever serves the store may be the rank that stopped
+        self.patience = patience
         self.size = size
         self.names = list(names or range(size))
         self.name = self.names[rank]
@@ -327,21 +326,21 @@ class _Notes:
         here = self.read("here", wait=timeout)
         missing = [r for r in self.names if r not in here]
         others = [r for r, other in here.items() if other != kind]
+        words = f"{what}, rank {self.name}"
+        if missing:  # whoever makes it alone waits longer than `timeout`
+            raise GeminiDeviceError(
+                f"{words}: {ranks_text(missing)} did not come within {timeout:g} s"
+            )
+        if others:
+            raise GeminiDeviceError(
+                f"{words}: {ranks_text(others)} made it for another kind of device than {kind}"
+            )
         try:
-            if (
-                missing or others
-            ):  # who has come is told; whoever makes it alone waits longer than `timeout`
-                raise RuntimeError(
-                    f"{ranks_text(missing)} did not come within {timeout:g} s"
-                    if missing
-                    else f"{ranks_text(others)} made it for another kind of device than {kind}"
-                )
             return make()
         except NotImplementedError:
             raise
         except RuntimeError as error:
-            reason = str(error)
-            raise GeminiDeviceError(f"{what}, rank {self.name}: {reason}") from error
+            raise GeminiDeviceError(f"{words}: {error}") from error
 
     def has(self, key: str) -> bool:
         found: list[bool] = []

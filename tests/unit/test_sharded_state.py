@@ -143,9 +143,8 @@ def check_distributed_checkpoint(rank: int, size: int, folder: str) -> None:
         optimizer = engine.optimizer
         train(engine, rank, size, range(3 if size == 2 else 1))
         before = engine.state_dict()
-        if (
-            precision == "32-true"
-        ):  # torch's own way; in half precision it would leave the masters out
+        # torch's own way; in half precision it would leave the masters out
+        if precision == "32-true":
             model_state, optimizer_state = get_state_dict(engine.model, optimizer)
             assert_same(engine.state_dict(), before)  # looking at it is no step
             state = {"model": model_state, "optimizer": optimizer_state}
