@@ -36,6 +36,8 @@ struct gm_lease {
     gm_lease *next;
     uint32_t param;
     bool is_pinned;
+    uint32_t tick;    /* of the open pass, the last that had taken the chunk; GM_NO_TICK: none */
+    uint32_t born;    /* the tick of the beginning; GM_NO_TICK: the chunk was in use then */
     gm_stream stream; /* where its tensor is used */
     atomic_bool is_watched, is_ended;
     void *old; /* the weight's bytes when last compared; NULL unless watched */
@@ -57,6 +59,7 @@ typedef struct gm_chunk_state {
     uint32_t n_held;                /* of them, is_held */
     uint32_t n_unreduced;           /* of them, is_unreduced */
     uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
+    uint32_t tick;                  /* of the open pass, the last that took it; GM_NO_TICK: none */
     /* The gathered weights, as all ranks see them; see shard.c. */
     bool is_gathered, is_doomed;
     uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
@@ -368,6 +371,8 @@ gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *o
 
 /* lease.c */
 gm_status gm_lease_process_ended(gm_engine *engine);
+/* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
+void gm_lease_note_pass_end(gm_engine *engine);
 /* Finds what was written through watched leases since the last look. */
 gm_status gm_lease_poll_watched(gm_engine *engine);
 /* The engine itself has written weights: later looks compare with what is there now. */

@@ -71,6 +71,15 @@ gm_status gm_lease_renew_snapshots(gm_engine *engine)
     return GM_OK;
 }
 
+/* A chunk that a lease shows is in use, for longer than its unit was entered: the trace shall know, or a plan would give
+ * its blocks away.  Not so what is read between two ticks, when no plan acts. */
+static void note_use(gm_engine *engine, const gm_lease *lease)
+{
+    if (engine->tick != lease->born) {
+        gm_book_release(engine->book, lease->tick);
+    }
+}
+
 static gm_status process_ended(gm_engine *engine)
 {
     gm_lease **link = &engine->leases;
@@ -85,6 +94,7 @@ static gm_status process_ended(gm_engine *engine)
             GM_TRY(wait_for_writes(engine, lease));
             GM_TRY(reconcile_lease(engine, lease));
         }
+        note_use(engine, lease);
         bool was_pinned = lease->is_pinned;
         gm_stream stream = lease->stream;
         *link = lease->next;
@@ -95,6 +105,14 @@ static gm_status process_ended(gm_engine *engine)
         }
     }
     return GM_OK;
+}
+
+void gm_lease_note_pass_end(gm_engine *engine)
+{
+    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        note_use(engine, lease);
+        lease->tick = GM_NO_TICK;
+    }
 }
 
 /* Every call asks; every parameter's storage is a lease: they are walked only after one has ended. */
@@ -125,8 +143,12 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
         return GM_FAIL(GM_ERR_NOMEM, "HOST: lease of %llu elements",
                        (unsigned long long)p->spec.numel);
     }
-    *lease = (gm_lease){
-        .engine = engine, .param = id, .is_pinned = is_pinned, .stream = stream, .old = old};
+    *lease = (gm_lease){.engine = engine,
+                        .param = id,
+                        .is_pinned = is_pinned,
+                        .tick = GM_NO_TICK,
+                        .stream = stream,
+                        .old = old};
     atomic_init(&lease->is_watched, is_watched);
     atomic_init(&lease->is_ended, false);
     gm_status status = gm_engine_begin_call(engine);
@@ -136,6 +158,9 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
         return status;
     }
     if (is_pinned) {
+        bool is_in_use = gm_chunks_pins(engine->chunks, p->place.chunk, engine->shown) > 0;
+        lease->tick = engine->chunk_states[p->place.chunk].tick;
+        lease->born = is_in_use ? GM_NO_TICK : engine->tick;
         status = gm_update_check_between(engine, p->place.chunk);
         status =
             status == GM_OK ? gm_engine_pin_shown(engine, p->place.chunk, stream, false) : status;

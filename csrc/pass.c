@@ -151,6 +151,7 @@ void gm_pass_end(gm_engine *engine)
     gm_tick_timer *timer = engine->timer;
     uint32_t index;
     stop_timer(engine, engine->stream);
+    gm_lease_note_pass_end(engine);
     engine->is_pass_open = engine->is_following = false;
     if (gm_book_end(engine->book, &index) != GM_OK || index == GM_NO_TRACE) {
         timer->is_on = false;
@@ -188,6 +189,9 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
             return gm_engine_die(engine, planned);
         }
         engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
+    }
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].tick = GM_NO_TICK;
     }
     engine->is_pass_open = true;
     engine->is_pass_grad = is_grad;

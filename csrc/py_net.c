@@ -148,6 +148,17 @@ static int follow(gm_py_net *net, long long node, long long task)
     return -1; /* not reached */
 }
 
+/* Lets go of chunks whose views have gone. */
+static int poll_held(gm_py_net *net)
+{
+    if (!net->held || PyDict_Size(net->held) == 0) {
+        return 0;
+    }
+    PyObject *done = PyObject_CallMethod(net->engine, "_poll_held", NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 /* Makes the chunk at `address` readable for the running node. */
 static int touch(gm_py_net *net, uintptr_t address)
 {
@@ -159,7 +170,9 @@ static int touch(gm_py_net *net, uintptr_t address)
         return -1;
     }
     int is_known = follow(net, node, task);
-    if (is_known < 0) {
+    /* A recomputation that ends early, by an exception, lets its last unit leave while that exception's frames still
+     * show its weights: without this look they would stay pinned until the next unit is entered. */
+    if (is_known < 0 || poll_held(net) < 0) {
         return -1;
     }
     bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
@@ -218,15 +231,7 @@ int gm_py_net_settle(gm_py_net *net)
 
 int gm_py_net_begin_unit(gm_py_net *net)
 {
-    if (gm_py_net_settle(net) < 0) {
-        return -1;
-    }
-    if (!net->held || PyDict_Size(net->held) == 0) {
-        return 0;
-    }
-    PyObject *done = PyObject_CallMethod(net->engine, "_poll_held", NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return gm_py_net_settle(net) < 0 ? -1 : poll_held(net);
 }
 
 /* ---- saving ---- */
