@@ -15,6 +15,7 @@ import resource
 import statistics
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -37,6 +38,8 @@ __all__ = [
 
 _NAN = float("nan")
 _WINDOW = 32  # steps
+_BREAKS_WINDOW = 8  # steps
+_MOST_BREAKS = 3  # of them in which the plan was left, until somebody should know
 _WIDTH = 100  # columns
 _DASH = "-"
 _CLASSES = ("R", "S1", "S2", "C1", "C2")
@@ -107,6 +110,8 @@ class StepMeter:
         self.tokens_per_step: int | None = None
         self._clock = clock
         self._steps: deque[dict[str, float]] = deque(maxlen=_WINDOW)
+        self._breaks: deque[int] = deque(maxlen=_BREAKS_WINDOW + 1)
+        self._has_warned = False
         self._last: dict[str, float] | None = None
         self._tokens = 0
         self._is_counting = False
@@ -132,7 +137,7 @@ class StepMeter:
 
         Args:
             stats: with fetched_bytes, evicted_bytes (all bytes copied to and from the device) and, where the
-                engine counts it, host_adam_seconds; all since the beginning.
+                engine counts it, host_adam_seconds and plan_breaks; all since the beginning.
             compute_seconds: of one step without any waiting; None: not known.
         """
         now = {
@@ -150,6 +155,22 @@ class StepMeter:
             self._steps.append(step)
         self._last = now
         self._tokens = 0
+        self._mind_breaks(stats.get("plan_breaks", 0))
+
+    def _mind_breaks(self, n_breaks: int) -> None:
+        """Warns, once, of a plan that is left again and again: such steps are many times slower."""
+        self._breaks.append(n_breaks)
+        if self._has_warned or n_breaks - self._breaks[0] <= _MOST_BREAKS:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"in {n_breaks - self._breaks[0]} of the last {len(self._breaks) - 1} steps the plan was left for want "
+            "of device memory, and made again; such steps are slow. Torch's memory grows from step to step, or "
+            "something shows weights (a view that is kept) that no earlier pass has shown: raise device_budget, "
+            'or see docs/tuning.md, "When there is no plan"',
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def figures(self) -> dict[str, float]:
         """Medians over the window.

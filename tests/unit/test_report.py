@@ -2,6 +2,7 @@
 
 import builtins
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -174,6 +175,22 @@ def test_meter_says_nan_for_what_it_does_not_know() -> None:
     clock.now += 1.0
     meter.step({"fetched_bytes": 0}, 3.0)  # a compute time beyond the step is no negative stall
     assert meter.figures()["stall_percent"] == 0.0
+
+
+def test_meter_warns_once_of_a_plan_that_is_left_again_and_again() -> None:
+    def play(breaks: list[int]) -> list[str]:
+        meter, n_breaks = StepMeter(Clock()), 5
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for more in breaks:
+                n_breaks += more
+                meter.step({"plan_breaks": n_breaks})
+        return [str(each.message) for each in caught]
+
+    assert play([0, 1, 0, 1, 0, 1] + 8 * [0] + [1, 1, 1] + 9 * [0]) == []
+    for breaks in ([0, 1, 1, 1, 1], [0] + 9 * [1, 0]):
+        (text,) = play(breaks)
+        assert "in 4 of the last" in text and "raise device_budget" in text
 
 
 def test_tokens_count_once_per_forward_that_trains() -> None:
