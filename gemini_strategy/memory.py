@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -82,6 +83,8 @@ class DeviceMemory:
         self._refusals = 0
         if device.type != "cuda":
             return
+        if device.index in _in_use:
+            gc.collect()  # a model that nobody has any more is part of a cycle with its engine
         if device.index in _in_use:
             raise GeminiError(
                 f"{device} has an open engine already, and torch's memory can answer to one only: "

@@ -373,11 +373,12 @@ def summable_class(tree: str) -> type:
 
         def loss(self, numbers: Tensor) -> Tensor:
             tokens = numbers % 8
-            inputs = (numbers[:, None] * torch.arange(1, 7)) % 5 - 2.0
+            inputs = (numbers[:, None] * torch.arange(1, 7, device=numbers.device)) % 5 - 2.0
             total = (self.embedding(tokens) * inputs).float().sum()
             for index, layer in enumerate([*self.layers, self.norm]):
                 outputs = layer(inputs.to(layer.weight.dtype))
-                factors = (numbers[:, None] + torch.arange(outputs.shape[1])) % (index + 2) - 1.0
+                columns = torch.arange(outputs.shape[1], device=numbers.device)
+                factors = (numbers[:, None] + columns) % (index + 2) - 1.0
                 total = total + (outputs.float() * factors).sum()
             return total / (RANK_BATCH * 4)
 
