@@ -170,8 +170,8 @@ static int touch(gm_py_net *net, uintptr_t address)
         return -1;
     }
     int is_known = follow(net, node, task);
-    /* A recomputation that ends early, by an exception, lets its last unit leave while that exception's frames still
-     * show its weights: without this look they would stay pinned until the next unit is entered. */
+    /* A node that recomputes its input shows its weight meanwhile, so that the recomputed unit leaves with what looks
+     * like a view that escapes.  Here the node is over; the next unit may be far. */
     if (is_known < 0 || poll_held(net) < 0) {
         return -1;
     }
