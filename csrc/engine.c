@@ -500,6 +500,14 @@ static gm_status end_replay_call(gm_engine *engine, gm_status status)
     return gm_engine_end_call(engine, status);
 }
 
+/* Leases want to know since when the open pass uses the chunk. */
+static void note_taken(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    state->tick = engine->tick;
+    state->first_tick = state->first_tick == GM_NO_TICK ? engine->tick : state->first_tick;
+}
+
 static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bool in_backward)
 {
     gm_status status = GM_OK;
@@ -509,7 +517,7 @@ static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bo
         status = in_backward ? gm_update_check_reuse(engine, chunk)
                              : gm_update_check_between(engine, chunk);
         status = status == GM_OK ? gm_engine_pin_shown(engine, chunk, stream, true) : status;
-        engine->chunk_states[chunk].tick = engine->tick;
+        note_taken(engine, chunk);
     }
     if (status != GM_OK) { /* all or nothing; the first error's text is what counts */
         for (i--; i-- > engine->unit_begin[unit];) {
@@ -593,7 +601,8 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
     GM_TRY(status);
     engine->is_touched[chunk] = true;
     engine->touched_stream[engine->n_touched] = stream;
-    engine->touched_tick[engine->n_touched] = engine->chunk_states[chunk].tick = engine->tick;
+    note_taken(engine, chunk);
+    engine->touched_tick[engine->n_touched] = engine->tick;
     engine->touched[engine->n_touched++] = chunk;
     gm_pass_start_timer(engine, stream);
     return GM_OK;

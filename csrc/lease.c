@@ -72,11 +72,14 @@ gm_status gm_lease_renew_snapshots(gm_engine *engine)
 }
 
 /* A chunk that a lease shows is in use, for longer than its unit was entered: the trace shall know, or a plan would give
- * its blocks away.  Not so what is read between two ticks, when no plan acts. */
+ * its blocks away.  Not so what is read between two ticks, when no plan acts.  A lease that was there before the pass took
+ * its chunk is known from that tick on. */
 static void note_use(gm_engine *engine, const gm_lease *lease)
 {
-    if (engine->tick != lease->born) {
-        gm_book_release(engine->book, lease->tick);
+    if (lease->is_pinned && engine->is_pass_open && engine->tick != lease->born) {
+        uint32_t chunk = engine->params[lease->param].place.chunk;
+        uint32_t since = engine->chunk_states[chunk].first_tick;
+        gm_book_release(engine->book, lease->tick != GM_NO_TICK ? lease->tick : since);
     }
 }
 
@@ -111,7 +114,7 @@ void gm_lease_note_pass_end(gm_engine *engine)
 {
     for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
         note_use(engine, lease);
-        lease->tick = GM_NO_TICK;
+        lease->tick = lease->born = GM_NO_TICK; /* of this pass */
     }
 }
 
@@ -147,6 +150,7 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
                         .param = id,
                         .is_pinned = is_pinned,
                         .tick = GM_NO_TICK,
+                        .born = GM_NO_TICK,
                         .stream = stream,
                         .old = old};
     atomic_init(&lease->is_watched, is_watched);
@@ -159,8 +163,10 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
     }
     if (is_pinned) {
         bool is_in_use = gm_chunks_pins(engine->chunks, p->place.chunk, engine->shown) > 0;
-        lease->tick = engine->chunk_states[p->place.chunk].tick;
-        lease->born = is_in_use ? GM_NO_TICK : engine->tick;
+        if (engine->is_pass_open) { /* else these are the last pass's ticks */
+            lease->tick = engine->chunk_states[p->place.chunk].tick;
+            lease->born = is_in_use ? GM_NO_TICK : engine->tick;
+        }
         status = gm_update_check_between(engine, p->place.chunk);
         status =
             status == GM_OK ? gm_engine_pin_shown(engine, p->place.chunk, stream, false) : status;

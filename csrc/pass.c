@@ -191,7 +191,7 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
         engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
     }
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].tick = GM_NO_TICK;
+        engine->chunk_states[chunk].first_tick = engine->chunk_states[chunk].tick = GM_NO_TICK;
     }
     engine->is_pass_open = true;
     engine->is_pass_grad = is_grad;

@@ -44,11 +44,12 @@ static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_co
         latest[out->uses[i].chunk] = i;
     }
     for (uint32_t c = 0; c < plan->n; c++) {
-        if (latest[c] == UINT32_MAX || !is_updated_in_pass(plan, input, course, c)) {
+        if (!is_updated_in_pass(plan, input, course, c)) {
             continue;
         }
         uint32_t end = course->settle[c] < course->n ? course->settle[c] + 1 : course->n;
-        if (gm_is_gathered(input, c)) {
+        if (gm_is_gathered(input, c) ||
+            latest[c] == UINT32_MAX) { /* or forward was a pass of its own */
             out->uses[out->n_uses++] = (gm_use){c, end - 1, end};
         } else {
             gm_use *use = &out->uses[latest[c]];
@@ -160,7 +161,7 @@ gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm
         if (input->when == GM_IMMEDIATE) {
             prolong(plan, input, course, latest, out);
         }
-        if (out->n_gathers > 0 && !is_sorted(out)) {
+        if (!is_sorted(out)) {
             qsort(out->uses, out->n_uses, sizeof *out->uses, by_begin);
         }
     }

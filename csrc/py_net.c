@@ -20,6 +20,8 @@ typedef struct outer {
     gm_py_net *below;        /* the thread's active net before */
 } outer;
 
+enum { LOOKS = 4 }; /* the node itself, and those behind it */
+
 struct gm_py_net {
     PyObject_HEAD PyObject *core, *engine, *held, *mark;
     PyObject *pack, *unpack; /* our methods, bound once */
@@ -27,6 +29,8 @@ struct gm_py_net {
     PyObject *slots;         /* a tuple, ordered by address */
     uintptr_t *addresses;    /* of `slots` */
     int ordinal;             /* -1 on the host device */
+    unsigned
+        n_looks; /* touches that look for views that have gone: few, or views that stay cost each touch */
     outer *frames;
     size_t n_frames, frame_capacity;
     gm_running running;
@@ -159,6 +163,22 @@ static int poll_held(gm_py_net *net)
     return done ? 0 : -1;
 }
 
+/* A node that recomputes its input shows its weight meanwhile, so that the recomputed unit leaves with what looks like a
+ * view that escapes.  It is gone with the node, and the next unit may be far. */
+void gm_py_net_note_hold(gm_py_net *net)
+{
+    net->n_looks = LOOKS;
+}
+
+static int look_again(gm_py_net *net)
+{
+    if (net->n_looks == 0) {
+        return 0;
+    }
+    net->n_looks--;
+    return poll_held(net);
+}
+
 /* Makes the chunk at `address` readable for the running node. */
 static int touch(gm_py_net *net, uintptr_t address)
 {
@@ -170,9 +190,7 @@ static int touch(gm_py_net *net, uintptr_t address)
         return -1;
     }
     int is_known = follow(net, node, task);
-    /* A node that recomputes its input shows its weight meanwhile, so that the recomputed unit leaves with what looks
-     * like a view that escapes.  Here the node is over; the next unit may be far. */
-    if (is_known < 0 || poll_held(net) < 0) {
+    if (is_known < 0 || look_again(net) < 0) {
         return -1;
     }
     bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */

@@ -232,8 +232,11 @@ static int hold_escaped(const unit *self)
         if (uses < 0) {
             return -1;
         }
-        if (uses > slot->base_count + slot->view_tokens &&
-            gm_py_done(PyObject_CallMethod(self->engine, "hold", "O", slot)) < 0) {
+        if (uses <= slot->base_count + slot->view_tokens) {
+            continue;
+        }
+        gm_py_net_note_hold(self->net);
+        if (gm_py_done(PyObject_CallMethod(self->engine, "hold", "O", slot)) < 0) {
             return -1;
         }
     }

@@ -60,6 +60,8 @@ int gm_py_net_pop(gm_py_net *net);
 int gm_py_net_settle(gm_py_net *net);
 /* The same, and of views that have ended. */
 int gm_py_net_begin_unit(gm_py_net *net);
+/* A unit has left while a view of it lives. */
+void gm_py_net_note_hold(gm_py_net *net);
 
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);

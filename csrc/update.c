@@ -36,7 +36,7 @@ gm_status gm_update_new(gm_engine *engine)
     for (uint32_t chunk = 0; chunk < n; chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
         state->first_param = first;
-        state->tick = GM_NO_TICK;
+        state->first_tick = state->tick = GM_NO_TICK;
         for (int turn = 0; turn < 2; turn++) {
             state->task[turn].engine = engine;
             state->task[turn].ranges =

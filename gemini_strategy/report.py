@@ -164,7 +164,7 @@ class StepMeter:
             return
         self._has_warned = True
         warnings.warn(
-            f"in {n_breaks - self._breaks[0]} of the last {len(self._breaks) - 1} steps the plan was left for want "
+            f"the plan was left {n_breaks - self._breaks[0]} times in the last {len(self._breaks) - 1} steps, for want "
             "of device memory, and made again; such steps are slow. Torch's memory grows from step to step, or "
             "something shows weights (a view that is kept) that no earlier pass has shown: raise device_budget, "
             'or see docs/tuning.md, "When there is no plan"',

@@ -190,7 +190,7 @@ def test_meter_warns_once_of_a_plan_that_is_left_again_and_again() -> None:
     assert play([0, 1, 0, 1, 0, 1] + 8 * [0] + [1, 1, 1] + 9 * [0]) == []
     for breaks in ([0, 1, 1, 1, 1], [0] + 9 * [1, 0]):
         (text,) = play(breaks)
-        assert "in 4 of the last" in text and "raise device_budget" in text
+        assert "left 4 times in the last" in text and "raise device_budget" in text
 
 
 def test_tokens_count_once_per_forward_that_trains() -> None:

@@ -156,41 +156,43 @@ def test_an_evaluation_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 class _Escaping(nn.Module):
     """Weights that are in use longer than their units are entered.
 
-    With `is_checkpointed`, the last unit of each block is recomputed while the backward node that asked for it
-    shows its weight; without, a view of the first layer's weight lives on during two more units.
+    "recomputed": the last unit of each block is recomputed while the backward node that asked for it shows its
+    weight. "view": a view of the first layer's weight lives on during two more units. "early": one is made before
+    any unit is entered, and used when all have left.
     """
 
-    def __init__(self, is_checkpointed: bool, depth: int = 6, width: int = 48) -> None:
+    def __init__(self, what: str, depth: int = 6, width: int = 48) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
             for _ in range(depth)
         )
-        self.is_checkpointed = is_checkpointed
+        self.what = what
 
     def block(self, layers: Any, x: Tensor) -> Tensor:
-        views = []
-        if not self.is_checkpointed:
+        views: list[Tensor] = []
+        if self.what == "view":
             hook = layers[0].register_forward_hook(lambda m, a, y: views.append(m.weight.t()))
         for layer in layers:
             x = x + layer(torch.tanh(x))
-        if not self.is_checkpointed:
+        if self.what == "view":
             hook.remove()
             x = x + 0 * x @ views.pop()
         return x
 
     def forward(self, x: Tensor) -> Tensor:
+        early = self.blocks[3][1].weight.t() if self.what == "early" else None
         for layers in self.blocks:
-            if self.is_checkpointed and self.training:
+            if self.what == "recomputed" and self.training:
                 x = checkpoint(self.block, layers, x, use_reentrant=False)
             else:
                 x = self.block(layers, x)
-        return x
+        return x if early is None else x + 0 * x @ early
 
 
 def check_recomputed(rank: int, size: int) -> None:
     """A block's last unit is let go with the backward of that block, not with the next unit that is entered."""
-    case = replace(SMALL, name="escaping", build=partial(_Escaping, True))
+    case = replace(SMALL, name="escaping", build=partial(_Escaping, "recomputed"))
     want, run = both(case, Recipe(precision="bf16-true"), 0.5, chunk_size=4096)
     held: list[list[int]] = []
 
@@ -214,8 +216,8 @@ def test_recomputed_units_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyP
     values(run_ranks(2, tmp_path, check_recomputed))
 
 
-def check_escaping(rank: int, size: int, is_checkpointed: bool) -> None:
-    case = replace(SMALL, name="escaping", build=partial(_Escaping, is_checkpointed))
+def check_escaping(rank: int, size: int, what: str) -> None:
+    case = replace(SMALL, name="escaping", build=partial(_Escaping, what))
     for share in (0.25, 0.4, 0.7):
         want, run = both(case, Recipe(precision="bf16-true"), share, chunk_size=4096)
         for each in (want, run):
@@ -229,11 +231,14 @@ def check_escaping(rank: int, size: int, is_checkpointed: bool) -> None:
         finish(want, run)
 
 
-@pytest.mark.parametrize("is_checkpointed", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4])
+# A view made before its unit's first tick is not known until then: with several ranks a gather may break the plan.
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [(1, "early"), *((size, what) for size in (1, 2, 4) for what in ("recomputed", "view"))],
+)
 def test_what_outlives_its_unit_breaks_no_plan(
-    size: int, is_checkpointed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found on four GPUs: a plan that was left, and made again, in every step."""
     monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
-    values(run_ranks(size, tmp_path, check_escaping, is_checkpointed))
+    values(run_ranks(size, tmp_path, check_escaping, what))
