@@ -59,8 +59,7 @@ typedef struct gm_chunk_state {
     uint32_t n_held;                /* of them, is_held */
     uint32_t n_unreduced;           /* of them, is_unreduced */
     uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
-    uint32_t first_tick,
-        tick; /* of the open pass, the first and last that took it; GM_NO_TICK: none */
+    uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
     /* The gathered weights, as all ranks see them; see shard.c. */
     bool is_gathered, is_doomed;
     uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */

@@ -48,8 +48,8 @@ static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_co
             continue;
         }
         uint32_t end = course->settle[c] < course->n ? course->settle[c] + 1 : course->n;
-        if (gm_is_gathered(input, c) ||
-            latest[c] == UINT32_MAX) { /* or forward was a pass of its own */
+        bool is_unused = latest[c] == UINT32_MAX; /* its forward was a pass of its own */
+        if (gm_is_gathered(input, c) || is_unused) {
             out->uses[out->n_uses++] = (gm_use){c, end - 1, end};
         } else {
             gm_use *use = &out->uses[latest[c]];

@@ -20,7 +20,8 @@ typedef struct outer {
     gm_py_net *below;        /* the thread's active net before */
 } outer;
 
-enum { LOOKS = 4 }; /* the node itself, and those behind it */
+/* Touches that look after a hold: the node's own and those behind it.  With all of them, views that stay cost each. */
+enum { LOOKS = 4 };
 
 struct gm_py_net {
     PyObject_HEAD PyObject *core, *engine, *held, *mark;
@@ -29,8 +30,7 @@ struct gm_py_net {
     PyObject *slots;         /* a tuple, ordered by address */
     uintptr_t *addresses;    /* of `slots` */
     int ordinal;             /* -1 on the host device */
-    unsigned
-        n_looks; /* touches that look for views that have gone: few, or views that stay cost each touch */
+    unsigned n_looks;        /* touches that still look for views that have gone */
     outer *frames;
     size_t n_frames, frame_capacity;
     gm_running running;

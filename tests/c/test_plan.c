@@ -37,6 +37,49 @@ static void test_random_models(void)
     }
 }
 
+/* A forward in two passes: the chunks of the first one get their gradients, and updates, in one that never takes them. */
+static void test_updates_of_chunks_not_taken(void)
+{
+    enum { N = 16, FIRST = 5 };
+    uint32_t n_streamed = 0;
+    for (uint32_t round = 0; round < cases(100); round++) {
+        uint32_t trace, tick;
+        model m;
+        model_of_units(&m, N, 1 << 20, 0.1);
+        CHECK_OK(gm_book_begin(m.book, true));
+        for (uint32_t c = FIRST; c < N; c++) {
+            CHECK_OK(gm_book_tick(m.book, GM_TICK_ENTER, c, 0, &trace, &tick));
+            gm_book_release(m.book, tick);
+        }
+        for (uint32_t c = N, n_left = FIRST;
+             c-- > FIRST;) { /* each is in use until the next one is */
+            uint32_t before = tick;
+            CHECK_OK(gm_book_tick(m.book, GM_TICK_TOUCH, c, 0, &trace, &tick));
+            uint32_t touch = tick;
+            gm_book_release(m.book, before);
+            while (n_left > 0 && (c == FIRST || below(&seed, 2) == 0)) {
+                CHECK_OK(gm_book_tick(m.book, GM_TICK_GRAD, --n_left, 0, &trace, &tick));
+            }
+            CHECK_OK(gm_book_tick(m.book, GM_TICK_GRAD, c, 0, &trace, &tick));
+            tick = touch;
+        }
+        CHECK_OK(gm_book_end(m.book, &trace));
+        m.traces[0] = gm_book_trace(m.book, trace);
+        time_trace(&m, trace, 0.1);
+        m.input.when = GM_IMMEDIATE;
+        m.input.rates.host_adam = m.input.rates.host_adam_beside = 1e2;
+        size_t whole = whole_bytes(&m) / MODEL_BLOCK;
+        m.input.device_bytes = (whole / 8 + (size_t)below(&seed, whole)) * MODEL_BLOCK;
+        gm_plan *plan = checked_plan(&m);
+        for (uint32_t c = 0; c < FIRST && plan; c++) {
+            n_streamed += gm_plan_class(plan, c) == GM_CLASS_S2;
+        }
+        gm_plan_free(plan);
+        model_free(&m);
+    }
+    CHECK(n_streamed > finds(50));
+}
+
 /* Chunks of a few elements on blocks of a page: where states are streamed, the stage takes a slice of any. */
 static void test_stage_has_slots(void)
 {
@@ -367,6 +410,7 @@ static void test_bad_input(void)
 int main(void)
 {
     test_random_models();
+    test_updates_of_chunks_not_taken();
     test_stage_has_slots();
     test_gradients_alone();
     test_checker_misses_nothing();
