@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import report, takeover
+from gemini_strategy import absent, report, takeover
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.slot import Slot
 
@@ -174,6 +174,7 @@ def give_back(
     Where the value is None the parameter shows no data that may be used: the caller gives it other data (Loading.undo).
     """
     engine.closed = True
+    absent.drop_net(getattr(engine, "net", None))
     for unit in engine._units:
         unit.remove()
     engine._root.remove()
@@ -185,9 +186,7 @@ def give_back(
         if value is not None:
             parameter.data = value
         del parameter._gm_slot
-    for _, lease, _ in engine._held.values():
-        engine.core.lease_end(lease)
-    engine._held.clear()
+        slot.shown = None
     engine.core.close()
     engine.ranks.close()
     engine._memory.close()
