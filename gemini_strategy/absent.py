@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -355,6 +356,11 @@ def _door(original: Any, name: str) -> Any:
                 _expose(self)
             return original(self, *args, **kwargs)
         home = _home_of(self)
+        if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
+            raise GuardError(
+                f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
+                "module: give it p.clone(), or call the function inside the module that owns the parameter"
+            )
         with _plainly(), torch.no_grad():
             base = home.open(not home.is_copy)
             if home.memory is not None:
@@ -378,6 +384,52 @@ def _door(original: Any, name: str) -> Any:
 
     method._gm_original = original
     return method
+
+
+def _kin_door(original: Any) -> Any:
+    """A method that makes another tensor of the same dtype and device."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
+        return original(kin, *args, **kwargs)
+
+    method._gm_original = original
+    return method
+
+
+def _loop_door(original: Any) -> Any:
+    """A method that runs a Python function over elements, in place."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        others = [torch.clone(a) if is_absent(a) else a for a in args]
+        if not is_absent(self):
+            return original(self, *others)
+        home = _home_of(self)
+        with _plainly(), torch.no_grad():
+            base = home.open(True)
+            plain = _like(base, self)
+        original(plain.requires_grad_(self.requires_grad), *others)
+        home.write(base)
+        return self
+
+    method._gm_original = original
+    return method
+
+
+def _parameter_door(original: Any) -> Any:
+    """torch asks for the very class of what a parameter is made of."""
+
+    @functools.wraps(original)
+    def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+        is_managed = hasattr(data, "_gm_slot")
+        return original(
+            cls, torch._C.TensorBase.data.__get__(data) if is_managed else data, requires_grad
+        )
+
+    new._gm_original = original
+    return staticmethod(new)
 
 
 def _norm_door(original: Any) -> Any:
@@ -410,6 +462,23 @@ def _refuse_swap(original: Any) -> Any:
     return swap_tensors
 
 
+def _compile_door(original: Any) -> Any:
+    @functools.wraps(original)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(model, "__self__", model)
+        if isinstance(module, torch.nn.Module):
+            for name, parameter in module.named_parameters():
+                if hasattr(parameter, "_gm_slot"):
+                    raise GuardError(
+                        f"{name} of {type(module).__name__} is managed, and hooks have no place in a graph: compile "
+                        "modules before manage(), engine.close() first"
+                    )
+        return original(model, *args, **kwargs)
+
+    compile._gm_original = original
+    return compile
+
+
 def _dlpack_door(original: Any) -> Any:
     method = _door(original, "__dlpack__")
     return functools.wraps(original)(lambda value: method(value))
@@ -420,10 +489,14 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (torch.Tensor, name, functools.partial(_door, name=name))
         for name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__")
     ),
+    *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
+    *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
+    (torch.nn.Parameter, "__new__", _parameter_door),
     (torch.utils.dlpack, "to_dlpack", _dlpack_door),
     (torch, "to_dlpack", _dlpack_door),
     *((torch, name, _norm_door) for name in ("batch_norm", "instance_norm", "native_batch_norm")),
     (torch.utils, "swap_tensors", _refuse_swap),
+    (torch, "compile", _compile_door),
 )
 _libraries: list[torch.library.Library] = []
 

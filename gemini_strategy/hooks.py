@@ -21,10 +21,11 @@ import copy
 import functools
 import os
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map
 
 from gemini_strategy import _C, absent
@@ -44,6 +45,7 @@ __all__ = [
     "wants_marks",
 ]
 
+_OF_CODE = ("__code__", "__globals__", "__name__")
 _MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation: {}."
 
 
@@ -215,11 +217,34 @@ class _Restore:
             self.module._compiled_call_impl = self.module._compiled_call_impl.call
 
 
+class _UntraceableError(GuardError, AttributeError):
+    """An attribute that only somebody asks for who wants the code of a managed model."""
+
+
+def refuse_tracing(name: str) -> NoReturn:
+    raise _UntraceableError(
+        f"{name}: a managed model has no code that could be scripted, traced or exported: close the engine first "
+        "(engine.close() makes the model ordinary again)"
+    )
+
+
+def _is_traced() -> bool:
+    """Whether this call runs to be written down, for calls in which no engine takes part."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+
+
 class _UnitHook:
     """A hook object that copies as nothing: a deep copy of a managed model is unmanaged."""
 
     def __init__(self, unit: Unit | None) -> None:
         self.unit = unit
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CODE:
+            refuse_tracing("hooks of a module")
+        raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
         return type(self)(None)
@@ -230,11 +255,9 @@ class _UnitHook:
 
 class _Enter(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise GuardError(
-                "a managed module cannot be traced; compile the submodule before manage()"
-            )
         if self.unit is not None:
+            if _is_traced():
+                refuse_tracing(self.unit.name or type(module).__name__)
             self.unit.enter()
 
 
@@ -262,6 +285,11 @@ class RootForward:
         self._forward = model.forward
         functools.update_wrapper(self, self._forward, updated=())
         model.forward = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CODE:
+            refuse_tracing(type(self.model).__name__)
+        raise AttributeError(name)
 
     def remove(self) -> None:
         if self._had_own:
