@@ -464,7 +464,7 @@ def _refuse_swap(original: Any) -> Any:
 
 def _compile_door(original: Any) -> Any:
     @functools.wraps(original)
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def compiling(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         module = getattr(model, "__self__", model)
         if isinstance(module, torch.nn.Module):
             for name, parameter in module.named_parameters():
@@ -475,8 +475,8 @@ def _compile_door(original: Any) -> Any:
                     )
         return original(model, *args, **kwargs)
 
-    compile._gm_original = original
-    return compile
+    compiling._gm_original = original
+    return compiling
 
 
 def _dlpack_door(original: Any) -> Any:
