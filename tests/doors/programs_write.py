@@ -281,13 +281,11 @@ rows(
             "data = new": lambda m: setattr(m.weight, "data", m.weight.data * 0.9),
             "dlpack": lambda m: torch.from_dlpack(m.weight.detach()).mul_(0.9),
             "memset": lambda m: ctypes.memset(m.weight.data_ptr(), 0, 64),
-            "storage.fill_": lambda m: m.bias.untyped_storage().fill_(0) and None,
             "foreach": lambda m: torch._foreach_mul_([m.weight, m.bias], 0.9),
             "view": lambda m: m.weight.view(-1)[:9].zero_(),
             "copy_": lambda m: m.weight.copy_(m.weight.flip(0)),
             "renorm": lambda m: m.weight.data.renorm_(2, 0, 0.2),
         }.items()
-        if name != "storage.fill_"
     },
 )  # fmt: skip
 

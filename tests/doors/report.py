@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of a program's name or item")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--progress", action="store_true", help="rows as they end, on stderr")
     parser.add_argument("--full", action="store_true", help="whole texts")
     args = parser.parse_args()
     work: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -91,6 +92,8 @@ def main() -> int:
                     except Exception as error:
                         verdicts[setup] = str(error)
                 found[name] = verdicts
+                if args.progress:
+                    print(name, {k: v and v[:80] for k, v in verdicts.items()}, file=sys.stderr)
 
     threads = [threading.Thread(target=run) for _ in range(args.jobs)]
     for thread in threads:
