@@ -18,6 +18,8 @@
 
 typedef struct outer {
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
+    bool
+        is_checkpoint; /* they are torch's checkpointing, which is to see no weights: it would keep them */
 } outer;
 
 struct gm_py_net {
@@ -327,6 +329,21 @@ static saved *pack_plain(PyObject *tensor)
     return self;
 }
 
+/* The user's hooks see weights, too; what they give back as it is becomes a token. */
+static PyObject *pack_weight(gm_py_net *net, PyObject *tensor, uintptr_t address)
+{
+    const outer *below = net->n_frames ? &net->frames[net->n_frames - 1] : NULL;
+    if (below && below->pack && !below->is_blind) {
+        saved *delegated = pack_delegated(below, tensor);
+        if (!delegated || delegated->tensor != tensor) {
+            return (PyObject *)delegated;
+        }
+        Py_DECREF((PyObject *)delegated);
+    }
+    /* What is absent holds no bytes, and is kept as it is. */
+    return (PyObject *)(address ? pack_token(net, tensor, address) : pack_plain(tensor));
+}
+
 static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
 {
     uintptr_t address;
@@ -338,12 +355,12 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
         address = 0;
         int is_absent =
             gm_py_is_true(PyObject_CallMethod((PyObject *)net, "is_absent", "O", tensor));
-        if (is_absent) { /* kept as it is: it holds no bytes */
-            return is_absent < 0 ? NULL : (PyObject *)pack_plain(tensor);
+        if (is_absent) {
+            return is_absent < 0 ? NULL : pack_weight(net, tensor, 0);
         }
     }
     if (net->begin <= address && address < net->end) {
-        return (PyObject *)pack_token(net, tensor, address);
+        return pack_weight(net, tensor, address);
     }
     if (net->n_frames && net->frames[net->n_frames - 1].pack) {
         return (PyObject *)pack_delegated(&net->frames[net->n_frames - 1], tensor);
@@ -457,6 +474,20 @@ static PyObject *net_unpack(gm_py_net *net, PyObject *object)
 
 /* ---- being on top ---- */
 
+/* Whether hooks are to see no weights; see `outer`. */
+static bool is_blind(PyObject *pack)
+{
+    PyObject *module = PyObject_GetAttr(pack, gm_torch.s_module);
+    PyObject *self = PyObject_GetAttrString(pack, "__self__");
+    PyErr_Clear();
+    bool is_checkpoint = module && PyUnicode_Check(module) &&
+                         PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") == 0;
+    bool is_net = self && PyObject_TypeCheck(self, gm_py_net_type);
+    Py_XDECREF(module);
+    Py_XDECREF(self);
+    return is_checkpoint || is_net;
+}
+
 int gm_py_net_push(gm_py_net *net)
 {
     PyObject *is_enabled = PyObject_CallNoArgs(gm_torch.is_hooks_enabled);
@@ -486,6 +517,8 @@ int gm_py_net_push(gm_py_net *net)
         }
         if (frame.pack == net->pack && net->n_frames) {
             frame = net->frames[net->n_frames - 1];
+        } else {
+            frame.is_blind = is_blind(frame.pack);
         }
         Py_XINCREF(frame.pack);
         Py_XINCREF(frame.unpack);

@@ -35,6 +35,8 @@ int gm_py_torch_init(void)
         {&gm_torch.s_base, "_base"},
         {&gm_torch.s_as_strided, "as_strided"},
         {&gm_torch.s_layout, "layout"},
+        {&gm_torch.s_requires_grad, "requires_grad"},
+        {&gm_torch.s_module, "__module__"},
         {&gm_torch.s_dtype, "dtype"},
         {&gm_torch.s_is_contiguous, "is_contiguous"},
     };
@@ -274,6 +276,19 @@ static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
     if ((PyObject *)Py_TYPE(grad) != gm_torch.tensor_class || !slot->net ||
         !PyObject_TypeCheck(slot->net, gm_py_net_type)) {
         return 0;
+    }
+    /* With a graph of its own, or without bytes: engine.take_grad knows. */
+    uintptr_t address;
+    int has_graph = gm_py_is_true(PyObject_GetAttr(grad, gm_torch.s_requires_grad));
+    if (has_graph == 0 && gm_py_data_ptr(grad, &address) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        has_graph = 1;
+    }
+    if (has_graph) {
+        return has_graph < 0 ? -1 : 0;
     }
     PyObject *scaler = PyObject_GetAttrString(slot->engine, "scaler");
     PyObject *layout = PyObject_GetAttr(grad, gm_torch.s_layout);

@@ -33,7 +33,7 @@ typedef struct gm_py_torch {
         *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr,
         *set_data, *get_grad, *set_grad;
     PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_is_contiguous,
-        *s_shape, *s_stride, *s_base, *s_as_strided;
+        *s_shape, *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module;
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */

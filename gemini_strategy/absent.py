@@ -43,9 +43,11 @@ __all__ = [
     "add_net",
     "drop_net",
     "forget",
+    "home_of",
     "install",
     "is_absent",
     "nets",
+    "plainly",
     "set_data",
     "tensor",
 ]
@@ -144,7 +146,7 @@ def tensor(
 ) -> torch.Tensor:
     """A tensor whose bytes are `home`'s, for as long as any tensor has its storage. `home` must not keep its engine."""
     _sweep()
-    with torch.inference_mode(False), torch.no_grad(), _plainly():
+    with torch.inference_mode(False), torch.no_grad(), plainly():
         keyed = torch.Tensor._make_wrapper_subclass(
             _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
         )
@@ -191,17 +193,21 @@ def _sweep() -> None:
         _n_live = len(_homes)
 
 
-def _home_of(value: torch.Tensor) -> Home:
-    found = _homes.get(_address(value))
+def _home_at(address: int) -> Home:
+    found = _homes.get(address)
     if found is None:
         raise GuardError(
-            f"a tensor of shape {tuple(value.shape)} has no bytes: what it showed was a managed model's, which is gone"
+            "a tensor without bytes: what it showed was a managed model's, which is gone"
         )
     return found[0]
 
 
+def home_of(value: torch.Tensor) -> Home:
+    return _home_at(_address(value))
+
+
 @contextlib.contextmanager
-def _plainly() -> Iterator[None]:
+def plainly() -> Iterator[None]:
     """Without this module and without the caller's modes (FakeTensorMode and the like)."""
     with torch._C._ExcludeDispatchKeyGuard(_KEYS | _MODES):
         yield
@@ -268,7 +274,13 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The dispatcher's kernel for every operation with an absent tensor among its arguments."""
     name = op._schema.name
     flat, spec = tree_flatten((args, kwargs))
-    absent = [(i, item) for i, item in enumerate(flat) if is_absent(item)]
+    # Once: a thread that enters the parameter's unit meanwhile gives it another storage.
+    found = [(i, item, _address(item)) for i, item in enumerate(flat) if is_absent(item)]
+    absent = [
+        (i, item, address) for i, item, address in found if address in _homes or is_absent(item)
+    ]
+    if not absent:
+        return op(*args, **kwargs)
     if (
         _is_over_lists(name)
         and len(absent) > 1
@@ -276,18 +288,22 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return _one_by_one(op, args, kwargs)
     if name in _REFUSED and absent[0][0] == 0:
-        raise GuardError(f"{_home_of(absent[0][1]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
+        raise GuardError(f"{_home_at(absent[0][2]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise GuardError(
+            f"{_home_at(absent[0][2]).name}: a fake mode has no use for managed values: engine.close() first"
+        )
     writes = _written(op, args, kwargs)
     opened: dict[int, tuple[Home, torch.Tensor, bool]] = {}
-    for _, item in absent:
-        address, is_written = _address(item), writes is None or id(item) in writes
+    for _, item, address in absent:
+        is_written = writes is None or id(item) in writes
         if address not in opened or (is_written and not opened[address][2]):
-            opened[address] = (_home_of(item), item, is_written)
-    with _plainly():
+            opened[address] = (_home_at(address), item, is_written)
+    with plainly():
         bases = {a: home.open(is_written) for a, (home, _, is_written) in opened.items()}
         shown_as: dict[int, torch.Tensor] = {}
-        for i, item in absent:
-            flat[i] = _like(bases[_address(item)], item)
+        for i, item, address in absent:
+            flat[i] = _like(bases[address], item)
             shown_as[id(flat[i])] = item
     args, kwargs = tree_unflatten(flat, spec)
     kept = {id(item) for item in flat}
@@ -305,7 +321,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         whole = whole if value.dtype == whole.dtype else whole.view(-1).view(value.dtype)
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
-    with _plainly():
+    with plainly():
         result = tree_map(settle, result)
         for address, (home, _, is_written) in opened.items():
             if is_written:
@@ -355,13 +371,13 @@ def _door(original: Any, name: str) -> Any:
             if _nets:
                 _expose(self)
             return original(self, *args, **kwargs)
-        home = _home_of(self)
+        home = home_of(self)
         if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
             raise GuardError(
                 f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
                 "module: give it p.clone(), or call the function inside the module that owns the parameter"
             )
-        with _plainly(), torch.no_grad():
+        with plainly(), torch.no_grad():
             base = home.open(not home.is_copy)
             if home.memory is not None:
                 result = original(self, *args, **kwargs)
@@ -392,7 +408,7 @@ def _kin_door(original: Any) -> Any:
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
-        return original(kin, *args, **kwargs)
+        return _list_door(original)(kin, *args, **kwargs)
 
     method._gm_original = original
     return method
@@ -406,8 +422,8 @@ def _loop_door(original: Any) -> Any:
         others = [torch.clone(a) if is_absent(a) else a for a in args]
         if not is_absent(self):
             return original(self, *others)
-        home = _home_of(self)
-        with _plainly(), torch.no_grad():
+        home = home_of(self)
+        with plainly(), torch.no_grad():
             base = home.open(True)
             plain = _like(base, self)
         original(plain.requires_grad_(self.requires_grad), *others)
@@ -416,6 +432,24 @@ def _loop_door(original: Any) -> Any:
 
     method._gm_original = original
     return method
+
+
+def _list_door(original: Any) -> Any:
+    """A constructor that reads the elements of lists past the dispatcher."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value.clone() if is_absent(value) else value
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return original(*(plain(a) if isinstance(a, list | tuple) else a for a in args), **kwargs)
+
+    function._gm_original = original
+    if not isinstance(original, type(torch.Tensor.add)):
+        torch.jit._builtins._register_builtin(function, f"aten::{original.__name__}")  # for scripts
+    return function
 
 
 def _parameter_door(original: Any) -> Any:
@@ -454,7 +488,7 @@ def _refuse_swap(original: Any) -> Any:
         for value in (t1, t2):
             slot = getattr(value, "_gm_slot", None)
             if slot is not None or is_absent(value):
-                name = slot.name if slot is not None else _home_of(value).name
+                name = slot.name if slot is not None else home_of(value).name
                 raise GuardError(f"{name}: swap_tensors would replace its storage; use copy_()")
         original(t1, t2)
 
@@ -489,6 +523,7 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (torch.Tensor, name, functools.partial(_door, name=name))
         for name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__")
     ),
+    *((torch, name, _list_door) for name in ("tensor", "as_tensor", "asarray")),
     *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
     *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
     (torch.nn.Parameter, "__new__", _parameter_door),
@@ -499,6 +534,21 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch, "compile", _compile_door),
 )
 _libraries: list[torch.library.Library] = []
+
+
+def _serve_under_modes(library: torch.library.Library) -> None:
+    """Where the key comes before the caller's modes (torch < 2.13), torch has no way to call a fallback under one."""
+    passed = {f"aten::{name}" for name in _PASSED.split()}
+    for full in torch._C._dispatch_get_all_op_names():
+        if full.startswith("aten::") and full not in passed:
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+            if op is not None:
+                library.impl(
+                    name + ("." + overload if overload else ""),
+                    functools.partial(_serve, op),
+                    "Fake",
+                )
 
 
 def install() -> None:
@@ -520,6 +570,8 @@ def install() -> None:
     passed = torch.library.Library("aten", "IMPL")
     for name in _PASSED.split():
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
+    if _KEY.__int__() > torch._C.DispatchKey.Python.value:
+        _serve_under_modes(passed)
     _libraries.extend([everything, passed])
     for owner, name, make in _DOORS:
         original = getattr(owner, name)

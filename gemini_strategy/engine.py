@@ -228,7 +228,12 @@ class Engine(Reporting):
             raise GeminiError(
                 f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False"
             )
-        grad = grad.detach()
+        if grad.requires_grad:
+            raise GeminiError(
+                f"{slot.name}: backward(create_graph=True) makes a gradient that can be differentiated, and the engine "
+                "keeps numbers only: use torch.autograd.grad(loss, parameters, create_graph=True)"
+            )
+        grad = grad.detach().clone() if absent.is_absent(grad) else grad.detach()
         if grad.dtype not in FORMATS:
             grad = grad.float()
         grad = grad.contiguous()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map
 
@@ -232,7 +233,9 @@ def _is_traced() -> bool:
     """Whether this call runs to be written down, for calls in which no engine takes part."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+    return torch._C._len_torch_dispatch_stack() > 0 and (
+        get_proxy_mode() is not None or detect_fake_mode() is not None
+    )
 
 
 class _UnitHook:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 
 from gemini_strategy.errors import GuardError
 
@@ -32,7 +33,11 @@ class _Managed:
 
     @property
     def data(self) -> torch.Tensor:
-        return _base.data.__get__(self)
+        value = _base.data.__get__(self)
+        self._gm_slot.expose(
+            value
+        )  # what is written through it counts for no version of the parameter
+        return value
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -90,4 +95,7 @@ def managed_class(plain: type) -> type:
     """The class of managed parameters of class `plain`."""
     if plain not in _classes:
         _classes[plain] = type(f"Managed{plain.__name__}", (_Managed, plain), {})
+        proxy_tensor.HANDLED_TYPES += (
+            _classes[plain],
+        )  # make_fx knows parameters by their very class
     return _classes[plain]

@@ -78,7 +78,7 @@ class Slot(_C.Slot):
     def blob(self, lease: int) -> torch.Tensor:
         """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
         kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), absent.plainly():
             return torch.ops.gemini.blob(lease, list(self.shape), self.dtype, kind, index)
 
     def lease(self, is_watched: bool = True) -> torch.Tensor:
@@ -156,6 +156,12 @@ class Slot(_C.Slot):
             raise GuardError(
                 f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
                 f"{value.device}; engine.close() makes the model ordinary again"
+            )
+        home = absent.home_of(value) if absent.is_absent(value) else None
+        if isinstance(home, _Weight) and home.slot is not self:
+            raise GuardError(
+                f"{self.name}: `.data` would be the memory of {home.name}, which ties them: register one parameter in "
+                "both places before manage(), or use p.data.copy_() to take its values"
             )
         # A copy first: `value` may be absent itself, or overlap with the target.
         source = value.detach().clone()
