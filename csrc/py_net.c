@@ -18,8 +18,8 @@
 
 typedef struct outer {
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    bool
-        is_checkpoint; /* they are torch's checkpointing, which is to see no weights: it would keep them */
+    /* They are to see no weights: torch's checkpointing would keep them, and another net's are tokens. */
+    bool is_blind;
 } outer;
 
 struct gm_py_net {
