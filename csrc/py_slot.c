@@ -22,17 +22,12 @@ int gm_py_torch_init(void)
         PyObject **place;
         const char *name;
     } names[] = {
-        {&gm_torch.s_version, "_version"},
-        {&gm_torch.s_data_ptr, "data_ptr"},
-        {&gm_torch.s_detach, "detach"},
-        {&gm_torch.s_untyped_storage, "untyped_storage"},
-        {&gm_torch.s_cdata, "_cdata"},
-        {&gm_torch.s_sequence_nr, "_sequence_nr"},
-        {&gm_torch.s_class, "__class__"},
-        {&gm_torch.s_grad, "grad"},
-        {&gm_torch.s_layout, "layout"},
-        {&gm_torch.s_dtype, "dtype"},
-        {&gm_torch.s_is_contiguous, "is_contiguous"},
+        {&gm_torch.s_version, "_version"}, {&gm_torch.s_data_ptr, "data_ptr"},
+        {&gm_torch.s_detach, "detach"},    {&gm_torch.s_untyped_storage, "untyped_storage"},
+        {&gm_torch.s_cdata, "_cdata"},     {&gm_torch.s_sequence_nr, "_sequence_nr"},
+        {&gm_torch.s_class, "__class__"},  {&gm_torch.s_grad, "grad"},
+        {&gm_torch.s_layout, "layout"},    {&gm_torch.s_dtype, "dtype"},
+        {&gm_torch.s_stride, "stride"},
     };
     static const struct {
         PyObject **place;
@@ -193,6 +188,17 @@ static PyObject *detach_grad(PyObject *parameter, const gm_py_slot *slot)
     return grad;
 }
 
+/* Whether the gradient lies in memory as the parameter does: 1 or 0; -1 with an exception set. */
+static int is_in_order(PyObject *grad, const gm_py_slot *slot)
+{
+    PyObject *own = PyObject_GetAttrString((PyObject *)slot, "strides");
+    PyObject *strides = PyObject_CallMethodObjArgs(grad, gm_torch.s_stride, NULL);
+    int result = own && strides ? PyObject_RichCompareBool(own, strides, Py_EQ) : -1;
+    Py_XDECREF(own);
+    Py_XDECREF(strides);
+    return result;
+}
+
 /* Whether the gradient can go to the core as it is: 1 or 0; -1 with an exception set. */
 static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
 {
@@ -210,9 +216,7 @@ static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
     Py_XDECREF(scaler);
     Py_XDECREF(layout);
     Py_XDECREF(dtype);
-    return result > 0
-               ? gm_py_is_true(PyObject_CallMethodObjArgs(grad, gm_torch.s_is_contiguous, NULL))
-               : result;
+    return result > 0 ? is_in_order(grad, slot) : result;
 }
 
 static int put_grad(PyObject *grad, gm_py_slot *slot)

@@ -30,7 +30,7 @@ typedef struct gm_py_torch {
     PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
         *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class;
     PyObject *s_version, *s_data_ptr, *s_detach, *s_untyped_storage, *s_cdata, *s_sequence_nr,
-        *s_class, *s_grad, *s_layout, *s_dtype, *s_is_contiguous;
+        *s_class, *s_grad, *s_layout, *s_dtype, *s_stride;
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */

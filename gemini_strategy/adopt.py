@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C
+from gemini_strategy import _C, order
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.guard import guarded_class, open_class
 from gemini_strategy.hooks import MarkedUnit, Unit, is_compiled, wants_marks
@@ -78,6 +78,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
     if parameter.layout is not torch.strided:
         raise GeminiError(
             f"{name} has layout {parameter.layout}: only dense parameters are supported"
+        )
+    if not order.is_dense(parameter):
+        raise GeminiError(
+            f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: its elements do not fill "
+            f"memory of their own, each once; make them with {name}.data = {name}.data.contiguous() before manage()"
         )
     if parameter.device.type not in ("cpu", "meta", device.type):
         raise GeminiError(

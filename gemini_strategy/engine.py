@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, agreement, closing, state, takeover
+from gemini_strategy import _C, agreement, closing, order, state, takeover
 from gemini_strategy.adopt import Adoption
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.guard import guarded_class, open_class
@@ -256,7 +256,7 @@ class Engine(Reporting):
         grad = grad.detach()
         if grad.dtype not in FORMATS:
             grad = grad.float()
-        grad = grad.contiguous()
+        grad = order.ordered(grad, slot.strides)
         self._sumsq = None
         self.net.settle()  # the node that used the weights is done: they may be updated
         try:

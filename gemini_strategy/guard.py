@@ -481,7 +481,7 @@ class HeldGrad(torch.Tensor):
     def make(slot: Slot) -> HeldGrad:
         with torch.inference_mode(False):
             grad = torch.Tensor._make_wrapper_subclass(
-                HeldGrad, slot.shape, dtype=slot.dtype, device=slot.device
+                HeldGrad, slot.shape, strides=slot.strides, dtype=slot.dtype, device=slot.device
             )
         grad._gm_slot = slot
         grad._gm_dropped = False

@@ -39,7 +39,6 @@ __all__ = ["MISSING", "Loading", "Weights"]
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 MISSING = ("refuse", "init")
-_PART = 1 << 20  # elements that are written at once
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -218,8 +217,11 @@ class Loading:
                     if ranks.size > 1:
                         begins[f"the values of {slot.name} in weights="] = files.fingerprint(name)
                     begin, n = slot.part()
-                    for first, values in files.pieces(name, begin, begin + n):
-                        slot.fill_part(first, values)
+                    if slot.is_row_major:  # as files are
+                        for first, values in files.pieces(name, begin, begin + n):
+                            slot.fill_part(first, values)
+                    else:
+                        slot.fill_whole(files.tensor(name).reshape(slot.shape))
                     ready.add(id(slot.parameter))
             for key in self._sources.keys() - by_parameter.keys():
                 files, name = self._sources[key]
@@ -247,9 +249,7 @@ class Loading:
             if slot is None:
                 self._buffers[id(tensor)] = values
                 return
-            flat = values.reshape(-1)
-            for first in range(0, flat.numel(), _PART):
-                slot.fill_part(first, flat[first : first + _PART])
+            slot.fill_whole(values)
             ready.add(id(tensor))
 
         numbers = torch.get_rng_state()
