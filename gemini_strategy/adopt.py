@@ -19,6 +19,7 @@ from gemini_strategy.slot import FORMATS, Slot
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
     from gemini_strategy.loading import Loading
+    from gemini_strategy.original import Original
 
 __all__ = ["Adoption"]
 
@@ -196,11 +197,11 @@ class Adoption:
                 )
         return spare
 
-    def attach(self, loading: Loading) -> tuple[list[Unit], list[Any]]:
+    def attach(self, loading: Loading, original: Original) -> tuple[list[Unit], list[Any]]:
         """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""
         handles = []
         for slot in self.slots:
-            self._attach_slot(slot, loading)
+            self._attach_slot(slot, loading, original)
             if slot.has_grad_home:
                 with _plain_torch():
                     handle = slot.parameter.register_post_accumulate_grad_hook(_C.take_grad)
@@ -219,26 +220,27 @@ class Adoption:
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)
             units.append(unit)
-        loading.commit()
+        loading.commit(original)
         device = self._engine.device
-        self._share_buffers()
+        self._share_buffers(original)
         for module in self._engine.model.modules():
             for key, tensor in module._buffers.items():
                 if tensor is not None and tensor.device != device:
                     module._buffers[key] = tensor.to(device)
         return units, handles
 
-    def _share_buffers(self) -> None:
+    def _share_buffers(self, original: Original) -> None:
         """The ranks begin with rank 0's."""
         ranks = self._engine.ranks
         for name, tensor in self._engine.model.named_buffers() if ranks.size > 1 else ():
             values = tensor.detach().to("cpu", copy=True).contiguous()
             ranks.share(values, 0, values.numel(), f"first values of buffer {name}")
             if ranks.rank:
+                original.keep_values(tensor)
                 with torch.no_grad():
                     tensor.copy_(values)
 
-    def _attach_slot(self, slot: Slot, loading: Loading) -> None:
+    def _attach_slot(self, slot: Slot, loading: Loading, original: Original) -> None:
         parameter, core = slot.parameter, self._engine.core
         low = parameter.__dict__.pop("_gm_low", None)
         if not loading.has(parameter):
@@ -246,8 +248,9 @@ class Adoption:
         grad = parameter.grad
         parameter.grad = None
         if parameter.is_meta:
-            loading.show(parameter, slot.blob(core.lease(slot.id, 0, 0, 0)))
+            loading.show(parameter, slot.blob(core.lease(slot.id, 0, 0, 0)), original)
         else:
+            original.keep_data(parameter)
             parameter.data = slot.blob(core.lease(slot.id, 0, 0, 0))
         slot.storage = parameter.untyped_storage()._cdata
         slot.base_count = torch._C._storage_Use_Count(slot.storage)
