@@ -158,16 +158,16 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, con
 gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
                          uint64_t n, const void *src, gm_stream stream);
 
-/* A lease keeps what a tensor shows.  Of several ranks all make one that is pinned (a collective); what it shows is
- * as old as the last gathering of the chunk: after a step, the next use of its unit.  is_pinned: the chunk stays resident until the end of the lease (the
- * guard); otherwise the lease only keeps the address range alive (a parameter's own storage).
- * is_watched: what is written through the tensor is found at the end of the lease and before each use of
- * the master, by comparison with a copy made now. */
-gm_status gm_lease_new(gm_engine *engine, uint32_t param, bool is_pinned, bool is_watched,
-                       gm_stream stream, gm_lease **out);
+/* A lease is the life of one storage on a parameter's address: it keeps the address range, and what else is asked of it.
+ * pin: the chunk is resident until the lease ends (a collective of several ranks; what is shown is as old as the last
+ * gathering of the chunk: after a step, the next use of its unit).
+ * watch, while the chunk is pinned: what is written through the storage is found, before each use of the master and at the
+ * end of the lease, by comparison with a copy made now.  unwatch: likewise now, and no more. */
+gm_status gm_lease_new(gm_engine *engine, uint32_t param, gm_lease **out);
+gm_status gm_lease_pin(gm_lease *lease, gm_stream stream);
+gm_status gm_lease_watch(gm_lease *lease, gm_stream stream);
+gm_status gm_lease_unwatch(gm_lease *lease);
 void gm_lease_end(gm_lease *lease);
-/* Nothing was or will be written through the tensor. */
-void gm_lease_unwatch(gm_lease *lease);
 uintptr_t gm_lease_address(const gm_lease *lease);
 
 /* The unit wrote the parameter in place while entered.  GM_ERR_STATE when the old bytes are gone and the

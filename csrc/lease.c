@@ -1,6 +1,7 @@
-/* lease.c - what keeps a chunk readable while a tensor outside its unit shows it.
+/* lease.c - the life of one storage that shows a parameter, and what is written through it.
  *
- * A lease ends on any thread, at any moment (a tensor's deleter): ending only sets a flag and drops a
+ * While units or backward nodes use the storage they have the chunk pinned; a storage that outlives them, or that was
+ * made outside them, pins it itself.  A lease ends on any thread, at any moment (a tensor's deleter): ending only sets a flag and drops a
  * reference.  The engine's next call, on whatever thread, does the rest: compares, unpins, frees. */
 #include "engine_impl.h"
 
@@ -133,56 +134,21 @@ gm_status gm_lease_process_ended(gm_engine *engine)
     return status;
 }
 
-gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_watched,
-                       gm_stream stream, gm_lease **out)
+gm_status gm_lease_new(gm_engine *engine, uint32_t id, gm_lease **out)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    const gm_param *p = &engine->params[id];
     gm_lease *lease = calloc(1, sizeof *lease);
-    void *old = is_watched ? malloc(p->spec.numel * p->spec.weight_bytes + 1) : NULL;
-    if (!lease || (is_watched && !old)) {
-        free(lease);
-        free(old);
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: lease of %llu elements",
-                       (unsigned long long)p->spec.numel);
+    if (!lease) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a lease");
     }
-    *lease = (gm_lease){.engine = engine,
-                        .param = id,
-                        .is_pinned = is_pinned,
-                        .tick = GM_NO_TICK,
-                        .born = GM_NO_TICK,
-                        .stream = stream,
-                        .old = old};
-    atomic_init(&lease->is_watched, is_watched);
+    *lease = (gm_lease){
+        .engine = engine, .param = id, .tick = GM_NO_TICK, .born = GM_NO_TICK, .old = NULL};
+    atomic_init(&lease->is_watched, false);
     atomic_init(&lease->is_ended, false);
     gm_status status = gm_engine_begin_call(engine);
     if (status != GM_OK) {
-        free(old);
         free(lease);
         return status;
-    }
-    if (is_pinned) {
-        bool is_in_use = gm_chunks_pins(engine->chunks, p->place.chunk, engine->shown) > 0;
-        if (engine->is_pass_open) { /* else these are the last pass's ticks */
-            lease->tick = engine->chunk_states[p->place.chunk].tick;
-            lease->born = is_in_use ? GM_NO_TICK : engine->tick;
-        }
-        status = gm_update_check_between(engine, p->place.chunk);
-        status =
-            status == GM_OK ? gm_engine_pin_shown(engine, p->place.chunk, stream, false) : status;
-        if (status == GM_OK && is_watched) {
-            /* What others still write is on this stream. */
-            status = engine->device->ops->stream_sync(engine->device, stream);
-            status = status == GM_OK ? snapshot(engine, lease) : status;
-            if (status != GM_OK) {
-                (void)gm_engine_unpin_shown(engine, p->place.chunk, stream, false);
-            }
-        }
-    }
-    if (status != GM_OK) {
-        free(old);
-        free(lease);
-        return gm_engine_end_call(engine, status);
     }
     atomic_fetch_add(&engine->references, 1);
     lease->next = engine->leases;
@@ -191,17 +157,70 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, bool is_pinned, bool is_w
     return gm_engine_end_call(engine, GM_OK);
 }
 
+static gm_status pin(gm_lease *lease, gm_stream stream)
+{
+    gm_engine *engine = lease->engine;
+    uint32_t chunk = engine->params[lease->param].place.chunk;
+    bool is_in_use = gm_chunks_pins(engine->chunks, chunk, engine->shown) > 0;
+    GM_TRY(gm_update_check_between(engine, chunk));
+    GM_TRY(gm_engine_pin_shown(engine, chunk, stream, false));
+    if (engine->is_pass_open) { /* else these are the last pass's ticks */
+        lease->tick = engine->chunk_states[chunk].tick;
+        lease->born = is_in_use ? GM_NO_TICK : engine->tick;
+    }
+    lease->is_pinned = true;
+    lease->stream = stream;
+    return GM_OK;
+}
+
+gm_status gm_lease_pin(gm_lease *lease, gm_stream stream)
+{
+    GM_TRY(gm_engine_begin_call(lease->engine));
+    return gm_engine_end_call(lease->engine, pin(lease, stream));
+}
+
+static gm_status watch(gm_lease *lease, gm_stream stream)
+{
+    const gm_engine *engine = lease->engine;
+    const gm_param *p = &engine->params[lease->param];
+    if (atomic_load(&lease->is_watched)) {
+        return GM_OK;
+    }
+    size_t bytes = p->spec.numel * p->spec.weight_bytes + 1;
+    if (!lease->old && !(lease->old = malloc(bytes))) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a copy of %zu bytes to find writes", bytes - 1);
+    }
+    lease->stream = stream;
+    GM_TRY(engine->device->ops->stream_sync(engine->device, stream)); /* what others still write */
+    GM_TRY(snapshot(lease->engine, lease));
+    atomic_store(&lease->is_watched, true);
+    return GM_OK;
+}
+
+gm_status gm_lease_watch(gm_lease *lease, gm_stream stream)
+{
+    GM_TRY(gm_engine_begin_call(lease->engine));
+    return gm_engine_end_call(lease->engine, watch(lease, stream));
+}
+
+gm_status gm_lease_unwatch(gm_lease *lease)
+{
+    GM_TRY(gm_engine_begin_call(lease->engine));
+    gm_status status = GM_OK;
+    if (atomic_load(&lease->is_watched)) {
+        status = wait_for_writes(lease->engine, lease);
+        status = status == GM_OK ? reconcile_lease(lease->engine, lease) : status;
+        atomic_store(&lease->is_watched, false);
+    }
+    return gm_engine_end_call(lease->engine, status);
+}
+
 void gm_lease_end(gm_lease *lease)
 {
     gm_engine *engine = lease->engine; /* the lease may be freed once is_ended shows */
     atomic_store(&lease->is_ended, true);
     atomic_store(&engine->has_ended_lease, true);
     gm_engine_unref(engine);
-}
-
-void gm_lease_unwatch(gm_lease *lease)
-{
-    atomic_store(&lease->is_watched, false);
 }
 
 uintptr_t gm_lease_address(const gm_lease *lease)

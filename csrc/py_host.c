@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "absent.h"
 #include "hostmem.h"
 #include "topology.h"
 #include "workers.h"
@@ -293,7 +294,22 @@ static PyObject *host_use(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *absent_range(PyObject *module, PyObject *size)
+{
+    (void)module;
+    size_t bytes = PyLong_AsSize_t(size);
+    if (bytes == (size_t)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    uintptr_t address;
+    gm_status status = gm_absent_range(bytes, &address);
+    return status == GM_OK ? PyLong_FromUnsignedLongLong(address) : gm_py_raise(status);
+}
+
 PyMethodDef gm_py_host_methods[] = {
+    {"absent_range", absent_range, METH_O,
+     "absent_range(bytes) -> int: an address from which so many read as NaN, and none can be "
+     "written"},
     {"host_topology", host_topology, METH_VARARGS, host_topology_doc},
     {"host_device_node", host_device_node, METH_VARARGS, host_device_node_doc},
     {"host_split", host_split, METH_VARARGS, host_split_doc},

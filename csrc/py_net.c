@@ -4,7 +4,8 @@
  * Invariants
  *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own would have
  *      got goes to them: `frames[n - 1]` has the pair that was on top.
- *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks.
+ *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks, and from then on
+ *      by the storage itself if anybody still has it.
  *   3. What was saved is handed out only in the version in which it was saved, as torch does itself.
  *   4. No pointer into `frames` or `running` is kept across a call that may run Python or drop the GIL. */
 #include "py_unit.h"
@@ -17,20 +18,15 @@
 
 typedef struct outer {
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    gm_py_net *below;        /* the thread's active net before */
 } outer;
 
-/* Touches that look after a hold: the node's own and those behind it.  With all of them, views that stay cost each. */
-enum { LOOKS = 4 };
-
 struct gm_py_net {
-    PyObject_HEAD PyObject *core, *engine, *held, *mark;
+    PyObject_HEAD PyObject *core, *engine, *mark;
     PyObject *pack, *unpack; /* our methods, bound once */
     uintptr_t begin, end;    /* addresses of weights */
     PyObject *slots;         /* a tuple, ordered by address */
     uintptr_t *addresses;    /* of `slots` */
     int ordinal;             /* -1 on the host device */
-    unsigned n_looks;        /* touches that still look for views that have gone */
     outer *frames;
     size_t n_frames, frame_capacity;
     gm_running running;
@@ -41,17 +37,18 @@ typedef enum saved_kind { SAVED_PLAIN, SAVED_TOKEN, SAVED_DELEGATED } saved_kind
 /* A saved tensor.  Not tracked by the cycle collector: autograd, which holds it, is not either. */
 typedef struct saved {
     PyObject_HEAD saved_kind kind;
-    bool is_view; /* a token of a view: it holds a reference to the parameter's storage */
-    PyObject
-        *tensor; /* detached, so that no node lives by its own output; what the user's pack gave */
-    PyObject *owner;   /* a token's slot, the user's unpack */
-    uintptr_t address; /* of a token */
-    long long version; /* of the tensor, of the slot's epoch; -1: not counted (inference) */
+    PyObject *
+        tensor; /* detached, so that no node lives by its own output; what the user's pack gave; of a token NULL */
+    PyObject *owner;                  /* a token's slot, the user's unpack */
+    uintptr_t address;                /* of a token, with */
+    PyObject *shape, *stride, *dtype; /* NULL: it is the whole parameter */
+    bool is_checked;                  /* its version is the parameter's */
+    long long
+        version; /* of the tensor; of the parameter and its updates; -1: not counted (inference) */
 } saved;
 
 PyTypeObject *gm_py_net_type;
 static PyTypeObject *saved_type;
-static _Thread_local gm_py_net *active; /* the innermost net pushed on this thread, a reference */
 
 /* ---- the engine behind it ---- */
 
@@ -82,17 +79,6 @@ int gm_py_net_stream(gm_py_net *net, gm_stream *out)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int release_touched(gm_py_net *net, uint32_t n_keep)
-{
-    gm_engine *engine = gm_py_net_engine(net);
-    if (!engine) {
-        return -1;
-    }
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_release_touched(engine, n_keep));
-    return gm_py_raised(status);
-}
-
 /* Of the slots, the last that begins at or before `address`, which is within the weights. */
 static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
 {
@@ -109,6 +95,30 @@ static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
 }
 
 /* ---- nodes of backward ---- */
+
+/* What nodes that are done with have shown: somebody may still have it. */
+static int settle_ended(gm_py_net *net)
+{
+    uintptr_t address;
+    int result = 0;
+    while (gm_running_next_ended(&net->running, &address)) {
+        gm_py_slot *slot = slot_at(net, address);
+        slot->touch_count--;
+        result = result < 0 ? result : gm_py_slot_settle(slot);
+    }
+    return result;
+}
+
+static int release_touched(gm_py_net *net, uint32_t n_keep)
+{
+    gm_engine *engine = gm_py_net_engine(net);
+    if (!engine || settle_ended(net) < 0) {
+        return -1;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status, gm_engine_release_touched(engine, n_keep));
+    return gm_py_raised(status);
+}
 
 static int long_of(PyObject *number, long long *out)
 {
@@ -152,33 +162,6 @@ static int follow(gm_py_net *net, long long node, long long task)
     return -1; /* not reached */
 }
 
-/* Lets go of chunks whose views have gone. */
-static int poll_held(gm_py_net *net)
-{
-    if (!net->held || PyDict_Size(net->held) == 0) {
-        return 0;
-    }
-    PyObject *done = PyObject_CallMethod(net->engine, "_poll_held", NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-/* A node that recomputes its input shows its weight meanwhile, so that the recomputed unit leaves with what looks like a
- * view that escapes.  It is gone with the node, and the next unit may be far. */
-void gm_py_net_note_hold(gm_py_net *net)
-{
-    net->n_looks = LOOKS;
-}
-
-static int look_again(gm_py_net *net)
-{
-    if (net->n_looks == 0) {
-        return 0;
-    }
-    net->n_looks--;
-    return poll_held(net);
-}
-
 /* Makes the chunk at `address` readable for the running node. */
 static int touch(gm_py_net *net, uintptr_t address)
 {
@@ -190,7 +173,7 @@ static int touch(gm_py_net *net, uintptr_t address)
         return -1;
     }
     int is_known = follow(net, node, task);
-    if (is_known < 0 || look_again(net) < 0) {
+    if (is_known < 0) {
         return -1;
     }
     bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
@@ -200,6 +183,7 @@ static int touch(gm_py_net *net, uintptr_t address)
         PyErr_NoMemory();
         return -1;
     }
+    slot_at(net, address)->touch_count++;
     gm_status status;
     PyObject *done = NULL;
     for (bool is_last = false;; is_last = true) {
@@ -247,11 +231,6 @@ int gm_py_net_settle(gm_py_net *net)
     return follow(net, key, task) < 0 ? -1 : 0;
 }
 
-int gm_py_net_begin_unit(gm_py_net *net)
-{
-    return gm_py_net_settle(net) < 0 ? -1 : poll_held(net);
-}
-
 /* ---- saving ---- */
 
 static saved *new_saved(saved_kind kind, PyObject *owner)
@@ -259,10 +238,10 @@ static saved *new_saved(saved_kind kind, PyObject *owner)
     saved *self = PyObject_New(saved, saved_type);
     if (self) {
         self->kind = kind;
-        self->is_view = false;
-        self->tensor = NULL;
+        self->tensor = self->shape = self->stride = self->dtype = NULL;
         self->owner = Py_XNewRef(owner);
         self->address = 0;
+        self->is_checked = true;
         self->version = -1;
     }
     return self;
@@ -271,50 +250,46 @@ static saved *new_saved(saved_kind kind, PyObject *owner)
 static void saved_dealloc(saved *self)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    if (self->is_view) {
-        ((gm_py_slot *)self->owner)->view_tokens--;
-    }
     Py_XDECREF(self->tensor);
     Py_XDECREF(self->owner);
+    Py_XDECREF(self->shape);
+    Py_XDECREF(self->stride);
+    Py_XDECREF(self->dtype);
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
 
-/* Whether the tensor's storage is its slot's own: 1 or 0.  A leased tensor of the guard has another one. */
-static int is_own_storage(const gm_py_slot *slot, PyObject *tensor)
+/* Whether the tensor is the parameter, or a view of it that shares its version: 1 or 0. */
+static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
 {
-    PyObject *storage = PyObject_CallMethodObjArgs(tensor, gm_torch.s_untyped_storage, NULL);
-    PyObject *address = storage ? PyObject_GetAttr(storage, gm_torch.s_cdata) : NULL;
-    int result = address ? PyObject_RichCompareBool(address, slot->storage, Py_EQ) : -1;
-    Py_XDECREF(address);
-    Py_XDECREF(storage);
-    return result;
+    PyObject *base = PyObject_GetAttr(tensor, gm_torch.s_base);
+    Py_XDECREF(base);
+    return base ? base == slot->parameter : -1;
 }
 
+/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward. */
 static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
 {
     gm_py_slot *slot = slot_at(net, address);
-    bool is_view = tensor != slot->parameter;
-    PyObject *shown = Py_NewRef(tensor);
-    int is_own = is_view ? is_own_storage(slot, tensor) : 1;
-    if (is_own == 0) { /* saved as itself, it would keep its lease until backward */
-        Py_DECREF(shown);
-        shown = PyObject_CallMethod((PyObject *)net, "without_lease", "OOK", slot, tensor,
-                                    (unsigned long long)address);
+    saved *self = new_saved(SAVED_TOKEN, (PyObject *)slot);
+    if (!self) {
+        return NULL;
     }
-    saved *self = is_own < 0 || !shown ? NULL : new_saved(SAVED_TOKEN, (PyObject *)slot);
-    if (self) {
-        self->address = address;
-        self->tensor =
-            is_view ? PyObject_CallMethodObjArgs(shown, gm_torch.s_detach, NULL) : Py_NewRef(shown);
-        self->is_view = is_view && self->tensor;
-        slot->view_tokens += self->is_view;
-        if (!self->tensor || gm_py_epoch_now(slot, &self->version) < 0) {
-            Py_DECREF((PyObject *)self);
-            self = NULL;
-        }
+    self->address = address;
+    int is_checked = 1;
+    bool is_ok = true;
+    if (tensor != slot->parameter) {
+        self->shape = PyObject_GetAttr(tensor, gm_torch.s_shape);
+        self->stride = PyObject_CallMethodObjArgs(tensor, gm_torch.s_stride, NULL);
+        self->dtype = PyObject_GetAttr(tensor, gm_torch.s_dtype);
+        is_ok = self->shape && self->stride && self->dtype;
+        is_checked = is_ok ? is_of_parameter(slot, tensor) : -1;
     }
-    Py_XDECREF(shown);
+    self->is_checked = is_checked > 0;
+    if (!is_ok || is_checked < 0 || (self->is_checked && gm_py_changes(slot, &self->version) < 0)) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
     return self;
 }
 
@@ -361,6 +336,11 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
         }
         PyErr_Clear(); /* tensors without plain storage cannot show our bytes */
         address = 0;
+        int is_absent =
+            gm_py_is_true(PyObject_CallMethod((PyObject *)net, "is_absent", "O", tensor));
+        if (is_absent) { /* kept as it is: it holds no bytes */
+            return is_absent < 0 ? NULL : (PyObject *)pack_plain(tensor);
+        }
     }
     if (net->begin <= address && address < net->end) {
         return (PyObject *)pack_token(net, tensor, address);
@@ -394,8 +374,53 @@ static PyObject *unpack_delegated(gm_py_net *net, const saved *self)
             Py_CLEAR(tensor);
         }
     }
+    for (size_t i = 0; i < n_addresses; i++) {
+        slot_at(net, addresses[i])->touch_count--; /* it has been counted again */
+    }
     free(addresses);
     return tensor;
+}
+
+/* Where a backward is to be differentiated, what its node saves again is to be a token, too.  torch ends the hooks with the
+ * node. */
+static int net_node(const gm_py_net *net)
+{
+    int has_grad = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_grad_enabled));
+    PyObject *node = has_grad > 0 ? PyObject_CallNoArgs(gm_torch.current_node) : NULL;
+    if (has_grad <= 0 || !node || node == Py_None) {
+        Py_XDECREF(node);
+        return has_grad < 0 || (has_grad > 0 && !node) ? -1 : 0;
+    }
+    Py_DECREF(node);
+    int is_enabled = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_hooks_enabled));
+    PyObject *top =
+        is_enabled > 0 ? PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL) : NULL;
+    bool is_bare = top == Py_None;
+    Py_XDECREF(top);
+    if (is_enabled <= 0 || !top || !is_bare) {
+        return is_enabled < 0 || (is_enabled > 0 && !top) ? -1 : 0;
+    }
+    return gm_py_done(
+        PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL));
+}
+
+/* The place as a tensor, readable for the running node. */
+static PyObject *show_token(gm_py_net *net, const saved *self)
+{
+    gm_py_slot *slot = (gm_py_slot *)self->owner;
+    if (touch(net, self->address) < 0 || gm_py_slot_show(slot) < 0 || net_node(net) < 0) {
+        return NULL;
+    }
+    if (!self->shape) {
+        return Py_NewRef(slot->shown);
+    }
+    if (self->dtype == slot->dtype &&
+        self->address == gm_engine_address(gm_py_net_engine(net), (uint32_t)slot->id)) {
+        return PyObject_CallMethodObjArgs(slot->shown, gm_torch.s_as_strided, self->shape,
+                                          self->stride, NULL);
+    }
+    return PyObject_CallMethod((PyObject *)slot, "view", "OOOK", self->shape, self->stride,
+                               self->dtype, (unsigned long long)self->address);
 }
 
 static PyObject *unpack(gm_py_net *net, const saved *self)
@@ -405,21 +430,18 @@ static PyObject *unpack(gm_py_net *net, const saved *self)
     }
     long long now = self->version;
     if (self->kind == SAVED_TOKEN) {
-        if (gm_py_epoch_now((gm_py_slot *)self->owner, &now) < 0) {
+        if (self->is_checked && gm_py_changes((gm_py_slot *)self->owner, &now) < 0) {
             return NULL;
         }
     } else if (self->version >= 0 && gm_py_version(self->tensor, &now) < 0) {
         return NULL;
     }
     if (now != self->version) {
-        PyObject *slot = self->owner ? self->owner : Py_None;
-        return PyObject_CallMethod((PyObject *)net, "refuse_modified", "OOLL", self->tensor, slot,
-                                   now, self->version);
+        PyObject *slot = self->kind == SAVED_TOKEN ? self->owner : Py_None;
+        return PyObject_CallMethod((PyObject *)net, "refuse_modified", "OOLL",
+                                   self->tensor ? self->tensor : Py_None, slot, now, self->version);
     }
-    if (self->kind == SAVED_TOKEN && touch(net, self->address) < 0) {
-        return NULL;
-    }
-    return Py_NewRef(self->tensor);
+    return self->kind == SAVED_TOKEN ? show_token(net, self) : Py_NewRef(self->tensor);
 }
 
 static PyObject *net_unpack(gm_py_net *net, PyObject *object)
@@ -477,8 +499,6 @@ int gm_py_net_push(gm_py_net *net)
         return -1;
     }
     Py_DECREF(done);
-    frame.below = active;
-    active = (gm_py_net *)Py_NewRef((PyObject *)net);
     net->frames[net->n_frames++] = frame;
     return 1;
 }
@@ -490,13 +510,10 @@ int gm_py_net_pop(gm_py_net *net)
         return -1;
     }
     outer frame = net->frames[--net->n_frames];
-    PyObject *mine = (PyObject *)active;
-    active = frame.below;
     PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
     Py_XDECREF(done);
     Py_XDECREF(frame.pack);
     Py_XDECREF(frame.unpack);
-    Py_XDECREF(mine);
     return done ? 0 : -1;
 }
 
@@ -524,11 +541,15 @@ static PyObject *net_settle(gm_py_net *net, PyObject *unused)
     return none_unless(gm_py_net_settle(net));
 }
 
-static PyObject *active_net(PyObject *module, PyObject *unused)
+/* find(tensor) -> the slot whose bytes it shows, or None. */
+static PyObject *net_find(gm_py_net *net, PyObject *tensor)
 {
-    (void)module;
-    (void)unused;
-    return Py_NewRef(active ? (PyObject *)active : Py_None);
+    uintptr_t address;
+    if (gm_py_data_ptr(tensor, &address) < 0) {
+        return NULL;
+    }
+    bool is_ours = net->begin <= address && address < net->end;
+    return Py_NewRef(is_ours ? (PyObject *)slot_at(net, address) : Py_None);
 }
 
 /* ---- life ---- */
@@ -538,15 +559,15 @@ static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
 }
 
-/* start(engine, core, held, slots, ordinal, mark); slots: ordered by address, none of them empty. */
+/* start(engine, core, slots, ordinal, mark); slots: ordered by address, none of them empty. */
 static PyObject *net_start(gm_py_net *net, PyObject *args)
 {
-    PyObject *engine, *core, *held, *slots, *mark;
+    PyObject *engine, *core, *slots, *mark;
     if (net->core) {
         return PyErr_Format(PyExc_RuntimeError, "a net is started once");
     }
-    if (!PyArg_ParseTuple(args, "OOO!O!iO", &engine, &core, &PyDict_Type, &held, &PyTuple_Type,
-                          &slots, &net->ordinal, &mark)) {
+    if (!PyArg_ParseTuple(args, "OOO!iO", &engine, &core, &PyTuple_Type, &slots, &net->ordinal,
+                          &mark)) {
         return NULL;
     }
     gm_engine *handle = gm_py_core_engine(core);
@@ -569,7 +590,6 @@ static PyObject *net_start(gm_py_net *net, PyObject *args)
         gm_engine_weight_span(handle, &net->begin, &net->end);
     }
     net->engine = Py_NewRef(engine);
-    net->held = Py_NewRef(held);
     net->slots = Py_NewRef(slots);
     net->mark = Py_NewRef(mark);
     net->pack = PyObject_GetAttrString((PyObject *)net, "pack");
@@ -583,7 +603,6 @@ static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE((PyObject *)net));
     Py_VISIT(net->core);
     Py_VISIT(net->engine);
-    Py_VISIT(net->held);
     Py_VISIT(net->mark);
     Py_VISIT(net->pack);
     Py_VISIT(net->unpack);
@@ -591,7 +610,6 @@ static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
     for (size_t i = 0; i < net->n_frames; i++) {
         Py_VISIT(net->frames[i].pack);
         Py_VISIT(net->frames[i].unpack);
-        Py_VISIT((PyObject *)net->frames[i].below);
     }
     return 0;
 }
@@ -599,7 +617,6 @@ static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
 static int net_clear(gm_py_net *net)
 {
     Py_CLEAR(net->engine);
-    Py_CLEAR(net->held);
     Py_CLEAR(net->mark);
     Py_CLEAR(net->pack);
     Py_CLEAR(net->unpack);
@@ -614,7 +631,6 @@ static void net_dealloc(gm_py_net *net)
     for (size_t i = 0; i < net->n_frames; i++) {
         Py_XDECREF(net->frames[i].pack);
         Py_XDECREF(net->frames[i].unpack);
-        Py_XDECREF((PyObject *)net->frames[i].below);
     }
     gm_running_free(&net->running);
     Py_XDECREF(net->core);
@@ -627,18 +643,14 @@ static void net_dealloc(gm_py_net *net)
 }
 
 static PyMethodDef net_methods[] = {
-    GM_PY_METHOD("start", net_start, METH_VARARGS,
-                 "start(engine, core, held, slots, ordinal, mark)"),
+    GM_PY_METHOD("start", net_start, METH_VARARGS, "start(engine, core, slots, ordinal, mark)"),
     GM_PY_METHOD("push", net_push, METH_NOARGS, "push() -> bool: our hooks over the user's"),
     GM_PY_METHOD("pop", net_pop, METH_NOARGS, "pop()"),
     GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
     GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
+    GM_PY_METHOD("find", net_find, METH_O,
+                 "find(tensor) -> the slot whose bytes it shows, or None"),
     GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMethodDef module_methods[] = {
-    GM_PY_METHOD("active_net", active_net, METH_NOARGS, "the innermost net pushed on this thread"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -680,5 +692,5 @@ int gm_py_net_init(PyObject *module)
         PyModule_AddObjectRef(module, "Net", (PyObject *)gm_py_net_type) < 0) {
         return -1;
     }
-    return PyModule_AddFunctions(module, module_methods);
+    return 0;
 }

@@ -16,6 +16,24 @@ void *gm_with_room(void *array, size_t n, size_t *capacity, size_t size)
     return grown;
 }
 
+/* Room for them was made when they were noted. */
+static void end_node(gm_running *running, gm_running_node *node)
+{
+    for (size_t i = 0; i < node->n_addresses; i++) {
+        running->ended[running->n_ended++] = node->addresses[i];
+    }
+    node->n_addresses = 0;
+}
+
+bool gm_running_next_ended(gm_running *running, uintptr_t *out)
+{
+    if (running->n_ended == 0) {
+        return false;
+    }
+    *out = running->ended[--running->n_ended];
+    return true;
+}
+
 gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uint32_t *out_keep)
 {
     size_t depth = running->n;
@@ -31,7 +49,7 @@ gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uin
         return GM_FOLLOW_SAME;
     }
     top->node = node;
-    top->n_addresses = 0;
+    end_node(running, top);
     *out_keep = top->n_before;
     return GM_FOLLOW_NEXT;
 }
@@ -57,6 +75,16 @@ bool gm_running_note(gm_running *running, uintptr_t address)
         return false;
     }
     top->addresses = addresses;
+    size_t n_noted = running->n_ended;
+    for (size_t i = 0; i < running->n; i++) {
+        n_noted += running->nodes[i].n_addresses;
+    }
+    uintptr_t *ended =
+        gm_with_room(running->ended, n_noted, &running->ended_capacity, sizeof *ended);
+    if (!ended) {
+        return false;
+    }
+    running->ended = ended;
     addresses[top->n_addresses++] = address;
     return true;
 }
@@ -79,7 +107,9 @@ uintptr_t *gm_running_take(gm_running *running, int64_t node, size_t *n_addresse
 void gm_running_drop(gm_running *running, size_t n_keep)
 {
     while (running->n > n_keep) {
-        free(running->nodes[--running->n].addresses);
+        gm_running_node *node = &running->nodes[--running->n];
+        end_node(running, node);
+        free(node->addresses);
     }
 }
 
@@ -87,4 +117,5 @@ void gm_running_free(gm_running *running)
 {
     gm_running_drop(running, 0);
     free(running->nodes);
+    free(running->ended);
 }

@@ -21,6 +21,8 @@ typedef struct gm_running_node {
 typedef struct gm_running {
     gm_running_node *nodes;
     size_t n, capacity;
+    uintptr_t *ended; /* what nodes had touched that are done with, until gm_running_next_ended has told of it */
+    size_t n_ended, ended_capacity;
 } gm_running;
 
 typedef enum gm_follow {
@@ -31,11 +33,13 @@ typedef enum gm_follow {
 
 /* Ends tasks nested in `task`, and makes `node` the last of it if it is known. */
 gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uint32_t *out_keep);
+/* One more address that an ended node had touched; false: there is none. */
+bool gm_running_next_ended(gm_running *running, uintptr_t *out);
 /* A new task; false: no memory. */
 bool gm_running_push(gm_running *running, int64_t node, int64_t task, uint32_t n_before);
 /* The last node has touched `address`; false: no memory. */
 bool gm_running_note(gm_running *running, uintptr_t address);
-/* The last node has touched nothing; NULL, or what it had touched: n_addresses of them, the caller's. */
+/* The last node is to have touched nothing; NULL, or what it had touched: n_addresses of them, the caller's. */
 uintptr_t *gm_running_take(gm_running *running, int64_t node, size_t *n_addresses,
                            uint32_t *out_keep);
 /* All tasks but the `n_keep` outermost have ended. */

@@ -1,7 +1,11 @@
 /* py_slot.c - the Python type Slot, base of slot.py's: what units and backward nodes need of a parameter, and
  * taking its gradient; with it the functions of torch that they all call.
  *
- * Invariant: a gradient leaves torch's memory inside its accumulation hook. */
+ * Invariants
+ *   1. A parameter's data is `shown` while a unit has it open, and `absent` at all other times.
+ *   2. When the last user has gone, either nobody but the slot has the storage of `shown`, or that storage has pinned the
+ *      chunk until it dies and the slot has let go of it.
+ *   3. A gradient leaves torch's memory inside its accumulation hook. */
 #include "py_unit.h"
 
 #include <stddef.h>
@@ -22,12 +26,16 @@ int gm_py_torch_init(void)
         PyObject **place;
         const char *name;
     } names[] = {
-        {&gm_torch.s_version, "_version"}, {&gm_torch.s_data_ptr, "data_ptr"},
-        {&gm_torch.s_detach, "detach"},    {&gm_torch.s_untyped_storage, "untyped_storage"},
-        {&gm_torch.s_cdata, "_cdata"},     {&gm_torch.s_sequence_nr, "_sequence_nr"},
-        {&gm_torch.s_class, "__class__"},  {&gm_torch.s_grad, "grad"},
-        {&gm_torch.s_layout, "layout"},    {&gm_torch.s_dtype, "dtype"},
+        {&gm_torch.s_version, "_version"},
+        {&gm_torch.s_detach, "detach"},
+        {&gm_torch.s_sequence_nr, "_sequence_nr"},
+        {&gm_torch.s_class, "__class__"},
+        {&gm_torch.s_shape, "shape"},
         {&gm_torch.s_stride, "stride"},
+        {&gm_torch.s_base, "_base"},
+        {&gm_torch.s_as_strided, "as_strided"},
+        {&gm_torch.s_layout, "layout"},
+        {&gm_torch.s_dtype, "dtype"},
     };
     static const struct {
         PyObject **place;
@@ -59,6 +67,35 @@ int gm_py_torch_init(void)
         }
         *functions[i].place = found;
     }
+    /* torch's own, whatever stands in their places on torch.Tensor or on a parameter's class. */
+    static const struct {
+        PyObject **place;
+        const char *attribute, *method;
+    } originals[] = {
+        {&gm_torch.get_data_ptr, "data_ptr", NULL},
+        {&gm_torch.set_data, "data", "__set__"},
+        {&gm_torch.get_grad, "grad", "__get__"},
+        {&gm_torch.set_grad, "grad", "__set__"},
+    };
+    PyObject *torch_c = PyImport_ImportModule("torch._C");
+    PyObject *base = torch_c ? PyObject_GetAttrString(torch_c, "TensorBase") : NULL;
+    Py_XDECREF(torch_c);
+    for (size_t i = 0; base && i < sizeof originals / sizeof *originals; i++) {
+        PyObject *found = PyObject_GetAttrString(base, originals[i].attribute);
+        if (found && originals[i].method) {
+            PyObject *descriptor = found;
+            found = PyObject_GetAttrString(descriptor, originals[i].method);
+            Py_DECREF(descriptor);
+        }
+        if (!found) {
+            Py_CLEAR(base);
+        }
+        *originals[i].place = found;
+    }
+    if (!base) {
+        return -1;
+    }
+    Py_DECREF(base);
     /* Builds of torch without CUDA do not have it, and do not need it. */
     PyObject *module = PyImport_ImportModule("torch._C");
     gm_torch.raw_stream = module ? PyObject_GetAttrString(module, "_cuda_getCurrentRawStream") : 0;
@@ -81,7 +118,7 @@ int gm_py_version(PyObject *tensor, long long *out)
 
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
 {
-    PyObject *address = PyObject_CallMethodObjArgs(tensor, gm_torch.s_data_ptr, NULL);
+    PyObject *address = PyObject_CallFunctionObjArgs(gm_torch.get_data_ptr, tensor, NULL);
     if (!address) {
         return -1;
     }
@@ -90,20 +127,15 @@ int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
     return *out == UINTPTR_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-int gm_py_epoch_now(const gm_py_slot *slot, long long *out)
+int gm_py_changes(const gm_py_slot *slot, long long *out)
 {
     gm_py_net *net = (gm_py_net *)slot->net;
-    *out = slot->epoch;
+    if (gm_py_version(slot->parameter, out) < 0) {
+        return -1;
+    }
     if (net && (PyObject *)net != Py_None &&
         !gm_py_net_is_closed(net)) { /* updates in a backward */
         *out += (long long)gm_engine_n_immediate(gm_py_net_engine(net), (uint32_t)slot->id);
-    }
-    if (slot->open_count) {
-        long long version;
-        if (gm_py_version(slot->parameter, &version) < 0) {
-            return -1;
-        }
-        *out += version - slot->version;
     }
     return 0;
 }
@@ -167,24 +199,71 @@ int gm_py_set_class(PyObject *parameter, PyObject *class)
     return PyObject_SetAttr(parameter, gm_torch.s_class, class);
 }
 
+/* ---- showing ---- */
+
+static int set_data(const gm_py_slot *slot, PyObject *data)
+{
+    return gm_py_done(PyObject_CallFunctionObjArgs(gm_torch.set_data, slot->parameter, data, NULL));
+}
+
+int gm_py_slot_show(gm_py_slot *slot)
+{
+    return slot->shown && slot->shown != Py_None
+               ? 0
+               : gm_py_done(PyObject_CallMethod((PyObject *)slot, "show", NULL));
+}
+
+int gm_py_slot_open(gm_py_slot *slot, bool is_plain)
+{
+    slot->open_count++;
+    if (slot->open_count > 1) {
+        return 0;
+    }
+    if (gm_py_slot_show(slot) < 0 || set_data(slot, slot->shown) < 0 ||
+        (is_plain && gm_py_set_class(slot->parameter, slot->plain_class) < 0)) {
+        return -1;
+    }
+    return gm_py_version(slot->parameter, &slot->version);
+}
+
+int gm_py_slot_close(gm_py_slot *slot, bool is_plain)
+{
+    slot->open_count--;
+    if (slot->open_count > 0) {
+        return 0;
+    }
+    int result = is_plain ? gm_py_set_class(slot->parameter, slot->managed_class) : 0;
+    return set_data(slot, slot->absent) < 0 ? -1 : result;
+}
+
+int gm_py_slot_settle(gm_py_slot *slot)
+{
+    if (slot->open_count > 0 || slot->touch_count > 0 || !slot->shown || slot->shown == Py_None) {
+        return 0;
+    }
+    PyObject *count = PyObject_CallFunctionObjArgs(gm_torch.use_count, slot->shown_storage, NULL);
+    long long uses = count ? PyLong_AsLongLong(count) : -1;
+    Py_XDECREF(count);
+    if (uses < 0) {
+        return -1;
+    }
+    if (uses > slot->shown_count) {
+        return gm_py_done(PyObject_CallMethod((PyObject *)slot, "let_go", NULL));
+    }
+    return slot->is_watched ? gm_py_done(PyObject_CallMethod((PyObject *)slot, "unwatch", NULL))
+                            : 0;
+}
+
 /* ---- gradients ---- */
 
 /* The gradient that torch holds, taken from it: a new reference, or NULL. */
-static PyObject *detach_grad(PyObject *parameter, const gm_py_slot *slot)
+static PyObject *detach_grad(PyObject *parameter)
 {
-    /* As its plain class the parameter answers without asking __torch_function__. */
-    PyObject *class = Py_NewRef((PyObject *)Py_TYPE(parameter));
-    PyObject *grad = NULL;
-    if (gm_py_set_class(parameter, slot->plain_class) == 0) {
-        grad = PyObject_GetAttr(parameter, gm_torch.s_grad);
-        if (grad && PyObject_SetAttr(parameter, gm_torch.s_grad, Py_None) < 0) {
-            Py_CLEAR(grad);
-        }
-        if (gm_py_set_class(parameter, class) < 0) {
-            Py_CLEAR(grad);
-        }
+    PyObject *grad = PyObject_CallFunctionObjArgs(gm_torch.get_grad, parameter, NULL);
+    if (grad &&
+        gm_py_done(PyObject_CallFunctionObjArgs(gm_torch.set_grad, parameter, Py_None, NULL)) < 0) {
+        Py_CLEAR(grad);
     }
-    Py_DECREF(class);
     return grad;
 }
 
@@ -253,7 +332,7 @@ static PyObject *take_grad(PyObject *module, PyObject *parameter)
         Py_XDECREF(slot);
         return slot ? PyErr_Format(PyExc_TypeError, "_gm_slot is no slot") : NULL;
     }
-    PyObject *grad = detach_grad(parameter, (gm_py_slot *)slot);
+    PyObject *grad = detach_grad(parameter);
     int result = !grad ? -1 : grad == Py_None ? 0 : put_grad(grad, (gm_py_slot *)slot);
     Py_XDECREF(grad);
     Py_DECREF(slot);
@@ -262,19 +341,14 @@ static PyObject *take_grad(PyObject *module, PyObject *parameter)
 
 /* ---- the type ---- */
 
-static PyObject *slot_epoch_now(gm_py_slot *slot, PyObject *unused)
-{
-    (void)unused;
-    long long epoch;
-    return gm_py_epoch_now(slot, &epoch) < 0 ? NULL : PyLong_FromLongLong(epoch);
-}
-
 static int slot_traverse(gm_py_slot *slot, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)slot));
     Py_VISIT(slot->parameter);
     Py_VISIT(slot->engine);
     Py_VISIT(slot->net);
+    Py_VISIT(slot->absent);
+    Py_VISIT(slot->shown);
     return 0;
 }
 
@@ -283,6 +357,8 @@ static int slot_clear(gm_py_slot *slot)
     Py_CLEAR(slot->parameter);
     Py_CLEAR(slot->engine);
     Py_CLEAR(slot->net);
+    Py_CLEAR(slot->absent);
+    Py_CLEAR(slot->shown);
     return 0;
 }
 
@@ -291,11 +367,10 @@ static void slot_dealloc(gm_py_slot *slot)
     PyTypeObject *type = Py_TYPE((PyObject *)slot);
     PyObject_GC_UnTrack(slot);
     slot_clear(slot);
-    Py_XDECREF(slot->storage);
+    Py_XDECREF(slot->shown_storage);
     Py_XDECREF(slot->dtype);
     Py_XDECREF(slot->plain_class);
-    Py_XDECREF(slot->open_class);
-    Py_XDECREF(slot->guarded_class);
+    Py_XDECREF(slot->managed_class);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(slot);
     Py_DECREF((PyObject *)type);
@@ -304,27 +379,21 @@ static void slot_dealloc(gm_py_slot *slot)
 static PyMemberDef slot_members[] = {
     GM_PY_MEMBER(gm_py_slot, id, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, format, T_LONGLONG),
-    GM_PY_MEMBER(gm_py_slot, epoch, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, version, T_LONGLONG),
-    GM_PY_MEMBER(gm_py_slot, base_count, T_LONGLONG),
-    GM_PY_MEMBER(gm_py_slot, view_tokens, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, open_count, T_LONGLONG),
-    GM_PY_MEMBER(gm_py_slot, storage, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, touch_count, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, parameter, T_OBJECT),
     GM_PY_MEMBER(gm_py_slot, engine, T_OBJECT),
     GM_PY_MEMBER(gm_py_slot, net, T_OBJECT),
     GM_PY_MEMBER(gm_py_slot, dtype, T_OBJECT),
     GM_PY_MEMBER(gm_py_slot, plain_class, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, open_class, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, guarded_class, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, managed_class, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, absent, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, shown, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, shown_storage, T_OBJECT),
+    GM_PY_MEMBER(gm_py_slot, shown_count, T_LONGLONG),
+    GM_PY_MEMBER(gm_py_slot, is_watched, T_BOOL),
     {NULL, 0, 0, 0, NULL},
-};
-
-static PyMethodDef slot_methods[] = {
-    GM_PY_METHOD(
-        "epoch_now", slot_epoch_now, METH_NOARGS,
-        "epoch_now() -> int: changes of the weight that a graph built before must not survive"),
-    {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot slot_slots[] = {
@@ -333,7 +402,6 @@ static PyType_Slot slot_slots[] = {
     {Py_tp_traverse, (void *)slot_traverse},
     {Py_tp_clear, (void *)slot_clear},
     {Py_tp_members, slot_members},
-    {Py_tp_methods, slot_methods},
     {Py_tp_doc, "What every unit needs of a parameter; base of slot.Slot."},
     {0, NULL},
 };

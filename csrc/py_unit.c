@@ -1,8 +1,9 @@
 /* py_unit.c - the Python type Unit, base of hooks.py's: entering and leaving.
  *
  * Invariants
- *   1. From enter to leave, and only then, a unit's parameters have their open class and its chunks are
- *      pinned; whatever fails on the way is undone, except the frame, which leave() takes away.
+ *   1. From enter to leave, and only then, a unit's parameters show their bytes and its chunks are pinned; whatever
+ *      fails on the way is undone, except the frame, which leave() takes away.  Where torch forbids hooks on what is
+ *      saved (torch.func) they stay absent, and every operation is served.
  *   2. `leave` always unpins, whatever it finds or fails at; its first error is the one raised. */
 #include "py_unit.h"
 
@@ -12,7 +13,7 @@
 
 #include "py_running.h"
 
-typedef enum frame_state { FRAME_FAILED, FRAME_BARE, FRAME_NETTED } frame_state;
+typedef enum frame_state { FRAME_FAILED, FRAME_ABSENT, FRAME_BARE, FRAME_NETTED } frame_state;
 
 /* One enter without its leave yet. */
 typedef struct frame {
@@ -41,30 +42,13 @@ static gm_py_slot *slot_at(const unit *self, Py_ssize_t i)
     return (gm_py_slot *)PyTuple_GetItem(self->slots, i);
 }
 
-static int open_slot(const unit *self, gm_py_slot *slot)
-{
-    slot->open_count++;
-    if (slot->open_count > 1) {
-        return 0;
-    }
-    /* Compiled code is specialized on plain parameters. */
-    if (gm_py_set_class(slot->parameter, self->is_compiled ? slot->plain_class : slot->open_class) <
-        0) {
-        return -1;
-    }
-    return gm_py_version(slot->parameter, &slot->version);
-}
-
-/* Of the first `n` slots. */
+/* Of the first `n` slots; the first error counts. */
 static int close_slots(const unit *self, Py_ssize_t n)
 {
     int result = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
-        gm_py_slot *slot = slot_at(self, i);
-        slot->open_count--;
-        if (slot->open_count == 0 && gm_py_set_class(slot->parameter, slot->guarded_class) < 0) {
-            result = -1;
-        }
+        int closed = gm_py_slot_close(slot_at(self, i), self->is_compiled);
+        result = result < 0 ? result : closed;
     }
     return result;
 }
@@ -72,10 +56,12 @@ static int close_slots(const unit *self, Py_ssize_t n)
 static int open_slots(const unit *self)
 {
     for (Py_ssize_t i = 0; i < n_slots(self); i++) {
-        if (open_slot(self, slot_at(self, i)) < 0) {
+        /* Compiled code is specialized on plain parameters. */
+        if (gm_py_slot_open(slot_at(self, i), self->is_compiled) < 0) {
             PyObject *type, *error, *trace;
             PyErr_Fetch(&type, &error, &trace);
             (void)close_slots(self, i + 1);
+            PyErr_Clear();
             PyErr_Restore(type, error, trace);
             return -1;
         }
@@ -152,24 +138,23 @@ static int open_unit(unit *self, bool has_grad, frame *out)
             return -1;
         }
     }
-    if (open_slots(self) < 0) {
-        Py_CLEAR(out->watched);
-        return -1;
-    }
     int is_netted = gm_py_net_push(self->net); /* without grad too: the forward may turn it on */
-    if (is_netted > 0 || (is_netted == 0 && !has_grad)) {
-        out->state = is_netted ? FRAME_NETTED : FRAME_BARE;
+    if (is_netted == 0 && has_grad) {
+        out->state = FRAME_ABSENT;
         return 0;
     }
-    if (is_netted == 0) {
-        (void)gm_py_done(PyObject_CallMethod((PyObject *)self, "refuse_transform", NULL));
+    if (is_netted < 0 || open_slots(self) < 0) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        if (is_netted > 0) {
+            (void)gm_py_net_pop(self->net);
+        }
+        Py_CLEAR(out->watched);
+        PyErr_Restore(type, error, trace);
+        return -1;
     }
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    (void)close_slots(self, n_slots(self));
-    Py_CLEAR(out->watched);
-    PyErr_Restore(type, error, trace);
-    return -1;
+    out->state = is_netted ? FRAME_NETTED : FRAME_BARE;
+    return 0;
 }
 
 static PyObject *unit_enter(unit *self, PyObject *unused)
@@ -180,7 +165,7 @@ static PyObject *unit_enter(unit *self, PyObject *unused)
     }
     bool has_grad;
     frame entered = {.state = FRAME_FAILED};
-    if (push_frame(self) < 0 || gm_py_net_begin_unit(self->net) < 0 ||
+    if (push_frame(self) < 0 || gm_py_net_settle(self->net) < 0 ||
         enter_core(self, &has_grad) < 0) {
         return NULL;
     }
@@ -207,7 +192,6 @@ static int find_writes(const unit *self, bool is_compared)
         if (version == slot->version) {
             continue;
         }
-        slot->epoch += version - slot->version;
         slot->version = version;
         int has_low = gm_py_is_true(PyObject_GetAttrString((PyObject *)slot, "has_low"));
         if (has_low < 0) {
@@ -221,22 +205,11 @@ static int find_writes(const unit *self, bool is_compared)
     return 0;
 }
 
-/* See [Note: views that escape] in hooks.py. */
-static int hold_escaped(const unit *self)
+/* See [Note: storages that stay] in hooks.py. */
+static int settle_slots(const unit *self)
 {
     for (Py_ssize_t i = 0; i < n_slots(self); i++) {
-        gm_py_slot *slot = slot_at(self, i);
-        PyObject *count = PyObject_CallFunctionObjArgs(gm_torch.use_count, slot->storage, NULL);
-        long long uses = count ? PyLong_AsLongLong(count) : -1;
-        Py_XDECREF(count);
-        if (uses < 0) {
-            return -1;
-        }
-        if (uses <= slot->base_count + slot->view_tokens) {
-            continue;
-        }
-        gm_py_net_note_hold(self->net);
-        if (gm_py_done(PyObject_CallMethod(self->engine, "hold", "O", slot)) < 0) {
+        if (gm_py_slot_settle(slot_at(self, i)) < 0) {
             return -1;
         }
     }
@@ -258,11 +231,12 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
     }
     int result = left.state == FRAME_NETTED ? gm_py_net_pop(self->net) : 0;
     if (!gm_py_net_is_closed(self->net)) {
-        result = UNLESS_FAILED(result, find_writes(self, left.watched != NULL));
+        bool is_open = left.state != FRAME_ABSENT;
+        result = UNLESS_FAILED(result, is_open ? find_writes(self, left.watched != NULL) : 0);
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
-        int closed = close_slots(self, n_slots(self));
-        closed = UNLESS_FAILED(closed, hold_escaped(self));
+        int closed = is_open ? close_slots(self, n_slots(self)) : 0;
+        closed = UNLESS_FAILED(closed, settle_slots(self));
         Py_CLEAR(left.watched); /* its leases compare the bytes */
         if (type) {
             PyErr_Clear();

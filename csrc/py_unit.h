@@ -15,12 +15,14 @@
 /* One managed parameter (slot.py has the fields' meanings). */
 typedef struct gm_py_slot {
     PyObject_HEAD long long id, format;
-    long long epoch, version;          /* epoch_now() */
-    long long base_count, view_tokens; /* references to the storage that are no escaped views */
-    long long open_count;
-    PyObject *storage; /* the address of its StorageImpl, an int */
-    PyObject *parameter, *engine, *net, *dtype;
-    PyObject *plain_class, *open_class, *guarded_class;
+    long long version;                 /* of the parameter, when last looked at */
+    long long open_count, touch_count; /* units, backward nodes that use `shown` */
+    PyObject *parameter, *engine, *net, *dtype, *plain_class, *managed_class;
+    PyObject *absent;        /* what the parameter's data is outside its units */
+    PyObject *shown;         /* its bytes: one tensor for all users; None: to be made */
+    PyObject *shown_storage; /* the address of its StorageImpl, an int */
+    long long shown_count;   /* references to that when nobody else has any */
+    char is_watched;         /* what is written through `shown` is looked for */
 } gm_py_slot;
 
 typedef struct gm_py_net gm_py_net; /* py_net.c */
@@ -28,9 +30,10 @@ typedef struct gm_py_net gm_py_net; /* py_net.c */
 /* Functions and names of torch, looked up once. */
 typedef struct gm_py_torch {
     PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
-        *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class;
-    PyObject *s_version, *s_data_ptr, *s_detach, *s_untyped_storage, *s_cdata, *s_sequence_nr,
-        *s_class, *s_grad, *s_layout, *s_dtype, *s_stride;
+        *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr,
+        *set_data, *get_grad, *set_grad;
+    PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape,
+        *s_stride, *s_base, *s_as_strided;
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
@@ -44,7 +47,14 @@ int gm_py_explain(PyObject *object, const char *method, PyObject *about);
 /* Every function below: -1 (or NULL) with an exception set on failure. */
 int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
-int gm_py_epoch_now(const gm_py_slot *slot, long long *out);
+/* Changes of the weight that a graph built before must not survive. */
+int gm_py_changes(const gm_py_slot *slot, long long *out);
+int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */
+int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `shown` */
+int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
+/* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
+ * and what may have been written is found. */
+int gm_py_slot_settle(gm_py_slot *slot);
 int gm_py_set_class(PyObject *parameter, PyObject *class);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
@@ -58,10 +68,6 @@ int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch for
 int gm_py_net_pop(gm_py_net *net);
 /* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
 int gm_py_net_settle(gm_py_net *net);
-/* The same, and of views that have ended. */
-int gm_py_net_begin_unit(gm_py_net *net);
-/* A unit has left while a view of it lives. */
-void gm_py_net_note_hold(gm_py_net *net);
 
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);

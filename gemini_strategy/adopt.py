@@ -11,8 +11,8 @@ from torch import nn
 
 from gemini_strategy import _C, order
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
-from gemini_strategy.guard import guarded_class, open_class
 from gemini_strategy.hooks import MarkedUnit, Unit, is_compiled, wants_marks
+from gemini_strategy.parameter import managed_class
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.slot import FORMATS, Slot
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gemini_strategy.original import Original
 
 __all__ = ["Adoption"]
-
-_plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass
@@ -203,14 +201,12 @@ class Adoption:
         for slot in self.slots:
             self._attach_slot(slot, loading, original)
             if slot.has_grad_home:
-                with _plain_torch():
-                    handle = slot.parameter.register_post_accumulate_grad_hook(_C.take_grad)
-                    handles.append(handle)
-                    # First of all: the user's own hooks then find the gradient where it is kept.
-                    hooks = slot.parameter._post_accumulate_grad_hooks
-                    items = list(hooks.items())
-                    hooks.clear()
-                    hooks.update([items[-1], *items[:-1]])
+                handles.append(slot.parameter.register_post_accumulate_grad_hook(_C.take_grad))
+                # First of all: the user's own hooks then find the gradient where it is kept.
+                hooks = slot.parameter._post_accumulate_grad_hooks
+                items = list(hooks.items())
+                hooks.clear()
+                hooks.update([items[-1], *items[:-1]])
         unit_class = MarkedUnit if wants_marks(self._engine) else Unit
         units = []
         for index, found in enumerate(self._units):
@@ -241,22 +237,19 @@ class Adoption:
                     tensor.copy_(values)
 
     def _attach_slot(self, slot: Slot, loading: Loading, original: Original) -> None:
-        parameter, core = slot.parameter, self._engine.core
+        parameter = slot.parameter
         low = parameter.__dict__.pop("_gm_low", None)
         if not loading.has(parameter):
             slot.fill(parameter.detach(), low)
         grad = parameter.grad
         parameter.grad = None
         if parameter.is_meta:
-            loading.show(parameter, slot.blob(core.lease(slot.id, 0, 0, 0)), original)
+            loading.show(parameter, slot.hide(), original)
         else:
             original.keep_data(parameter)
-            parameter.data = slot.blob(core.lease(slot.id, 0, 0, 0))
-        slot.storage = parameter.untyped_storage()._cdata
-        slot.base_count = torch._C._storage_Use_Count(slot.storage)
-        slot.open_class = open_class(slot.plain_class)
-        slot.guarded_class = guarded_class(slot.plain_class)
+            parameter.data = slot.hide()
+        slot.managed_class = managed_class(slot.plain_class)
         parameter._gm_slot = slot
-        parameter.__class__ = slot.guarded_class
+        parameter.__class__ = slot.managed_class
         if grad is not None:
             slot.set_grad(grad.to(slot.device, slot.dtype))

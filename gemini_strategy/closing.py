@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import report, takeover
+from gemini_strategy import absent, report, takeover
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.slot import Slot
 
@@ -171,6 +171,7 @@ def give_back(
 ) -> None:
     """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
     engine.closed = True
+    absent.drop_net(getattr(engine, "net", None))
     for unit in engine._units:
         unit.remove()
     engine._root.remove()
@@ -181,9 +182,7 @@ def give_back(
         parameter.__class__ = slot.plain_class
         parameter.data = value
         del parameter._gm_slot
-    for _, lease, _ in engine._held.values():
-        engine.core.lease_end(lease)
-    engine._held.clear()
+        slot.shown = None
     engine.core.close()
     engine.ranks.close()
     engine._memory.close()

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, agreement, closing, foreign, order, state, takeover
+from gemini_strategy import _C, absent, agreement, closing, foreign, order, state, takeover
 from gemini_strategy.adopt import Adoption
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
-from gemini_strategy.guard import guarded_class, open_class
 from gemini_strategy.hooks import RootForward, SavedTensorNet
 from gemini_strategy.loading import Loading
 from gemini_strategy.memory import DeviceMemory
@@ -36,8 +35,6 @@ from gemini_strategy.slot import FORMATS, Slot
 from gemini_strategy.timeline import Reporting
 
 __all__ = ["Engine"]
-
-_plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
 class Engine(Reporting):
@@ -80,7 +77,6 @@ class Engine(Reporting):
         self._clip_factor = 1.0
         self._sumsq: tuple[float, int] | None = None
         self._in_backward = False
-        self._held: dict[int, tuple[Slot, int, int]] = {}
         self._steps = self._skipped = 0
         self._armed: dict[int, tuple[Any, ...]] | None = None
         grouped = takeover.check(optimizer, model) if optimizer is not None else set()
@@ -112,10 +108,16 @@ class Engine(Reporting):
     def _abandon(self) -> None:
         """manage() has failed: the model has nothing of this engine any more, and its memory is free."""
         self.closed = True
-        if hasattr(self, "core"):
-            self.core.close()
-        if hasattr(self, "_memory"):
-            self._memory.close()
+        if hasattr(self, "net"):
+            absent.drop_net(self.net)
+        for slot in self._slots:
+            slot.shown = None
+        try:
+            if hasattr(self, "core"):
+                self.core.close()
+        finally:
+            if hasattr(self, "_memory"):
+                self._memory.close()
 
     def _make_core(self, adoption: Adoption) -> None:
         settings = self._settings
@@ -191,29 +193,8 @@ class Engine(Reporting):
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def begin_pass(self) -> None:
-        """Called before each unit: lets go of what earlier work no longer needs."""
+        """Lets go of what earlier backward nodes no longer need."""
         self.net.settle()
-        if self._held:
-            self._poll_held()
-
-    def _poll_held(self) -> None:
-        for slot, lease, version in list(self._held.values()):
-            with _plain_torch():
-                now = slot.parameter._version
-            if now != version:  # written through the view since
-                slot.epoch += now - version
-                self._held[slot.id] = (slot, lease, now)
-                self.note_write(slot)
-            if torch._C._storage_Use_Count(slot.storage) <= slot.base_count + slot.view_tokens:
-                del self._held[slot.id]
-                self.core.lease_end(lease)
-
-    def hold(self, slot: Slot) -> None:
-        """Keeps a chunk resident while a view of `slot`'s parameter lives; see hooks.py."""
-        if slot.id not in self._held:
-            with _plain_torch():
-                version = slot.parameter._version
-            self._held[slot.id] = (slot, self.core.lease(slot.id, 1, 0, self.stream()), version)
 
     def note_write(self, slot: Slot) -> None:
         """The weight was written in place while its chunk was pinned: the master follows."""
@@ -452,7 +433,7 @@ class Engine(Reporting):
         self._armed = None
         for slot, _ in work:
             slot.adam_step += 1
-            slot.epoch += 1
+            slot.note_change()
         if self.scaler is not None:
             self.scaler.update(False)
         self._clip_factor = 1.0
@@ -564,28 +545,23 @@ class Engine(Reporting):
         self._check_open()
         module = self.model if module is None else module
         slots = list(dict.fromkeys(self.slot_of(p) for p in module.parameters()))
-        shown = []
-        try:
-            for slot in slots:
-                shown.append(slot.lease(is_watched=writable)[0])
-        except BaseException:
-            shown.clear()
-            raise
-        for slot in slots:
+        shown = [slot.lease(is_watched=writable) for slot in slots]
+        for slot, data in zip(slots, shown, strict=True):
             slot.open_count += 1
-            slot.parameter.__class__ = open_class(slot.plain_class)
-            slot.version = slot.parameter._version
+            if slot.open_count == 1:
+                absent.set_data(slot.parameter, data)
+                slot.version = slot.parameter._version
         try:
             yield
         finally:
             written = []
-            for slot in slots:
+            for slot in slots if not self.closed else ():
                 if slot.parameter._version != slot.version and not writable:
                     written.append(slot)
                 slot.version = slot.parameter._version  # the leases find the writes
                 slot.open_count -= 1
-                if slot.open_count == 0 and not self.closed:
-                    slot.parameter.__class__ = guarded_class(slot.plain_class)
+                if slot.open_count == 0:
+                    absent.set_data(slot.parameter, slot.absent)
             shown.clear()
             if not self.closed:
                 for slot in written:  # what was written is kept, and said

@@ -8,10 +8,10 @@
     last through that, because the nested one is a graph task of its own. So a node finds the right
     bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
 
-[Note: views that escape]
-    A view of an open parameter that is still alive when its unit leaves (a cache, an output, `self.w_t`)
-    would show other bytes later. The storage's reference count tells: such a chunk stays pinned until the
-    view is gone. What was written through it is found by the version counter that views share.
+[Note: storages that stay]
+    All units and nodes that use a parameter show the one tensor `slot.shown`. When its last user goes while somebody
+    still has its storage (a cache, an output, `self.w_t`, what a differentiated backward has saved), that storage takes
+    a pin of its own, which ends with it (csrc/lease.c), and the next user gets a new tensor. Nobody asks again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import copy
 import functools
 import os
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map
 
-from gemini_strategy import _C
+from gemini_strategy import _C, absent
 from gemini_strategy.errors import GuardError
 from gemini_strategy.slot import Slot
 
@@ -44,16 +45,16 @@ __all__ = [
     "wants_marks",
 ]
 
-_plain_torch = torch._C.DisableTorchFunctionSubclass
+_OF_CODE = ("__code__", "__globals__", "__name__")
 _MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation: {}."
 
 
 def keep_nets_on_top() -> None:
-    """Makes `saved_tensors_hooks` that start inside a unit go below its net.
+    """Makes the caller's `saved_tensors_hooks` go below the nets, wherever they start.
 
-    Such hooks (save_on_cpu, checkpointing of a part of a forward) would get the unit's weights: one that
-    returns its tensor would save them without a token. The net delegates everything else to them. Done once
-    per process, by the first manage(); outside units nothing changes.
+    Such hooks (save_on_cpu, checkpointing) would get weights: one that returns its tensor would keep their chunks.
+    And a forward that checkpointing repeats in part, outside its unit, has to save what it saved inside. The nets
+    delegate everything else to them. Done once per process, by the first manage(); without an engine nothing changes.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks
     if hasattr(hooks, "_gm_enter"):
@@ -62,14 +63,12 @@ def keep_nets_on_top() -> None:
 
     def enter(self: Any) -> Any:
         result = hooks._gm_enter(self)
-        net = _C.active_net()
-        self._gm_net = net if net is not None and net.push() else None
+        self._gm_nets = [net for net in absent.nets() if net.push()]
         return result
 
     def leave(self: Any, *args: object) -> Any:
-        if getattr(self, "_gm_net", None) is not None:
-            self._gm_net.pop()
-            self._gm_net = None
+        for net in reversed(self.__dict__.pop("_gm_nets", [])):
+            net.pop()
         return hooks._gm_exit(self, *args)
 
     hooks.__enter__, hooks.__exit__ = enter, leave
@@ -86,22 +85,22 @@ class SavedTensorNet(_C.Net):
         shown = sorted((s for s in slots if s.parameter.numel()), key=lambda s: core.address(s.id))
         ordinal = device.index if device.type == "cuda" else -1
         mark = _mark_touch if wants_marks(engine) else None
-        self.start(engine, core, engine._held, tuple(shown), ordinal, mark)
+        self.start(engine, core, tuple(shown), ordinal, mark)
         for slot in slots:
             slot.net = self
         for unit in engine._units:
             unit.start(self, tuple(unit.slots))
+        absent.add_net(self)
 
-    def without_lease(self, slot: Slot, tensor: torch.Tensor, address: int) -> torch.Tensor:
-        """A view of the parameter in place of a leased tensor of the guard."""
-        with torch.no_grad(), _plain_torch():
-            offset = (address - slot.engine.core.address(slot.id)) // tensor.element_size()
-            base = torch.Tensor.detach(slot.parameter)
-            return base.as_strided(tensor.shape, tensor.stride(), offset)
+    def is_absent(self, tensor: torch.Tensor) -> bool:
+        return absent.is_absent(tensor)
 
-    def refuse_modified(self, tensor: torch.Tensor, slot: Slot | None, now: int, then: int) -> None:
+    def refuse_modified(
+        self, tensor: torch.Tensor | None, slot: Slot | None, now: int, then: int
+    ) -> None:
         if slot is not None:
             raise RuntimeError(_MODIFIED.format(f"{slot.name} (parameter)"))
+        assert tensor is not None
         kind = f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}"
         raise RuntimeError(
             _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
@@ -169,19 +168,13 @@ class Unit(_C.Unit):
 
     def watch(self) -> list[torch.Tensor]:
         """Leases that find by comparison what this forward writes."""
-        return [s.lease()[0] for s in self.slots if s.has_low]
+        return [s.lease() for s in self.slots if s.has_low]
 
     def make_room(self, slot: Slot) -> bool:
         return _make_room(slot.engine)
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise self.engine.room_error(slot, f"module {self.name!r}", error) from None
-
-    def refuse_transform(self) -> None:
-        raise GuardError(
-            f"module {self.name!r}: saved-tensor hooks are disabled here (torch.func transforms "
-            "disable them), and managed parameters cannot be followed into backward without them"
-        )
 
 
 class MarkedUnit(Unit):
@@ -224,11 +217,34 @@ class _Restore:
             self.module._compiled_call_impl = self.module._compiled_call_impl.call
 
 
+class _UntraceableError(GuardError, AttributeError):
+    """An attribute that only somebody asks for who wants the code of a managed model."""
+
+
+def refuse_tracing(name: str) -> NoReturn:
+    raise _UntraceableError(
+        f"{name}: a managed model has no code that could be scripted, traced or exported: close the engine first "
+        "(engine.close() makes the model ordinary again)"
+    )
+
+
+def _is_traced() -> bool:
+    """Whether this call runs to be written down, for calls in which no engine takes part."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+
+
 class _UnitHook:
     """A hook object that copies as nothing: a deep copy of a managed model is unmanaged."""
 
     def __init__(self, unit: Unit | None) -> None:
         self.unit = unit
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CODE:
+            refuse_tracing("hooks of a module")
+        raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
         return type(self)(None)
@@ -239,11 +255,9 @@ class _UnitHook:
 
 class _Enter(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise GuardError(
-                "a managed module cannot be traced; compile the submodule before manage()"
-            )
         if self.unit is not None:
+            if _is_traced():
+                refuse_tracing(self.unit.name or type(module).__name__)
             self.unit.enter()
 
 
@@ -271,6 +285,11 @@ class RootForward:
         self._forward = model.forward
         functools.update_wrapper(self, self._forward, updated=())
         model.forward = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CODE:
+            refuse_tracing(type(self.model).__name__)
+        raise AttributeError(name)
 
     def remove(self) -> None:
         if self._had_own:

@@ -7,12 +7,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini_strategy import _C
+from gemini_strategy import _C, absent
 from gemini_strategy.agreement import common_settings
 from gemini_strategy.comm import DEFAULT_TIMEOUT
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.guard import close_side_doors
 from gemini_strategy.hooks import keep_nets_on_top
 from gemini_strategy.host import pci_bus_id, place, share_of_host
 from gemini_strategy.loading import MISSING, Weights
@@ -219,7 +218,7 @@ def manage(
                 "this model is managed already: call close() on its engine "
                 "(gemini_strategy.engine_of(model)) before managing it again"
             )
-        close_side_doors()
+        absent.install()
         keep_nets_on_top()
         original = Original(model, optimizer)
         with torch.device("cpu"):  # whatever device the caller builds on

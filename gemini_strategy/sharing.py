@@ -149,11 +149,11 @@ def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
         if not issubclass(type(item), torch.Tensor) or id(item) in known:
             continue
         try:
-            with _plain_torch():
-                if item.untyped_storage()._cdata == storage:
-                    yield item
+            is_on_it = torch._C._storage_address(item) == storage
         except Exception:  # it has none
             continue
+        if is_on_it:
+            yield item
 
 
 def _overlaps(tensor: torch.Tensor, items: list[_Shown]) -> bool:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gemini_strategy import _C, order
-from gemini_strategy.errors import GuardError
+from gemini_strategy import _C, absent, order
+from gemini_strategy.errors import GeminiError, GuardError
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["FORMATS", "Slot", "merge", "split_low"]
+__all__ = ["FORMATS", "Slot", "SlotHome", "merge", "split_low"]
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
 _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
 _PART = 1 << 20  # elements that are written at once
-_plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
 class Slot(_C.Slot):
@@ -33,19 +32,21 @@ class Slot(_C.Slot):
     Of the core's Slot, which units and backward nodes use, are:
 
     * engine, net, parameter, id; dtype: the compute dtype, once managed; format: its number.
-    * plain_class, open_class, guarded_class: of the parameter, inside its unit, outside.
-    * open_count: units that have entered and not left.
-    * version: of the parameter, when it was opened or last looked at; epoch: see `epoch_now()`.
+    * plain_class, managed_class: of the parameter before and after it is managed, and while.
+    * open_count: units that have entered and not left; touch_count: backward nodes that may still run.
     * strides: of its elements, as torch counts them; dense, whatever their order.
-    * storage: the address of its StorageImpl. base_count: references to it when nothing shows it but the
-      parameter; view_tokens: views that autograd has saved, and that keep the storage too.
+    * version: of the parameter, when it was opened or last looked at.
+    * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
+    * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
+    * is_watched: what is written through `shown` is looked for when its last user goes.
     """
 
     __slots__ = (
         "__weakref__",
+        "_grad",
+        "_shown_lease",
         "adam_step",
         "device",
-        "grad_view",
         "has_grad_home",
         "has_low",
         "has_moments",
@@ -73,8 +74,10 @@ class Slot(_C.Slot):
         self.original_dtype = parameter.dtype
         self.has_low = self.has_moments = self.has_grad_home = False
         self.adam_step = 0  # updates so far
-        self.saved: weakref.ref[torch.Tensor] | None = None  # its latest copy in a state dict
-        self.grad_view: weakref.ref[torch.Tensor] | None = None
+        self.saved: Any = None  # a weak reference to its latest entry of a state dict
+        self.shown = self.absent = None
+        self._shown_lease = 0
+        self._grad: torch.Tensor | None = None
 
     @property
     def is_row_major(self) -> bool:
@@ -84,17 +87,70 @@ class Slot(_C.Slot):
     def blob(self, lease: int) -> torch.Tensor:
         """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
         kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
-        with torch.inference_mode(False), _plain_torch():
+        with torch.inference_mode(False):
             return torch.ops.gemini.blob(lease, self.shape, self.strides, self.dtype, kind, index)
 
-    def lease(self, is_watched: bool = True) -> tuple[torch.Tensor, int]:
-        """The parameter's bytes as a plain tensor, fetched and kept until the tensor is gone."""
+    def lease(self, is_watched: bool = True) -> torch.Tensor:
+        """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
         core, stream = self.engine.core, self.engine.stream()
+        lease = core.lease(self.id)
+        tensor = self.blob(lease)
         try:
-            lease = core.lease(self.id, 1, int(is_watched), stream)
+            core.lease_pin(lease, stream)
         except MemoryError as error:
             raise self.engine.room_error(self, "using it outside its module", error) from None
-        return self.blob(lease), lease
+        if is_watched:
+            core.lease_watch(lease, stream)
+        return tensor
+
+    # ---- showing: called by units and backward nodes, which have the chunk pinned ----
+
+    def hide(self) -> torch.Tensor:
+        """What the parameter's data is while no unit is entered."""
+        home = _Weight(self)
+        self.absent = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
+        return self.absent
+
+    def show(self) -> None:
+        """Makes `shown`."""
+        self._shown_lease = self.engine.core.lease(self.id)
+        self.shown = self.blob(self._shown_lease)
+        self.shown_storage = torch._C._storage_address(self.shown)
+        self.shown_count = torch._C._storage_Use_Count(self.shown_storage)
+
+    def view(
+        self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
+    ) -> torch.Tensor:
+        """A view of `shown`, of any dtype."""
+        flat = self.shown
+        if dtype != self.dtype:
+            flat = flat.as_strided((flat.untyped_storage().nbytes() // self.dtype.itemsize,), (1,))
+            flat = flat.view(dtype)
+        offset = address - self.engine.core.address(self.id)
+        return flat.as_strided(shape, strides, offset // dtype.itemsize)
+
+    def let_go(self) -> None:
+        """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
+        core, stream = self.engine.core, self.engine.stream()
+        core.lease_watch(self._shown_lease, stream)
+        core.lease_pin(self._shown_lease, stream)
+        self.is_watched = False
+        self.shown = None
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """Memory of `tensor`, which shows the parameter, is given away: what is written there counts for no version."""
+        if self.shown is not None and torch._C._storage_address(tensor) == self.shown_storage:
+            self.engine.core.lease_watch(self._shown_lease, self.engine.stream())
+            self.is_watched = True
+
+    def unwatch(self) -> None:
+        """The last user has gone: what was written is found now."""
+        self.engine.core.lease_unwatch(self._shown_lease, self.engine.stream())
+        self.is_watched = False
+
+    def note_change(self) -> None:
+        """The weight has changed: graphs that have saved it must not go on."""
+        torch.autograd.graph.increment_version(self.parameter)
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
@@ -109,20 +165,30 @@ class Slot(_C.Slot):
                 f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
                 f"{value.device}; engine.close() makes the model ordinary again"
             )
-        # A copy first: `value` may be guarded, a gradient of ours, or overlap with the target.
+        # A copy first: `value` may be absent itself, or overlap with the target.
         source = value.detach().clone()
-        target, _ = self.lease()
         with torch.no_grad():
-            target.copy_(source)
+            self.lease().copy_(source)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """`p.grad`: the gradient that the engine holds, as a tensor that reads and writes it."""
+        if not self.has_grad_home:
+            return torch._C.TensorBase.grad.__get__(self.parameter)
+        if not self.engine.core.has_grad(self.id):
+            return None
+        if self._grad is None:
+            home = _Grad(self)
+            self._grad = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
+        return self._grad
 
     def set_grad(self, value: torch.Tensor | None) -> None:
         """`p.grad = value`."""
         if not self.has_grad_home:
-            with _plain_torch():
-                torch.Tensor.grad.__set__(self.parameter, value)
+            torch._C.TensorBase.grad.__set__(self.parameter, value)
         elif value is None:
             self.drop_grad()
-        elif self.grad_view is not None and value is self.grad_view():
+        elif value is self._grad:
             pass  # `p.grad = p.grad`
         elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
             raise GuardError(
@@ -134,10 +200,12 @@ class Slot(_C.Slot):
 
     def drop_grad(self) -> None:
         """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
-        view = self.grad_view() if self.grad_view is not None else None
-        if view is not None:
-            view._gm_dropped = True
-        self.grad_view = None
+        if self._grad is not None:
+            absent.forget(
+                self._grad,
+                "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it",
+            )
+            self._grad = None
         self.engine.written.forget_grad(self)
         self.engine.core.grad_drop(self.id)
 
@@ -236,7 +304,7 @@ class Slot(_C.Slot):
         field = _MASTER if is_float else _WEIGHT
         self.engine.written.note(self, _NAMES[field], plain)
         self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
-        self.epoch += 1
+        self.note_change()
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """The weight of a master with these values."""
@@ -286,6 +354,49 @@ class Slot(_C.Slot):
             self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
+
+
+class SlotHome(absent.Home):
+    """A home that is a field of a slot, which it does not keep."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.name = slot.name
+        self._slot = weakref.ref(slot)
+
+    @property
+    def slot(self) -> Slot:
+        slot = self._slot()
+        if slot is None:
+            raise GuardError(
+                f"{self.name}: the model that it was a part of is gone, and its bytes with it"
+            )
+        return slot
+
+
+class _Weight(SlotHome):
+    """The chunk, for as long as the tensor that is opened lives."""
+
+    is_copy = False
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        slot = self.slot
+        if not slot.engine.closed:
+            return slot.lease(is_watched=is_written)
+        now, then = (
+            slot.parameter.detach(),
+            slot.absent,
+        )  # the model is ordinary again, and its parameter is this
+        if (now.dtype, now.device, now.stride()) != (then.dtype, then.device, then.stride()):
+            raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
+        return now
+
+
+class _Grad(SlotHome):
+    def open(self, is_written: bool) -> torch.Tensor:
+        return self.slot.read_grad()
+
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.write_grad(values)
 
 
 def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

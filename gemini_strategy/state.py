@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy.errors import GuardError
-from gemini_strategy.guard import GuardedTensor, is_guarded
+from gemini_strategy import absent
+from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.slot import Slot, SlotHome
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
@@ -57,20 +58,50 @@ class _StateHook:
         return type(self), (None,)
 
 
+class _Entry(SlotHome):
+    """A weight's entry in a state dict: memory on the host that follows the weight, and that the weight follows."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(slot)
+        self.memory = slot.read_weight()
+        self._version = slot.parameter._version
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        slot = self._slot()
+        if slot is not None and not slot.engine.closed and slot.parameter._version != self._version:
+            if slot.engine.ranks.shard.size > 1:
+                raise GeminiError(
+                    f"{slot.name}: the weights have changed since this state dict was taken, and one rank cannot read "
+                    "them alone: take it anew, or clone its tensors when it is taken"
+                )
+            self.memory.copy_(slot.read_weight())
+            self._version = slot.parameter._version
+        return self.memory
+
+    def write(self, values: torch.Tensor) -> None:
+        slot = self._slot()
+        if slot is not None and not slot.engine.closed:
+            slot.lease().copy_(values)
+            slot.note_change()
+            self._version = slot.parameter._version
+
+
 class _SaveHook(_StateHook):
-    """Replaces the guarded entries of one module's state by CPU copies; tied ones share a copy."""
+    """Replaces the absent entries of one module's state by entries on the host; tied ones share one."""
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        for name in module._parameters:
+        for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if type(value) is not GuardedTensor:
+            slot = getattr(parameter, "_gm_slot", None)
+            if slot is None or value is parameter or not absent.is_absent(value):
                 continue
-            slot = value._gm_slot
-            copy = slot.saved() if slot.saved is not None else None
-            if copy is None or not any(other is copy for other in state.values()):
-                copy = slot.read_weight()  # the first of its names in this state
-                slot.saved = weakref.ref(copy)
-            state[prefix + name] = copy
+            entry = slot.saved() if slot.saved is not None else None
+            if entry is None or not any(other is entry for other in state.values()):
+                home = _Entry(slot)  # the first of its names in this state
+                shape, strides = home.memory.shape, home.memory.stride()
+                entry = absent.tensor(home, shape, strides, slot.dtype, home.memory.device)
+                slot.saved = weakref.ref(entry)
+            state[prefix + name] = entry
 
 
 class _LoadHook(_StateHook):
@@ -83,9 +114,9 @@ class _LoadHook(_StateHook):
             return
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if not is_guarded(parameter) or not isinstance(value, torch.Tensor):
+            slot = getattr(parameter, "_gm_slot", None)
+            if slot is None or not isinstance(value, torch.Tensor):
                 continue
-            slot = parameter._gm_slot
             if metadata.get("assign_to_params_buffers", False):
                 raise GuardError(
                     f"{slot.name}: load_state_dict(assign=True) would replace a managed parameter; use "

@@ -25,7 +25,7 @@ PY_FILES = sorted(
 # name its noun here.
 NOUNS = [
     ["base"],
-    ["sysfile"],
+    ["sysfile", "absent"],
     ["topology"],
     ["layout", "order", "workers", "budget", "trace"],
     ["plan", "tune"],

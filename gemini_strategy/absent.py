@@ -1,0 +1,527 @@
+"""Absent tensors: shape, dtype, device and a place in autograd, but no bytes; what needs bytes is served.
+
+A managed parameter outside its module, a gradient that the engine holds, an entry of an optimizer's state is an
+ordinary `torch.Tensor` whose storage is absent and whose dispatch keys have one more. The dispatcher therefore brings
+every operation on it here, whoever asks: eager code, TorchScript, vmap, autograd's own nodes, constructors of sparse
+and nested tensors. This is below autograd: leaves, graphs, views and versions are torch's own, and need nothing of
+us.
+
+Invariants
+    1. No kernel gets an absent tensor: `_serve` puts a plain one of the same geometry, from the tensor's home, in its
+       place. What reads no bytes (views, metadata) passes through, so that a view of an absent tensor is absent
+       (`_PASSED`).
+    2. What an operation writes is its home's before the operation returns, or at the end of the lease that it wrote
+       through.
+    3. What takes memory past the dispatcher (NumPy, DLPack, addresses, pickle) asks at a door first (`_DOORS`).
+       Memory that a plain tensor on managed bytes gives away there is compared afterwards: nobody counts what is
+       written through it.
+    4. What asks at no door (a C++ extension without dispatch) finds NaN that cannot be written on the host, and an
+       error with the parameter's name on CUDA; never another chunk's bytes.
+
+The key is the one that torch reserves for fake tensors made outside of its Python (DispatchKey::Fake): no tensor of
+torch's own has it, and `install` refuses a torch in which somebody else serves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _device
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from gemini_strategy import _C
+from gemini_strategy.errors import GeminiError, GuardError
+
+__all__ = [
+    "Home",
+    "add_net",
+    "drop_net",
+    "forget",
+    "install",
+    "is_absent",
+    "nets",
+    "set_data",
+    "tensor",
+]
+
+_KEY = torch._C._dispatch_key_parse("Fake")
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_BYTES = (1 << 63) - 1
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.data.__set__
+_address = torch._C._storage_address
+
+# Views, changes of metadata, and what asks for metadata alone.
+_PASSED = """
+    alias as_strided as_strided_ detach detach_ diagonal expand permute select.int slice.Tensor split.Tensor
+    split_with_sizes squeeze squeeze.dim squeeze.dims squeeze_ squeeze_.dim squeeze_.dims t t_ transpose.int transpose_
+    unbind.int unfold unsqueeze unsqueeze_ view view.dtype _reshape_alias lift_fresh is_set_to is_same_size is_pinned
+    empty_like new_empty new_empty_strided new_zeros new_ones new_full zeros_like ones_like full_like rand_like
+    randn_like randint_like randint_like.low_dtype
+"""
+# They write arguments that their schemas call read.
+_WRITES_UNSAID = {
+    f"aten::{name}"
+    for name in (
+        *(
+            "batch_norm",
+            "native_batch_norm",
+            "cudnn_batch_norm",
+            "miopen_batch_norm",
+            "instance_norm",
+        ),
+        *("_batch_norm_impl_index", "fused_moving_avg_obs_fake_quant"),
+    )
+}
+_REFUSED = {
+    "aten::set_": "its storage is the engine's; use copy_() or p.data = value",
+    "aten::resize_": "its size is fixed; engine.close() first",
+    "aten::resize_as_": "its size is fixed; engine.close() first",
+}
+
+
+class Home:
+    """Where the bytes of an absent tensor are.
+
+    Attributes:
+        name: of the parameter, for errors.
+        is_copy: `open` gives a copy; `write` takes what was changed in it. Otherwise what `open` gives shows the bytes.
+        memory: the tensor has memory of its own that `open` brings up to date (an entry of a state dict), or None.
+    """
+
+    name = ""
+    is_copy = True
+    memory: torch.Tensor | None = None
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        """A plain tensor with the present values, in the geometry of the whole."""
+        raise NotImplementedError
+
+    def write(self, values: torch.Tensor) -> None:
+        """`values`, which `open` has given, were changed."""
+
+
+class _Gone(Home):
+    def __init__(self, name: str, why: str) -> None:
+        self.name = name
+        self.why = why
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        raise GuardError(f"{self.name}: {self.why}")
+
+
+class _Keyed(torch.Tensor):
+    """Has the key; its data gives it to others."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+_homes: dict[
+    int, tuple[Home, torch.Tensor]
+] = {}  # by the storage's address; the tensor keeps the storage
+_n_live = 0  # of them, when last counted
+_nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
+
+
+def is_absent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and torch._C._dispatch_keys(value).has(_KEY)
+
+
+def tensor(
+    home: Home,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor whose bytes are `home`'s, for as long as any tensor has its storage. `home` must not keep its engine."""
+    _sweep()
+    with torch.inference_mode(False), torch.no_grad(), _plainly():
+        keyed = torch.Tensor._make_wrapper_subclass(
+            _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
+        )
+        if home.memory is not None:
+            storage = home.memory.untyped_storage()
+        elif device.type == "cpu":
+            span = (
+                1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+                if 0 not in shape
+                else 0
+            )
+            size = span * dtype.itemsize
+            storage = torch._C._construct_storage_from_data_pointer(
+                _C.absent_range(size), device, size
+            )
+        else:
+            storage = None
+            text = (
+                f"{home.name} is not here: its module is not running (p.clone() gives its values)"
+            )
+            torch._C._set_storage_data_ptr_access_error_msg(_address(keyed), text)
+        if storage is not None:
+            torch.ops.aten.set_.source_Storage_storage_offset(keyed, storage, 0, shape, strides)
+        result = torch.empty(0, dtype=dtype, device=device)
+        set_data(result, keyed)
+    if home.memory is None and device.type == "cpu":
+        torch._C._set_throw_on_mutable_data_ptr(result)
+    _homes[_address(result)] = (home, result.detach())
+    return result
+
+
+def forget(shown: torch.Tensor, why: str) -> None:
+    """The tensor's bytes are gone: whoever still has it, or a view of it, is told `why`."""
+    home, anchor = _homes[_address(shown)]
+    _homes[_address(shown)] = (_Gone(home.name, why), anchor)
+
+
+def _sweep() -> None:
+    """Now and then lets go of storages that nobody has any more."""
+    global _n_live
+    if len(_homes) > 2 * _n_live + 16:
+        for address in [a for a in _homes if torch._C._storage_Use_Count(a) <= 1]:
+            del _homes[address]
+        _n_live = len(_homes)
+
+
+def _home_of(value: torch.Tensor) -> Home:
+    found = _homes.get(_address(value))
+    if found is None:
+        raise GuardError(
+            f"a tensor of shape {tuple(value.shape)} has no bytes: what it showed was a managed model's, which is gone"
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Without this module and without the caller's modes (FakeTensorMode and the like)."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS | _MODES):
+        yield
+
+
+def _like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    """`base`, the whole of a home, in the geometry of a view of its absent tensor."""
+    if shown.dtype != base.dtype:
+        size = base.untyped_storage().nbytes() // base.dtype.itemsize
+        base = base.as_strided((size,), (1,), 0).view(shown.dtype)
+    elif (
+        shown.shape == base.shape
+        and shown.stride() == base.stride()
+        and shown.storage_offset() == 0
+    ):
+        return base
+    return base.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+
+
+# ---- operations ----
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int] | None:
+    """id() of the tensors that the operation may write; None: of any."""
+    schema = op._schema
+    namespace = schema.name.split("::")[0]
+    if namespace not in ("aten", "prims", "prim") or schema.name in _WRITES_UNSAID:
+        return None
+    if not schema.is_mutable:
+        return set()
+    named = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+    return {
+        id(item)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for item in tree_flatten(named.get(argument.name))[0]
+    }
+
+
+def _is_over_lists(name: str) -> bool:
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+
+
+def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation over lists, element after element: not everything has to have room at once."""
+    n = max(len(a) for a in args if isinstance(a, list | tuple))
+
+    def at(i: int) -> Callable[[Any], Any]:
+        return lambda value: (
+            value[i : i + 1] if isinstance(value, list | tuple) and len(value) == n else value
+        )
+
+    results = [op(*map(at(i), args), **{k: at(i)(v) for k, v in kwargs.items()}) for i in range(n)]
+    if results[0] is None:
+        return None
+    if isinstance(results[0][0], list | tuple):
+        return tuple(
+            [item for result in results for item in result[k]] for k in range(len(results[0]))
+        )
+    return [item for result in results for item in result]
+
+
+def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The dispatcher's kernel for every operation with an absent tensor among its arguments."""
+    name = op._schema.name
+    flat, spec = tree_flatten((args, kwargs))
+    absent = [(i, item) for i, item in enumerate(flat) if is_absent(item)]
+    if (
+        _is_over_lists(name)
+        and len(absent) > 1
+        and any(len(a) > 1 for a in args if isinstance(a, list | tuple))
+    ):
+        return _one_by_one(op, args, kwargs)
+    if name in _REFUSED and absent[0][0] == 0:
+        raise GuardError(f"{_home_of(absent[0][1]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
+    writes = _written(op, args, kwargs)
+    opened: dict[int, tuple[Home, torch.Tensor, bool]] = {}
+    for _, item in absent:
+        address, is_written = _address(item), writes is None or id(item) in writes
+        if address not in opened or (is_written and not opened[address][2]):
+            opened[address] = (_home_of(item), item, is_written)
+    with _plainly():
+        bases = {a: home.open(is_written) for a, (home, _, is_written) in opened.items()}
+        shown_as: dict[int, torch.Tensor] = {}
+        for i, item in absent:
+            flat[i] = _like(bases[_address(item)], item)
+            shown_as[id(flat[i])] = item
+    args, kwargs = tree_unflatten(flat, spec)
+    kept = {id(item) for item in flat}
+    result = op(*args, **kwargs)
+    of_base = {_address(base): a for a, base in bases.items()}
+
+    def settle(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in shown_as:
+            return shown_as[id(value)]
+        if id(value) in kept or not torch._C._has_storage(value) or _address(value) not in of_base:
+            return value
+        whole = _homes[of_base[_address(value)]][1]  # a view: absent, too
+        whole = whole if value.dtype == whole.dtype else whole.view(-1).view(value.dtype)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    with _plainly():
+        result = tree_map(settle, result)
+        for address, (home, _, is_written) in opened.items():
+            if is_written:
+                home.write(bases[address])
+    return result
+
+
+# ---- doors ----
+
+
+def add_net(net: Any) -> None:
+    """An engine is open: doors ask `net.find` which slot's bytes a plain tensor shows."""
+    _nets.add(net)
+
+
+def drop_net(net: Any) -> None:
+    """It is closed."""
+    _nets.discard(net)
+
+
+def nets() -> list[Any]:
+    return list(_nets)
+
+
+def _expose(value: Any) -> None:
+    """Memory of a plain tensor is given away: if it is managed, it is compared afterwards."""
+    for net in nets():
+        try:
+            slot = net.find(value)
+        except RuntimeError:  # no address at all: not ours
+            return
+        if slot is not None:
+            slot.expose(value)
+
+
+def _freeze(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+def _door(original: Any, name: str) -> Any:
+    """`original`, a method of tensors that takes their memory, with the bytes in place."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_absent(self):
+            if _nets:
+                _expose(self)
+            return original(self, *args, **kwargs)
+        home = _home_of(self)
+        if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
+            raise GuardError(
+                f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
+                "module: give it p.clone(), or call the function inside the module that owns the parameter"
+            )
+        with _plainly(), torch.no_grad():
+            base = home.open(not home.is_copy)
+            if home.memory is not None:
+                result = original(self, *args, **kwargs)
+                return _freeze(result) if name == "numpy" else result
+            plain = _like(base, self)
+        if name == "data_ptr":
+            if home.is_copy or hasattr(self, "_gm_slot"):
+                raise GuardError(
+                    f"{home.name}: data_ptr: a raw address cannot be guarded; use clone()"
+                )
+            set_data(self, plain)  # from now on this tensor keeps the bytes here
+            return original(self)
+        if home.is_copy and name == "__dlpack__":
+            raise GuardError(
+                f"{home.name}: what is written through DLPack would be lost; use clone()"
+            )
+        plain.requires_grad_(self.requires_grad)
+        result = original(plain, *args, **kwargs)
+        return _freeze(result) if home.is_copy and name == "numpy" else result
+
+    method._gm_original = original
+    return method
+
+
+def _kin_door(original: Any) -> Any:
+    """A method that makes another tensor of the same dtype and device."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
+        return original(kin, *args, **kwargs)
+
+    method._gm_original = original
+    return method
+
+
+def _loop_door(original: Any) -> Any:
+    """A method that runs a Python function over elements, in place."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        others = [torch.clone(a) if is_absent(a) else a for a in args]
+        if not is_absent(self):
+            return original(self, *others)
+        home = _home_of(self)
+        with _plainly(), torch.no_grad():
+            base = home.open(True)
+            plain = _like(base, self)
+        original(plain.requires_grad_(self.requires_grad), *others)
+        home.write(base)
+        return self
+
+    method._gm_original = original
+    return method
+
+
+def _parameter_door(original: Any) -> Any:
+    """torch asks for the very class of what a parameter is made of."""
+
+    @functools.wraps(original)
+    def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+        is_managed = hasattr(data, "_gm_slot")
+        return original(
+            cls, torch._C.TensorBase.data.__get__(data) if is_managed else data, requires_grad
+        )
+
+    new._gm_original = original
+    return staticmethod(new)
+
+
+def _norm_door(original: Any) -> Any:
+    """Normalizations write running statistics, and no version counts that."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if _nets and not torch.compiler.is_compiling():
+            for statistics in args[3:5]:
+                if isinstance(statistics, torch.Tensor) and not is_absent(statistics):
+                    _expose(statistics)
+        return original(*args, **kwargs)
+
+    function._gm_original = original
+    torch.jit._builtins._register_builtin(function, f"aten::{original.__name__}")  # for scripts
+    return function
+
+
+def _refuse_swap(original: Any) -> Any:
+    @functools.wraps(original)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        for value in (t1, t2):
+            slot = getattr(value, "_gm_slot", None)
+            if slot is not None or is_absent(value):
+                name = slot.name if slot is not None else _home_of(value).name
+                raise GuardError(f"{name}: swap_tensors would replace its storage; use copy_()")
+        original(t1, t2)
+
+    swap_tensors._gm_original = original
+    return swap_tensors
+
+
+def _compile_door(original: Any) -> Any:
+    @functools.wraps(original)
+    def compiling(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(model, "__self__", model)
+        if isinstance(module, torch.nn.Module):
+            for name, parameter in module.named_parameters():
+                if hasattr(parameter, "_gm_slot"):
+                    raise GuardError(
+                        f"{name} of {type(module).__name__} is managed, and hooks have no place in a graph: compile "
+                        "modules before manage(), engine.close() first"
+                    )
+        return original(model, *args, **kwargs)
+
+    compiling._gm_original = original
+    return compiling
+
+
+def _dlpack_door(original: Any) -> Any:
+    method = _door(original, "__dlpack__")
+    return functools.wraps(original)(lambda value: method(value))
+
+
+_DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    *(
+        (torch.Tensor, name, functools.partial(_door, name=name))
+        for name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__")
+    ),
+    *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
+    *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
+    (torch.nn.Parameter, "__new__", _parameter_door),
+    (torch.utils.dlpack, "to_dlpack", _dlpack_door),
+    (torch, "to_dlpack", _dlpack_door),
+    *((torch, name, _norm_door) for name in ("batch_norm", "instance_norm", "native_batch_norm")),
+    (torch.utils, "swap_tensors", _refuse_swap),
+    (torch, "compile", _compile_door),
+)
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Puts the kernel and the doors in place, once per process; without absent tensors nothing changes.
+
+    Raises:
+        GeminiError: this torch serves the key itself.
+    """
+    if _libraries:
+        return
+    if torch._C._dispatch_has_backend_fallback(_KEY):
+        raise GeminiError(
+            f"torch {torch.__version__} uses the dispatch key Fake itself, by which managed parameters are served"
+        )
+    # `with torch.device(...)` remembers by identity, at its first use, the functions that it gives a device.
+    _device._device_constructors()
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_serve, "Fake")
+    passed = torch.library.Library("aten", "IMPL")
+    for name in _PASSED.split():
+        passed.impl(name, torch.library.fallthrough_kernel, "Fake")
+    _libraries.extend([everything, passed])
+    for owner, name, make in _DOORS:
+        original = getattr(owner, name)
+        if not hasattr(original, "_gm_original"):
+            setattr(owner, name, make(original))

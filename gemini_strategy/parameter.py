@@ -1,0 +1,93 @@
+"""What a managed parameter answers itself; everything else about it is torch's own.
+
+Its class is a subclass of the one it had, for as long as it is managed: the same object, in its unit and outside.
+Operations are not watched here (absent.py serves them): only what would replace its storage, and its gradient, which
+the engine holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GuardError
+
+__all__ = ["managed_class"]
+
+_base = torch._C.TensorBase
+
+
+def _refuse(name: str, way_out: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise GuardError(f"{self._gm_slot.name}: {name}: {way_out}")
+
+    return method
+
+
+class _Managed:
+    __slots__ = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _base.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self._gm_slot.assign(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._gm_slot.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._gm_slot.set_grad(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._gm_slot.set_grad(None)
+
+    @property
+    def requires_grad(self) -> bool:
+        return _base.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._gm_slot.engine.check_requires_grad(self._gm_slot, bool(value))
+        _base.requires_grad.__set__(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
+
+    set_ = _refuse("set_", "its storage is the engine's; use p.copy_() or p.data = value")
+    resize_ = _refuse("resize_", "its size is fixed; engine.close() first")
+    share_memory_ = _refuse("share_memory_", "its memory is the engine's; engine.close() first")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._gm_plain_copy()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._gm_plain_copy().__reduce_ex__(protocol)
+
+    def _gm_plain_copy(self) -> torch.Tensor:
+        """An ordinary, unmanaged parameter with these values."""
+        values = self._gm_slot.read_weight()
+        return (
+            nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
+        )
+
+
+_classes: dict[type, type] = {}
+
+
+def managed_class(plain: type) -> type:
+    """The class of managed parameters of class `plain`."""
+    if plain not in _classes:
+        _classes[plain] = type(f"Managed{plain.__name__}", (_Managed, plain), {})
+    return _classes[plain]
