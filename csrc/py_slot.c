@@ -38,7 +38,6 @@ int gm_py_torch_init(void)
         {&gm_torch.s_requires_grad, "requires_grad"},
         {&gm_torch.s_module, "__module__"},
         {&gm_torch.s_dtype, "dtype"},
-        {&gm_torch.s_is_contiguous, "is_contiguous"},
     };
     static const struct {
         PyObject **place;
@@ -270,6 +269,17 @@ static PyObject *detach_grad(PyObject *parameter)
     return grad;
 }
 
+/* Whether the gradient lies in memory as the parameter does: 1 or 0; -1 with an exception set. */
+static int is_in_order(PyObject *grad, const gm_py_slot *slot)
+{
+    PyObject *own = PyObject_GetAttrString((PyObject *)slot, "strides");
+    PyObject *strides = PyObject_CallMethodObjArgs(grad, gm_torch.s_stride, NULL);
+    int result = own && strides ? PyObject_RichCompareBool(own, strides, Py_EQ) : -1;
+    Py_XDECREF(own);
+    Py_XDECREF(strides);
+    return result;
+}
+
 /* Whether the gradient can go to the core as it is: 1 or 0; -1 with an exception set. */
 static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
 {
@@ -300,9 +310,7 @@ static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
     Py_XDECREF(scaler);
     Py_XDECREF(layout);
     Py_XDECREF(dtype);
-    return result > 0
-               ? gm_py_is_true(PyObject_CallMethodObjArgs(grad, gm_torch.s_is_contiguous, NULL))
-               : result;
+    return result > 0 ? is_in_order(grad, slot) : result;
 }
 
 static int put_grad(PyObject *grad, gm_py_slot *slot)

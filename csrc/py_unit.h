@@ -18,11 +18,11 @@ typedef struct gm_py_slot {
     long long version;                 /* of the parameter, when last looked at */
     long long open_count, touch_count; /* units, backward nodes that use `shown` */
     PyObject *parameter, *engine, *net, *dtype, *plain_class, *managed_class;
-    PyObject *absent;         /* what the parameter's data is outside its units */
-    PyObject *shown;          /* its bytes: one tensor for all users; None: to be made */
-    PyObject *shown_storage;  /* the address of its StorageImpl, an int */
-    long long shown_count;    /* references to that when nobody else has any */
-    char is_watched;          /* what is written through `shown` is looked for */
+    PyObject *absent;        /* what the parameter's data is outside its units */
+    PyObject *shown;         /* its bytes: one tensor for all users; None: to be made */
+    PyObject *shown_storage; /* the address of its StorageImpl, an int */
+    long long shown_count;   /* references to that when nobody else has any */
+    char is_watched;         /* what is written through `shown` is looked for */
 } gm_py_slot;
 
 typedef struct gm_py_net gm_py_net; /* py_net.c */
@@ -32,8 +32,8 @@ typedef struct gm_py_torch {
     PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
         *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr,
         *set_data, *get_grad, *set_grad;
-    PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_is_contiguous,
-        *s_shape, *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module;
+    PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape,
+        *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module;
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
@@ -49,8 +49,8 @@ int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 /* Changes of the weight that a graph built before must not survive. */
 int gm_py_changes(const gm_py_slot *slot, long long *out);
-int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
-int gm_py_slot_open(gm_py_slot *slot, bool is_plain); /* one user more: its data is `shown` */
+int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */
+int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `shown` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
  * and what may have been written is found. */

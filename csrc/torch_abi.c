@@ -47,32 +47,35 @@ static void end_lease(void *data, void *context)
     gm_lease_end(context);
 }
 
-/* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes): a kernel behind the C ABI
- * has no way to raise. */
+/* The numbers of a list that belongs to the caller; false if they are too many. */
+static bool take_list(void *list, int64_t *out, size_t *n_out)
+{
+    bool is_ok = torch.list_size(list, n_out) == 0 && *n_out <= MAX_DIMS;
+    for (size_t i = 0; is_ok && i < *n_out; i++) {
+        slot item;
+        is_ok = torch.list_get(list, i, &item) == 0;
+        out[i] = (int64_t)item;
+    }
+    (void)torch.list_delete(list);
+    return is_ok;
+}
+
+/* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes, dense strides): a kernel behind
+ * the C ABI has no way to raise. */
 static void blob_kernel(slot *stack, uint64_t n_in, uint64_t n_out)
 {
     (void)n_in;
     (void)n_out;
     gm_lease *lease = (gm_lease *)(uintptr_t)stack[0];
-    void *list = (void *)(uintptr_t)stack[1], *tensor = NULL;
-    int32_t dtype, device_type = (int32_t)(int64_t)stack[3],
-                   device_index = (int32_t)(int64_t)stack[4];
-    memcpy(&dtype, &stack[2], sizeof dtype);
+    void *tensor = NULL;
+    int32_t dtype, device_type = (int32_t)(int64_t)stack[4],
+                   device_index = (int32_t)(int64_t)stack[5];
+    memcpy(&dtype, &stack[3], sizeof dtype);
     int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
-    size_t n_dims = 0;
-    bool is_ok = torch.list_size(list, &n_dims) == 0 && n_dims <= MAX_DIMS;
-    for (size_t i = 0; is_ok && i < n_dims; i++) {
-        slot size;
-        is_ok = torch.list_get(list, i, &size) == 0;
-        sizes[i] = (int64_t)size;
-    }
-    int64_t stride = 1;
-    for (size_t i = n_dims; is_ok && i-- > 0;) {
-        strides[i] = stride;
-        stride *= sizes[i] > 1 ? sizes[i] : 1;
-    }
-    (void)torch.list_delete(list);
-    if (is_ok) {
+    size_t n_dims = 0, n_strides = 0;
+    bool has_sizes = take_list((void *)(uintptr_t)stack[1], sizes, &n_dims);
+    bool has_strides = take_list((void *)(uintptr_t)stack[2], strides, &n_strides);
+    if (has_sizes && has_strides && n_dims == n_strides) {
         (void)torch.from_blob((void *)gm_lease_address(lease), (int64_t)n_dims, sizes, strides, 0,
                               dtype, device_type, device_index, &tensor, torch.layout_strided(),
                               NULL, 0, end_lease, lease);
@@ -115,9 +118,8 @@ gm_status gm_torch_abi_init(void)
     GM_TRY(look_up(self, "aoti_torch_layout_strided", &torch.layout_strided));
     void *library;
     if (torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
-        torch.library_def(library,
-                          "blob(int lease, int[] sizes, ScalarType dtype, int device_type, "
-                          "int device_index) -> Tensor") != 0 ||
+        torch.library_def(library, "blob(int lease, int[] sizes, int[] strides, ScalarType dtype, "
+                                   "int device_type, int device_index) -> Tensor") != 0 ||
         torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__, __LINE__,
                                 &library) != 0 ||
         torch.library_impl(library, "blob", blob_kernel) != 0) {

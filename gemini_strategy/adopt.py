@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C
+from gemini_strategy import _C, order
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.hooks import MarkedUnit, Unit, is_compiled, wants_marks
 from gemini_strategy.parameter import managed_class
@@ -19,6 +19,7 @@ from gemini_strategy.slot import FORMATS, Slot
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
     from gemini_strategy.loading import Loading
+    from gemini_strategy.original import Original
 
 __all__ = ["Adoption"]
 
@@ -76,6 +77,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
     if parameter.layout is not torch.strided:
         raise GeminiError(
             f"{name} has layout {parameter.layout}: only dense parameters are supported"
+        )
+    if not order.is_dense(parameter):
+        raise GeminiError(
+            f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: its elements do not fill "
+            f"memory of their own, each once; make them with {name}.data = {name}.data.contiguous() before manage()"
         )
     if parameter.device.type not in ("cpu", "meta", device.type):
         raise GeminiError(
@@ -189,11 +195,11 @@ class Adoption:
                 )
         return spare
 
-    def attach(self, loading: Loading) -> tuple[list[Unit], list[Any]]:
+    def attach(self, loading: Loading, original: Original) -> tuple[list[Unit], list[Any]]:
         """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""
         handles = []
         for slot in self.slots:
-            self._attach_slot(slot, loading)
+            self._attach_slot(slot, loading, original)
             if slot.has_grad_home:
                 handles.append(slot.parameter.register_post_accumulate_grad_hook(_C.take_grad))
                 # First of all: the user's own hooks then find the gradient where it is kept.
@@ -210,26 +216,27 @@ class Adoption:
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)
             units.append(unit)
-        loading.commit()
+        loading.commit(original)
         device = self._engine.device
-        self._share_buffers()
+        self._share_buffers(original)
         for module in self._engine.model.modules():
             for key, tensor in module._buffers.items():
                 if tensor is not None and tensor.device != device:
                     module._buffers[key] = tensor.to(device)
         return units, handles
 
-    def _share_buffers(self) -> None:
+    def _share_buffers(self, original: Original) -> None:
         """The ranks begin with rank 0's."""
         ranks = self._engine.ranks
         for name, tensor in self._engine.model.named_buffers() if ranks.size > 1 else ():
             values = tensor.detach().to("cpu", copy=True).contiguous()
             ranks.share(values, 0, values.numel(), f"first values of buffer {name}")
             if ranks.rank:
+                original.keep_values(tensor)
                 with torch.no_grad():
                     tensor.copy_(values)
 
-    def _attach_slot(self, slot: Slot, loading: Loading) -> None:
+    def _attach_slot(self, slot: Slot, loading: Loading, original: Original) -> None:
         parameter = slot.parameter
         low = parameter.__dict__.pop("_gm_low", None)
         if not loading.has(parameter):
@@ -237,8 +244,9 @@ class Adoption:
         grad = parameter.grad
         parameter.grad = None
         if parameter.is_meta:
-            loading.show(parameter, slot.hide())
+            loading.show(parameter, slot.hide(), original)
         else:
+            original.keep_data(parameter)
             parameter.data = slot.hide()
         slot.managed_class = managed_class(slot.plain_class)
         parameter._gm_slot = slot

@@ -156,6 +156,7 @@ def _line(engine: Engine, slot: Slot) -> str:
     state = {} if engine.optimizer is None else engine.optimizer.state.get(parameter, {})
     traits = [
         str(slot.shape),
+        "contiguous" if slot.is_row_major else f"strides {slot.strides}",
         f"{parameter.dtype} kept as {slot.dtype}",
         "on the meta device" if parameter.is_meta else "with values",
         "trained" if slot.has_moments else "with a gradient" if slot.has_grad_home else "frozen",

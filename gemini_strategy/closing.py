@@ -25,7 +25,7 @@ from gemini_strategy.slot import Slot
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["close", "give_back", "read_grads"]
+__all__ = ["close", "give_back"]
 
 _PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
@@ -45,7 +45,7 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
     if cause is None:
         try:
             values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine._slots}
-            grads = read_grads(engine)
+            grads = _read_grads(engine)
             if engine.optimizer is not None:
                 takeover.release(engine, engine.optimizer, is_fp32, with_states)
         except GeminiError as error:
@@ -133,7 +133,7 @@ def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
         except Exception:  # the device itself may be gone
             filler = float("nan") if slot.dtype.is_floating_point else 0
             dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
-            values[slot] = torch.full(slot.shape, filler, dtype=dtype)
+            values[slot] = torch.empty_strided(slot.shape, slot.strides, dtype=dtype).fill_(filler)
             lost.append(slot.name)
     if engine.optimizer is not None:
         takeover.let_go(engine.optimizer)
@@ -151,7 +151,7 @@ def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
+def _read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
     """The gradients that the engine holds, unscaled."""
     scale = engine.scaler.scale if engine.scaler is not None else 1.0
     grads = {}
@@ -167,12 +167,9 @@ def read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
 
 
 def give_back(
-    engine: Engine, values: dict[Slot, torch.Tensor | None], grads: dict[Slot, torch.Tensor]
+    engine: Engine, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
 ) -> None:
-    """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind.
-
-    Where the value is None the parameter shows no data that may be used: the caller gives it other data (Loading.undo).
-    """
+    """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
     engine.closed = True
     absent.drop_net(getattr(engine, "net", None))
     for unit in engine._units:
@@ -183,16 +180,13 @@ def give_back(
     for slot, value in values.items():
         parameter = slot.parameter
         parameter.__class__ = slot.plain_class
-        if value is not None:
-            parameter.data = value
+        parameter.data = value
         del parameter._gm_slot
         slot.shown = None
     engine.core.close()
     engine.ranks.close()
     engine._memory.close()
-    for slot, value in values.items():
-        if value is None:
-            continue
+    for slot in values:
         parameter = slot.parameter
         parameter.data = parameter.data.to(slot.original_device)
         if slot in grads:

@@ -19,16 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, absent, agreement, closing, state, takeover
+from gemini_strategy import _C, absent, agreement, closing, foreign, order, state, takeover
 from gemini_strategy.adopt import Adoption
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.hooks import RootForward, SavedTensorNet
 from gemini_strategy.loading import Loading
 from gemini_strategy.memory import DeviceMemory
 from gemini_strategy.optim import clip_coefficient
+from gemini_strategy.original import Original
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks import Ranks
 from gemini_strategy.settings import POLICIES, Settings
+from gemini_strategy.sharing import check_sharing
 from gemini_strategy.slot import FORMATS, Slot
 from gemini_strategy.timeline import Reporting
 
@@ -60,6 +62,7 @@ class Engine(Reporting):
         settings: Settings,
         scaler: LossScaler,
         ranks: Ranks,
+        original: Original,
     ) -> None:
         super().__init__()
         self.ranks = ranks
@@ -77,44 +80,44 @@ class Engine(Reporting):
         self._steps = self._skipped = 0
         self._armed: dict[int, tuple[Any, ...]] | None = None
         grouped = takeover.check(optimizer, model) if optimizer is not None else set()
+        foreign.check_modules(model, settings.device, settings.weights is not None)
         adoption = Adoption(self, grouped)
+        check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
         self._slots = adoption.slots
         self._slots_by_id = {slot.id: slot for slot in self._slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
+        original.on_restore(self._abandon)
         self._memory = DeviceMemory(settings.device)
-        try:
-            self._make_core(adoption)
-            loading.fill(adoption.slots, ranks)
-        except BaseException:
-            if hasattr(self, "core"):
-                self.core.close()
-            self._memory.close()
-            raise
-        self._units, self._handles = adoption.attach(loading)
+        self._make_core(adoption)
+        loading.fill(adoption.slots, ranks)
+        self._units, self._handles = adoption.attach(loading, original)
         self.ranks.named = agreement.unit_names(self)
         self._handles += state.install(self, model)
         self.net = SavedTensorNet(self, self._slots)
         self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
-        try:
-            if optimizer is not None:
-                takeover.install(self, optimizer)
-            self._settle()
-        except BaseException:  # as it was: original dtypes, from the exact masters
-            values = {
-                s: None
-                if s.original_device.type == "meta"
-                else s.read_master().to(s.original_dtype)
-                for s in self._slots
-            }
-            closing.give_back(self, values, closing.read_grads(self))
-            loading.undo()
-            raise
+        if optimizer is not None:
+            takeover.install(self, optimizer)
+        self._settle()
         loading.finish()
         for slot in self._slots:
             if slot.original_device.type == "meta":  # it goes back to the host
                 slot.original_device = torch.device("cpu")
+
+    def _abandon(self) -> None:
+        """manage() has failed: the model has nothing of this engine any more, and its memory is free."""
+        self.closed = True
+        if hasattr(self, "net"):
+            absent.drop_net(self.net)
+        for slot in self._slots:
+            slot.shown = None
+        try:
+            if hasattr(self, "core"):
+                self.core.close()
+        finally:
+            if hasattr(self, "_memory"):
+                self._memory.close()
 
     def _make_core(self, adoption: Adoption) -> None:
         settings = self._settings
@@ -236,7 +239,7 @@ class Engine(Reporting):
         grad = grad.detach().clone() if absent.is_absent(grad) else grad.detach()
         if grad.dtype not in FORMATS:
             grad = grad.float()
-        grad = grad.contiguous()
+        grad = order.ordered(grad, slot.strides)
         self._sumsq = None
         self.net.settle()  # the node that used the weights is done: they may be updated
         try:

@@ -4,8 +4,8 @@ Values go straight into the parameters' homes, so the host never holds the model
 piece of a file or one module's initial values.
 
 Invariants
-    1. The model does not change before its values are all there: `plan` and `fill` raise with the model as it was,
-       and the global random numbers too. `undo` takes back what `show` and `commit` did.
+    1. The model does not change before its values are all there. original.py puts back what was changed, the global
+       random numbers included, if anything is raised.
     2. A parameter keeps its identity: the optimizer that was made over it stays right.
     3. The bits are those of `load_state_dict` on an ordinary CPU model, managed then.
 """
@@ -31,6 +31,7 @@ from gemini_strategy._transformers import (
 )
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.initial import InitialValues
+from gemini_strategy.original import Original
 from gemini_strategy.ranks import Ranks
 from gemini_strategy.slot import Slot
 from gemini_strategy.weights import WeightFiles
@@ -39,7 +40,6 @@ __all__ = ["MISSING", "Loading", "Weights"]
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 MISSING = ("refuse", "init")
-_PART = 1 << 20  # elements that are written at once
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -66,8 +66,6 @@ class Loading:
         self._sources: dict[int, tuple[WeightFiles, str]] = {}  # of parameters and buffers
         self._names: dict[int, str] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # new values of buffers
-        self._swapped: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._files: list[WeightFiles] = []
         self._unused: list[tuple[nn.Module, WeightFiles, list[str]]] = []
         self._tensors: dict[int, torch.Tensor] = {}
@@ -218,8 +216,11 @@ class Loading:
                     if ranks.size > 1:
                         begins[f"the values of {slot.name} in weights="] = files.fingerprint(name)
                     begin, n = slot.part()
-                    for first, values in files.pieces(name, begin, begin + n):
-                        slot.fill_part(first, values)
+                    if slot.is_row_major:  # as files are
+                        for first, values in files.pieces(name, begin, begin + n):
+                            slot.fill_part(first, values)
+                    else:
+                        slot.fill_whole(files.tensor(name).reshape(slot.shape))
                     ready.add(id(slot.parameter))
             for key in self._sources.keys() - by_parameter.keys():
                 files, name = self._sources[key]
@@ -247,9 +248,7 @@ class Loading:
             if slot is None:
                 self._buffers[id(tensor)] = values
                 return
-            flat = values.reshape(-1)
-            for first in range(0, flat.numel(), _PART):
-                slot.fill_part(first, flat[first : first + _PART])
+            slot.fill_whole(values)
             ready.add(id(tensor))
 
         numbers = torch.get_rng_state()
@@ -258,24 +257,25 @@ class Loading:
         is_common = torch.equal(common, numbers)
         if not is_common:
             torch.set_rng_state(common)
-        try:
-            self._initial.make(read, keep)
-        except BaseException:
-            torch.set_rng_state(numbers)
-            raise
+        self._initial.make(read, keep)
         if not (self._is_random and is_common):  # weights from files draw no random numbers
             torch.set_rng_state(numbers)
 
     # ---- the model ----
 
-    def show(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+    def show(self, parameter: nn.Parameter, data: torch.Tensor, original: Original) -> None:
         """Makes a parameter on the meta device one on `data`: the same object, with its hooks."""
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             home = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-            _swap(parameter, home)
-        self._swapped.append((parameter, home))
 
-    def commit(self) -> None:
+            def take_back() -> None:
+                if not parameter.is_meta:
+                    _swap(parameter, home)
+
+            original.on_restore(take_back)
+            _swap(parameter, home)
+
+    def commit(self, original: Original) -> None:
         """Gives buffers their values."""
         for module in self._model.modules():
             for key, tensor in list(module._buffers.items()):
@@ -283,37 +283,17 @@ class Loading:
                 if values is None:
                     continue
                 if not tensor.is_meta:  # as load_state_dict does
-                    self._replaced.append((tensor, tensor.detach().clone()))
+                    original.keep_values(tensor)
                     with torch.no_grad():
                         tensor.copy_(values)
                     continue
-                self._put(module._buffers, key, values)
+                module._buffers[key] = values
                 for attribute, value in list(module.__dict__.items()):
                     if value is tensor:  # another name of the buffer
-                        self._put(module.__dict__, attribute, values)
-
-    def _put(self, table: dict[str, Any], key: str, values: torch.Tensor) -> None:
-        self._replaced.append((table, key, table[key]))
-        table[key] = values
-
-    def undo(self) -> None:
-        """The model as it was; its parameters are ordinary already."""
-        for parameter, home in self._swapped:
-            with torch._C.DisableTorchFunctionSubclass():
-                _swap(parameter, home)
-        self._swapped.clear()
-        for table, *rest in reversed(self._replaced):
-            if isinstance(table, torch.Tensor):
-                with torch.no_grad():
-                    table.copy_(rest[0])
-            else:
-                table[rest[0]] = rest[1]
-        self._replaced.clear()
+                        module.__dict__[attribute] = values
 
     def finish(self) -> None:
-        """The engine stands: forgets the way back."""
-        self._swapped.clear()
-        self._replaced.clear()
+        """The engine stands: forgets values that nobody wants any more."""
         self._buffers.clear()
         self._tensors.clear()
         self._initial = None

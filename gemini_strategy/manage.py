@@ -15,6 +15,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.hooks import keep_nets_on_top
 from gemini_strategy.host import pci_bus_id, place, share_of_host
 from gemini_strategy.loading import MISSING, Weights
+from gemini_strategy.original import Original
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks import Ranks
 from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
@@ -141,9 +142,12 @@ def manage(
             text names in what.
         GeminiDeviceError: another rank did not come, or has raised.
         GeminiMemoryError: the budgets do not suffice; the text has the bytes wanted and available.
+
+    Whatever it raises, the model and the optimizer are as they were: the same tensors, hooks and states.
     """
     ranks = Ranks(mesh, timeout, is_sharded=enable_distributed_storage)
-    with ranks.aborting("manage()"):
+    original = None
+    try:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if placement_policy not in POLICIES:
@@ -216,8 +220,17 @@ def manage(
             )
         absent.install()
         keep_nets_on_top()
+        original = Original(model, optimizer)
         with torch.device("cpu"):  # whatever device the caller builds on
-            return Engine(model, optimizer, settings, scaler, ranks)
+            engine = Engine(model, optimizer, settings, scaler, ranks, original)
+    except (
+        BaseException
+    ) as error:  # whatever it was, wherever: all of it stands, or nothing has changed
+        if original is not None:
+            original.restore(error)
+        ranks.give_up("manage()", error)
+        raise
+    return engine
 
 
 def _parse_device_budget(budget: int | float | str | None, device: torch.device) -> int:

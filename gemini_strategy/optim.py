@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.order import is_dense, is_same
 from gemini_strategy.precision import weight_dtypes
 
 __all__ = ["CPUAdam", "HybridAdam", "cast_model_", "clip_coefficient", "grad_norm"]
@@ -29,31 +30,18 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LOW = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in whatever order of dimensions."""
-    expected = 1
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(pair for pair in pairs if pair[1] != 1):
-        if stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
-def _same_order(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense tensors of one shape hold their elements in the same order."""
-    sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return a.numel() == 0 or all(size == 1 or x == y for size, x, y in sizes)
-
-
 def _ordered_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`tensor` in the memory order and on the device of `model`; itself if it is so already."""
     dtype = dtype or tensor.dtype
     if tensor.dtype == dtype and tensor.device == model.device:
-        wanted = model if _is_dense(model) else None
+        wanted = model if is_dense(model) else None
         if wanted is None and tensor.is_contiguous():
             return tensor
-        if wanted is not None and _is_dense(tensor) and _same_order(tensor, wanted):
+        if (
+            wanted is not None
+            and is_dense(tensor)
+            and is_same(tensor.shape, tensor.stride(), wanted.stride())
+        ):
             return tensor
     return torch.empty_like(model, dtype=dtype, requires_grad=False).copy_(tensor)
 
@@ -74,7 +62,7 @@ def _add_squares(
         )
     if tensor.numel() == 0:
         return total
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         tensor = tensor.contiguous()
     dtype, device = _DTYPES[tensor.dtype], tensor.device
     if device.type == "cpu":
@@ -349,7 +337,7 @@ class HybridAdam(torch.optim.Optimizer):
     def _update(self, p: Tensor, scalars: bytes) -> None:
         state = self._state_of(p)
         plain = p.detach()
-        weight = plain if _is_dense(plain) else plain.contiguous()
+        weight = plain if is_dense(plain) else plain.contiguous()
         grad_dtype = p.grad.dtype if p.grad.dtype in (p.dtype, torch.float32) else torch.float32
         grad = _ordered_like(p.grad.detach(), plain, grad_dtype)
         low = state[_LOW[p.dtype][0]] if p.dtype in _LOW else None
@@ -532,7 +520,7 @@ def _cast_(p: nn.Parameter, dtype: torch.dtype) -> None:
     if dtype is torch.float32:
         p.data = plain.to(torch.float32)
         return
-    order = plain if _is_dense(plain) else plain.contiguous()
+    order = plain if is_dense(plain) else plain.contiguous()
     master = torch.empty_like(order, dtype=torch.float32, device="cpu").copy_(order)
     weight = torch.empty_like(master, dtype=dtype)
     low = torch.empty_like(master, dtype=_LOW[dtype][1])

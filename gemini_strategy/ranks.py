@@ -387,15 +387,10 @@ class Ranks:
         finally:
             gloo.timeout, self._reason = self.timeout, None
 
-    @contextlib.contextmanager
-    def aborting(self, what: str) -> Iterator[None]:
-        """Inside, an exception on this rank is the end for all ranks."""
-        try:
-            yield
-        except BaseException as error:
-            self.abort(f"{what}: {type(error).__name__}: {error}")
-            self.close()
-            raise
+    def give_up(self, what: str, error: BaseException) -> None:
+        """An exception on this rank is the end for all ranks; after the engine that uses them."""
+        self.abort(f"{what}: {type(error).__name__}: {error}")
+        self.close()
 
     # ---- for the engine ----
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, absent
+from gemini_strategy import _C, absent, order
 from gemini_strategy.errors import GeminiError, GuardError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["FORMATS", "Slot", "SlotHome", "merge", "split_low"]
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
 _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
+_PART = 1 << 20  # elements that are written at once
 
 
 class Slot(_C.Slot):
@@ -33,6 +34,7 @@ class Slot(_C.Slot):
     * engine, net, parameter, id; dtype: the compute dtype, once managed; format: its number.
     * plain_class, managed_class: of the parameter before and after it is managed, and while.
     * open_count: units that have entered and not left; touch_count: backward nodes that may still run.
+    * strides: of its elements, as torch counts them; dense, whatever their order.
     * version: of the parameter, when it was opened or last looked at.
     * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
     * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
@@ -54,6 +56,7 @@ class Slot(_C.Slot):
         "original_dtype",
         "saved",
         "shape",
+        "strides",
     )
 
     def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
@@ -64,6 +67,7 @@ class Slot(_C.Slot):
         self.parameter = parameter
         self.plain_class = type(parameter)
         self.shape = tuple(parameter.shape)
+        self.strides = parameter.stride()
         self.dtype = parameter.dtype
         self.device = parameter.device
         self.original_device = parameter.device
@@ -75,11 +79,16 @@ class Slot(_C.Slot):
         self._shown_lease = 0
         self._grad: torch.Tensor | None = None
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie in memory as in a contiguous tensor."""
+        return order.is_same(self.shape, self.strides, order.row_major(self.shape))
+
     def blob(self, lease: int) -> torch.Tensor:
         """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
         kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
         with torch.inference_mode(False), absent.plainly():
-            return torch.ops.gemini.blob(lease, list(self.shape), self.dtype, kind, index)
+            return torch.ops.gemini.blob(lease, self.shape, self.strides, self.dtype, kind, index)
 
     def lease(self, is_watched: bool = True) -> torch.Tensor:
         """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
@@ -99,8 +108,7 @@ class Slot(_C.Slot):
     def hide(self) -> torch.Tensor:
         """What the parameter's data is while no unit is entered."""
         home = _Weight(self)
-        strides = torch.empty(self.shape, device="meta").stride()
-        self.absent = absent.tensor(home, self.shape, strides, self.dtype, self.device)
+        self.absent = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
         return self.absent
 
     def show(self) -> None:
@@ -176,8 +184,8 @@ class Slot(_C.Slot):
         if not self.engine.core.has_grad(self.id):
             return None
         if self._grad is None:
-            strides = self.absent.stride()
-            self._grad = absent.tensor(_Grad(self), self.shape, strides, self.dtype, self.device)
+            home = _Grad(self)
+            self._grad = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
         return self._grad
 
     def set_grad(self, value: torch.Tensor | None) -> None:
@@ -209,8 +217,9 @@ class Slot(_C.Slot):
 
     # ---- fields ----
     #
-    # Of several ranks each has a part. Reading is a collective: all ranks get the whole, or `root` alone. Writing is
-    # not: every rank writes its part of the same values.
+    # A field's elements lie in the order of the parameter's own memory (its strides), and so do those of every tensor
+    # that is given out. Of several ranks each has a part, counted in that order. Reading is a collective: all ranks get
+    # the whole, or `root` alone. Writing is not: every rank writes its part of the same values.
 
     def part(self) -> tuple[int, int]:
         """(first, n): the elements that this rank has."""
@@ -218,14 +227,28 @@ class Slot(_C.Slot):
             return 0, math.prod(self.shape)
         return self.engine.core.part(self.id)
 
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """On the host, for a field to be read into."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype)
+
+    def _ordered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """On the host, as a field is written; may be `values` itself."""
+        return order.ordered(values.detach().to("cpu", dtype), self.strides)
+
+    def fill_whole(self, values: torch.Tensor) -> None:
+        """fill_part with all of the values, which have the parameter's shape."""
+        values = order.flat(order.ordered(values, self.strides))
+        for first in range(0, values.numel(), _PART):
+            self.fill_part(first, values[first : first + _PART])
+
     def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
         core, ranks = self.engine.core, self.engine.ranks
-        values = torch.empty(self.shape, dtype=dtype)
+        values = self._empty(dtype)
         core.read(self.id, field, values.data_ptr())
         if ranks.shard.size > 1:
             core.catch_up()
             what = f"{_NAMES[field]} of {self.name} (every rank has to read it)"
-            ranks.assemble(values, *self.part(), what, root)
+            ranks.assemble(order.flat(values), *self.part(), what, root)
         return values
 
     def read_own(self, is_master: bool) -> torch.Tensor:
@@ -233,7 +256,7 @@ class Slot(_C.Slot):
         is_fp32 = is_master and self.has_low
         dtype = torch.float32 if is_fp32 else self.dtype
         filler = float("nan") if dtype.is_floating_point else 0
-        values = torch.full(self.shape, filler, dtype=dtype)
+        values = self._empty(dtype).fill_(filler)
         self.engine.core.read(self.id, _MASTER if is_fp32 else _WEIGHT, values.data_ptr())
         return values
 
@@ -242,20 +265,20 @@ class Slot(_C.Slot):
         ranks, core = self.engine.ranks, self.engine.core
         field = _WEIGHT
         if self.dtype not in FORMATS:
-            plain = values.to("cpu", self.dtype).contiguous()
+            plain = self._ordered(values, self.dtype)
         else:
             field = _MASTER
             if low is None:
-                plain = values.to("cpu", torch.float32).contiguous()
+                plain = self._ordered(values, torch.float32)
             else:
-                plain = merge(values.to("cpu"), low.to("cpu")).contiguous()
+                plain = self._ordered(merge(values.to("cpu"), low.to("cpu")), torch.float32)
         if ranks.size > 1:
             plain = plain.clone() if plain.data_ptr() == values.data_ptr() else plain
-            ranks.share(plain, *self.part(), f"first values of {self.name}")
+            ranks.share(order.flat(plain), *self.part(), f"first values of {self.name}")
         core.write(self.id, field, plain.data_ptr(), self.engine.stream())
 
     def fill_part(self, first: int, values: torch.Tensor) -> None:
-        """The first bytes, part by part: flat `values` of the elements from `first` on."""
+        """The first bytes, part by part: flat `values` of the elements from `first` on, in the order of memory."""
         begin, n = self.part()
         values = values[max(begin - first, 0) : max(begin + n - first, 0)]
         first = max(begin, first)
@@ -283,7 +306,7 @@ class Slot(_C.Slot):
         if tuple(values.shape) != self.shape:
             raise ValueError(f"{self.name} has shape {self.shape}, got {tuple(values.shape)}")
         is_float = self.has_low or self.dtype is torch.float32
-        plain = values.detach().to("cpu", torch.float32 if is_float else self.dtype).contiguous()
+        plain = self._ordered(values, torch.float32 if is_float else self.dtype)
         field = _MASTER if is_float else _WEIGHT
         self.engine.written.note(self, _NAMES[field], plain)
         self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
@@ -291,9 +314,9 @@ class Slot(_C.Slot):
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """The weight of a master with these values."""
-        plain = values.detach().to("cpu", torch.float32).contiguous()
-        weight = torch.empty(self.shape, dtype=self.dtype)
-        low = torch.empty(self.shape, dtype=torch.float32)  # wide enough for either
+        plain = self._ordered(values, torch.float32)
+        weight = self._empty(self.dtype)
+        low = self._empty(torch.float32)  # wide enough for either
         addresses = (plain.data_ptr(), weight.data_ptr(), low.data_ptr())
         _C.split_host(self.format, *addresses, plain.numel())
         return weight
@@ -305,19 +328,19 @@ class Slot(_C.Slot):
     def clamp_grad(self, bound: float) -> None:
         """Each rank its part: no collective but the reduction that may be due."""
         dtype = self.engine.grad_dtype(self)
-        values = torch.zeros(self.shape, dtype=dtype)
+        values = self._empty(dtype).zero_()
         self.engine.core.read(self.id, _GRAD, values.data_ptr())
         values = values.to(self.device, self.dtype).clamp_(-bound, bound)
-        self._put_grad(values.to("cpu", dtype))
+        self._put_grad(self._ordered(values, dtype))
 
     def write_grad(self, values: torch.Tensor) -> None:
-        plain = values.detach().to("cpu", self.engine.grad_dtype(self)).contiguous()
+        plain = self._ordered(values, self.engine.grad_dtype(self))
         self.engine.written.note_grad(self, plain)
         self._put_grad(plain)
 
     def zero_grad(self) -> None:
         self.engine.written.forget_grad(self)
-        self._put_grad(torch.zeros(self.shape, dtype=self.engine.grad_dtype(self)))
+        self._put_grad(self._empty(self.engine.grad_dtype(self)).zero_())
 
     def _put_grad(self, plain: torch.Tensor) -> None:
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
@@ -333,7 +356,7 @@ class Slot(_C.Slot):
                 raise ValueError(
                     f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
                 )
-            plain = values.detach().to("cpu", torch.float32).contiguous()
+            plain = self._ordered(values, torch.float32)
             self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from gemini_strategy import loading, takeover, weights
+from gemini_strategy import slot as slots
+from gemini_strategy import takeover, weights
 from reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
 from zoo import CASES, Case, Mlp, mlp_case
 
@@ -34,7 +35,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of these models comes in several pieces, and files are opened again between them."""
     monkeypatch.setattr(weights, "_PIECE", 500)
     monkeypatch.setattr(weights, "_MAPPED", 5000)
-    monkeypatch.setattr(loading, "_PART", 700)
+    monkeypatch.setattr(slots, "_PART", 700)
 
 
 def _blank(build: Callable[[], nn.Module]) -> nn.Module:
