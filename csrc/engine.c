@@ -4,7 +4,7 @@
  *
  * Invariants (of all these files)
  *   1. A parameter's bytes are valid from enter to leave of its unit, from touch to release_touched, and
- *      for the life of a pinned lease; outside, its range may show anything (aliased) or faults (strict).
+ *      for the life of a pinned lease; outside, its range may show anything.
  *   2. While a plan is followed, enter, leave, touch and the taking of a gradient allocate nothing, map nothing and
  *      do not wait; what they did of that is counted (n_replay_waits).
  *   3. Order between streams and the host is kept by the fences of chunk.c and by nothing else.
@@ -272,7 +272,6 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
         .has_homes = has_homes,
         .homes = has_homes ? gm_arena_base(engine->arena) : NULL,
         .device_limit = limit,
-        .is_strict = options->is_strict,
     };
     GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));
     for (uint32_t id = 0; !has_homes && id < n; id++) {
@@ -300,7 +299,6 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->workers = options->workers;
     engine->policy = options->policy;
     engine->is_grad_f32 = options->is_grad_f32;
-    engine->is_strict = options->is_strict;
     engine->rates = options->rates;
     engine->is_tuned = options->is_tuned;
     engine->state_share = options->state_share;

@@ -41,7 +41,6 @@ typedef struct gm_engine_options {
     size_t device_budget; /* SIZE_MAX: what the device has */
     size_t host_budget;   /* SIZE_MAX: what the host has */
     gm_policy policy;
-    bool is_strict;
     bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
     gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
     bool is_tuned;      /* the first steps under plans correct the rate of Adam on the host */

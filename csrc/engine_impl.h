@@ -110,7 +110,7 @@ struct gm_engine {
     uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
     float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
     gm_arena *arena;
-    bool is_pinned_arena, is_strict;
+    bool is_pinned_arena;
     double arena_seconds; /* that taking and pinning it took */
     gm_policy policy;
     bool is_grad_f32;

@@ -160,25 +160,26 @@ static void give_comms(core *self)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "ordinal",        "params",      "unit_params", "unit_begin",  "chunk_bytes", "block_bytes",
-        "device_budget",  "host_budget", "policy",      "is_strict",   "is_grad_f32", "threads",
-        "external_bytes", "rates",       "state_share", "slack_bytes", "is_tuned",    "shard_comm",
-        "replica_comm",   "gather_rate", "reduce_rate", NULL};
+    static char *names[] = {"ordinal",     "params",       "unit_params",   "unit_begin",
+                            "chunk_bytes", "block_bytes",  "device_budget", "host_budget",
+                            "policy",      "is_grad_f32",  "threads",       "external_bytes",
+                            "rates",       "state_share",  "slack_bytes",   "is_tuned",
+                            "shard_comm",  "replica_comm", "gather_rate",   "reduce_rate",
+                            NULL};
     PyObject *params, *unit_params, *unit_begin;
-    int ordinal, policy, is_strict, is_grad_f32, is_tuned;
+    int ordinal, policy, is_grad_f32, is_tuned;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates = {0};
     PyObject *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOnnnnippIn(ddddddddd)dnp|OOdd", names, &ordinal, &params,
-            &unit_params, &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
-            &policy, &is_strict, &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h,
-            &rates.h2d_both, &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside,
-            &rates.h2d_beside, &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes,
-            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce)) {
+            args, kwargs, "iOOOnnnnipIn(ddddddddd)dnp|OOdd", names, &ordinal, &params, &unit_params,
+            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
+            &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h, &rates.h2d_both,
+            &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside, &rates.h2d_beside,
+            &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes, &is_tuned,
+            &shard_comm, &replica_comm, &rates.gather, &rates.reduce)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -188,7 +189,6 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .device_budget = device_budget < 0 ? SIZE_MAX : (size_t)device_budget,
         .host_budget = host_budget < 0 ? SIZE_MAX : (size_t)host_budget,
         .policy = (gm_policy)policy,
-        .is_strict = is_strict,
         .is_grad_f32 = is_grad_f32,
         .rates = rates,
         .state_share = state_share,

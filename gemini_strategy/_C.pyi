@@ -102,7 +102,6 @@ class Core:
         device_budget: int,
         host_budget: int,
         policy: int,
-        is_strict: bool,
         is_grad_f32: bool,
         threads: int,
         external_bytes: int,
