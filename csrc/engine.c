@@ -304,7 +304,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->state_share = options->state_share;
     engine->slack_bytes = options->slack_bytes;
     engine->budget = options->device_budget;
-    engine->shed_limit = SIZE_MAX;
+    engine->shed_limit = engine->unreduced_limit = SIZE_MAX;
     engine->next_op = GM_NO_OP;
     engine->outside_bytes = options->outside_bytes;
     engine->outside_context = options->outside_context;
@@ -342,11 +342,14 @@ uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t id)
     return engine->params[id].place.chunk;
 }
 
-size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk)
+void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_need *out)
 {
-    return gm_engine_piece_blocks(engine, chunk, GM_WEIGHT) +
-           gm_engine_piece_blocks(engine, chunk, GM_GATHERED) +
-           gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    *out = (gm_engine_need){
+        .shown = gm_engine_piece_blocks(engine, chunk, engine->shown),
+        .gathering =
+            engine->shown == GM_GATHERED ? gm_engine_piece_blocks(engine, chunk, GM_WEIGHT) : 0,
+        .unreduced = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED),
+    };
 }
 
 gm_status gm_engine_part(const gm_engine *engine, uint32_t id, uint64_t *first, uint64_t *n)

@@ -497,8 +497,20 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
         return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
     }
     uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)v[0]);
-    return Py_BuildValue("In", (unsigned int)chunk,
-                         (Py_ssize_t)gm_engine_chunk_bytes(engine, chunk));
+    gm_engine_need need;
+    gm_engine_chunk_need(engine, chunk, &need);
+    return Py_BuildValue("Innn", (unsigned int)chunk, (Py_ssize_t)need.shown,
+                         (Py_ssize_t)need.gathering, (Py_ssize_t)need.unreduced);
+}
+
+static PyObject *core_limit_unreduced(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("limit_unreduced", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    return gm_py_finish(gm_engine_limit_unreduced(engine, (size_t)v[0]));
 }
 
 static PyObject *core_weight_span(core *self, PyObject *unused)
@@ -623,8 +635,11 @@ static PyMethodDef core_methods[] = {
     METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
     METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),
     METHOD("forget_outside", gm_py_forget_outside, METH_NOARGS, "forget_outside()"),
+    METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
-    METHOD("chunk", core_chunk, METH_FASTCALL, "chunk(param) -> (id, bytes of its weights)"),
+    METHOD("chunk", core_chunk, METH_FASTCALL,
+           "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
+           "gradients that wait)"),
     METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
     METHOD("lease", core_lease, METH_FASTCALL,
            "lease(param, is_pinned, is_watched, stream) -> lease"),
