@@ -38,7 +38,6 @@ typedef struct gm_chunks_options {
     bool has_homes;                           /* false: all pieces stay resident */
     uint8_t *homes;      /* the arena, gm_chunks_home_bytes() long; NULL: all resident */
     size_t device_limit; /* bytes of blocks */
-    bool is_strict;      /* evicting maps the range to poison */
 } gm_chunks_options;
 
 typedef struct gm_chunks_stats {

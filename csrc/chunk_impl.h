@@ -42,7 +42,7 @@ struct gm_chunks {
     uint32_t n_chunks;
     piece *pieces;    /* (n_chunks, GM_N_PIECES) */
     bool *is_settled; /* (n_chunks,) */
-    bool is_strict, has_homes, has_placement;
+    bool has_homes, has_placement;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up no other. */

@@ -174,7 +174,6 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
 gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks)
 {
     uint32_t n = gm_plan_n_blocks(plan);
-    GM_ASSERT(!chunks->is_strict);
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);

@@ -1,8 +1,8 @@
 /* chunk_pool.c - the blocks behind the chunk table, and the pool that serves on demand.  The placement of a plan is
  * in chunk_place.c, invariants are in chunk.c.
  *
- * Ranges keep their mapping after an eviction (another piece's bytes show there) unless mapping is strict; before a
- * block is destroyed every range that still shows it is poisoned.  So a range always shows something.
+ * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed every
+ * range that still shows it is poisoned.  So a range always shows something.
  *
  * The host waits in: eviction without a placement, set_limit. */
 #include <stdio.h>
@@ -101,7 +101,6 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     }
     chunks->device = options->device;
     chunks->n_chunks = options->n_chunks;
-    chunks->is_strict = options->is_strict;
     chunks->has_homes = options->has_homes;
     chunks->limit = options->device_limit;
     size_t n = options->n_chunks ? options->n_chunks : 1;
@@ -221,9 +220,6 @@ static gm_status poison_piece(gm_chunks *chunks, piece *p)
 /* Every range that shows a block from an earlier residence shows poison, before the block is destroyed. */
 static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
 {
-    if (chunks->is_strict) {
-        return GM_OK; /* evicted ranges show poison, never a block */
-    }
     for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
         piece *p = &chunks->pieces[i];
         bool shows = false;
@@ -288,9 +284,6 @@ static gm_status release(gm_chunks *chunks, piece *p, uint32_t id, gm_piece kind
 {
     if (!chunks->has_placement) {
         GM_TRY(gm_piece_wait_idle(chunks, p)); /* invariant 4 */
-        if (chunks->is_strict && p->n_blocks > 0) {
-            GM_TRY(poison_piece(chunks, p));
-        }
         give_blocks_back(chunks, p);
     }
     gm_timeline_mark(chunks->timeline, GM_LOG_DROPPED, id, kind);

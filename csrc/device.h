@@ -27,7 +27,7 @@ typedef struct gm_device_ops {
     void (*free)(gm_device *dev); /* NULL is fine; blocks, ranges, streams must be gone before */
 
     /* Address ranges: reserved once, mapped onto blocks, never moved.  bytes is a multiple of the granularity.
-     * A fresh range is unmapped (strict state). */
+     * A fresh range is unmapped. */
     gm_status (*range_new)(gm_device *dev, size_t bytes, uintptr_t *out);
     void (*range_free)(gm_device *dev, uintptr_t addr, size_t bytes); /* unmaps what is mapped */
 
@@ -40,7 +40,7 @@ typedef struct gm_device_ops {
     gm_status (*map)(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n);
     /* Makes the range unreadable as data: host: PROT_NONE; cuda: one shared block full of NaN bytes (0xff). */
     gm_status (*poison)(gm_device *dev, uintptr_t addr, size_t n_blocks);
-    /* Unmaps (aliased mode never needs it before range_free or block_free). */
+    /* Unmaps; range_free does so by itself. */
     gm_status (*unmap)(gm_device *dev, uintptr_t addr, size_t n_blocks);
 
     gm_status (*stream_new)(gm_device *dev, gm_stream *out);

@@ -4,7 +4,7 @@
  *
  * Invariants (of all these files)
  *   1. A parameter's bytes are valid from enter to leave of its unit, from touch to release_touched, and
- *      for the life of a pinned lease; outside, its range may show anything (aliased) or faults (strict).
+ *      for the life of a pinned lease; outside, its range may show anything.
  *   2. While a plan is followed, enter, leave, touch and the taking of a gradient allocate nothing, map nothing and
  *      do not wait; what they did of that is counted (n_replay_waits).
  *   3. Order between streams and the host is kept by the fences of chunk.c and by nothing else.
@@ -272,7 +272,6 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
         .has_homes = has_homes,
         .homes = has_homes ? gm_arena_base(engine->arena) : NULL,
         .device_limit = limit,
-        .is_strict = options->is_strict,
     };
     GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));
     for (uint32_t id = 0; !has_homes && id < n; id++) {
@@ -300,13 +299,12 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->workers = options->workers;
     engine->policy = options->policy;
     engine->is_grad_f32 = options->is_grad_f32;
-    engine->is_strict = options->is_strict;
     engine->rates = options->rates;
     engine->is_tuned = options->is_tuned;
     engine->state_share = options->state_share;
     engine->slack_bytes = options->slack_bytes;
     engine->budget = options->device_budget;
-    engine->shed_limit = SIZE_MAX;
+    engine->shed_limit = engine->unreduced_limit = SIZE_MAX;
     engine->next_op = GM_NO_OP;
     engine->outside_bytes = options->outside_bytes;
     engine->outside_context = options->outside_context;
@@ -344,11 +342,14 @@ uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t id)
     return engine->params[id].place.chunk;
 }
 
-size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk)
+void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_need *out)
 {
-    return gm_engine_piece_blocks(engine, chunk, GM_WEIGHT) +
-           gm_engine_piece_blocks(engine, chunk, GM_GATHERED) +
-           gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    *out = (gm_engine_need){
+        .shown = gm_engine_piece_blocks(engine, chunk, engine->shown),
+        .gathering =
+            engine->shown == GM_GATHERED ? gm_engine_piece_blocks(engine, chunk, GM_WEIGHT) : 0,
+        .unreduced = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED),
+    };
 }
 
 gm_status gm_engine_part(const gm_engine *engine, uint32_t id, uint64_t *first, uint64_t *n)

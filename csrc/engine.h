@@ -41,7 +41,6 @@ typedef struct gm_engine_options {
     size_t device_budget; /* SIZE_MAX: what the device has */
     size_t host_budget;   /* SIZE_MAX: what the host has */
     gm_policy policy;
-    bool is_strict;
     bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
     gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
     bool is_tuned;      /* the first steps under plans correct the rate of Adam on the host */
@@ -105,8 +104,15 @@ uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
 uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
 /* The elements of a parameter that are in this rank's shard: [*first, *first + *n). */
 gm_status gm_engine_part(const gm_engine *engine, uint32_t param, uint64_t *first, uint64_t *n);
-/* Bytes of blocks that a chunk's weights take when they are used: for the floor of the budget. */
-size_t gm_engine_chunk_bytes(const gm_engine *engine, uint32_t chunk);
+/* Bytes of blocks that a chunk takes, for the floor of the budget: while its weights are used; beside these while they
+ * are gathered; from its first gradient of a pass to their sum over ranks. */
+typedef struct gm_engine_need {
+    size_t shown, gathering, unreduced;
+} gm_engine_need;
+void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_need *out);
+/* Gradients that wait for others of their chunk take no more than this, or else one chunk's: the sum over ranks is made
+ * without the others then.  The same on all ranks, as it orders collectives.  Before: no limit. */
+gm_status gm_engine_limit_unreduced(gm_engine *engine, size_t bytes);
 void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end);
 
 /* What the calling thread is doing when it enters a unit. */

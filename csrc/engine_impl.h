@@ -58,6 +58,7 @@ typedef struct gm_chunk_state {
     uint32_t n_arrived;             /* of them, gradients in this pass */
     uint32_t n_held;                /* of them, is_held */
     uint32_t n_unreduced;           /* of them, is_unreduced */
+    uint64_t unreduced_since;       /* the first of these, in the order of all */
     uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
     /* The gathered weights, as all ranks see them; see shard.c. */
@@ -108,9 +109,11 @@ struct gm_engine {
     gm_event wished[2]; /* see agree.c */
     uint64_t n_wishes;
     uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
+    size_t unreduced_bytes, unreduced_limit; /* of blocks: now, and at most */
+    uint64_t n_unreduced;                /* chunks so far that gradients have begun to wait in */
     float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
     gm_arena *arena;
-    bool is_pinned_arena, is_strict;
+    bool is_pinned_arena;
     double arena_seconds; /* that taking and pinning it took */
     gm_policy policy;
     bool is_grad_f32;
@@ -158,6 +161,7 @@ struct gm_engine {
     gm_plan *plan; /* followed; NULL: on demand */
     /* With more ranks than one: the plan that orders collectives.  It is `plan`, unless this rank had to leave that. */
     gm_plan *collectives;
+    bool is_off_course;        /* `collectives` has no schedule for what the open pass does */
     uint32_t *gathered_owners; /* (blocks of that plan,) chunk, or GM_NO_CHUNK */
     gm_rates rates;            /* as measured at start-up, and by steps since */
     gm_tuner tuner;
@@ -320,6 +324,8 @@ gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk);
 /* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
 gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan);
 gm_status gm_shard_forget_all(gm_engine *engine);
+/* Whether the open pass is, so far, one that the common plan knows. */
+gm_status gm_shard_set_course(gm_engine *engine, bool is_known);
 /* A gradient of this pass, before the sum over ranks. */
 gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                              gm_stream stream);

@@ -160,25 +160,26 @@ static void give_comms(core *self)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "ordinal",        "params",      "unit_params", "unit_begin",  "chunk_bytes", "block_bytes",
-        "device_budget",  "host_budget", "policy",      "is_strict",   "is_grad_f32", "threads",
-        "external_bytes", "rates",       "state_share", "slack_bytes", "is_tuned",    "shard_comm",
-        "replica_comm",   "gather_rate", "reduce_rate", NULL};
+    static char *names[] = {"ordinal",     "params",       "unit_params",   "unit_begin",
+                            "chunk_bytes", "block_bytes",  "device_budget", "host_budget",
+                            "policy",      "is_grad_f32",  "threads",       "external_bytes",
+                            "rates",       "state_share",  "slack_bytes",   "is_tuned",
+                            "shard_comm",  "replica_comm", "gather_rate",   "reduce_rate",
+                            NULL};
     PyObject *params, *unit_params, *unit_begin;
-    int ordinal, policy, is_strict, is_grad_f32, is_tuned;
+    int ordinal, policy, is_grad_f32, is_tuned;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates = {0};
     PyObject *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOnnnnippIn(ddddddddd)dnp|OOdd", names, &ordinal, &params,
-            &unit_params, &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
-            &policy, &is_strict, &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h,
-            &rates.h2d_both, &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside,
-            &rates.h2d_beside, &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes,
-            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce)) {
+            args, kwargs, "iOOOnnnnipIn(ddddddddd)dnp|OOdd", names, &ordinal, &params, &unit_params,
+            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
+            &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h, &rates.h2d_both,
+            &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside, &rates.h2d_beside,
+            &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes, &is_tuned,
+            &shard_comm, &replica_comm, &rates.gather, &rates.reduce)) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -188,7 +189,6 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .device_budget = device_budget < 0 ? SIZE_MAX : (size_t)device_budget,
         .host_budget = host_budget < 0 ? SIZE_MAX : (size_t)host_budget,
         .policy = (gm_policy)policy,
-        .is_strict = is_strict,
         .is_grad_f32 = is_grad_f32,
         .rates = rates,
         .state_share = state_share,
@@ -497,8 +497,20 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
         return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
     }
     uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)v[0]);
-    return Py_BuildValue("In", (unsigned int)chunk,
-                         (Py_ssize_t)gm_engine_chunk_bytes(engine, chunk));
+    gm_engine_need need;
+    gm_engine_chunk_need(engine, chunk, &need);
+    return Py_BuildValue("Innn", (unsigned int)chunk, (Py_ssize_t)need.shown,
+                         (Py_ssize_t)need.gathering, (Py_ssize_t)need.unreduced);
+}
+
+static PyObject *core_limit_unreduced(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("limit_unreduced", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    return gm_py_finish(gm_engine_limit_unreduced(engine, (size_t)v[0]));
 }
 
 static PyObject *core_weight_span(core *self, PyObject *unused)
@@ -648,8 +660,11 @@ static PyMethodDef core_methods[] = {
     METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
     METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),
     METHOD("forget_outside", gm_py_forget_outside, METH_NOARGS, "forget_outside()"),
+    METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
     METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
-    METHOD("chunk", core_chunk, METH_FASTCALL, "chunk(param) -> (id, bytes of its weights)"),
+    METHOD("chunk", core_chunk, METH_FASTCALL,
+           "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
+           "gradients that wait)"),
     METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
     METHOD("lease", core_lease, METH_FASTCALL, "lease(param) -> lease"),
     METHOD("lease_end", core_lease_end, METH_FASTCALL, "lease_end(lease)"),

@@ -286,8 +286,7 @@ static void describe(const gm_engine *engine, const inputs *in, common *out)
         n_ticks += in->traces[t]->n;
     }
     *out = (common){
-        .cannot = is_anything_shown(engine) || engine->is_strict || engine->rates.h2d <= 0 ||
-                  engine->runs.n == 0,
+        .cannot = is_anything_shown(engine) || engine->rates.h2d <= 0 || engine->runs.n == 0,
         .has_left = engine->plan == NULL,
         .spared_bytes = ~(uint64_t)in->plan.device_bytes,
         .when = in->plan.when,
@@ -539,7 +538,7 @@ gm_status gm_replay_plan(gm_engine *engine)
         engine->wants_plan |= gm_window_judge(engine, engine->window.seconds, engine->window.seen,
                                               engine->window.is_hopeless);
     }
-    if (engine->is_strict || !engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
+    if (!engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
         engine->runs.n = 0;
         return GM_OK;
     }

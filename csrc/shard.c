@@ -5,7 +5,7 @@
  *      gradients, steps) and on the plan that the ranks share, which are the same on all ranks; never on memory, on
  *      time, or on when a lease ends.  So is_gathered is kept apart from residence: it is set by a gathering, and
  *      cleared on demand with the last use, under a plan when another chunk is gathered into the plan's blocks of
- *      this one - also where this rank has left the plan's placement for lack of memory, and keeps to its order.
+ *      this one, or with the last use in a pass that the plan does not know - also where this rank has left the plan's placement for lack of memory, and keeps to its order.
  *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
  *   3. Gathered weights are pinned while anybody needs them, unreduced gradients from the first one until their
  *      reduction: nobody evicts a transient piece.
@@ -13,6 +13,8 @@
  *      each parameter keeps a hash of its reductions, which ranks compare before a step or a norm (agreement.py).
  *   5. Gradients are divided by the power of two in the number of ranks before the sum, which is exact and keeps
  *      16-bit sums in range, and by the rest after it.
+ *   6. Gradients that wait for others of their chunk take at most unreduced_limit bytes, a number that the ranks share: how
+ *      many chunks a backward has begun at a time is the model's business, and some gradients never come.
  *
  * The host waits in: gm_shard_sum; and on demand where a piece is released. */
 #include "engine_impl.h"
@@ -167,6 +169,12 @@ static bool is_valid(const gm_chunk_state *state)
     return state->is_gathered && state->gathered == state->version;
 }
 
+/* Whether gathered weights stay after their last use. */
+static bool is_kept(const gm_engine *engine)
+{
+    return engine->collectives && !engine->is_off_course;
+}
+
 static gm_status forget(gm_engine *engine, uint32_t chunk)
 {
     engine->chunk_states[chunk].is_gathered = engine->chunk_states[chunk].is_doomed = false;
@@ -211,6 +219,22 @@ gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan)
     free(engine->gathered_owners);
     engine->gathered_owners = owners;
     engine->collectives = plan;
+    engine->is_off_course = false;
+    return GM_OK;
+}
+
+/* Nothing of that plan says when the gathered weights it keeps are in the way, so they go as on demand. */
+gm_status gm_shard_set_course(gm_engine *engine, bool is_known)
+{
+    bool was_off = engine->is_off_course;
+    engine->is_off_course = engine->collectives && !is_known;
+    for (uint32_t chunk = 0; engine->is_off_course && !was_off && engine->shown == GM_GATHERED &&
+                             chunk < gm_layout_n_chunks(engine->layout);
+         chunk++) {
+        if (engine->chunk_states[chunk].n_uses == 0) {
+            GM_TRY(forget(engine, chunk));
+        }
+    }
     return GM_OK;
 }
 
@@ -272,7 +296,7 @@ gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool
     gm_chunk_state *state = &engine->chunk_states[chunk];
     if (!is_valid(state)) {
         GM_TRY(gather(engine, chunk));
-        state->is_gathered = is_use || engine->collectives || state->n_uses > 0;
+        state->is_gathered = is_use || is_kept(engine) || state->n_uses > 0;
     }
     GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
     GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GATHERED, stream));
@@ -286,7 +310,7 @@ gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bo
     GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
     gm_chunk_state *state = &engine->chunk_states[chunk];
     state->n_uses -= is_use;
-    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->collectives)) {
+    if (is_use && state->n_uses == 0 && (state->is_doomed || !is_kept(engine))) {
         return forget(engine, chunk);
     }
     return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
@@ -297,7 +321,7 @@ gm_status gm_shard_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream 
     gm_chunk_state *state = &engine->chunk_states[chunk];
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
     state->n_uses--;
-    state->is_doomed |= !engine->collectives; /* it goes with its next last use */
+    state->is_doomed |= !is_kept(engine); /* it goes with its next last use */
     return GM_OK;
 }
 
@@ -336,6 +360,46 @@ gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *o
 
 /* ---- gradients ---- */
 
+/* Invariant 6.  Those that have waited longest go first: what they wait for may not come at all. */
+static gm_status make_room_for_unreduced(gm_engine *engine, size_t bytes)
+{
+    while (engine->unreduced_bytes > 0 &&
+           bytes > engine->unreduced_limit - engine->unreduced_bytes) {
+        uint32_t oldest = GM_NO_CHUNK;
+        for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+            const gm_chunk_state *state = &engine->chunk_states[id];
+            if (state->n_unreduced > 0 &&
+                (oldest == GM_NO_CHUNK ||
+                 state->unreduced_since < engine->chunk_states[oldest].unreduced_since)) {
+                oldest = id;
+            }
+        }
+        GM_TRY(gm_shard_reduce(engine, oldest));
+    }
+    return GM_OK;
+}
+
+static gm_status begin_unreduced(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    size_t bytes = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    GM_TRY(make_room_for_unreduced(engine, bytes));
+    GM_TRY(gm_engine_pin_piece(engine, chunk, GM_UNREDUCED, stream));
+    engine->unreduced_bytes += bytes;
+    engine->chunk_states[chunk].unreduced_since = engine->n_unreduced++;
+    return GM_OK;
+}
+
+gm_status gm_engine_limit_unreduced(gm_engine *engine, size_t bytes)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+        size_t own = gm_engine_piece_blocks(engine, id, GM_UNREDUCED);
+        bytes = bytes > own ? bytes : own;
+    }
+    engine->unreduced_limit = bytes;
+    return gm_engine_end_call(engine, GM_OK);
+}
+
 gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                              gm_stream stream)
 {
@@ -346,7 +410,7 @@ gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, g
     gm_dtype kept = gm_grad_dtype(engine, &p->spec);
     uintptr_t whole = gm_chunks_address(chunks, chunk, GM_UNREDUCED);
     if (state->n_unreduced == 0) {
-        GM_TRY(gm_engine_pin_piece(engine, chunk, GM_UNREDUCED, stream));
+        GM_TRY(begin_unreduced(engine, chunk, stream));
     }
     gm_status status = gm_chunks_begin_write(chunks, chunk, GM_UNREDUCED, stream);
     if (status == GM_OK && p->spec.numel > 0) {
@@ -373,6 +437,7 @@ gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, g
 
 static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk)
 {
+    engine->unreduced_bytes -= gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
     gm_chunks_unpin_ordered(engine->chunks, chunk, GM_UNREDUCED);
     return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
 }

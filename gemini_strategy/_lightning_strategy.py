@@ -55,7 +55,6 @@ from gemini_strategy.initial import silent_modules
 from gemini_strategy.loading import MISSING, Weights
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
-MAPPINGS = ("aliased", "strict")
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
 _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
@@ -136,7 +135,6 @@ def build_strategy(tree: Tree) -> type:
             device_budget: most memory on the device; None: what is there. On CUDA it counts everything this process
                 holds on the GPU, on a CPU host what the engine places on the host device.
             host_budget: most host memory that the engine takes; None: what is there.
-            mapping: ``"aliased"`` (fast) or ``"strict"`` (evicted weights are unmapped: finds stray accesses).
             gradient_dtype: dtype in which gradients are kept and accumulated: None for the parameter's compute
                 dtype, or fp32 (``torch.float32`` or ``"float32"``).
             block_size: size of a block of device memory; None lets the engine choose.
@@ -199,7 +197,6 @@ def build_strategy(tree: Tree) -> type:
             precision_plugin: precision_type | None = None,
             device_budget: int | float | str | None = None,
             host_budget: int | float | str | None = None,
-            mapping: Literal["aliased", "strict"] = "aliased",
             gradient_dtype: torch.dtype | str | None = None,
             block_size: int | str | None = None,
             threads: int | None = None,
@@ -250,7 +247,6 @@ def build_strategy(tree: Tree) -> type:
             check_number("backoff_factor", backoff_factor, 0, 1, exclusive=True)
             check_count("growth_interval", growth_interval)
             check_count("hysteresis", hysteresis)
-            check_choice("mapping", mapping, MAPPINGS)
             if gradient_dtype == "float32":
                 gradient_dtype = torch.float32
             check_choice("gradient_dtype", gradient_dtype, (None, torch.float32, "float32"))
@@ -296,7 +292,6 @@ def build_strategy(tree: Tree) -> type:
                 "chunk_search_n_grids": chunk_search_n_grids,
                 "min_chunk_size": min_chunk_size,
                 "gpu_margin_mem_ratio": gpu_margin_mem_ratio,
-                "mapping": mapping,
                 "gradient_dtype": gradient_dtype,
                 "force_outputs_fp32": force_outputs_fp32,
                 "initial_scale": initial_scale,

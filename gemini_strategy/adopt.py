@@ -169,7 +169,8 @@ class Adoption:
         return params, begins
 
     def check_floor(self, budget: int, available: int) -> int:
-        """Every module must fit together with the modules around it that own parameters.
+        """Every module must fit together with the modules around it that own parameters, and with the gradients
+        that wait for their sum over ranks.
 
         Returns:
             The bytes that the largest of them leaves of `available`.
@@ -177,23 +178,51 @@ class Adoption:
         Raises:
             GeminiMemoryError: naming the module, its largest parameter and the budget that suffices.
         """
-        chunks_of: dict[str, set[tuple[int, int]]] = {}
-        spare = available
-        for unit in self._units:
-            parents = [p for p in chunks_of if p == "" or unit.name.startswith(p + ".")]
-            chunks = {self._engine.core.chunk(self._index[id(p)]) for _, p in unit.owned}
-            chunks_of[unit.name] = chunks.union(*(chunks_of[p] for p in parents))
-            wanted = sum(size for _, size in chunks_of[unit.name])
-            spare = min(spare, available - wanted)
-            if wanted > available:
-                largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
-                raise GeminiMemoryError(
-                    f"DEVICE: module {unit.name!r} with the modules around it needs {wanted} bytes of "
-                    f"weights at once, device_budget leaves {available} (largest parameter: {largest}, "
-                    f"{parameter.numel()} elements): raise device_budget to at least "
-                    f"{budget + wanted - available}, or give a smaller chunk_size"
-                )
-        return spare
+        core = self._engine.core
+        wanted, unit = self._most_at_once()
+        waiting = max((core.chunk(slot.id)[3] for slot in self.slots), default=0)
+        if unit is not None and wanted + waiting > available:
+            largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
+            beside = f" and {waiting} bytes for gradients beside them" if waiting else ""
+            raise GeminiMemoryError(
+                f"DEVICE: module {unit.name!r} with the modules around it needs {wanted} bytes of "
+                f"weights at once{beside}, device_budget leaves {available} (largest parameter: {largest}, "
+                f"{parameter.numel()} elements): raise device_budget to at least "
+                f"{budget + wanted + waiting - available}, or give a smaller chunk_size"
+            )
+        if waiting:
+            room = self._engine.ranks.gather("room for gradients", available - wanted)
+            core.limit_unreduced(min(room))
+        return available - wanted - waiting
+
+    def _most_at_once(self) -> tuple[int, _FoundUnit | None]:
+        """The most bytes that units entered inside one another hold, and the innermost of those units.
+
+        A module that several modules have runs inside each of them, whatever its name says.
+        """
+        chunk = self._engine.core.chunk
+        units = {id(unit.module): unit for unit in self._units}
+        chunks = {
+            key: frozenset(chunk(self._index[id(p)]) for _, p in unit.owned)
+            for key, unit in units.items()
+        }
+        most: tuple[int, _FoundUnit | None] = (0, None)
+        waiting: list[tuple[nn.Module, frozenset[tuple[int, int, int, int]]]] = [
+            (self._engine.model, frozenset())
+        ]
+        seen = set()
+        while waiting:
+            module, around = waiting.pop()
+            held = around | chunks.get(id(module), frozenset())
+            if (id(module), held) in seen:
+                continue
+            seen.add((id(module), held))
+            wanted = sum(shown for _, shown, _, _ in held)
+            wanted += max((gathering for _, _, gathering, _ in held), default=0)
+            if id(module) in units and wanted > most[0]:
+                most = wanted, units[id(module)]
+            waiting += [(m, held) for m in reversed(module._modules.values()) if m is not None]
+        return most
 
     def attach(self, loading: Loading, original: Original) -> tuple[list[Unit], list[Any]]:
         """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""

@@ -53,7 +53,6 @@ def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Set
             "device": settings.device.type,
             "precision": settings.precision.name,
             "placement_policy": settings.policy,
-            "mapping": "strict" if settings.is_strict else "aliased",
             "gradient_dtype": "torch.float32" if settings.is_grad_f32 else None,
             "gpu_margin_mem_ratio": settings.margin,
             "chunk_size": sizes.chunk,

@@ -141,7 +141,6 @@ class Engine(Reporting):
             device_budget=settings.device_budget,
             host_budget=settings.host_budget,
             policy=POLICIES[settings.policy],
-            is_strict=settings.is_strict,
             is_grad_f32=settings.is_grad_f32,
             threads=settings.threads,
             external_bytes=external,

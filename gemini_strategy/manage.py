@@ -53,7 +53,6 @@ def manage(
     chunk_search_n_grids: int | None = None,
     min_chunk_size: int | str | None = None,
     gpu_margin_mem_ratio: float | None = None,
-    mapping: str = "aliased",
     gradient_dtype: torch.dtype | None = None,
     force_outputs_fp32: bool = False,
     convert_inputs: bool = True,
@@ -114,8 +113,6 @@ def manage(
             defaults then are 64 MiB, 4096 and 32 MiB. Not together with chunk_size.
         gpu_margin_mem_ratio: "auto" only: the share, in [0, 1], of the device memory left beside all
             weights that may hold optimizer states. None: all of it.
-        mapping: "aliased", or "strict": an evicted parameter's address shows no data at all, and nothing
-            is planned, at the price of waits; for finding accesses that escape the guard.
         gradient_dtype: None: gradients are kept and accumulated in the weight's dtype, as torch does;
             torch.float32: in fp32.
         force_outputs_fp32: cast half-precision tensors in the model's outputs to fp32.
@@ -154,8 +151,6 @@ def manage(
             raise ValueError(
                 f'placement_policy={placement_policy!r} is not supported; choose "auto", "cpu" or "cuda"'
             )
-        if mapping not in ("aliased", "strict"):
-            raise ValueError(f'mapping={mapping!r} is not supported; choose "aliased" or "strict"')
         if gradient_dtype not in (None, torch.float32):
             raise ValueError(f"gradient_dtype={gradient_dtype!r}: choose None or torch.float32")
         if gpu_margin_mem_ratio is not None and not 0.0 <= gpu_margin_mem_ratio <= 1.0:
@@ -191,7 +186,6 @@ def manage(
             sizes=ChunkSizes(
                 chunk_size, block_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
             ),
-            is_strict=mapping == "strict",
             is_grad_f32=gradient_dtype is torch.float32,
             margin=gpu_margin_mem_ratio,
             convert_inputs=convert_inputs,

@@ -25,7 +25,6 @@ class Settings:
     device_budget: int
     host_budget: int
     sizes: ChunkSizes
-    is_strict: bool
     is_grad_f32: bool
     margin: float | None
     convert_inputs: bool

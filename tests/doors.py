@@ -21,7 +21,6 @@ from zoo import Case, mlp_case
 CASE = mlp_case(width=32, depth=3)
 WEIGHT = "blocks.1.1.weight"
 OTHER = "head.weight"
-MAPPINGS = ("aliased", "strict")
 PLACEMENTS = ("cpu", "tight")
 
 
@@ -74,13 +73,11 @@ def same(got: Any, want: Any, what: str = "value") -> None:
         assert got == want, f"{what}: {got!r}, expected {want!r}"
 
 
-def start_at(
-    placement: str, mapping: str, recipe: Recipe, case: Case = CASE, floor: float = 0.05
-) -> Plain:
+def start_at(placement: str, recipe: Recipe, case: Case = CASE, floor: float = 0.05) -> Plain:
     """A managed run: policy "cpu", or "tight": the smallest budget that is accepted."""
     if placement == "cpu":
-        return managed(case.build, recipe, chunk_size=4096, mapping=mapping, placement_policy="cpu")
-    return tightly(case.build, recipe, floor=floor, chunk_size=4096, mapping=mapping)
+        return managed(case.build, recipe, chunk_size=4096, placement_policy="cpu")
+    return tightly(case.build, recipe, floor=floor, chunk_size=4096)
 
 
 def names_a_parameter(run: Plain, error: Exception) -> bool:

@@ -133,7 +133,7 @@ static void check_aliasing_loses_nothing(gm_device *dev)
     gm_arena_free(arena);
 }
 
-static void check_strict_mapping(gm_device *dev)
+static void check_poison(gm_device *dev)
 {
     const gm_device_ops *ops = dev->ops;
     uintptr_t addr;
@@ -430,7 +430,7 @@ int main(void)
     CHECK(dev->granularity == gm_device_host_granularity());
     CHECK(dev->block_bytes == gm_round_up(10000, dev->granularity));
     check_blocks(dev);
-    check_strict_mapping(dev);
+    check_poison(dev);
     check_aliasing_loses_nothing(dev);
     check_fork(dev);
     check_arithmetic(dev);
@@ -440,7 +440,7 @@ int main(void)
     dev->ops->free(dev);
 
     CHECK_OK(gm_device_host_new(1 << 20, pool, &dev)); /* copies that the pool shares */
-    check_strict_mapping(dev);
+    check_poison(dev);
     check_fork(dev);
     dev->ops->free(dev);
     gm_workers_free(pool);

@@ -52,10 +52,9 @@ def test_fit_under_each_policy(precision: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_fit_with_small_chunks_in_strict_mapping(precision: str) -> None:
+def test_fit_with_small_chunks(precision: str) -> None:
     strategy = strategy_class("lightning")(
         chunk_size=4096,
-        mapping="strict",
         placement_policy="cpu",
         threads=1,
         enable_distributed_storage=False,

@@ -28,7 +28,6 @@ from zoo import CASES, Case, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 BY_NAME = {case.name: case for case in CASES}
-MAPPINGS = ("aliased", "strict")
 
 
 def _both(
@@ -51,15 +50,12 @@ def _micro(run: Plain, step: int, case: Case = CASE) -> None:
     run.backward(case.loss(run, case.batch(step)))
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("gradient_dtype", [None, torch.float32])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("policy", ["cpu", "auto", "cuda"])
-def test_micro_batches(
-    policy: str, precision: str, gradient_dtype: torch.dtype | None, mapping: str
-) -> None:
+def test_micro_batches(policy: str, precision: str, gradient_dtype: torch.dtype | None) -> None:
     recipe = Recipe(precision=precision, accumulate=4, clip=0.3, gradient_dtype=gradient_dtype)
-    _both(lambda run: drive(run, CASE, 5), recipe, placement_policy=policy, mapping=mapping)
+    _both(lambda run: drive(run, CASE, 5), recipe, placement_policy=policy)
 
 
 def test_fp32_accumulation_differs_from_bf16() -> None:
@@ -73,11 +69,10 @@ def test_fp32_accumulation_differs_from_bf16() -> None:
     assert not torch.equal(outcomes[0].masters[name], outcomes[1].masters[name])
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_tight_budget_and_uneven_last_window(mapping: str) -> None:
+def test_tight_budget_and_uneven_last_window() -> None:
     recipe = Recipe(precision="bf16-mixed", clip=0.3)
     reference = plain(CASE.build, recipe)
-    run = tightly(CASE.build, recipe, floor=0.05, chunk_size=4096, mapping=mapping)
+    run = tightly(CASE.build, recipe, floor=0.05, chunk_size=4096)
     try:
         for which in (run, reference):
             step = 0
@@ -91,7 +86,6 @@ def test_tight_budget_and_uneven_last_window(mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize(
     "name",
     [
@@ -103,10 +97,10 @@ def test_tight_budget_and_uneven_last_window(mapping: str) -> None:
         "lora",
     ],
 )
-def test_shapes_of_trouble(name: str, mapping: str) -> None:
+def test_shapes_of_trouble(name: str) -> None:
     case = BY_NAME[name]
     recipe = Recipe(precision="32-true", accumulate=3, clip=1.0)
-    _both(lambda run: drive(run, case, 4), recipe, case, mapping=mapping)
+    _both(lambda run: drive(run, case, 4), recipe, case)
 
 
 def test_zero_grad_in_a_window_drops_it() -> None:
@@ -295,8 +289,7 @@ def test_detached_target_network() -> None:
     _both(script, Recipe())
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_clip_verbs(mapping: str) -> None:
+def test_clip_verbs() -> None:
     """clip_grad_norm_ of the engine: a large bound changes nothing, zero stops all, and it resets."""
 
     def script(run: Plain) -> None:
@@ -308,7 +301,7 @@ def test_clip_verbs(mapping: str) -> None:
             run.optimizer.step()
             run.zero_grad()
 
-    _both(script, Recipe(weight_decay=0.0), mapping=mapping)
+    _both(script, Recipe(weight_decay=0.0))
 
 
 def test_clip_value_equals_torch() -> None:

@@ -169,7 +169,6 @@ def test_precision_string(precision: Any) -> None:
     [
         ("placement_policy", "disk"),
         ("placement_policy", None),
-        ("mapping", "loose"),
         ("device_budget", -1),
         ("device_budget", 0),
         ("device_budget", "lots"),
@@ -547,16 +546,15 @@ class _Fragile(nn.Module):
 FRAGILE = Case("fragile", _Fragile, CASE.batch, CASE.loss)
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize(
     "kind", [_StopError, StopIteration, KeyboardInterrupt, torch.OutOfMemoryError]
 )
 @pytest.mark.parametrize("unit", [0, 2, 4])
 @pytest.mark.parametrize("phase", ["forward", "backward", "recompute"])
-def test_exception_in_user_code(phase: str, unit: int, kind: type, mapping: str) -> None:
+def test_exception_in_user_code(phase: str, unit: int, kind: type) -> None:
     recipe = Recipe(precision="bf16-mixed", clip=1.0)
     reference = plain(_Fragile, recipe)
-    run = managed(_Fragile, recipe, chunk_size=4096, mapping=mapping, placement_policy="cpu")
+    run = managed(_Fragile, recipe, chunk_size=4096, placement_policy="cpu")
 
     def fail(which: Plain) -> None:
         which.model.fault, which.model.kind = (phase, unit), kind
@@ -699,12 +697,11 @@ def test_modified_activation_is_torchs_error(how: str, where: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize("how", ["step", "write"])
-def test_modified_weight_is_torchs_error(how: str, mapping: str) -> None:
+def test_modified_weight_is_torchs_error(how: str) -> None:
     """A graph built before its weights changed is not backpropagated with the new ones."""
     reference = plain(CASE.build, Recipe())
-    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096, mapping=mapping)
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
 
     def stale(which: Plain) -> None:
         drive(which, CASE, 1)

@@ -1,4 +1,4 @@
-"""The promise: the same bits for every policy, budget, chunk size, precision and mapping mode.
+"""The promise: the same bits for every policy, budget, chunk size and precision.
 
 Each managed run trains 50 steps in train mode with dropout and is compared with the unmanaged reference:
 losses, gradient norms, loss scales, weights, fp32 masters and both moments, bit for bit.  Clipping,
@@ -35,7 +35,6 @@ POLICIES = ("cuda", "cpu", "auto")
 BUDGETS = (1.0, 0.6, 0.35)
 CHUNKS = (4096, 12 * 1024, 40 * 1024)
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
-MAPPINGS = ("aliased", "strict")
 
 
 def _recipe(precision: str, index: int) -> Recipe:
@@ -68,23 +67,16 @@ def _whole(precision: str, chunk: int, index: int) -> int:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bits(policy: str, budget: float, chunk: int, precision: str, mapping: str) -> None:
-    index = (
-        POLICIES.index(policy)
-        + BUDGETS.index(budget)
-        + 2 * CHUNKS.index(chunk)
-        + 3 * MAPPINGS.index(mapping)
-    ) % 6
+def test_bits(policy: str, budget: float, chunk: int, precision: str) -> None:
+    index = (POLICIES.index(policy) + BUDGETS.index(budget) + 2 * CHUNKS.index(chunk)) % 6
     recipe = _recipe(precision, index)
     how = {
         "placement_policy": policy,
         "chunk_size": chunk,
-        "mapping": mapping,
         "device_budget": int(budget * _whole(precision, chunk, index)),
     }
     if policy == "cuda" and budget < 1.0:
@@ -102,14 +94,13 @@ def test_bits(policy: str, budget: float, chunk: int, precision: str, mapping: s
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_bits_under_pressure(chunk: int, precision: str, mapping: str) -> None:
+def test_bits_under_pressure(chunk: int, precision: str) -> None:
     """The smallest budget that is accepted: weights themselves come and go within a pass."""
-    index = (CHUNKS.index(chunk) + MAPPINGS.index(mapping) + 1) % 6
+    index = (CHUNKS.index(chunk) + 1) % 6
     recipe = _recipe(precision, index)
-    run = tightly(CASE.build, recipe, floor=0.05, chunk_size=chunk, mapping=mapping)
+    run = tightly(CASE.build, recipe, floor=0.05, chunk_size=chunk)
     try:
         drive(run, CASE, STEPS)
         stats = run.engine.stats()
@@ -124,8 +115,8 @@ def test_bits_under_pressure(chunk: int, precision: str, mapping: str) -> None:
 def test_grid_is_complete() -> None:
     """Every recipe variant is met by every precision in the grid above."""
     met = {
-        (POLICIES.index(p) + BUDGETS.index(b) + 2 * CHUNKS.index(c) + 3 * MAPPINGS.index(m)) % 6
-        for p, b, c, m in itertools.product(POLICIES, BUDGETS, CHUNKS, MAPPINGS)
+        (POLICIES.index(p) + BUDGETS.index(b) + 2 * CHUNKS.index(c)) % 6
+        for p, b, c in itertools.product(POLICIES, BUDGETS, CHUNKS)
         if p != "cuda" or b == 1.0
     }
     assert met == set(range(6))
@@ -244,10 +235,7 @@ def test_torch_adamw_real_gradients() -> None:
 def test_two_managed_models_do_not_meet() -> None:
     """Two engines in one process train as each would alone."""
     recipes = (_recipe("32-true", 1), _recipe("bf16-true", 1))
-    runs = [
-        managed(CASE.build, r, chunk_size=4096, placement_policy="cpu", mapping=m)
-        for r, m in zip(recipes, MAPPINGS, strict=True)
-    ]
+    runs = [managed(CASE.build, r, chunk_size=4096, placement_policy="cpu") for r in recipes]
     try:
         for step in range(STEPS):
             for run in runs:

@@ -1,4 +1,4 @@
-"""Every door to a parameter outside its unit, in both mapping modes, with its chunk evicted.
+"""Every door to a parameter outside its unit, with its chunk evicted.
 
 A door is a function of a run.  It is walked under the engine and on the unmanaged reference at the same
 point of the same training.  Under the engine it must give the same value, bit for bit, or refuse with an
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from doors import (
     CASE,
-    MAPPINGS,
     OTHER,
     PLACEMENTS,
     WEIGHT,
@@ -402,12 +401,11 @@ def _type_and_identity(run: Plain) -> Any:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("door", READS, ids=repr)
-def test_read_between_steps(door: Door, precision: str, mapping: str, placement: str) -> None:
+def test_read_between_steps(door: Door, precision: str, placement: str) -> None:
     recipe = Recipe(precision=precision, clip=1.0)
-    reference, run = plain(CASE.build, recipe), start_at(placement, mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at(placement, recipe)
     try:
         for step in range(3):
             drive(run, CASE, 1, first=step)
@@ -420,12 +418,11 @@ def test_read_between_steps(door: Door, precision: str, mapping: str, placement:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("door", READS, ids=repr)
-def test_read_before_first_step_and_before_step(door: Door, mapping: str) -> None:
+def test_read_before_first_step_and_before_step(door: Door) -> None:
     """Before any forward, and between backward and step, with gradients waiting."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
     try:
         walk_both(door, run, reference)
         for which in (run, reference):
@@ -490,7 +487,6 @@ def _on_global_hook(model: nn.Module, seen: list) -> list:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize(
     "attach",
     [
@@ -502,9 +498,9 @@ def _on_global_hook(model: nn.Module, seen: list) -> list:
         _on_global_hook,
     ],
 )
-def test_read_during_a_pass(attach: Callable, mapping: str, placement: str) -> None:
+def test_read_during_a_pass(attach: Callable, placement: str) -> None:
     recipe = Recipe(precision="bf16-true", clip=1.0)
-    reference, run = plain(CASE.build, recipe), start_at(placement, mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at(placement, recipe)
     seen: dict[Plain, list] = {run: [], reference: []}
     try:
         for which in (run, reference):
@@ -519,11 +515,10 @@ def test_read_during_a_pass(attach: Callable, mapping: str, placement: str) -> N
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_write_during_forward(mapping: str) -> None:
+def test_write_during_forward() -> None:
     """A forward hook that writes into a unit that has not run yet."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
 
     def attach(model: nn.Module) -> Any:
         def hook(*_: Any) -> None:
@@ -549,9 +544,8 @@ def _regularised(run: Plain, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
-def test_penalty_on_parameters(precision: str, mapping: str, placement: str) -> None:
+def test_penalty_on_parameters(precision: str, placement: str) -> None:
     """A loss with terms of the parameters themselves: autograd goes through the guard.
 
     Such a graph shows all weights at once, so the budget must hold them (a third of fp32 state).
@@ -560,7 +554,7 @@ def test_penalty_on_parameters(precision: str, mapping: str, placement: str) -> 
     recipe = Recipe(precision=precision, clip=1.0)
     reference, run = (
         plain(case.build, recipe),
-        start_at(placement, mapping, recipe, case, floor=0.6),
+        start_at(placement, recipe, case, floor=0.6),
     )
     try:
         for which in (run, reference):
@@ -758,11 +752,10 @@ def _numpy_write(run: Plain) -> Any:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("door", WRITES, ids=repr)
-def test_write_between_steps(door: Door, mapping: str, placement: str) -> None:
+def test_write_between_steps(door: Door, placement: str) -> None:
     recipe = Recipe(precision="32-true", clip=1.0)
-    reference, run = plain(CASE.build, recipe), start_at(placement, mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at(placement, recipe)
     try:
         walk_both(door, run, reference)
         for step in range(2):
@@ -776,12 +769,11 @@ def test_write_between_steps(door: Door, mapping: str, placement: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
-def test_write_resets_the_master(precision: str, mapping: str) -> None:
+def test_write_resets_the_master(precision: str) -> None:
     """Where the written weight differs the master becomes that weight; elsewhere it keeps its bits."""
     recipe = Recipe(precision=precision)
-    run = start_at("cpu", mapping, recipe)
+    run = start_at("cpu", recipe)
     try:
         drive(run, CASE, 2)
         before = run.outcome()
@@ -801,10 +793,9 @@ def test_write_resets_the_master(precision: str, mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_inplace_with_grad_is_torchs_error(mapping: str) -> None:
+def test_inplace_with_grad_is_torchs_error() -> None:
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
     try:
         drive(run, CASE, 1)
         with pytest.raises(RuntimeError, match="leaf"):
@@ -829,16 +820,15 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("view", VIEWS)
-def test_view_kept_across_steps(view: str, mapping: str, placement: str) -> None:
+def test_view_kept_across_steps(view: str, placement: str) -> None:
     """A kept view shows the parameter's present value, as torch's would, or is refused.
 
     A view keeps its chunk on the device, so the budget has room for one chunk more.
     """
     recipe = Recipe(precision="32-true")
     reference = plain(CASE.build, recipe)
-    run = start_at(placement, mapping, recipe, floor=0.3)
+    run = start_at(placement, recipe, floor=0.3)
     try:
         drive(run, CASE, 1)
         drive(reference, CASE, 1)

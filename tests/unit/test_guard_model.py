@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from doors import (
     CASE,
-    MAPPINGS,
     OTHER,
     PLACEMENTS,
     WEIGHT,
@@ -126,12 +125,11 @@ def _requires_grad_off(run: Plain) -> Any:
     param(run).requires_grad_(True)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("door", GRADIENTS, ids=repr)
-def test_gradient_door(door: Door, precision: str, mapping: str) -> None:
+def test_gradient_door(door: Door, precision: str) -> None:
     recipe = Recipe(precision=precision)
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
     try:
         for step in range(3):
             for which in (run, reference):
@@ -145,10 +143,9 @@ def test_gradient_door(door: Door, precision: str, mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_no_gradient_before_backward(mapping: str) -> None:
+def test_no_gradient_before_backward() -> None:
     recipe = Recipe(precision="32-true")
-    run = start_at("cpu", mapping, recipe)
+    run = start_at("cpu", recipe)
     try:
         assert all(p.grad is None for p in run.model.parameters())
         drive(run, CASE, 1)
@@ -157,11 +154,10 @@ def test_no_gradient_before_backward(mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_user_hooks_see_the_gradient(mapping: str) -> None:
+def test_user_hooks_see_the_gradient() -> None:
     """Tensor hooks and post-accumulate hooks on parameters, set after manage, see the true bytes."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
     seen: dict[Plain, list] = {run: [], reference: []}
 
     def attach(which: Plain) -> list:
@@ -186,11 +182,10 @@ def test_user_hooks_see_the_gradient(mapping: str) -> None:
 # ---- doors that change the model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("change", ["half", "double", "bfloat16"])
-def test_cast_after_manage_is_refused(change: str, mapping: str) -> None:
+def test_cast_after_manage_is_refused(change: str) -> None:
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
     try:
         drive(run, CASE, 1)
         with pytest.raises(gs.GeminiError) as refusal:
@@ -203,10 +198,9 @@ def test_cast_after_manage_is_refused(change: str, mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_moves_that_change_nothing(mapping: str) -> None:
+def test_moves_that_change_nothing() -> None:
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
     try:
         drive(run, CASE, 1)
         run.model.to("cpu").cpu().float().to(torch.float32)
@@ -219,11 +213,10 @@ def test_moves_that_change_nothing(mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_parameter_replaced_after_manage(mapping: str) -> None:
+def test_parameter_replaced_after_manage() -> None:
     """A replaced parameter behaves as in torch (used, not updated) or is refused by name."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
 
     def replace(which: Plain) -> None:
         drive(which, CASE, 1)
@@ -245,11 +238,10 @@ def test_parameter_replaced_after_manage(mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_module_added_after_manage(mapping: str) -> None:
+def test_module_added_after_manage() -> None:
     """A module added later behaves as in torch (a gradient, no update) or is refused by name."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
 
     def add(which: Plain) -> None:
         torch.manual_seed(5)
@@ -273,11 +265,10 @@ def test_module_added_after_manage(mapping: str) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
-def test_full_parameter(precision: str, mapping: str, placement: str) -> None:
+def test_full_parameter(precision: str, placement: str) -> None:
     recipe = Recipe(precision=precision)
-    run = start_at(placement, mapping, recipe)
+    run = start_at(placement, recipe)
     try:
         drive(run, CASE, 2)
         before = run.outcome()
@@ -299,11 +290,10 @@ def test_full_parameter(precision: str, mapping: str, placement: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_full_parameters(mapping: str) -> None:
+def test_full_parameters() -> None:
     """Inside the context parameters are plain: every door is open, and writes stay."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
 
     def change(which: Plain) -> list:
         kept = []
@@ -347,12 +337,11 @@ class _Peeking(nn.Module):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_parent_reads_children(precision: str, mapping: str, placement: str) -> None:
+def test_parent_reads_children(precision: str, placement: str) -> None:
     case = Case("peeking", _Peeking, CASE.batch, CASE.loss)
     recipe = Recipe(precision=precision, clip=0.5)
-    reference, run = plain(case.build, recipe), start_at(placement, mapping, recipe, case)
+    reference, run = plain(case.build, recipe), start_at(placement, recipe, case)
     try:
         for which in (run, reference):
             drive(which, case, 3)
@@ -362,11 +351,10 @@ def test_parent_reads_children(precision: str, mapping: str, placement: str) -> 
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_closure_reads_and_trains(mapping: str) -> None:
+def test_closure_reads_and_trains() -> None:
     """`optimizer.step(closure)`: the closure runs forward, backward and reads weights."""
     recipe = Recipe(precision="32-true")
-    reference, run = plain(CASE.build, recipe), start_at("cpu", mapping, recipe)
+    reference, run = plain(CASE.build, recipe), start_at("cpu", recipe)
 
     def steps(which: Plain) -> Iterator[Any]:
         for step in range(3):

@@ -14,13 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
 
-MAPPINGS = ["aliased", "strict"]
 
-
-def manage(model: nn.Module, mapping: str = "strict", **options: Any) -> tuple[gs.Engine, Any]:
+def manage(model: nn.Module, **options: Any) -> tuple[gs.Engine, Any]:
     optimizer = gs.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     options = {"placement_policy": "cpu", "chunk_size": 4096, **options}
-    return gs.manage(model, optimizer, device="cpu", mapping=mapping, **options), optimizer
+    return gs.manage(model, optimizer, device="cpu", **options), optimizer
 
 
 def linears(n: int = 4, width: int = 32) -> nn.Sequential:
@@ -50,7 +48,6 @@ def input_grad(model: nn.Module) -> torch.Tensor:
     return torch.autograd.grad(y.sum(), x)[0]
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize(
     "around",
     [
@@ -60,11 +57,11 @@ def input_grad(model: nn.Module) -> torch.Tensor:
     ],
     ids=["enable_grad", "identity_hooks", "save_on_cpu"],
 )
-def test_contexts_inside_a_forward_keep_the_net(around: Callable[[], Any], mapping: str) -> None:
+def test_contexts_inside_a_forward_keep_the_net(around: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Scale(around) for _ in range(4)))
     want = input_grad(model)
-    engine, _ = manage(model, mapping)
+    engine, _ = manage(model)
     assert torch.equal(input_grad(model), want)
     engine.core.check()
 
@@ -81,8 +78,7 @@ class SelfCheckpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_checkpoint_of_a_part_of_a_forward(mapping: str) -> None:
+def test_checkpoint_of_a_part_of_a_forward() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(SelfCheckpointed(), SelfCheckpointed())
     x = torch.randn(3, 64, requires_grad=True)
@@ -90,7 +86,7 @@ def test_checkpoint_of_a_part_of_a_forward(mapping: str) -> None:
     want = [x.grad, *(p.grad.clone() for p in model.parameters())]
     model.zero_grad()
     x.grad = None
-    _, _ = manage(model, mapping)
+    _, _ = manage(model)
     model(x).sum().backward()
     for got, wanted in zip(
         [x.grad, *(p.grad.clone() for p in model.parameters())], want, strict=True
@@ -98,12 +94,11 @@ def test_checkpoint_of_a_part_of_a_forward(mapping: str) -> None:
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_data_of_one_parameter_assigned_to_another(mapping: str) -> None:
+def test_data_of_one_parameter_assigned_to_another() -> None:
     model = linears()
     third = model[3].weight.detach().clone()
     first = model[1].weight.detach().clone()
-    manage(model, mapping)
+    manage(model)
     model[0].weight.data = model[3].weight.data
     assert torch.equal(model[0].weight.clone(), third)
     model[1].weight.data = model[1].weight.data.t()
@@ -148,8 +143,7 @@ def test_gradient_assigned_from_something_else_of_the_same_parameter() -> None:
     assert torch.equal(model.weight.grad.clone(), weight)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_autograd_grad_while_a_hook_reads_another_parameter(mapping: str) -> None:
+def test_autograd_grad_while_a_hook_reads_another_parameter() -> None:
     model = linears(4, 32)
 
     def grads() -> list[torch.Tensor]:
@@ -158,7 +152,7 @@ def test_autograd_grad_while_a_hook_reads_another_parameter(mapping: str) -> Non
         return list(torch.autograd.grad(model[1:](h).sum(), list(model.parameters())))
 
     want = grads()
-    manage(model, mapping)
+    manage(model)
     for got, wanted in zip(grads(), want, strict=True):
         assert torch.equal(got, wanted)
 

@@ -29,7 +29,6 @@ from reference import (
 from zoo import CASES, Case, Mlp, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
-MAPPINGS = ("aliased", "strict")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
@@ -302,11 +301,10 @@ def _bad(case: Case, where: int, value: float) -> Case:
     return Case("bad", case.build, batch, case.loss)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("policy", ["cpu", "cuda"])
-def test_natural_overflow(policy: str, clip: float | None, accumulate: int, mapping: str) -> None:
+def test_natural_overflow(policy: str, clip: float | None, accumulate: int) -> None:
     """A scale that starts far too high, and grows often: skips, backs off, trains; bits as unmanaged."""
     recipe = Recipe(
         precision="16-mixed",
@@ -317,7 +315,7 @@ def test_natural_overflow(policy: str, clip: float | None, accumulate: int, mapp
         hysteresis=1,
     )
     reference = plain(CASE.build, recipe)
-    run = managed(CASE.build, recipe, placement_policy=policy, chunk_size=4096, mapping=mapping)
+    run = managed(CASE.build, recipe, placement_policy=policy, chunk_size=4096)
     try:
         for which in (run, reference):
             drive(which, CASE, 24)
@@ -330,13 +328,12 @@ def test_natural_overflow(policy: str, clip: float | None, accumulate: int, mapp
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("micro", [0, 2])
-def test_skip_leaves_every_bit(value: float, micro: int, mapping: str) -> None:
+def test_skip_leaves_every_bit(value: float, micro: int) -> None:
     recipe = Recipe(precision="16-mixed", accumulate=3, clip=1.0, hysteresis=1)
     case = _bad(CASE, 3 * 2 + micro, value)
-    run = managed(case.build, recipe, placement_policy="cpu", chunk_size=4096, mapping=mapping)
+    run = managed(case.build, recipe, placement_policy="cpu", chunk_size=4096)
     try:
         drive(run, case, 2)
         before = run.outcome()
@@ -376,17 +373,14 @@ def test_engine_trace_equals_torch() -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_nonfinite_without_scaling_is_as_unmanaged(
-    value: float, precision: str, mapping: str
-) -> None:
+def test_nonfinite_without_scaling_is_as_unmanaged(value: float, precision: str) -> None:
     """Without a loss scale nothing is skipped: NaNs arrive exactly as in the reference."""
     case = _bad(CASE, 2, value)
     recipe = Recipe(precision=precision)
     reference = plain(case.build, recipe)
-    run = managed(case.build, recipe, placement_policy="cpu", chunk_size=4096, mapping=mapping)
+    run = managed(case.build, recipe, placement_policy="cpu", chunk_size=4096)
     try:
         for which in (run, reference):
             drive(which, case, 3)

@@ -68,12 +68,11 @@ def _compare(run: Plain, reference: Plain, script: Callable[[Plain], None]) -> N
 # ---- groups and schedulers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("policy", ["cpu", "auto", "cuda"])
-def test_groups(policy: str, precision: str, mapping: str) -> None:
+def test_groups(policy: str, precision: str) -> None:
     recipe = Recipe(precision=precision, groups=_groups, clip=1.0)
-    run = managed(CASE.build, recipe, placement_policy=policy, mapping=mapping, chunk_size=10_000)
+    run = managed(CASE.build, recipe, placement_policy=policy, chunk_size=10_000)
     _compare(run, plain(CASE.build, recipe), lambda which: drive(which, CASE, STEPS))
 
 
@@ -285,7 +284,6 @@ def test_manage_close_manage() -> None:
         device="cpu",
         placement_policy="auto",
         chunk_size=20_000,
-        mapping="strict",
     )
     again = Managed(engine, recipe)
     again.losses += run.losses
@@ -395,16 +393,14 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_everything_is_given_back(how: str, mapping: str) -> None:
+def test_everything_is_given_back(how: str) -> None:
     def once() -> weakref.ref:
         run = managed(
             lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))),
             Recipe(),
             placement_policy="auto",
             device_budget=1 << 21,
-            mapping=mapping,
         )
         run(torch.ones(2, 256)).sum().backward()
         run.optimizer.step()

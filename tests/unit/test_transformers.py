@@ -33,13 +33,12 @@ def _reference(name: str, precision: str) -> tuple[Outcome, Outcome]:
     return train_plain(BY_NAME[name], _recipe(precision))
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize(("name", "precision"), GRID)
-def test_family(name: str, precision: str, mapping: str) -> None:
+def test_family(name: str, precision: str) -> None:
     case = BY_NAME[name]
     before, want = _reference(name, precision)
     assert_trained(before, want, [n for n in before.masters if n not in case.untrained])
-    run = tightly(case.build, _recipe(precision), chunk_size=8192, mapping=mapping)
+    run = tightly(case.build, _recipe(precision), chunk_size=8192)
     try:
         drive(run, case, STEPS)
         assert_same_outcome(run.outcome(), want)
@@ -48,8 +47,7 @@ def test_family(name: str, precision: str, mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
-def test_generate_between_steps(mapping: str) -> None:
+def test_generate_between_steps() -> None:
     """Generation (no_grad, key-value cache, one token at a time) in the middle of training."""
     case, recipe = BY_NAME["llama"], _recipe("bf16-true")
     prompt = torch.tensor([[1, 5, 9]])
@@ -66,7 +64,7 @@ def test_generate_between_steps(mapping: str) -> None:
 
     reference = plain(case.build, recipe)
     want = train(reference)
-    run = managed(case.build, recipe, chunk_size=8192, mapping=mapping, placement_policy="cpu")
+    run = managed(case.build, recipe, chunk_size=8192, placement_policy="cpu")
     try:
         assert torch.equal(train(run), want)
         assert_same_outcome(run.outcome(), reference.outcome())

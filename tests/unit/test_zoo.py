@@ -1,4 +1,4 @@
-"""Every shape of trouble trains to the bits of plain torch, in both mapping modes, with most of it evicted."""
+"""Every shape of trouble trains to the bits of plain torch with most of it evicted."""
 
 from __future__ import annotations
 
@@ -49,12 +49,11 @@ def test_reference_trains(name: str, precision: str) -> None:
     assert after.skipped == 0
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize(("name", "precision"), GRID)
-def test_tight_budget(name: str, precision: str, mapping: str) -> None:
+def test_tight_budget(name: str, precision: str) -> None:
     """Policy "auto" under the smallest budget that is accepted."""
     case, recipe = BY_NAME[name], _recipe(precision)
-    run = tightly(case.build, recipe, floor=case.floor, chunk_size=CHUNK, mapping=mapping)
+    run = tightly(case.build, recipe, floor=case.floor, chunk_size=CHUNK)
     try:
         drive(run, case, STEPS)
         assert_same_outcome(run.outcome(), _reference(name, precision)[1])
@@ -65,15 +64,12 @@ def test_tight_budget(name: str, precision: str, mapping: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_cpu_policy(name: str, mapping: str) -> None:
+def test_cpu_policy(name: str) -> None:
     """Policy "cpu": everything evicted at the end of every unit; the model left behind is plain."""
     case = BY_NAME[name]
     precision = case.precisions[-1]
-    run = managed(
-        case.build, _recipe(precision), chunk_size=CHUNK, mapping=mapping, placement_policy="cpu"
-    )
+    run = managed(case.build, _recipe(precision), chunk_size=CHUNK, placement_policy="cpu")
     reference = _reference(name, precision)[1]
     drive(run, case, STEPS)
     assert_same_outcome(run.outcome(), reference)
@@ -87,8 +83,7 @@ def test_cpu_policy(name: str, mapping: str) -> None:
         assert torch.equal(left[key], want), key
 
 
-@pytest.mark.parametrize("mapping", ["aliased", "strict"])
-def test_forwards_without_backward_leave_nothing(mapping: str) -> None:
+def test_forwards_without_backward_leave_nothing() -> None:
     """Graphs that are dropped, not backpropagated, give back their activations and hold no chunk."""
 
     class Activations(nn.Module):
@@ -105,7 +100,7 @@ def test_forwards_without_backward_leave_nothing(mapping: str) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     case = Case("activations", Activations, lambda step: None, lambda run, batch: None)
-    run = managed(case.build, _recipe("32-true"), placement_policy="cpu", mapping=mapping)
+    run = managed(case.build, _recipe("32-true"), placement_policy="cpu")
     try:
         x = torch.randn(8192, 32)
         for _ in range(5):
