@@ -18,7 +18,7 @@ from gemini_strategy.errors import GuardError
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["FORMATS", "Slot", "merge", "split_low"]
+__all__ = ["FORMATS", "Slot", "checked_step", "merge", "split_low"]
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
 _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
@@ -41,18 +41,22 @@ class Slot(_C.Slot):
 
     __slots__ = (
         "__weakref__",
-        "adam_step",
         "device",
         "grad_view",
         "has_grad_home",
         "has_low",
         "has_moments",
+        "has_state",
+        "loaded",
+        "low",
         "name",
         "names",
         "original_device",
         "original_dtype",
         "saved",
         "shape",
+        "step_count",
+        "step_tensor",
     )
 
     def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
@@ -68,7 +72,10 @@ class Slot(_C.Slot):
         self.original_device = parameter.device
         self.original_dtype = parameter.dtype
         self.has_low = self.has_moments = self.has_grad_home = False
-        self.adam_step = 0  # updates so far
+        self.has_state = False  # whether optimizer.state has an entry
+        self.step_count, self.step_tensor = 0, None  # see adam_step
+        self.loaded: str | None = None  # since the last update: "weight", "master" or "low"
+        self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.saved: weakref.ref[torch.Tensor] | None = None  # its latest copy in a state dict
         self.grad_view: weakref.ref[torch.Tensor] | None = None
 
@@ -125,6 +132,7 @@ class Slot(_C.Slot):
 
     def drop_grad(self) -> None:
         """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
+        self.engine.ending.check_change(self)
         view = self.grad_view() if self.grad_view is not None else None
         if view is not None:
             view._gm_dropped = True
@@ -225,6 +233,7 @@ class Slot(_C.Slot):
 
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
+        self.engine.ending.check_read((self,))
         return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
 
     def clamp_grad(self, bound: float) -> None:
@@ -245,6 +254,7 @@ class Slot(_C.Slot):
         self._put_grad(torch.zeros(self.shape, dtype=self.engine.grad_dtype(self)))
 
     def _put_grad(self, plain: torch.Tensor) -> None:
+        self.engine.ending.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 
@@ -262,6 +272,94 @@ class Slot(_C.Slot):
             self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
+
+    # ---- the optimizer's state, and what a 16-bit weight lacks ----
+
+    @property
+    def adam_step(self) -> int:
+        """Updates so far. Once they have been shown as a tensor, that tensor has the count."""
+        tensor = self.step_tensor
+        return self.step_count if tensor is None else checked_step(self.name, tensor)
+
+    @adam_step.setter
+    def adam_step(self, count: int) -> None:
+        self.step_count = count
+        if self.step_tensor is not None:
+            self.step_tensor.fill_(count)
+
+    def shown_step(self) -> torch.Tensor:
+        """The count as torch's Adam has it; whoever changes it changes the count."""
+        if self.step_tensor is None:
+            self.step_tensor = torch.tensor(
+                float(self.step_count), dtype=torch.float32, device="cpu"
+            )
+        return self.step_tensor
+
+    def count_update(self) -> bool:
+        """An update was made; gives whether it was the first."""
+        self.adam_step += 1
+        self.loaded = self.low = None
+        is_first, self.has_state = not self.has_state, True
+        return is_first
+
+    def forget_state(self) -> None:
+        """The next update is the first."""
+        zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
+        self.step_tensor = None  # whoever has it keeps the count of now
+        self.write_moments(zeros, zeros, 0)
+        self.has_state = False
+
+    def read_moment(self, index: int) -> torch.Tensor:
+        """A CPU copy of exp_avg (0) or exp_avg_sq (1)."""
+        return self._read((_M, _V)[index], torch.float32)
+
+    def write_moment(self, index: int, values: torch.Tensor) -> None:
+        pair = list(self.read_moments())
+        pair[index] = values
+        self.write_moments(*pair, self.adam_step)
+
+    def load_low(self, low: torch.Tensor) -> None:
+        """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
+        if self.loaded == "master":
+            return  # the weight came whole
+        weight = self.read_weight()
+        self.write_master(merge(weight, low))
+        if self.loaded == "weight":
+            self.loaded = None
+            return
+        self.loaded, self.low = "low", None
+        if low.dtype is torch.float32 and not torch.equal(low.half(), weight):
+            self.low = low.clone()  # of a bf16 weight the engine keeps it itself
+
+    def load_weight(self, value: torch.Tensor) -> torch.Tensor:
+        """Takes a weight of a state dict, and gives its rounding: fp32 is the master, 16 bits go with a loaded low."""
+        value = value.detach().to("cpu", copy=True)
+        low, self.low = self.low, None
+        if self.loaded != "low" or value.dtype is not self.dtype:
+            self.write_master(value)
+            self.loaded = "weight" if value.dtype is self.dtype else "master"
+            return self.rounded(value)
+        self.loaded = None
+        if low is None:  # of this rank's part; it writes no other
+            own = [torch.zeros(self.shape, dtype=t) for t in (self.dtype, torch.float32)]
+            for field, values in zip((_WEIGHT, _MASTER), own, strict=True):
+                self.engine.core.read(self.id, field, values.data_ptr())
+            low = split_low(*own)[1]
+        self.engine.written.note(self, "loaded weight", value)
+        plain = merge(value, low).contiguous()
+        self.engine.core.write(self.id, _MASTER, plain.data_ptr(), self.engine.stream())
+        self.epoch += 1
+        return value
+
+
+def checked_step(name: str | None, step: object) -> int:
+    """The number of updates in a state of Adam."""
+    count = float(step)  # type: ignore[arg-type]
+    if not (count >= 0 and count.is_integer()):
+        raise ValueError(
+            f"{name}: its optimizer state says step {count}: it must be a whole number"
+        )
+    return int(count)
 
 
 def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
