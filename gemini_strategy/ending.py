@@ -39,6 +39,7 @@ class Ending:
 
     Attributes:
         waits: the backward is done, and its step has not come.
+        used: slots whose gradients the last step has used up.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -46,9 +47,9 @@ class Ending:
         self._numbers: dict[
             int, tuple[Any, ...]
         ] = {}  # of the step that has been announced, by slot
-        self._used: set[int] = set()  # slots whose gradients the last step has used up
         self._is_armed = False  # the core may have updated weights
         self.waits = False
+        self.used: set[int] = set()
 
     @contextlib.contextmanager
     def announced(self, updates: Updates) -> Iterator[None]:
@@ -59,8 +60,8 @@ class Ending:
         """
         if self.waits:
             raise GeminiError(f"no step has followed backward(step=True): {self._name()}: {_STEP}")
-        if self._used:
-            raise GeminiError(self._used_up(min(self._used)))
+        if self.used:
+            raise GeminiError(self._used_up(min(self.used)))
         self._is_armed = self._engine.core.arm(updates)
         self._numbers = {update[0]: update for update in updates}
         try:
@@ -70,7 +71,7 @@ class Ending:
             if closed is not None:
                 error.add_note(f"{closed}; {WAY_OUT}")
             raise
-        self.waits = True
+        self._now(waits=True)
 
     def give_up(self) -> str | None:
         """The step will not come: None if nothing has changed, else what has closed the engine.
@@ -78,8 +79,8 @@ class Ending:
         A text, as an exception would keep the frames of the one that is being handled, and they the graph.
         """
         was_armed, self._is_armed = self._is_armed, False
-        self.waits = False
         self._numbers = {}
+        self._now(waits=False)
         if was_armed:
             try:
                 self._engine.core.disarm()
@@ -95,13 +96,13 @@ class Ending:
             raise GeminiError(
                 f"{slot.name}: a gradient arrived {_BETWEEN}: call optimizer.step() first"
             )
-        if slot.id in self._used:
+        if slot.id in self.used:
             raise GeminiError(self._used_up(slot.id))
 
     def check_read(self, slots: Iterable[Slot]) -> None:
         """Gradients are asked for: to be read, measured, clipped."""
-        for slot in slots if self.waits or self._used else ():
-            if (self.waits and slot.id in self._numbers) or slot.id in self._used:
+        for slot in slots if self.waits or self.used else ():
+            if (self.waits and slot.id in self._numbers) or slot.id in self.used:
                 raise GeminiError(self._used_up(slot.id))
 
     def check_change(self, slot: Slot) -> None:
@@ -110,13 +111,15 @@ class Ending:
             raise GeminiError(
                 f"{slot.name}: its gradient is dropped or changed {_BETWEEN}: {_STEP}"
             )
-        self._used.discard(slot.id)
+        if slot.id in self.used:
+            self.used.discard(slot.id)
+            self._now(self.waits)
 
     def check_step(self, updates: Updates) -> None:
         """The step has come: it is the one that was announced."""
         if not self.waits:
-            for update in updates if self._used else ():
-                if update[0] in self._used:
+            for update in updates if self.used else ():
+                if update[0] in self.used:
                     raise GeminiError(self._used_up(update[0]))
             return
         for update in updates:
@@ -135,9 +138,15 @@ class Ending:
     def done(self, slots: Iterable[Slot]) -> None:
         """The step was taken."""
         if self.waits:
-            self._used.update(slot.id for slot in slots)
-        self.waits = self._is_armed = False
+            self.used.update(slot.id for slot in slots)
+        self._is_armed = False
         self._numbers = {}
+        self._now(waits=False)
+
+    def _now(self, waits: bool) -> None:
+        self.waits = waits
+        if self._engine.scaler is None:
+            self._engine.takes_plainly = not waits and not self.used
 
     def _name(self) -> str:
         return self._engine._slots_by_id[min(self._numbers)].name if self._numbers else "a gradient"

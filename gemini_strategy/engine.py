@@ -89,6 +89,7 @@ class Engine(Reporting):
         self._slots_by_id = {slot.id: slot for slot in self._slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
+        self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
         self._memory = DeviceMemory(settings.device)
         try:
             self._make_core(adoption)

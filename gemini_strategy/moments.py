@@ -4,8 +4,8 @@ Invariants
     1. A parameter has an entry exactly when torch's Adam would have one: from its first update, or load, on.
     2. The engine has all three of step, exp_avg and exp_avg_sq of a parameter, or none: zeros before update 1.
     3. What the entry shows is live; what is taken out of it (pop, copies) is ordinary. No tensor keeps the engine.
-    4. What a 16-bit weight lacks to be its master is in state dicts, not here: a program that sets all states to zero
-       must not set weights to zero. It can be written here.
+    4. What a 16-bit weight lacks to be its master is the fourth, as in HybridAdam's state: checkpoints take what they
+       find here. No write to it changes the weight: a program that sets all states to zero does not mean weights.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LOWS = ("remainder", "master")  # bf16, fp16: see slot.split_low
 
 
 class _Home:
-    """One moment of one parameter, for the tensor that shows it."""
+    """A moment of one parameter, or what its weight lacks, for the tensor that shows it."""
 
-    def __init__(self, entry: _Entry, index: int) -> None:
+    def __init__(self, entry: _Entry, key: str) -> None:
         self._entry = weakref.ref(entry)
-        self._index = index
-        self.name = f"{entry.slot.name}: {_MOMENTS[index]}"
+        self._key = key
+        self.name = f"{entry.slot.name}: {key}"
 
     def _slot(self) -> Slot:
         entry = self._entry()
@@ -51,15 +51,24 @@ class _Home:
     def open(self, writes: bool) -> torch.Tensor:
         slot = self._slot()
         strides = slot.parameter.stride()
-        values = slot.read_moment(self._index).to(slot.device)
+        values = lack(slot, None)[1] if self._key in LOWS else slot.read_moment(self._index)
+        values = values.to(slot.device)
         if values.stride() == strides:
             return values
         return torch.empty_strided(
-            slot.shape, strides, dtype=torch.float32, device=slot.device
+            slot.shape, strides, dtype=values.dtype, device=slot.device
         ).copy_(values)
 
     def write(self, values: torch.Tensor) -> None:
-        self._slot().write_moment(self._index, values)
+        slot = self._slot()
+        if self._key in LOWS:
+            slot.set_low(values.to("cpu", copy=True).contiguous())
+        else:
+            slot.write_moment(self._index, values)
+
+    @property
+    def _index(self) -> int:
+        return _MOMENTS.index(self._key)
 
 
 class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
@@ -87,21 +96,22 @@ class _Entry(_Shown):
         self.slot = slot
         self.is_dropped = False
         self._tensors: dict[str, torch.Tensor] = {}
+        self._keys = (*_KEYS, *_low_keys(slot))
 
     @property
     def is_live(self) -> bool:
         return self.slot.has_state and not self.is_dropped
 
     def __getitem__(self, key: Any) -> Any:
-        if key not in _KEYS or not self.is_live:
+        if key not in self._keys or not self.is_live:
             return dict.__getitem__(self, key)
         slot = self.slot
         if key == "step":
             return slot.shown_step()
         if key not in self._tensors:
-            home = _Home(self, _MOMENTS.index(key))
+            dtype = torch.int16 if key == "remainder" else torch.float32
             self._tensors[key] = absent.tensor(
-                home, slot.shape, slot.parameter.stride(), torch.float32, slot.device
+                _Home(self, key), slot.shape, slot.parameter.stride(), dtype, slot.device
             )
         return self._tensors[key]
 
@@ -109,18 +119,20 @@ class _Entry(_Shown):
         slot = self.slot
         if self.is_dropped or key not in (*_KEYS, *LOWS):
             dict.__setitem__(self, key, value)
-        elif key in LOWS:
-            _load_low(slot, {key: value})
         elif key == "step":
             slot.adam_step = checked_step(slot.name, value)
             slot.has_state = True
-        elif value is not self._tensors.get(key):
+        elif value is self._tensors.get(key):
+            pass
+        elif key in LOWS:
+            _load_low(slot, {key: value})
+        else:
             _check_moment(slot.name, slot.shape, key, value)
             slot.write_moment(_MOMENTS.index(key), _plain(value))
             slot.has_state = True
 
     def __delitem__(self, key: Any) -> None:
-        if key in _KEYS and self.is_live:
+        if key in self._keys and self.is_live:
             raise GeminiError(
                 f"{self.slot.name}: step, exp_avg and exp_avg_sq of a managed optimizer go together: "
                 "del optimizer.state[p] (or optimizer.state[p].clear()), or write the one"
@@ -128,14 +140,14 @@ class _Entry(_Shown):
         dict.__delitem__(self, key)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from _KEYS if self.is_live else ()
+        yield from self._keys if self.is_live else ()
         yield from dict.__iter__(self)
 
     def __len__(self) -> int:
-        return (len(_KEYS) if self.is_live else 0) + dict.__len__(self)
+        return (len(self._keys) if self.is_live else 0) + dict.__len__(self)
 
     def __contains__(self, key: Any) -> bool:
-        return (key in _KEYS and self.is_live) or dict.__contains__(self, key)
+        return (key in self._keys and self.is_live) or dict.__contains__(self, key)
 
     def clear(self) -> None:
         if self.is_live:
@@ -149,7 +161,7 @@ class _Entry(_Shown):
 
     def taken(self) -> dict[Any, Any]:
         """An ordinary dict with the values of now."""
-        return {k: v.detach().clone() if k in _KEYS else v for k, v in self.items()}
+        return {k: v.detach().clone() if k in self._keys else v for k, v in self.items()}
 
     def drop(self) -> None:
         if self.is_live:
@@ -321,17 +333,23 @@ def load_entry(slot: Slot, entry: Mapping[str, Any]) -> None:
     _load_low(slot, entry)
 
 
+def _low_keys(slot: Slot) -> tuple[str, ...]:
+    if not slot.has_low:
+        return ()
+    return ("remainder",) if slot.dtype is torch.bfloat16 else ("master",)
+
+
 def _load_low(slot: Slot, entry: Mapping[str, Any]) -> None:
     """What the weight lacks, unless it is of another weight than this one."""
-    key = "remainder" if slot.dtype is torch.bfloat16 else "master"
-    low = entry.get(key)
-    if low is None or not slot.has_low:
+    key = next((key for key in _low_keys(slot) if entry.get(key) is not None), None)
+    if key is None:
         return
+    low = entry[key]
     _check_moment(slot.name, slot.shape, key, low)
     # A torch.optim.AdamW that has loaded it keeps it, and trains on: a remainder is then no int16 any more.
     if low.dtype is not (torch.int16 if key == "remainder" else torch.float32):
         return
-    slot.load_low(low.detach().cpu())
+    slot.load_low(low.detach().to("cpu", copy=True).contiguous())
 
 
 def lack(slot: Slot, root: int | None) -> tuple[str, torch.Tensor, bool]:

@@ -74,7 +74,7 @@ class Slot(_C.Slot):
         self.has_low = self.has_moments = self.has_grad_home = False
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
-        self.loaded: str | None = None  # since the last update: "weight", "master" or "low"
+        self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
         self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.saved: weakref.ref[torch.Tensor] | None = None  # its latest copy in a state dict
         self.grad_view: weakref.ref[torch.Tensor] | None = None
@@ -322,34 +322,49 @@ class Slot(_C.Slot):
         """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
         if self.loaded == "master":
             return  # the weight came whole
+        is_whole = self.set_low(low)
+        self.low = None if is_whole or self.loaded == "weight" else low.clone()
+        self.loaded = "both" if self.loaded == "weight" else "low"
+
+    def set_low(self, low: torch.Tensor) -> bool:
+        """The weight stays: where it is not the rounding of its master with `low`, it lacks nothing then.
+
+        Gives whether that is so nowhere.
+        """
         weight = self.read_weight()
-        self.write_master(merge(weight, low))
-        if self.loaded == "weight":
-            self.loaded = None
-            return
-        self.loaded, self.low = "low", None
-        if low.dtype is torch.float32 and not torch.equal(low.half(), weight):
-            self.low = low.clone()  # of a bf16 weight the engine keeps it itself
+        master = low if low.dtype is torch.float32 else merge(weight, low)
+        fits = self.rounded(master).view(torch.int16) == weight.view(torch.int16)
+        self.write_master(torch.where(fits, master, weight.float()))
+        return bool(fits.all())
 
     def load_weight(self, value: torch.Tensor) -> torch.Tensor:
         """Takes a weight of a state dict, and gives its rounding: fp32 is the master, 16 bits go with a loaded low."""
-        value = value.detach().to("cpu", copy=True)
-        low, self.low = self.low, None
-        if self.loaded != "low" or value.dtype is not self.dtype:
+        value = value.detach().to("cpu", copy=True).contiguous()
+        if value.dtype is not self.dtype or self.loaded not in ("low", "both"):
             self.write_master(value)
             self.loaded = "weight" if value.dtype is self.dtype else "master"
+            self.low = None
             return self.rounded(value)
-        self.loaded = None
-        if low is None:  # of this rank's part; it writes no other
-            own = [torch.zeros(self.shape, dtype=t) for t in (self.dtype, torch.float32)]
-            for field, values in zip((_WEIGHT, _MASTER), own, strict=True):
-                self.engine.core.read(self.id, field, values.data_ptr())
-            low = split_low(*own)[1]
+        weight, master = self._own_parts()
+        own = slice(self.part()[0], sum(self.part()))
+        is_new = not torch.equal(*(t.reshape(-1)[own].view(torch.int16) for t in (value, weight)))
+        if self.loaded == "low":
+            low = split_low(weight, master)[1] if self.low is None else self.low
+            master = merge(value, low).contiguous()
+        elif is_new:  # than the one that has come with its low: this one came alone
+            master = value.float()
+        self.loaded, self.low = "both" if self.loaded == "low" or not is_new else "weight", None
         self.engine.written.note(self, "loaded weight", value)
-        plain = merge(value, low).contiguous()
-        self.engine.core.write(self.id, _MASTER, plain.data_ptr(), self.engine.stream())
+        self.engine.core.write(self.id, _MASTER, master.data_ptr(), self.engine.stream())
         self.epoch += 1
         return value
+
+    def _own_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and master where they are this rank's: no collective."""
+        parts = [torch.zeros(self.shape, dtype=t) for t in (self.dtype, torch.float32)]
+        for field, values in zip((_WEIGHT, _MASTER), parts, strict=True):
+            self.engine.core.read(self.id, field, values.data_ptr())
+        return parts[0], parts[1]
 
 
 def checked_step(name: str | None, step: object) -> int:
