@@ -144,7 +144,8 @@ class _Managed:
         raise GeminiError("a managed optimizer cannot be copied; copy optimizer.state_dict()")
 
     def __reduce__(self) -> Any:
-        raise GeminiError("a managed optimizer cannot be pickled; save optimizer.state_dict()")
+        """As an ordinary optimizer with the states of now: what holds one (a Trainer) can be pickled."""
+        return object.__new__, (type(self).__mro__[2],), self.__getstate__()
 
 
 @functools.cache
