@@ -300,14 +300,14 @@ static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
     if (has_graph) {
         return has_graph < 0 ? -1 : 0;
     }
-    PyObject *scaler = PyObject_GetAttrString(slot->engine, "scaler");
+    PyObject *plainly = PyObject_GetAttrString(slot->engine, "takes_plainly");
     PyObject *layout = PyObject_GetAttr(grad, gm_torch.s_layout);
     PyObject *dtype = PyObject_GetAttr(grad, gm_torch.s_dtype);
     int result = -1;
-    if (scaler && layout && dtype) {
-        result = scaler == Py_None && layout == gm_torch.strided && dtype == slot->dtype;
+    if (plainly && layout && dtype) {
+        result = plainly == Py_True && layout == gm_torch.strided && dtype == slot->dtype;
     }
-    Py_XDECREF(scaler);
+    Py_XDECREF(plainly);
     Py_XDECREF(layout);
     Py_XDECREF(dtype);
     return result > 0 ? is_in_order(grad, slot) : result;

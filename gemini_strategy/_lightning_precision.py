@@ -10,6 +10,7 @@
 #   3. A checkpoint carries the scale twice, under our name and under Lightning's "MixedPrecision", so that it
 #      resumes under either.
 
+import importlib
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,15 @@ class Tree:
             f"GeminiStrategy({argument}=...): expected None or an instance of"
             f" {wanted.__module__}.{wanted.__qualname__}, got {got.__module__}.{got.__qualname__}."
         )
+
+
+_classes: dict[str, type] = {}  # by the name of their tree
+
+
+def _plain_plugin(tree: str) -> Any:
+    """What is unpickled into; in a process that has no class of that tree yet, too."""
+    importlib.import_module("gemini_strategy.lightning").strategy_class(tree)
+    return _classes[tree]()
 
 
 def precision_class(tree: Tree) -> type:
@@ -228,6 +238,11 @@ def precision_class(tree: Tree) -> type:
             # An engine cannot be copied or pickled; the copy is attached anew by the next setup.
             return {**vars(self), "_engine": None}
 
+        def __reduce__(self) -> Any:
+            # The classes of both trees have one name, under which checkpoints have the scale.
+            return _plain_plugin, (tree.name,), self.__getstate__()
+
+    _classes[tree.name] = GeminiPrecision
     GeminiPrecision.__qualname__ = GeminiPrecision.__name__
     GeminiPrecision.__module__ = __name__
     return GeminiPrecision

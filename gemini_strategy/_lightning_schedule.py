@@ -59,8 +59,10 @@ class StepSchedule:
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)  # type: ignore[misc]
-        # The core's errors name what a loop of one's own would have written.
-        if isinstance(exception, GeminiError) and "backward(step=True)" in str(exception):
+        # The engine's errors, and its notes on those of others, name what a loop of one's own would have written.
+        texts = [str(exception)] if isinstance(exception, GeminiError) else []
+        texts += getattr(exception, "__notes__", ())
+        if any("backward(step=True)" in text for text in texts):
             exception.add_note(_WAY_OUT)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -579,8 +579,8 @@ def build_strategy(tree: Tree) -> type:
             if isinstance(optimizer, lightning_optimizer):
                 optimizer = optimizer.optimizer
             engine = self.engine
-            if self.is_distributed and engine is not None and engine.optimizer is optimizer:
-                return engine.optimizer_state_dict(rank0_only=True)
+            if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
+                return engine.optimizer_state_dict(rank0_only=self.is_distributed, with_lows=False)
             return optimizer.state_dict()
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

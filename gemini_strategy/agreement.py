@@ -18,6 +18,7 @@ import torch
 
 from gemini_strategy import takeover
 from gemini_strategy.comm import ranks_text
+from gemini_strategy.ending import WAY_OUT
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks import Ranks, by_value, check_lines, check_same, fingerprint
@@ -281,11 +282,18 @@ _ALIKE = (
 
 def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
     """Some rank has no gradient, or one that is not in the sum of every micro-batch: which one, and whose."""
-    mine = [mask, list(memoryview(sums).cast("Q"))]
+    held = f"{sum(1 << slot.id for slot in engine._slots if engine.core.has_grad(slot.id)):x}"
+    mine = [mask, list(memoryview(sums).cast("Q")), held]
     everyone = engine.ranks.gather(f"{what}: who has which gradients", mine)
-    masks = [int(own[0], 16) for own in everyone]
+    masks, has = ([int(own[i], 16) for own in everyone] for i in (0, 2))
     for slot in engine._slots:
         without = [rank for rank, own in enumerate(masks) if not own >> slot.id & 1]
+        ungrouped = [rank for rank in without if has[rank] >> slot.id & 1]
+        if 0 < len(ungrouped) < len(masks):
+            raise GeminiError(
+                f"{what}: {slot.name} is in no param group on {ranks_text(ungrouped)}, but in one on the others: the "
+                "groups must be the same on all ranks"
+            )
         if 0 < len(without) < len(masks):
             raise GeminiError(
                 f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: {_ALIKE}"
@@ -305,7 +313,7 @@ def naming_units(engine: Engine) -> Iterator[None]:
     """An error inside is raised with the names of units; one of passes that differ, with those of each rank."""
     try:
         yield
-    except GeminiError as error:
+    except (GeminiError, ValueError) as error:
         text = engine.ranks.named(str(error))
         passes = _PASSES.search(text)
         if passes is not None:  # all ranks have found it at the same place
@@ -320,8 +328,9 @@ _PASSES = re.compile(r"here (.*), on another rank .*(?=; every rank)")
 
 
 def unit_names(engine: Engine) -> Callable[[str], str]:
-    """The core knows units and chunks by their numbers: gives a text the names of units, without the engine."""
+    """The core knows units, chunks, parameters by numbers: gives a text the names of units, without the engine."""
     names = {str(unit.id): unit.name or "the model" for unit in engine._units}
+    parameters = {str(slot.id): slot.name for slot in engine._slots}
     of_chunk: dict[str, list[str]] = {}
     for unit in engine._units:
         for chunk in dict.fromkeys(str(engine.core.chunk(slot.id)[0]) for slot in unit.slots):
@@ -337,6 +346,7 @@ def unit_names(engine: Engine) -> Callable[[str], str]:
 
     def named(text: str) -> str:
         text = re.sub(r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1], m[1])}", text)
+        text = re.sub(r"\bparameter (\d+)\b", lambda m: parameters.get(m[1], m[0]), text)
         return re.sub(r"\bchunk (\d+)\b(?! \(unit)", with_units, text)
 
     return named
@@ -356,13 +366,8 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
     try:
         check_same(check_step(engine, what, present, fields))
     except GeminiError as error:
-        if engine._armed is None:
+        if engine.ending.give_up() is None:
             raise
-        engine._armed = None
-        try:
-            engine.core.disarm()
-        except GeminiError:
-            text = f"{error}; weights had been updated inside backward, so the engine is closed"
-            engine.ranks.abort(text)
-            raise type(error)(text) from error
-        raise
+        text = f"{error}; weights had been updated inside backward: {WAY_OUT}"
+        engine.ranks.abort(text)
+        raise type(error)(text) from error

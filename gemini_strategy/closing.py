@@ -90,15 +90,10 @@ def _meet(engine: Engine, cause: str | None) -> str | None:
 
 def _give_up_step(engine: Engine) -> str | None:
     """No step came after backward(step=True): why the weights are between two steps, or None."""
-    if engine._armed is None:
+    if engine.ending.give_up() is None:
         return None
-    engine._armed = None
-    try:
-        engine.core.disarm()
-    except GeminiError:
-        engine.core.salvage()
-        return "backward(step=True) had updated weights, and no optimizer.step() followed"
-    return None
+    engine.core.salvage()
+    return "backward(step=True) had updated weights, and no optimizer.step() followed"
 
 
 def _let_go(engine: Engine, is_dead: bool) -> Exception | None:

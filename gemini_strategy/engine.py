@@ -21,6 +21,7 @@ from torch import nn
 
 from gemini_strategy import _C, absent, agreement, closing, foreign, order, state, takeover
 from gemini_strategy.adopt import Adoption
+from gemini_strategy.ending import Ending
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.hooks import RootForward, SavedTensorNet
 from gemini_strategy.loading import Loading
@@ -49,6 +50,7 @@ class Engine(Reporting):
         closed: True after close().
         ranks: those that train this model together; see ranks.py.
         core: the C engine (internal).
+        ending: what `backward(step=True)` has announced (internal).
 
     With several ranks every rank makes the same calls in the same order, also those that only read: whole
     parameters, gradients and states are put together from the ranks' parts. What is written has to be the same on
@@ -75,10 +77,10 @@ class Engine(Reporting):
         self.closed = False
         self._settings = settings
         self._clip_factor = 1.0
-        self._sumsq: tuple[float, int] | None = None
+        self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
         self._in_backward = False
         self._steps = self._skipped = 0
-        self._armed: dict[int, tuple[Any, ...]] | None = None
+        self.ending = Ending(self)
         grouped = takeover.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
         adoption = Adoption(self, grouped)
@@ -89,6 +91,7 @@ class Engine(Reporting):
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
         original.on_restore(self._abandon)
+        self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
         self._memory = DeviceMemory(settings.device)
         self._make_core(adoption)
         loading.fill(adoption.slots, ranks)
@@ -230,6 +233,7 @@ class Engine(Reporting):
             raise GeminiError(
                 f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False"
             )
+        self.ending.check_arrival(slot)
         if grad.requires_grad:
             raise GeminiError(
                 f"{slot.name}: backward(create_graph=True) makes a gradient that can be differentiated, and the engine "
@@ -290,8 +294,11 @@ class Engine(Reporting):
         Updates then overlap with backward where the plan can do that exactly; otherwise nothing changes.
         With a loss scaler it has no effect. The bits are those of the same loop without it.
 
+        Any error inside keeps its type; where weights had been updated, a note says that the engine is closed.
+
         Raises:
             GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
+                Or the gradients of the last such step are still there, or it has not come; see ending.py.
         """
         self._check_open()
         if self.optimizer is not None and self.ranks.size > 1:
@@ -299,21 +306,22 @@ class Engine(Reporting):
         if self.optimizer is None or self.scaler is not None or self._clip_factor != 1.0:
             yield
             return
-        updates = [
-            self._update(self.slot_of(p), group, 1.0)
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if self.slot_of(p).has_grad_home
-        ]
-        if self.core.arm(updates):
-            self._armed = {update[0]: update for update in updates}
-        try:
+        updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
+        with self.ending.announced(updates):
             yield
-        except BaseException:
-            if self._armed is not None:
-                self._armed = None
-                self.core.disarm()
-            raise
+
+    def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
+        """What a step updates where there is a gradient: slots in the order of the groups, and their groups."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            for parameter in group["params"]:
+                slot = self.slot_of(parameter)
+                if slot.has_moments:
+                    yield slot, group
+                elif slot.has_grad_home:
+                    raise GeminiError(
+                        f"param_groups: {slot.name} {takeover.no_place(slot)}: take it out of its group, or "
+                        "engine.close() and manage() again"
+                    )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale; itself without one. Backward belongs into `accept_scaled`."""
@@ -332,12 +340,14 @@ class Engine(Reporting):
     def _measure_grads(self) -> tuple[float, int]:
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         self._check_open()
-        slots = [s for s in self._slots if s.has_moments and self.core.has_grad(s.id)]
-        fields = {"is_known": self._sumsq is not None}
+        slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
+        self.ending.check_read(slots)
+        ids = sorted(slot.id for slot in slots)
+        fields = {"is_known": self._sumsq is not None and self._sumsq[0] == ids}
         everyone = agreement.check_step(self, "gradient norm", slots, fields)
-        if self._sumsq is None or not all(own["is_known"] for own in everyone):
-            self._sumsq = self.core.grad_sumsq([s.id for s in slots], self.stream())
-        return self._sumsq
+        if not all(own["is_known"] for own in everyone):
+            self._sumsq = ids, self.core.grad_sumsq(ids, self.stream())
+        return self._sumsq[1]
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients that the optimizer will use, unscaled, unclipped.
@@ -388,9 +398,10 @@ class Engine(Reporting):
             raise ValueError(f"value={value!r} must not be negative")
         self._check_open()
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
-        for slot in self._slots:
-            if slot.has_grad_home and self.core.has_grad(slot.id):
-                slot.clamp_grad(bound)
+        slots = [s for s in self._slots if s.has_grad_home and self.core.has_grad(s.id)]
+        self.ending.check_read(slots)
+        for slot in slots:
+            slot.clamp_grad(bound)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step; also reached as `optimizer.step()`.
@@ -410,15 +421,11 @@ class Engine(Reporting):
             with torch.enable_grad():
                 loss = closure()
         self.recover()
-        work = [
-            (self.slot_of(p), group)
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if self.core.has_grad(self.slot_of(p).id)
-        ]
+        work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
         if self.ranks.size > 1:
             agreement.check_hyperparameters(self, "optimizer step", [slot for slot, _ in work])
         if not work:
+            self.ending.give_up()
             return loss
         divisor = 1.0
         if self.scaler is not None:
@@ -431,12 +438,13 @@ class Engine(Reporting):
                 self._note_step(self.core.stats())
                 return loss
         updates = [self._update(slot, group, divisor) for slot, group in work]
+        self.ending.check_step(updates)
         self._refresh_memory()
-        self._check_armed(updates)
         self._run_step(updates)
-        self._armed = None
+        self.ending.done(slot for slot, _ in work)
         for slot, _ in work:
-            slot.adam_step += 1
+            if slot.count_update():
+                _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
             slot.note_change()
         if self.scaler is not None:
             self.scaler.update(False)
@@ -459,22 +467,6 @@ class Engine(Reporting):
         numbers = (*takeover.hyperparameters(group), slot.adam_step + 1, *takeover.mode(group))
         return (slot.id, *numbers, divisor, self._clip_factor)
 
-    def _check_armed(self, updates: list[tuple[Any, ...]]) -> None:
-        """The numbers of updates made inside backward must be those of the step that they belong to."""
-        for update in updates if self._armed is not None else ():
-            if self._armed.get(update[0]) == update:
-                continue
-            self._armed = None
-            try:
-                self.core.disarm()
-            except GeminiError:
-                raise GeminiError(
-                    f"{self._slots_by_id[update[0]].name}: hyperparameters or the clip factor changed between "
-                    "backward(step=True) and step(), when weights had been updated already; change them "
-                    "before backward, or call backward without step=True"
-                ) from None
-            return  # nothing has been updated: the numbers of now are the step's
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
 
@@ -485,11 +477,12 @@ class Engine(Reporting):
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
         self._check_open()
         self.recover()
+        slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
+        for slot in slots:
+            self.ending.check_change(slot)
         self._clip_factor = 1.0
         self._sumsq = None
         for slot in slots:
-            if not slot.has_grad_home or not self.core.has_grad(slot.id):
-                continue
             if set_to_none:
                 slot.drop_grad()
             else:
@@ -592,12 +585,19 @@ class Engine(Reporting):
         with self.ranks.revealing():
             return self.model.load_state_dict(state, strict=strict)
 
-    def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU. rank0_only: as model_state_dict."""
+    def optimizer_state_dict(
+        self, *, rank0_only: bool = False, with_lows: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU.
+
+        Args:
+            rank0_only: as in model_state_dict.
+            with_lows: with what 16-bit weights lack to be their masters; no need beside the masters themselves.
+        """
         self._check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer")
-        return takeover.state_dict(self, self.optimizer, 0 if rank0_only else None)
+        return takeover.state_dict(self, self.optimizer, 0 if rank0_only else None, with_lows)
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
@@ -613,7 +613,7 @@ class Engine(Reporting):
         """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""
         state: dict[str, Any] = {"model": self.model_state_dict(rank0_only=rank0_only)}
         if self.optimizer is not None:
-            state["optimizer"] = self.optimizer_state_dict(rank0_only=rank0_only)
+            state["optimizer"] = self.optimizer_state_dict(rank0_only=rank0_only, with_lows=False)
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         return {} if rank0_only and self.ranks.rank else state

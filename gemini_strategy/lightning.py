@@ -8,6 +8,7 @@
 # Invariants
 #   1. Importing or reloading this module any number of times is the same as once: classes keep their identity.
 #   2. A strategy name that someone else has registered is never replaced.
+#   3. Lightning's messages go where they went before: to the log of the tree that was imported first.
 """Lightning strategies ``"gemini"``, ``"gemini_cpu"``, ``"gemini_cuda"`` and ``"gemini_hybrid"``.
 
     import gemini_strategy.lightning
@@ -20,7 +21,10 @@ imported already; ``lightning`` when both or neither are). :func:`strategy_class
 import importlib
 import sys
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NoReturn
+
+from lightning_utilities.core import rank_zero
 
 from gemini_strategy import GeminiError
 from gemini_strategy._lightning_precision import Tree
@@ -61,7 +65,7 @@ def strategy_class(tree: str) -> type:
             f"strategy_class(tree={tree!r}): expected one of {', '.join(map(repr, _MODULES))}."
         )
     if name not in _classes:
-        trainer, fabric = (importlib.import_module(module) for module in _MODULES[name])
+        trainer, fabric = _imported(name)
         roots = {
             n: frozenset(module.partition(".")[0] for module in modules)
             for n, modules in _MODULES.items()
@@ -70,6 +74,16 @@ def strategy_class(tree: str) -> type:
         _classes[name] = build_strategy(Tree(name, trainer, fabric, roots[name], foreign))
     _register(name)
     return _classes[name]
+
+
+def _imported(tree: str) -> list[ModuleType]:
+    """Each tree, when it is imported, takes the log of both for its own: the one that came first keeps it."""
+    is_first = not any(module in sys.modules for pair in _MODULES.values() for module in pair)
+    log = rank_zero.log
+    modules = [importlib.import_module(module) for module in _MODULES[tree]]
+    if not is_first:
+        rank_zero.log = log
+    return modules
 
 
 def _register(tree: str) -> None:

@@ -18,7 +18,7 @@ from gemini_strategy.errors import GeminiError, GuardError
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["FORMATS", "Slot", "SlotHome", "merge", "split_low"]
+__all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
 _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
@@ -45,17 +45,21 @@ class Slot(_C.Slot):
         "__weakref__",
         "_grad",
         "_shown_lease",
-        "adam_step",
         "device",
         "has_grad_home",
         "has_low",
         "has_moments",
+        "has_state",
+        "loaded",
+        "low",
         "name",
         "names",
         "original_device",
         "original_dtype",
         "saved",
         "shape",
+        "step_count",
+        "step_tensor",
         "strides",
     )
 
@@ -73,7 +77,10 @@ class Slot(_C.Slot):
         self.original_device = parameter.device
         self.original_dtype = parameter.dtype
         self.has_low = self.has_moments = self.has_grad_home = False
-        self.adam_step = 0  # updates so far
+        self.has_state = False  # whether optimizer.state has an entry
+        self.step_count, self.step_tensor = 0, None  # see adam_step
+        self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
+        self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.absent = None
         self._shown_lease = 0
@@ -206,6 +213,7 @@ class Slot(_C.Slot):
 
     def drop_grad(self) -> None:
         """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
+        self.engine.ending.check_change(self)
         if self._grad is not None:
             absent.forget(
                 self._grad,
@@ -323,6 +331,7 @@ class Slot(_C.Slot):
 
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
+        self.engine.ending.check_read((self,))
         return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
 
     def clamp_grad(self, bound: float) -> None:
@@ -343,6 +352,7 @@ class Slot(_C.Slot):
         self._put_grad(self._empty(self.engine.grad_dtype(self)).zero_())
 
     def _put_grad(self, plain: torch.Tensor) -> None:
+        self.engine.ending.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 
@@ -360,6 +370,109 @@ class Slot(_C.Slot):
             self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
+
+    # ---- the optimizer's state, and what a 16-bit weight lacks ----
+
+    @property
+    def adam_step(self) -> int:
+        """Updates so far. Once they have been shown as a tensor, that tensor has the count."""
+        tensor = self.step_tensor
+        return self.step_count if tensor is None else checked_step(self.name, tensor)
+
+    @adam_step.setter
+    def adam_step(self, count: int) -> None:
+        self.step_count = count
+        if self.step_tensor is not None:
+            self.step_tensor.fill_(count)
+
+    def shown_step(self) -> torch.Tensor:
+        """The count as torch's Adam has it; whoever changes it changes the count."""
+        if self.step_tensor is None:
+            self.step_tensor = torch.tensor(
+                float(self.step_count), dtype=torch.float32, device="cpu"
+            )
+        return self.step_tensor
+
+    def count_update(self) -> bool:
+        """An update was made; gives whether it was the first."""
+        self.adam_step += 1
+        self.loaded = self.low = None
+        is_first, self.has_state = not self.has_state, True
+        return is_first
+
+    def forget_state(self) -> None:
+        """The next update is the first."""
+        zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
+        self.step_tensor = None  # whoever has it keeps the count of now
+        self.write_moments(zeros, zeros, 0)
+        self.has_state = False
+
+    def read_moment(self, index: int) -> torch.Tensor:
+        """A CPU copy of exp_avg (0) or exp_avg_sq (1)."""
+        return self._read((_M, _V)[index], torch.float32)
+
+    def write_moment(self, index: int, values: torch.Tensor) -> None:
+        pair = list(self.read_moments())
+        pair[index] = values
+        self.write_moments(*pair, self.adam_step)
+
+    def load_low(self, low: torch.Tensor) -> None:
+        """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
+        if self.loaded == "master":
+            return  # the weight came whole
+        is_whole = self.set_low(low)
+        self.low = None if is_whole or self.loaded == "weight" else low.clone()
+        self.loaded = "both" if self.loaded == "weight" else "low"
+
+    def set_low(self, low: torch.Tensor) -> bool:
+        """The weight stays: where it is not the rounding of its master with `low`, it lacks nothing then.
+
+        Gives whether that is so nowhere.
+        """
+        weight = self.read_weight()
+        master = low if low.dtype is torch.float32 else merge(weight, low)
+        fits = self.rounded(master).view(torch.int16) == weight.view(torch.int16)
+        self.write_master(torch.where(fits, master, weight.float()))
+        return bool(fits.all())
+
+    def load_weight(self, value: torch.Tensor) -> torch.Tensor:
+        """Takes a weight of a state dict, and gives its rounding: fp32 is the master, 16 bits go with a loaded low."""
+        value = value.detach().to("cpu", copy=True).contiguous()
+        if value.dtype is not self.dtype or self.loaded not in ("low", "both"):
+            self.write_master(value)
+            self.loaded = "weight" if value.dtype is self.dtype else "master"
+            self.low = None
+            return self.rounded(value)
+        weight, master = self._own_parts()
+        own = slice(self.part()[0], sum(self.part()))
+        is_new = not torch.equal(*(t.reshape(-1)[own].view(torch.int16) for t in (value, weight)))
+        if self.loaded == "low":
+            low = split_low(weight, master)[1] if self.low is None else self.low
+            master = merge(value, low).contiguous()
+        elif is_new:  # than the one that has come with its low: this one came alone
+            master = value.float()
+        self.loaded, self.low = "both" if self.loaded == "low" or not is_new else "weight", None
+        self.engine.written.note(self, "loaded weight", value)
+        self.engine.core.write(self.id, _MASTER, master.data_ptr(), self.engine.stream())
+        self.note_change()
+        return value
+
+    def _own_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and master where they are this rank's: no collective."""
+        parts = [torch.zeros(self.shape, dtype=t) for t in (self.dtype, torch.float32)]
+        for field, values in zip((_WEIGHT, _MASTER), parts, strict=True):
+            self.engine.core.read(self.id, field, values.data_ptr())
+        return parts[0], parts[1]
+
+
+def checked_step(name: str | None, step: object) -> int:
+    """The number of updates in a state of Adam."""
+    count = float(step)  # type: ignore[arg-type]
+    if not (count >= 0 and count.is_integer()):
+        raise ValueError(
+            f"{name}: its optimizer state says step {count}: it must be a whole number"
+        )
+    return int(count)
 
 
 class SlotHome(absent.Home):

@@ -123,7 +123,6 @@ class _LoadHook(_StateHook):
                     "assign=False, or load before manage()"
                 )
             if slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
-                slot.write_master(value)
-                state[prefix + name] = slot.rounded(value)
+                state[prefix + name] = slot.load_weight(value)
             else:
                 self.engine.written.note(slot, "loaded weight", value)

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.moments import LOWS, States, check_entry, lack, saved_entry
 from gemini_strategy.optim import CPUAdam, HybridAdam
-from gemini_strategy.slot import Slot, merge, split_low
+from gemini_strategy.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
@@ -31,6 +32,7 @@ __all__ = [
     "let_go",
     "load_state_dict",
     "mode",
+    "no_place",
     "release",
     "state_dict",
 ]
@@ -78,25 +80,8 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
                 f"the optimizer has a state for {name or 'a parameter'} of shape {tuple(parameter.shape)}, which "
                 "is in none of its groups: build a new optimizer"
             )
-        _check_entry(name, tuple(parameter.shape), entry)
+        check_entry(name, tuple(parameter.shape), entry)
     return grouped
-
-
-def _check_entry(name: str | None, shape: tuple[int, ...], entry: dict[str, Any]) -> None:
-    if "exp_avg" not in entry:
-        return
-    if "step" not in entry or "exp_avg_sq" not in entry:
-        raise ValueError(f"{name}: its optimizer state lacks step or exp_avg_sq")
-    for moment in ("exp_avg", "exp_avg_sq"):
-        if entry[moment].is_meta:
-            raise GeminiError(
-                f"{name}: its optimizer state is on the meta device: build a new optimizer, or load its state first"
-            )
-        if tuple(entry[moment].shape) != shape:
-            raise ValueError(
-                f"{name}: {moment} in the optimizer state has shape {tuple(entry[moment].shape)}, expected "
-                f"{shape}"
-            )
 
 
 def hyperparameters(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
@@ -126,17 +111,28 @@ class _Managed:
     def zero_grad(self, set_to_none: bool = True) -> None:
         engine = self._gm_engine
         engine._check_open()
-        slots = [p._gm_slot for g in self.param_groups for p in g["params"]]
+        slots = [engine.slot_of(p) for g in self.param_groups for p in g["params"]]
         engine.clear_grads(slots, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
         return self._gm_engine.clip_grad_norm_(max_norm, norm_type, **kwargs)
 
+    @property
+    def state(self) -> States:
+        return self._gm_state
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._gm_state.replace(states)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({k: v for k, v in state.items() if k != "state"})
+        if "state" in state:
+            self.state = state["state"]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise GeminiError(
-            "add_param_group on a managed optimizer is not supported: parameters get their optimizer "
-            "states when the model is managed; engine.close(), add the group, and manage() again"
-        )
+        _check_group(self._gm_engine, param_group)
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         return state_dict(self._gm_engine, self)
@@ -148,28 +144,42 @@ class _Managed:
         raise GeminiError("a managed optimizer cannot be copied; copy optimizer.state_dict()")
 
     def __reduce__(self) -> Any:
-        raise GeminiError("a managed optimizer cannot be pickled; save optimizer.state_dict()")
-
-
-class _States(defaultdict[nn.Parameter, dict[str, Any]]):
-    """`optimizer.state` of a managed optimizer: the states are the engine's, here is what frozen parameters have.
-
-    True where there are any, wherever: torch.distributed.checkpoint's get_state_dict asks, and makes a first step with
-    gradients of zero if not; in a run that has states that would be a step too many.
-    """
-
-    def __init__(self, engine: Engine, rest: dict[nn.Parameter, dict[str, Any]]) -> None:
-        super().__init__(dict, rest)
-        self._engine = weakref.ref(engine)
-
-    def __bool__(self) -> bool:
-        engine = self._engine()
-        return len(self) > 0 or (engine is not None and any(s.adam_step for s in engine._slots))
+        """As an ordinary optimizer with the states of now: what holds one (a Trainer) can be pickled."""
+        return object.__new__, (type(self).__mro__[2],), self.__getstate__()
 
 
 @functools.cache
 def _managed_class(plain: type) -> type:
-    return type(plain.__name__, (_Managed, plain), {"__module__": plain.__module__})
+    # The name is the plain one's, and nobody who looks for optimizers by module and name finds it twice.
+    names = {"__module__": __name__, "__qualname__": f"{_Managed.__qualname__}.{plain.__name__}"}
+    return type(plain.__name__, (_Managed, plain), names)
+
+
+def no_place(slot: Slot) -> str:
+    """Why the engine has no states of a parameter."""
+    which = "in no param group" if slot.has_grad_home else "frozen"
+    return f"was {which} when the model was managed, and has no place for its states"
+
+
+def _check_group(engine: Engine, group: dict[str, Any]) -> None:
+    """Refuses parameters for whose states the engine has no place."""
+    for option in _REFUSED_OPTIONS:
+        if group.get(option):
+            raise GeminiError(f"add_param_group: {option}=True is not supported")
+    given = group["params"]
+    given = group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+    for item in given:
+        parameter = item[1] if isinstance(item, tuple) else item
+        slot = getattr(parameter, "_gm_slot", None)
+        if slot is not None and slot.engine is engine and slot.has_moments:
+            continue
+        what = f"a parameter of shape {tuple(parameter.shape)} is not the model's"
+        if slot is not None and slot.engine is engine:
+            what = f"{slot.name} {no_place(slot)}"
+        raise GeminiError(
+            f"add_param_group on a managed optimizer: {what}; engine.close(), add the group, and manage() again "
+            "(parameters that were in a group then may leave it and be added again)"
+        )
 
 
 def _rewrap_step(optimizer: torch.optim.Optimizer) -> None:
@@ -201,15 +211,29 @@ def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
 
 def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state into the engine and swaps its class."""
-    for parameter, state in list(optimizer.state.items()):
+    states = States(engine, {})
+    for parameter, state in optimizer.state.items():
         slot = engine.slot_of(parameter)
-        if slot.has_moments:  # a frozen parameter's state stays where it is
-            if "exp_avg" in state:
-                _load_entry(slot, state)
-            del optimizer.state[parameter]
-    optimizer.state = _States(engine, optimizer.state)
+        if not slot.has_moments:  # a frozen parameter's state stays as it is
+            states[parameter] = state
+        elif "exp_avg" in state:
+            states[parameter] = _with_true_low(slot, state)
+    for slot in engine._slots:
+        slot.loaded = slot.low = None
+    del optimizer.__dict__["state"]
+    optimizer._gm_state = states
     optimizer._gm_engine = engine
     _swap_class(optimizer, _managed_class(type(optimizer)))
+
+
+def _with_true_low(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+    """A state loaded before manage() may have what 16-bit weights lack; one that trained on in fp32 since, no more."""
+    low = state.get("remainder")
+    if not slot.has_low or slot.original_dtype is slot.dtype or not {*LOWS} & {*state}:
+        return state
+    if lack(slot, None)[2]:  # weights that lack something have not come from 16 bits
+        return {key: value for key, value in state.items() if key not in LOWS}
+    return state if low is None else {**state, "remainder": low.to(torch.int16)}
 
 
 def release(
@@ -222,24 +246,22 @@ def release(
     is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            slot = engine.slot_of(parameter)
-            if is_ours and slot.has_low and slot.adam_step == 0 and not is_fp32:
-                lows[parameter] = split_low(slot.read_weight(), slot.read_master())[1]
-            if slot.adam_step == 0 or not slot.has_moments or not with_states:
-                continue
-            m, v = slot.read_moments()
-            state: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step))}
+    for slot in engine._slots:
+        parameter = slot.parameter
+        gives_low = is_ours and slot.has_low and not is_fp32
+        if gives_low and not slot.has_state:
+            lows[parameter] = lack(slot, None)[1]
+        if with_states and slot.has_state:
+            state = states[parameter] = saved_entry(
+                slot, optimizer.state[parameter], gives_low, None
+            )
             dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
-            state["exp_avg"], state["exp_avg_sq"] = m.to(dtype), v.to(dtype)
-            if is_ours and slot.has_low and not is_fp32:
-                key, state[key] = split_low(slot.read_weight(), slot.read_master())
-            states[parameter] = state
+            state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
     for parameter, low in lows.items():
         parameter._gm_low = low
-    optimizer.state.update(states)
+    order = {id(p): i for i, p in enumerate(optimizer.state)}
     let_go(optimizer)
+    optimizer.state.update(sorted(states.items(), key=lambda item: order[id(item[0])]))
 
 
 def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
@@ -259,20 +281,25 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:
     """Gives the optimizer its class back; what the engine has of its state stays there."""
-    del optimizer._gm_engine
-    optimizer.state = defaultdict(dict, optimizer.state)
+    rest = optimizer._gm_state.rest()
+    del optimizer._gm_engine, optimizer._gm_state
     _swap_class(optimizer, type(optimizer).__mro__[2])
+    optimizer.state = defaultdict(dict, rest)
 
 
-def state_dict(engine: Engine, optimizer: Any, root: int | None = None) -> dict[str, Any]:
+def state_dict(
+    engine: Engine, optimizer: Any, root: int | None = None, with_lows: bool = True
+) -> dict[str, Any]:
     """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
 
-    Of several ranks `root` alone gets it, the others an empty dict; None: all get it.
+    `with_lows`: with what 16-bit weights lack to be their masters, as HybridAdam has it: an int16 "remainder" beside
+    bf16, an fp32 "master" beside fp16. torch's optimizers load that, too, and do not look at it.
+    Of several ranks `root` alone gets the state, the others an empty dict; None: all get it.
     """
     is_mine = root is None or root == engine.ranks.rank
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     groups = []
     index = 0
     for group in optimizer.param_groups:
@@ -280,12 +307,11 @@ def state_dict(engine: Engine, optimizer: Any, root: int | None = None) -> dict[
         packed["params"] = list(range(index, index + len(group["params"])))
         groups.append(packed)
         for parameter in group["params"]:
-            slot = engine.slot_of(parameter)
-            if slot.adam_step > 0:
-                m, v = slot.read_moments(root)
-                step = torch.tensor(float(slot.adam_step))
-                if is_mine:
-                    state[index] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+            slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
+            if slot.has_moments:
+                entry = saved_entry(slot, entry, with_lows, root)
+            if is_mine and entry:
+                state[index] = entry
             index += 1
     if not is_mine:
         return {}
@@ -294,13 +320,6 @@ def state_dict(engine: Engine, optimizer: Any, root: int | None = None) -> dict[
         changed = hook(optimizer, result)
         result = result if changed is None else changed
     return result
-
-
-def _load_entry(slot: Slot, entry: dict[str, Any]) -> None:
-    slot.write_moments(entry["exp_avg"], entry["exp_avg_sq"], int(entry["step"]))
-    low = entry.get("remainder", entry.get("master"))
-    if low is not None and slot.has_low:
-        slot.write_master(merge(slot.read_weight(), low.cpu()))
 
 
 def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
@@ -328,17 +347,10 @@ def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> No
                 )
         for key, parameter in zip(saved_group["params"], group["params"], strict=True):
             slot, entry = engine.slot_of(parameter), state["state"].get(key)
-            _check_entry(slot.name, slot.shape, entry or {})
-            work.append((slot, entry))
+            check_entry(slot.name, slot.shape, entry or {})
+            work.append((parameter, entry))
     for saved_group, group in zip(saved, groups, strict=True):
         group.update(copy.deepcopy({k: v for k, v in saved_group.items() if k != "params"}))
-    for slot, entry in work:
-        if not slot.has_moments:
-            continue
-        if entry is None or "exp_avg" not in entry:
-            zeros = torch.zeros(slot.shape, dtype=torch.float32)
-            slot.write_moments(zeros, zeros, 0)
-        else:
-            _load_entry(slot, entry)
+    optimizer.state = {parameter: entry for parameter, entry in work if entry}
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)

@@ -3,6 +3,8 @@
 import copy
 import importlib
 import inspect
+import os
+import pickle
 import subprocess
 import sys
 import typing
@@ -10,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import gemini_strategy as gs
 import gemini_strategy.lightning as adapter
@@ -534,3 +537,69 @@ def test_plugin_can_be_copied_while_an_engine_is_attached(tree: str) -> None:
     duplicate = copy.deepcopy(trainer.precision_plugin)
     assert duplicate.precision == "bf16-mixed"
     assert duplicate.state_dict() == {}
+
+
+def _tiny(tree: str) -> type:
+    """A class that pickle finds by its name."""
+
+    class Tiny(load_tree(tree).LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.body(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(torch.ones(8, 4), batch_size=2)
+
+    Tiny.__qualname__ = f"Tiny_{tree}"
+    return globals().setdefault(Tiny.__qualname__, Tiny)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_trainer_can_be_pickled(tree: str) -> None:
+    """Before a stage and after it; what comes back is ordinary, and fits on."""
+    trainer = make_trainer(tree, adapter.strategy_class(tree)(placement_policy="cpu"))
+    assert type(pickle.loads(pickle.dumps(trainer)).strategy) is adapter.strategy_class(tree)
+    module = _tiny(tree)()
+    trainer.fit(module)
+    again = pickle.loads(pickle.dumps(trainer))
+    assert type(again.strategy.precision_plugin) is type(trainer.strategy.precision_plugin)
+    assert type(again.optimizers[0]) is torch.optim.AdamW
+    state = trainer.optimizers[0].state_dict()["state"]
+    for index, entry in again.optimizers[0].state_dict()["state"].items():
+        assert torch.equal(entry["exp_avg"], state[index]["exp_avg"])
+    for name, value in module.state_dict().items():
+        assert torch.equal(again.lightning_module.state_dict()[name], value), name
+    again.fit_loop.max_epochs += 1
+    again.fit(again.lightning_module)
+    assert again.strategy.engine is not trainer.strategy.engine
+
+
+@pytest.mark.parametrize(
+    ("first", "log"),
+    [
+        ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"),
+        ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"),
+        ("sys", "lightning.pytorch.utilities.rank_zero"),
+    ],
+)
+def test_lightnings_messages_go_where_they_went(first: str, log: str) -> None:
+    program = (
+        f"import {first}, gemini_strategy.lightning\n"
+        "from lightning_utilities.core import rank_zero\n"
+        "import lightning.pytorch, pytorch_lightning\n"
+        "print(rank_zero.log.name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == log

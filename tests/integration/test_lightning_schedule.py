@@ -353,9 +353,10 @@ def test_an_error_in_such_a_backward_names_the_way_out(tree: str) -> None:
         raise ZeroDivisionError("in backward")
 
     module = build(Failing)
-    with pytest.raises(gs.GeminiError, match="failed after it had updated") as error:
+    with pytest.raises(ZeroDivisionError, match="in backward") as error:
         fit(tree, module, strategy(tree))
-    assert "update_schedule='deferred'" in "".join(error.value.__notes__)
+    notes = "".join(error.value.__notes__)
+    assert "failed after it had updated" in notes and "update_schedule='deferred'" in notes
     module = build(Failing)
     trainer = make_trainer(tree, strategy(tree, update_schedule="deferred"))
     with pytest.raises(ZeroDivisionError):
