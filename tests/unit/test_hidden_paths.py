@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 MAPPINGS = ["aliased", "strict"]
 
 
