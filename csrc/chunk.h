@@ -160,5 +160,8 @@ void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline);
 void gm_chunks_get_stats(const gm_chunks *chunks, gm_chunks_stats *out);
 /* Checks every invariant of chunk.c; GM_ERR_STATE names the first that is broken. */
 gm_status gm_chunks_check(const gm_chunks *chunks);
+/* On the host device, where all work has run when a call returns: what is CLEAN and not pinned has the same bytes on
+ * both sides.  On other devices nothing is compared. */
+gm_status gm_chunks_check_bytes(const gm_chunks *chunks);
 
 #endif

@@ -211,6 +211,7 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
         status = gm_pool_shrink(chunks);
     }
     chunks->has_placement = status == GM_OK;
+    GM_ASSERT(status != GM_OK || chunks->n_blocks == n); /* the plan's sum is all there is */
 done:
     free(physical);
     return status;

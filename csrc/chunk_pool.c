@@ -253,7 +253,7 @@ gm_status gm_pool_grow(gm_chunks *chunks)
     double began = gm_seconds();
     GM_TRY(chunks->device->ops->block_new(chunks->device, &block));
     chunks->stats.mapping_seconds += gm_seconds() - began;
-    GM_ASSERT(chunks->n_blocks < chunks->capacity);
+    GM_ASSERT(chunks->n_blocks < chunks->capacity && gm_pool_may_grow(chunks)); /* invariant 3 */
     uint32_t index = chunks->n_holes ? chunks->holes[--chunks->n_holes] : chunks->n_indices++;
     chunks->blocks[index] = block;
     chunks->free_blocks[chunks->n_free++] = index;
@@ -510,11 +510,27 @@ static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t i
             return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u has another owner",
                            p->blocks[b], id);
         }
-        for (uint32_t f = 0; !chunks->has_placement && f < chunks->n_free; f++) {
-            if (chunks->free_blocks[f] == p->blocks[b]) {
-                return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u is free",
-                               p->blocks[b], id);
-            }
+    }
+    return GM_OK;
+}
+
+/* Without a placement: a block is free or owned, once.  n_uses: (n_indices,) zeros. */
+static gm_status check_blocks(const gm_chunks *chunks, uint32_t *n_uses)
+{
+    for (uint32_t f = 0; f < chunks->n_free; f++) {
+        n_uses[chunks->free_blocks[f]]++;
+    }
+    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        const piece *p = &chunks->pieces[i];
+        for (uint32_t b = 0; gm_is_resident(p) && b < p->n_blocks; b++) {
+            n_uses[p->blocks[b]]++;
+        }
+    }
+    for (uint32_t i = 0; i < chunks->n_indices; i++) {
+        if (n_uses[i] != (chunks->blocks[i] ? 1 : 0)) {
+            return GM_FAIL(GM_ERR_STATE,
+                           "invariant 1: block %u, which %s, is free or owned %u times", i,
+                           chunks->blocks[i] ? "exists" : "is destroyed", n_uses[i]);
         }
     }
     return GM_OK;
@@ -522,17 +538,42 @@ static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t i
 
 gm_status gm_chunks_check(const gm_chunks *chunks)
 {
-    size_t owned = 0;
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
-            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-            GM_TRY(check_piece(chunks, p, id));
-            owned += gm_is_resident(p) ? p->n_blocks : 0;
+            GM_TRY(check_piece(chunks, gm_piece_at(chunks, id, (gm_piece)kind), id));
         }
     }
-    if (!chunks->has_placement && owned + chunks->n_free != chunks->n_blocks) {
-        return GM_FAIL(GM_ERR_STATE, "invariant 1: %zu owned + %u free blocks, %u exist", owned,
-                       chunks->n_free, chunks->n_blocks);
+    if (chunks->n_blocks + chunks->n_holes != chunks->n_indices) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 1: %u blocks and %u holes in a table of %u",
+                       chunks->n_blocks, chunks->n_holes, chunks->n_indices);
+    }
+    if (chunks->has_placement) {
+        return GM_OK;
+    }
+    uint32_t *n_uses = calloc((size_t)chunks->n_indices + 1, sizeof *n_uses);
+    gm_status status = n_uses ? check_blocks(chunks, n_uses)
+                              : GM_FAIL(GM_ERR_NOMEM, "HOST: %u blocks", chunks->n_indices);
+    free(n_uses);
+    return status;
+}
+
+gm_status gm_chunks_check_bytes(const gm_chunks *chunks)
+{
+    if (!chunks->device->is_host || chunks->device->ops->note_access) {
+        return GM_OK;
+    }
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
+            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            bool is_equal = p->state != CLEAN || p->pins > 0 || !p->home || p->bytes == 0 ||
+                            memcmp(p->home, (const void *)p->address, p->bytes) == 0;
+            if (!is_equal) {
+                return GM_FAIL(GM_ERR_STATE,
+                               "invariant 5: piece %d of chunk %u is clean, but device and home "
+                               "have different bytes",
+                               kind, id);
+            }
+        }
     }
     return GM_OK;
 }

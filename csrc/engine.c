@@ -402,6 +402,9 @@ gm_status gm_engine_begin_call(gm_engine *engine)
 
 gm_status gm_engine_end_call(gm_engine *engine, gm_status status)
 {
+#ifdef GM_DEBUG /* after an error, too: nothing is half done */
+    GM_ASSERT(engine->dead != GM_OK || gm_engine_check_state(engine) == GM_OK);
+#endif
     pthread_mutex_unlock(&engine->lock);
     return status;
 }

@@ -212,6 +212,6 @@ void gm_engine_unlock(gm_engine *engine);
  * (*out may then be NULL). */
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity);
 gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out);
-gm_status gm_engine_check(gm_engine *engine); /* the invariants of chunk.c */
+gm_status gm_engine_check(gm_engine *engine); /* its own invariants and those of chunk.c */
 
 #endif

@@ -375,6 +375,10 @@ gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p);
 gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream);
 
+/* engine_view.c */
+/* What holds between any two calls of an engine that is not dead; with assertions, every call ends with it. */
+gm_status gm_engine_check_state(const gm_engine *engine);
+
 /* lease.c */
 gm_status gm_lease_process_ended(gm_engine *engine);
 /* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */

@@ -345,9 +345,10 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     if (engine->shown == GM_GATHERED) {
         return gm_engine_end_call(engine, take_back(engine, p, stream));
     }
-    if (!p->spec.has_low) {
+    if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
+        gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
         gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
-        return gm_engine_end_call(engine, GM_OK);
+        return gm_engine_end_call(engine, noted);
     }
     if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
         return gm_engine_end_call(

@@ -50,6 +50,32 @@ static int fetch_errors(void)
     return gemini_error && memory_error && device_error ? 0 : -1;
 }
 
+#ifdef GM_WITH_CUDA
+#define HAS_CUDA 1
+#else
+#define HAS_CUDA 0
+#endif
+#ifdef GM_DEBUG
+#define HAS_ASSERTIONS 1
+#else
+#define HAS_ASSERTIONS 0
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#define HAS_SANITIZER 1
+#else
+#define HAS_SANITIZER 0
+#endif
+
+/* How this build was made, for tests and reports. */
+static const struct {
+    const char *name;
+    long value;
+} built_with[] = {
+    {"BUILT_WITH_CUDA", HAS_CUDA},
+    {"BUILT_WITH_ASSERTIONS", HAS_ASSERTIONS},
+    {"BUILT_WITH_SANITIZER", HAS_SANITIZER},
+};
+
 static int module_exec(PyObject *module)
 {
     if (fetch_errors() < 0 || PyModule_AddFunctions(module, gm_py_arith_methods) < 0 ||
@@ -59,20 +85,12 @@ static int module_exec(PyObject *module)
         gm_py_comm_init(module) < 0) {
         return -1;
     }
-#ifdef GM_WITH_CUDA
-    if (PyModule_AddIntConstant(module, "BUILT_WITH_CUDA", 1) < 0) {
-        return -1;
+    for (size_t i = 0; i < sizeof built_with / sizeof built_with[0]; i++) {
+        if (PyModule_AddIntConstant(module, built_with[i].name, built_with[i].value) < 0) {
+            return -1;
+        }
     }
-#else
-    if (PyModule_AddIntConstant(module, "BUILT_WITH_CUDA", 0) < 0) {
-        return -1;
-    }
-#endif
-#ifdef GM_DEBUG
-    return PyModule_AddIntConstant(module, "DEBUG", 1);
-#else
-    return PyModule_AddIntConstant(module, "DEBUG", 0);
-#endif
+    return 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -494,6 +494,9 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
                 status = gm_engine_die(engine, planned);
             }
         }
+#ifdef GM_DEBUG
+        GM_ASSERT(status != GM_OK || gm_chunks_check_bytes(engine->chunks) == GM_OK);
+#endif
         (void)gm_engine_end_call(engine, status);
     }
     free(sorted);

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+BUILT_WITH_ASSERTIONS: int
 BUILT_WITH_CUDA: int
-DEBUG: int
+BUILT_WITH_SANITIZER: int  # the address sanitizer
 HOST_GRANULARITY: int
 
 # ---- this host (csrc/py_host.c); a core is (number, NUMA node or -1, lowest number among its hardware threads) ----

@@ -6,6 +6,7 @@ second to measure and none reads or writes the cache of a user.  A test of the m
 
 import os
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -13,9 +14,47 @@ import torch
 RATES = "h2d=55e9,d2h=54e9"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--asserted",
+        action="store_true",
+        help="refuse a core without its own assertions and the address sanitizer (make check)",
+    )
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each test's parametrized cases run the first and then every N-th",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU (make test-gpu)")
+    config.addinivalue_line("markers", "core: of engine, guard, plans and ranks (make check)")
     os.environ.setdefault("GEMINI_RATES", RATES)
+    if config.getoption("asserted"):
+        from gemini_strategy import _C
+
+        if not (_C.BUILT_WITH_ASSERTIONS and _C.BUILT_WITH_SANITIZER):
+            raise pytest.UsageError(
+                f"--asserted: {_C.__file__} was built without assertions or without the address "
+                "sanitizer: run make check, which builds and names one that has them"
+            )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("every")
+    if every == 1:
+        return
+    seen: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left if seen[test] % every else kept).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(autouse=True)

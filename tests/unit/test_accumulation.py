@@ -26,6 +26,8 @@ from reference import (
 )
 from zoo import CASES, Case, mlp_case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 CASE = mlp_case(width=32, depth=3)
 BY_NAME = {case.name: case for case in CASES}
 

@@ -32,6 +32,8 @@ from reference import (
 )
 from zoo import Case, Mlp, mlp_case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 CASE = mlp_case(width=32, depth=3)
 REFUSED = (gs.GeminiError, ValueError, TypeError)
 

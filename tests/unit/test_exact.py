@@ -29,6 +29,8 @@ from reference import (
 )
 from zoo import mlp_case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 STEPS = 50
 CASE = mlp_case(width=48, depth=3, p=0.1)
 POLICIES = ("cuda", "cpu", "auto")

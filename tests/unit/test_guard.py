@@ -49,6 +49,8 @@ from reference import (
 )
 from zoo import Case, Mlp
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 READS: list[Door] = []
 WRITES: list[Door] = []
 

@@ -36,6 +36,8 @@ from reference import (
 )
 from zoo import Case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 GRADIENTS: list[Door] = []
 
 

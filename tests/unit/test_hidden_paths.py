@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 
 def manage(model: nn.Module, **options: Any) -> tuple[gs.Engine, Any]:
     optimizer = gs.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -33,6 +33,8 @@ from reference import (
 from scenario import RATES, budgeted
 from zoo import CASES, Case, mlp_case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 CASE = mlp_case(width=48, depth=4, p=0.1)
 RECIPE = Recipe(precision="bf16-true", steps=6)
 # Updates come after backward there: gradients in parts, or a chunk that is shown until backward ends.

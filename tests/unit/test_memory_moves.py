@@ -25,6 +25,8 @@ from reference import (
 )
 from zoo import mlp_case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 STEPS = 12
 CASE = mlp_case(width=48, depth=3, p=0.1)
 RATES = "h2d=10e9,d2h=10e9"

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from gemini_strategy import _C
 from gemini_strategy.optim import grad_norm
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -17,6 +17,8 @@ from reference import Managed, Recipe, assert_same_outcome, drive, plain
 from scenario import budgeted
 from zoo import mlp_case
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 PATIENT = 90.0
 SMALL = mlp_case(width=48, depth=4)
 

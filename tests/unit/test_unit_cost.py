@@ -17,6 +17,8 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy import _C
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 8
 LIMIT_US = 15.0  # of one unit entered and left, Python, C and torch's own share of the hooks
