@@ -1,0 +1,292 @@
+"""Random programs: from a seed to a model, a list of actions and a way of managing, as text that runs.
+
+A program is Python source in pieces: each part of the model is a line of `__init__` and a line of `forward`, each
+action a few lines of `play`. So a program can be made smaller by leaving pieces out, and a failing one is printed as it
+was run. Pieces use the verbs of random_support.py.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Action", "Part", "Program", "generate", "play_source", "script"]
+
+SUPPORT = Path(__file__).with_name("random_support.py")
+
+RATES = (
+    "h2d=55e9,d2h=54e9",
+    "h2d=1e6,d2h=1e6",
+    "h2d=1e5,d2h=54e9",
+    "h2d=55e9,d2h=54e9,host_adam=1e2,host_adam_beside=1e2",
+    "h2d=1e8,d2h=1e8,host_adam=1e15,host_adam_beside=1e15,device_adam=1e5",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model between stem and head."""
+
+    made: str
+    used: str
+
+
+@dataclass(frozen=True)
+class Action:
+    """Lines of `play`."""
+
+    kind: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All of one seed."""
+
+    seed: int
+    width: int
+    parts: tuple[Part, ...]
+    actions: tuple[Action, ...]
+    how: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+FIXED = ("stem.weight", "stem.bias", "head.weight")
+
+
+def _parts(draw: random.Random, width: int) -> tuple[list[Part], list[str]]:
+    parts: list[Part] = []
+    linears: list[int] = []
+    names: list[str] = list(FIXED)
+    for i in range(draw.randint(2, 7)):
+        kind = draw.choice(
+            ("linear", "linear", "linear", "residual", "hanging", "peeks", "bare", "counts", "shared")
+            + ("tied", "frozen")
+        )
+        me, use = f"self.p{i}", "h = torch.tanh({me}(h))"
+        first = f"p{i}.weight"
+        if kind == "residual":
+            made, first = f"Residual(W, {draw.choice((7, 40, 65))})", f"p{i}.up.weight"
+        elif kind == "hanging":
+            made = "Hanging(W)"
+        elif kind == "peeks":
+            way = draw.choice(("function", "reentrant", "data", "linear"))
+            made, first = f'Peeks(W, "{way}")', f"p{i}.child.weight"
+        elif kind == "bare":
+            sizes = ", ".join(str(draw.choice((0, 1, 3, 17, 33))) for _ in range(3))
+            made, first = f"Bare(W, {sizes})", f"p{i}.parts.1"
+        elif kind == "counts":
+            made = "Counts(W)"
+        elif kind == "shared" and linears:
+            parts.append(Part("", f"h = torch.tanh(self.p{draw.choice(linears)}(h))"))
+            continue
+        elif kind == "tied" and linears:
+            other = draw.choice(linears)
+            parts.append(Part(f"{me} = nn.Linear(W, W); {me}.weight = self.p{other}.weight", use.format(me=me)))  # fmt: skip
+            continue
+        elif kind == "frozen":
+            made = "nn.Linear(W, W).requires_grad_(False)"
+        else:
+            made = f"nn.Linear(W, W, bias={draw.random() < 0.7})"
+            linears.append(i)
+        names.append(first)
+        way = draw.choice(("plain",) * 4 + ("branch", "checkpoint", "reentrant", "double"))
+        if way == "branch":
+            use = f"h = torch.tanh({{me}}(h)) if n % 3 != {draw.randint(0, 2)} else h"
+        elif way == "checkpoint":
+            use = "h = h + checkpoint({me}, h, use_reentrant=False)"
+        elif way == "reentrant":
+            use = "h = h + checkpoint({me}, h, use_reentrant=True)"
+        elif way == "double":
+            use = "h = torch.tanh({me}(torch.tanh({me}(h))))"
+        parts.append(Part(f"{me} = {made}", use.format(me=me)))
+    return parts, names
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+READS = (
+    "p.detach().clone()", "p.norm()", "p.data.sum()", "p.detach().t() @ p.detach()",
+    "float(p.reshape(-1)[:1].sum())", "p.detach().float().numpy().copy()", "p.tolist()",
+    "p.data[:2].clone()", "torch.stack(torch._foreach_norm([p, run.p('stem.weight')]))",
+    "torch.cat([q.detach().float().reshape(-1) for q in run.ps()]).sum()",
+    "F.normalize(p, dim=0)", "torch.vmap(torch.sum)(p.detach())",
+    "F.linear(torch.ones(2, p.shape[-1], dtype=p.dtype), p)", "p.view(-1).abs().max()",
+    "torch.from_dlpack(p.detach()).clone()", "copy.deepcopy(p).detach()", "p._version >= 0",
+    "p.untyped_storage().nbytes() > 0 or p.numel() == 0", "p.to(torch.float64).sum()",
+    "torch.asarray(p).detach().clone()", "list(run.model.state_dict().values())[0].clone()",
+)  # fmt: skip
+
+WRITES = (
+    "p.mul_(0.5)", "p.add_(0.01)", "p.copy_(torch.full(p.shape, 0.03))", "p[:1] = 0.25",
+    "p.data.mul_(0.75)", "p.data = p.data * 0.5", "p.view(-1)[:3].zero_()",
+    "torch._foreach_mul_([p, run.p('stem.bias')], 0.5)", "torch.mul(p, 0.5, out=p)",
+    "p.detach().clamp_(-0.1, 0.1)", "nn.init.constant_(p, 0.02)", "p.t().mul_(1.5)",
+    "p.sub_(p.sign() * 0.01)", "p.data.copy_(p.data.flip(0))", "torch.from_dlpack(p.detach()).mul_(0.5)",
+    "run.model.state_dict()[name].mul_(0.5)", "p.data[0] = 1.0", "p.lerp_(torch.zeros_like(p), 0.1)",
+)  # fmt: skip
+
+GRAD_WRITES = (
+    "p.grad.mul_(0.5)", "p.grad = p.grad * 0.25", "p.grad.data.clamp_(-1e-3, 1e-3)",
+    "p.grad = None", "p.grad[:1] = 0", "p.grad.add_(p.detach(), alpha=0.01)", "p.grad.zero_()",
+)  # fmt: skip
+
+TAKES = ("p.detach()", "p.data", "p.detach().view(-1)", "run.model.state_dict()[name]", "p.data[:1]")  # fmt: skip
+
+PLAIN_KINDS = ("train", "immediate", "evaluate", "forward", "lr", "half")
+
+
+def _action(draw: random.Random, names: list[str], seed: int, precision: str) -> Action:
+    name = draw.choice(names)
+    p = [f'name = "{name}"; p = run.p(name)']
+    is_scaled = precision == "16-mixed"
+    kind = draw.choice(
+        ("train",) * 6
+        + ("immediate", "immediate", "evaluate", "forward", "read", "read", "write", "write", "half")
+        + ("full", "grads", "grad write", "state", "optimizer state", "resume", "ema", "grad")
+        + ("penalty", "weight penalty", "forward error", "backward error", "keep", "keep", "hook", "lr")
+    )
+    if is_scaled and kind in ("grads", "grad write", "weight penalty", "hook"):
+        kind = "train"
+    n = draw.randint(0, 5)
+    if kind == "train":
+        k = draw.choice((1, 1, 2))
+        lines = [f"for i in range({k}):", f"    loss = run.loss({seed} + i, {n})", "    run.see(loss)", f"    run.backward(loss / {k})"]  # fmt: skip
+        if draw.random() < 0.4:
+            lines.append(f"run.see(run.clip({draw.choice((0.05, 1.0))}))")
+        lines += ["run.step()", f"run.zero_grad({draw.random() < 0.8})"]
+    elif kind == "immediate":
+        lines = [f"loss = run.loss({seed}, {n})", "run.see(loss)", "run.zero_grad()", "run.backward(loss, step=True)", "run.step()", "run.zero_grad()"]  # fmt: skip
+    elif kind == "half":
+        lines = [f"run.backward(run.loss({seed}, {n}))"]
+    elif kind == "evaluate":
+        mode = draw.choice(("torch.no_grad()", "torch.inference_mode()"))
+        lines = ["run.model.eval()", f"with {mode}:", f"    run.see(run.loss({seed}, {n}).clone())", "run.model.train()"]  # fmt: skip
+    elif kind == "forward":
+        lines = [f"run.see(run.loss({seed}, {n}))"]
+    elif kind == "read":
+        lines = [*p, f"run.see({draw.choice(READS)})"]
+    elif kind == "write":
+        lines = [*p, "with torch.no_grad():", f"    {draw.choice(WRITES)}", "run.settle()", "run.see(p)"]  # fmt: skip
+    elif kind == "full":
+        lines = [*p, "with run.full(p) as values:", "    values.mul_(1.001).add_(1e-4)", "run.see(p)"]  # fmt: skip
+    elif kind == "grads":
+        lines = ["for q in run.ps():", "    run.see(None if q.grad is None else q.grad.clone())"]
+    elif kind == "grad write":
+        lines = [*p, f"run.backward(run.loss({seed}, {n}))", "if p.grad is not None:", "    with torch.no_grad():", f"        {draw.choice(GRAD_WRITES)}", "run.see(None if p.grad is None else p.grad.clone())"]  # fmt: skip
+    elif kind == "state":
+        if draw.random() < 0.5:
+            lines = ["run.kept['model'] = {k: v.clone() for k, v in run.model.state_dict().items()}"]  # fmt: skip
+        else:
+            lines = ["if 'model' in run.kept:", "    run.model.load_state_dict(run.kept['model'])", "    run.settle()"]  # fmt: skip
+    elif kind == "optimizer state":
+        if draw.random() < 0.5:
+            lines = ["run.kept['optimizer'] = copy.deepcopy(run.optimizer.state_dict())"]
+        else:
+            lines = ["if 'optimizer' in run.kept and 'resume' in run.kept:", "    run.load(run.kept['resume'])", "    run.optimizer.load_state_dict(run.kept['optimizer'])"]  # fmt: skip
+    elif kind == "resume":
+        lines = draw.choice((["run.kept['resume'] = run.save()"], ["if 'resume' in run.kept:", "    run.load(run.kept['resume'])"]))  # fmt: skip
+    elif kind == "ema":
+        how = draw.choice(("e.lerp_(q.detach().float(), 0.2)", "e.mul_(0.8).add_(q.data, alpha=0.2)", "e.copy_(0.8 * e + 0.2 * q)"))  # fmt: skip
+        lines = ["ema = run.kept.setdefault('ema', [torch.zeros(q.shape) for q in run.ps()])", "with torch.no_grad():", "    for e, q in zip(ema, run.ps()):", f"        {how}", "run.see(*ema)"]  # fmt: skip
+    elif kind == "grad":
+        lines = ["qs = [q for q in run.ps() if q.requires_grad]", f"run.see(*[g for g in torch.autograd.grad(run.loss({seed}, {n}), qs, allow_unused=True) if g is not None])"]  # fmt: skip
+    elif kind == "penalty":
+        lines = ["torch.manual_seed(1)", f"x = run.x({seed}).requires_grad_()", f"(g,) = torch.autograd.grad(run.call(x, {n}).float().sum(), x, create_graph=True)", "loss = g.float().square().sum()", "run.see(loss)", "run.backward(loss)"]  # fmt: skip
+        lines += draw.choice((["run.step()", "run.zero_grad()"], ["run.zero_grad()"]))
+    elif kind == "weight penalty":
+        lines = [f"loss = run.loss({seed}, {n}) + 0.01 * sum(q.float().square().sum() for q in run.ps())", "run.see(loss)", "run.backward(loss)", "run.step()", "run.zero_grad()"]  # fmt: skip
+    elif kind == "forward error":
+        lines = ["def fail(*_):", "    raise ValueError('own')", "handle = run.model.head.register_forward_pre_hook(fail)", "try:", f"    run.loss({seed}, {n})", "except ValueError as error:", "    run.see(str(error))", "handle.remove()"]  # fmt: skip
+    elif kind == "backward error":
+        lines = ["def fail(*_):", "    raise ValueError('own')", f"loss = run.loss({seed}, {n})", "handle = run.p('stem.weight').register_hook(fail)", "try:", "    run.backward(loss)", "except ValueError as error:", "    run.see(str(error))", "handle.remove()", "run.zero_grad()"]  # fmt: skip
+    elif kind == "keep":
+        way = draw.random()
+        if way < 0.5:
+            lines = [*p, f"run.kept['view'] = {draw.choice(TAKES)}"]
+        elif way < 0.8:
+            lines = ["if 'view' in run.kept:", "    run.see(run.kept['view'].clone())"]
+        else:
+            lines = ["if 'view' in run.kept:", "    run.kept['view'].mul_(0.5)", "    run.settle()"]
+    elif kind == "hook":
+        lines = [*p, "if p.requires_grad:", "    handle = p.register_hook(lambda g: g * 0.5)", f"    run.backward(run.loss({seed}, {n}))", "    handle.remove()", "    run.step()", "    run.zero_grad()"]  # fmt: skip
+    else:
+        lines = [f"run.optimizer.param_groups[0]['lr'] = {draw.choice((1e-3, 5e-3))}"]
+    return Action(kind, tuple(lines))
+
+
+def generate(seed: int) -> Program:
+    """The program of a seed."""
+    draw = random.Random(seed * 6151 + 3)
+    width = draw.choice((13, 16, 24, 32, 33))
+    parts, names = _parts(draw, width)
+    precision = draw.choice(("32-true", "32-true", "bf16-true", "bf16-mixed", "16-mixed"))
+    actions = [_action(draw, names, 100 * (i + 1), precision) for i in range(draw.randint(5, 16))]
+    how = {
+        "model_seed": draw.randint(0, 1000),
+        "precision": precision,
+        "lr": draw.choice((1e-3, 1e-2)),
+        "share": draw.choice((0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.3)),
+        "chunk_size": draw.choice((1024, 4096, 4096, 8192, 65536)),
+        "policy": draw.choice(("auto", "auto", "auto", "cpu", "cuda")),
+        "rates": draw.choice(RATES),
+        "chaos": seed if draw.random() < 0.5 else None,
+        "ranks": 2 if draw.random() < 0.15 else 1,
+    }
+    program = Program(seed, width, tuple(parts), tuple(actions), how)
+    return replace(program, how=how | {"may_grow": not is_plain(program)})
+
+
+def is_plain(program: Program) -> bool:
+    """Whether nothing but forward, backward, step and evaluation happens, which an accepted budget has to serve."""
+    return all(action.kind in PLAIN_KINDS for action in program.actions)
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def play_source(program: Program) -> str:
+    """`Net`, `play` and `HOW` of a program, for whoever has the names of random_support.py."""
+    made = [f"        {part.made}" for part in program.parts if part.made]
+    used = [f"        {part.used}" for part in program.parts]
+    lines = [
+        f"W = {program.width}",
+        f"HOW = {program.how!r}",
+        "",
+        "",
+        "class Net(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.stem = nn.Linear(IN, W)",
+        *made,
+        "        self.head = nn.Linear(W, OUT)",
+        "",
+        "    def forward(self, x, n=0):",
+        "        h = torch.tanh(self.stem(x))",
+        *used,
+        "        return self.head(h)",
+        "",
+        "",
+        "def play(run):",
+    ]
+    for i, action in enumerate(program.actions):
+        lines += [f"    # {i}: {action.kind}", *(f"    {line}" for line in action.lines)]
+    return "\n".join([*lines, "    return None"]) + "\n"
+
+
+def script(program: Program, why: str) -> str:
+    """A program that reproduces a failure by itself."""
+    said = "\n".join(f"# {line}" for line in why.strip().splitlines()[:12])
+    return f"""{SUPPORT.read_text()}
+
+# ---- seed {program.seed} -------------------------------------------------------------------------
+{said}
+
+{play_source(program)}
+
+if __name__ == "__main__":
+    main(Net, play, HOW)
+"""
