@@ -57,7 +57,7 @@ class Program:
 FIXED = ("stem.weight", "stem.bias", "head.weight")
 
 
-def _parts(draw: random.Random, width: int) -> tuple[list[Part], list[str]]:
+def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Part], list[str]]:
     parts: list[Part] = []
     linears: list[int] = []
     names: list[str] = list(FIXED)
@@ -73,7 +73,7 @@ def _parts(draw: random.Random, width: int) -> tuple[list[Part], list[str]]:
         elif kind == "hanging":
             made = "Hanging(W)"
         elif kind == "peeks":
-            way = draw.choice(("function", "reentrant", "data", "linear"))
+            way = draw.choice(("function", "reentrant" if is_reentrant else "function", "data", "linear"))
             made, first = f'Peeks(W, "{way}")', f"p{i}.child.weight"
         elif kind == "bare":
             sizes = ", ".join(str(draw.choice((0, 1, 3, 17, 33))) for _ in range(3))
@@ -93,7 +93,8 @@ def _parts(draw: random.Random, width: int) -> tuple[list[Part], list[str]]:
             made = f"nn.Linear(W, W, bias={draw.random() < 0.7})"
             linears.append(i)
         names.append(first)
-        way = draw.choice(("plain",) * 4 + ("branch", "checkpoint", "reentrant", "double"))
+        way = draw.choice(("plain",) * 4 + ("branch", "checkpoint", "double"))
+        way = "reentrant" if way == "checkpoint" and is_reentrant else way
         if way == "branch":
             use = f"h = torch.tanh({{me}}(h)) if n % 3 != {draw.randint(0, 2)} else h"
         elif way == "checkpoint":
@@ -139,7 +140,7 @@ TAKES = ("p.detach()", "p.data", "p.detach().view(-1)", "run.model.state_dict()[
 PLAIN_KINDS = ("train", "immediate", "evaluate", "forward", "lr", "half")
 
 
-def _action(draw: random.Random, names: list[str], seed: int, precision: str) -> Action:
+def _action(draw: random.Random, names: list[str], seed: int, precision: str, is_reentrant: bool) -> Action:
     name = draw.choice(names)
     p = [f'name = "{name}"; p = run.p(name)']
     is_scaled = precision == "16-mixed"
@@ -149,6 +150,8 @@ def _action(draw: random.Random, names: list[str], seed: int, precision: str) ->
         + ("full", "grads", "grad write", "state", "optimizer state", "resume", "ema", "grad")
         + ("penalty", "weight penalty", "forward error", "backward error", "keep", "keep", "hook", "lr")
     )
+    if is_reentrant and kind in ("grad", "penalty"):
+        kind = "train"  # torch has no autograd.grad through such a checkpoint
     if is_scaled and kind in ("grads", "grad write", "weight penalty", "hook"):
         kind = "train"
     n = draw.randint(0, 5)
@@ -222,9 +225,13 @@ def generate(seed: int) -> Program:
     """The program of a seed."""
     draw = random.Random(seed * 6151 + 3)
     width = draw.choice((13, 16, 24, 32, 33))
-    parts, names = _parts(draw, width)
+    is_reentrant = draw.random() < 0.4
+    parts, names = _parts(draw, width, is_reentrant)
     precision = draw.choice(("32-true", "32-true", "bf16-true", "bf16-mixed", "16-mixed"))
-    actions = [_action(draw, names, 100 * (i + 1), precision) for i in range(draw.randint(5, 16))]
+    actions = [
+        _action(draw, names, 100 * (i + 1), precision, is_reentrant)
+        for i in range(draw.randint(5, 16))
+    ]
     how = {
         "model_seed": draw.randint(0, 1000),
         "precision": precision,

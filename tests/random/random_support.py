@@ -225,7 +225,7 @@ class Plain:
         values = self.master(p)
         before = values.clone()
         yield values
-        if torch.equal(values.view(torch.int32), before.view(torch.int32)):
+        if torch.equal(values.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):
             return
         low = _low_of(p, self.optimizer.state.get(p, {}))
         if p.dtype == torch.bfloat16 and low is not None:
