@@ -65,7 +65,12 @@ def try_program(forks: Forks, program: Program) -> Verdict:
     worst = Verdict(RIGHT)
     for rank, end in enumerate(ended):
         result, why = end.value if end.value is not None else (FAILED, f"died: {end.how}")
-        if [RIGHT, REFUSED, INVALID, FAILED].index(result) > [RIGHT, REFUSED, INVALID, FAILED].index(worst.result):  # fmt: skip
+        if [RIGHT, REFUSED, INVALID, FAILED].index(result) > [
+            RIGHT,
+            REFUSED,
+            INVALID,
+            FAILED,
+        ].index(worst.result):
             where = f"rank {rank}: " if ranks > 1 else ""
             worst = Verdict(result, where + why, _kind(why))
     return worst

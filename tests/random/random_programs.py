@@ -63,7 +63,17 @@ def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Pa
     names: list[str] = list(FIXED)
     for i in range(draw.randint(2, 7)):
         kind = draw.choice(
-            ("linear", "linear", "linear", "residual", "hanging", "peeks", "bare", "counts", "shared")
+            (
+                "linear",
+                "linear",
+                "linear",
+                "residual",
+                "hanging",
+                "peeks",
+                "bare",
+                "counts",
+                "shared",
+            )
             + ("tied", "frozen")
         )
         me, use = f"self.p{i}", "h = torch.tanh({me}(h))"
@@ -73,7 +83,9 @@ def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Pa
         elif kind == "hanging":
             made = "Hanging(W)"
         elif kind == "peeks":
-            way = draw.choice(("function", "reentrant" if is_reentrant else "function", "data", "linear"))
+            way = draw.choice(
+                ("function", "reentrant" if is_reentrant else "function", "data", "linear")
+            )
             made, first = f'Peeks(W, "{way}")', f"p{i}.child.weight"
         elif kind == "bare":
             sizes = ", ".join(str(draw.choice((0, 1, 3, 17, 33))) for _ in range(3))
@@ -85,7 +97,11 @@ def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Pa
             continue
         elif kind == "tied" and linears:
             other = draw.choice(linears)
-            parts.append(Part(f"{me} = nn.Linear(W, W); {me}.weight = self.p{other}.weight", use.format(me=me)))  # fmt: skip
+            parts.append(
+                Part(
+                    f"{me} = nn.Linear(W, W); {me}.weight = self.p{other}.weight", use.format(me=me)
+                )
+            )
             continue
         elif kind == "frozen":
             made = "nn.Linear(W, W).requires_grad_(False)"
@@ -110,115 +126,275 @@ def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Pa
 # ---- actions -------------------------------------------------------------------------------------
 
 READS = (
-    "p.detach().clone()", "p.norm()", "p.data.sum()", "p.detach().t() @ p.detach()",
-    "float(p.reshape(-1)[:1].sum())", "p.detach().float().numpy().copy()", "p.tolist()",
-    "p.data[:2].clone()", "torch.stack(torch._foreach_norm([p, run.p('stem.weight')]))",
+    "p.detach().clone()",
+    "p.norm()",
+    "p.data.sum()",
+    "p.detach().t() @ p.detach()",
+    "float(p.reshape(-1)[:1].sum())",
+    "p.detach().float().numpy().copy()",
+    "p.tolist()",
+    "p.data[:2].clone()",
+    "torch.stack(torch._foreach_norm([p, run.p('stem.weight')]))",
     "torch.cat([q.detach().float().reshape(-1) for q in run.ps()]).sum()",
-    "F.normalize(p, dim=0)", "torch.vmap(torch.sum)(p.detach())",
-    "F.linear(torch.ones(2, p.shape[-1], dtype=p.dtype), p)", "p.view(-1).abs().max()",
-    "torch.from_dlpack(p.detach()).clone()", "copy.deepcopy(p).detach()", "p._version >= 0",
-    "p.untyped_storage().nbytes() > 0 or p.numel() == 0", "p.to(torch.float64).sum()",
-    "torch.asarray(p).detach().clone()", "list(run.model.state_dict().values())[0].clone()",
-)  # fmt: skip
+    "F.normalize(p, dim=0)",
+    "torch.vmap(torch.sum)(p.detach())",
+    "F.linear(torch.ones(2, p.shape[-1], dtype=p.dtype), p)",
+    "p.view(-1).abs().max()",
+    "torch.from_dlpack(p.detach()).clone()",
+    "copy.deepcopy(p).detach()",
+    "p._version >= 0",
+    "p.untyped_storage().nbytes() > 0 or p.numel() == 0",
+    "p.to(torch.float64).sum()",
+    "torch.asarray(p).detach().clone()",
+    "list(run.model.state_dict().values())[0].clone()",
+)
 
 WRITES = (
-    "p.mul_(0.5)", "p.add_(0.01)", "p.copy_(torch.full(p.shape, 0.03))", "p[:1] = 0.25",
-    "p.data.mul_(0.75)", "p.data = p.data * 0.5", "p.view(-1)[:3].zero_()",
-    "torch._foreach_mul_([p, run.p('stem.bias')], 0.5)", "torch.mul(p, 0.5, out=p)",
-    "p.detach().clamp_(-0.1, 0.1)", "nn.init.constant_(p, 0.02)", "p.t().mul_(1.5)",
-    "p.sub_(p.sign() * 0.01)", "p.data.copy_(p.data.flip(0))", "torch.from_dlpack(p.detach()).mul_(0.5)",
-    "run.model.state_dict()[name].mul_(0.5)", "p.data[0] = 1.0", "p.lerp_(torch.zeros_like(p), 0.1)",
-)  # fmt: skip
+    "p.mul_(0.5)",
+    "p.add_(0.01)",
+    "p.copy_(torch.full(p.shape, 0.03))",
+    "p[:1] = 0.25",
+    "p.data.mul_(0.75)",
+    "p.data = p.data * 0.5",
+    "p.view(-1)[:3].zero_()",
+    "torch._foreach_mul_([p, run.p('stem.bias')], 0.5)",
+    "torch.mul(p, 0.5, out=p)",
+    "p.detach().clamp_(-0.1, 0.1)",
+    "nn.init.constant_(p, 0.02)",
+    "p.t().mul_(1.5)",
+    "p.sub_(p.sign() * 0.01)",
+    "p.data.copy_(p.data.flip(0))",
+    "torch.from_dlpack(p.detach()).mul_(0.5)",
+    "run.model.state_dict()[name].mul_(0.5)",
+    "p.data[0] = 1.0",
+    "p.lerp_(torch.zeros_like(p), 0.1)",
+)
 
 GRAD_WRITES = (
-    "p.grad.mul_(0.5)", "p.grad = p.grad * 0.25", "p.grad.data.clamp_(-1e-3, 1e-3)",
-    "p.grad = None", "p.grad[:1] = 0", "p.grad.add_(p.detach(), alpha=0.01)", "p.grad.zero_()",
-)  # fmt: skip
+    "p.grad.mul_(0.5)",
+    "p.grad = p.grad * 0.25",
+    "p.grad.data.clamp_(-1e-3, 1e-3)",
+    "p.grad = None",
+    "p.grad[:1] = 0",
+    "p.grad.add_(p.detach(), alpha=0.01)",
+    "p.grad.zero_()",
+)
 
-TAKES = ("p.detach()", "p.data", "p.detach().view(-1)", "run.model.state_dict()[name]", "p.data[:1]")  # fmt: skip
+TAKES = (
+    "p.detach()",
+    "p.data",
+    "p.detach().view(-1)",
+    "run.model.state_dict()[name]",
+    "p.data[:1]",
+)
+
+STATE = (
+    "run.kept['model'] = {k: v.clone() for k, v in run.model.state_dict().items()}",
+    """
+if 'model' in run.kept:
+    run.model.load_state_dict(run.kept['model'])
+    run.settle()""",
+)
+
+OPTIMIZER_STATE = (
+    "run.kept['optimizer'] = copy.deepcopy(run.optimizer.state_dict())",
+    """
+if 'optimizer' in run.kept and 'resume' in run.kept:
+    run.load(run.kept['resume'])
+    run.optimizer.load_state_dict(run.kept['optimizer'])""",
+)
+
+RESUME = (
+    "run.kept['resume'] = run.save()",
+    """
+if 'resume' in run.kept:
+    run.load(run.kept['resume'])""",
+)
+
+AVERAGES = (
+    "e.lerp_(q.detach().float(), 0.2)",
+    "e.mul_(0.8).add_(q.data, alpha=0.2)",
+    "e.copy_(0.8 * e + 0.2 * q)",
+)
+
+KEPT = (
+    """
+if 'view' in run.kept:
+    run.see(run.kept['view'].clone())""",
+    """
+if 'view' in run.kept:
+    with torch.no_grad():
+        run.kept['view'].mul_(0.5)
+    run.settle()""",
+)
 
 PLAIN_KINDS = ("train", "immediate", "evaluate", "forward", "lr", "half")
 
 
-def _action(draw: random.Random, names: list[str], seed: int, precision: str, is_reentrant: bool) -> Action:
+def _action(
+    draw: random.Random, names: list[str], seed: int, precision: str, is_reentrant: bool
+) -> Action:
     name = draw.choice(names)
-    p = [f'name = "{name}"; p = run.p(name)']
+    p = f'name = "{name}"; p = run.p(name)'
     is_scaled = precision == "16-mixed"
     kind = draw.choice(
         ("train",) * 6
-        + ("immediate", "immediate", "evaluate", "forward", "read", "read", "write", "write", "half")
+        + (
+            "immediate",
+            "immediate",
+            "evaluate",
+            "forward",
+            "read",
+            "read",
+            "write",
+            "write",
+            "half",
+        )
         + ("full", "grads", "grad write", "state", "optimizer state", "resume", "ema", "grad")
-        + ("penalty", "weight penalty", "forward error", "backward error", "keep", "keep", "hook", "lr")
+        + (
+            "penalty",
+            "weight penalty",
+            "forward error",
+            "backward error",
+            "keep",
+            "keep",
+            "hook",
+            "lr",
+        )
     )
     if is_reentrant and kind in ("grad", "penalty"):
         kind = "train"  # torch has no autograd.grad through such a checkpoint
     if is_scaled and kind in ("grads", "grad write", "weight penalty", "hook"):
         kind = "train"
     n = draw.randint(0, 5)
+    loss = f"run.loss({seed}, {n})"
     if kind == "train":
         k = draw.choice((1, 1, 2))
-        lines = [f"for i in range({k}):", f"    loss = run.loss({seed} + i, {n})", "    run.see(loss)", f"    run.backward(loss / {k})"]  # fmt: skip
-        if draw.random() < 0.4:
-            lines.append(f"run.see(run.clip({draw.choice((0.05, 1.0))}))")
-        lines += ["run.step()", f"run.zero_grad({draw.random() < 0.8})"]
+        clip = f"run.see(run.clip({draw.choice((0.05, 1.0))}))" if draw.random() < 0.4 else "pass"
+        text = f"""
+for i in range({k}):
+    loss = run.loss({seed} + i, {n})
+    run.see(loss)
+    run.backward(loss / {k})
+{clip}
+run.step()
+run.zero_grad({draw.random() < 0.8})"""
     elif kind == "immediate":
-        lines = [f"loss = run.loss({seed}, {n})", "run.see(loss)", "run.zero_grad()", "run.backward(loss, step=True)", "run.step()", "run.zero_grad()"]  # fmt: skip
+        text = f"""
+loss = {loss}
+run.see(loss)
+run.zero_grad()
+run.backward(loss, step=True)
+run.step()
+run.zero_grad()"""
     elif kind == "half":
-        lines = [f"run.backward(run.loss({seed}, {n}))"]
+        text = f"run.backward({loss})"
     elif kind == "evaluate":
-        mode = draw.choice(("torch.no_grad()", "torch.inference_mode()"))
-        lines = ["run.model.eval()", f"with {mode}:", f"    run.see(run.loss({seed}, {n}).clone())", "run.model.train()"]  # fmt: skip
+        text = f"""
+run.model.eval()
+with torch.{draw.choice(("no_grad", "inference_mode"))}():
+    run.see({loss}.clone())
+run.model.train()"""
     elif kind == "forward":
-        lines = [f"run.see(run.loss({seed}, {n}))"]
+        text = f"run.see({loss})"
     elif kind == "read":
-        lines = [*p, f"run.see({draw.choice(READS)})"]
+        text = f"{p}\nrun.see({draw.choice(READS)})"
     elif kind == "write":
-        lines = [*p, "with torch.no_grad():", f"    {draw.choice(WRITES)}", "run.settle()", "run.see(p)"]  # fmt: skip
+        text = f"""
+{p}
+with torch.no_grad():
+    {draw.choice(WRITES)}
+run.settle()
+run.see(p)"""
     elif kind == "full":
-        lines = [*p, "with run.full(p) as values:", "    values.mul_(1.001).add_(1e-4)", "run.see(p)"]  # fmt: skip
+        text = f"""
+{p}
+with run.full(p) as values:
+    values.mul_(1.001).add_(1e-4)
+run.see(p)"""
     elif kind == "grads":
-        lines = ["for q in run.ps():", "    run.see(None if q.grad is None else q.grad.clone())"]
+        text = """
+for q in run.ps():
+    run.see(None if q.grad is None else q.grad.clone())"""
     elif kind == "grad write":
-        lines = [*p, f"run.backward(run.loss({seed}, {n}))", "if p.grad is not None:", "    with torch.no_grad():", f"        {draw.choice(GRAD_WRITES)}", "run.see(None if p.grad is None else p.grad.clone())"]  # fmt: skip
+        text = f"""
+{p}
+run.backward({loss})
+if p.grad is not None:
+    with torch.no_grad():
+        {draw.choice(GRAD_WRITES)}
+run.see(None if p.grad is None else p.grad.clone())"""
     elif kind == "state":
-        if draw.random() < 0.5:
-            lines = ["run.kept['model'] = {k: v.clone() for k, v in run.model.state_dict().items()}"]  # fmt: skip
-        else:
-            lines = ["if 'model' in run.kept:", "    run.model.load_state_dict(run.kept['model'])", "    run.settle()"]  # fmt: skip
+        text = draw.choice(STATE)
     elif kind == "optimizer state":
-        if draw.random() < 0.5:
-            lines = ["run.kept['optimizer'] = copy.deepcopy(run.optimizer.state_dict())"]
-        else:
-            lines = ["if 'optimizer' in run.kept and 'resume' in run.kept:", "    run.load(run.kept['resume'])", "    run.optimizer.load_state_dict(run.kept['optimizer'])"]  # fmt: skip
+        text = draw.choice(OPTIMIZER_STATE)
     elif kind == "resume":
-        lines = draw.choice((["run.kept['resume'] = run.save()"], ["if 'resume' in run.kept:", "    run.load(run.kept['resume'])"]))  # fmt: skip
+        text = draw.choice(RESUME)
     elif kind == "ema":
-        how = draw.choice(("e.lerp_(q.detach().float(), 0.2)", "e.mul_(0.8).add_(q.data, alpha=0.2)", "e.copy_(0.8 * e + 0.2 * q)"))  # fmt: skip
-        lines = ["ema = run.kept.setdefault('ema', [torch.zeros(q.shape) for q in run.ps()])", "with torch.no_grad():", "    for e, q in zip(ema, run.ps()):", f"        {how}", "run.see(*ema)"]  # fmt: skip
+        text = f"""
+ema = run.kept.setdefault('ema', [torch.zeros(q.shape) for q in run.ps()])
+with torch.no_grad():
+    for e, q in zip(ema, run.ps()):
+        {draw.choice(AVERAGES)}
+run.see(*ema)"""
     elif kind == "grad":
-        lines = ["qs = [q for q in run.ps() if q.requires_grad]", f"run.see(*[g for g in torch.autograd.grad(run.loss({seed}, {n}), qs, allow_unused=True) if g is not None])"]  # fmt: skip
+        text = f"""
+qs = [q for q in run.ps() if q.requires_grad]
+grads = torch.autograd.grad({loss}, qs, allow_unused=True)
+run.see(*[g for g in grads if g is not None])"""
     elif kind == "penalty":
-        lines = ["torch.manual_seed(1)", f"x = run.x({seed}).requires_grad_()", f"(g,) = torch.autograd.grad(run.call(x, {n}).float().sum(), x, create_graph=True)", "loss = g.float().square().sum()", "run.see(loss)", "run.backward(loss)"]  # fmt: skip
-        lines += draw.choice((["run.step()", "run.zero_grad()"], ["run.zero_grad()"]))
+        text = f"""
+torch.manual_seed(1)
+x = run.x({seed}).requires_grad_()
+(g,) = torch.autograd.grad(run.call(x, {n}).float().sum(), x, create_graph=True)
+loss = g.float().square().sum()
+run.see(loss)
+run.backward(loss)
+{draw.choice(("run.step()", "pass"))}
+run.zero_grad()"""
     elif kind == "weight penalty":
-        lines = [f"loss = run.loss({seed}, {n}) + 0.01 * sum(q.float().square().sum() for q in run.ps())", "run.see(loss)", "run.backward(loss)", "run.step()", "run.zero_grad()"]  # fmt: skip
+        text = f"""
+loss = {loss} + 0.01 * sum(q.float().square().sum() for q in run.ps())
+run.see(loss)
+run.backward(loss)
+run.step()
+run.zero_grad()"""
     elif kind == "forward error":
-        lines = ["def fail(*_):", "    raise ValueError('own')", "handle = run.model.head.register_forward_pre_hook(fail)", "try:", f"    run.loss({seed}, {n})", "except ValueError as error:", "    run.see(str(error))", "handle.remove()"]  # fmt: skip
+        text = f"""
+def fail(*_):
+    raise ValueError('own')
+handle = run.model.head.register_forward_pre_hook(fail)
+try:
+    {loss}
+except ValueError as error:
+    run.see(str(error))
+handle.remove()"""
     elif kind == "backward error":
-        lines = ["def fail(*_):", "    raise ValueError('own')", f"loss = run.loss({seed}, {n})", "handle = run.p('stem.weight').register_hook(fail)", "try:", "    run.backward(loss)", "except ValueError as error:", "    run.see(str(error))", "handle.remove()", "run.zero_grad()"]  # fmt: skip
+        text = f"""
+def fail(*_):
+    raise ValueError('own')
+loss = {loss}
+handle = run.p('stem.weight').register_hook(fail)
+try:
+    run.backward(loss)
+except ValueError as error:
+    run.see(str(error))
+handle.remove()
+run.zero_grad()"""
     elif kind == "keep":
-        way = draw.random()
-        if way < 0.5:
-            lines = [*p, f"run.kept['view'] = {draw.choice(TAKES)}"]
-        elif way < 0.8:
-            lines = ["if 'view' in run.kept:", "    run.see(run.kept['view'].clone())"]
-        else:
-            lines = ["if 'view' in run.kept:", "    run.kept['view'].mul_(0.5)", "    run.settle()"]
+        text = draw.choice((f"{p}\nrun.kept['view'] = {draw.choice(TAKES)}", *KEPT))
     elif kind == "hook":
-        lines = [*p, "if p.requires_grad:", "    handle = p.register_hook(lambda g: g * 0.5)", f"    run.backward(run.loss({seed}, {n}))", "    handle.remove()", "    run.step()", "    run.zero_grad()"]  # fmt: skip
+        text = f"""
+{p}
+if p.requires_grad:
+    handle = p.register_hook(lambda g: g * 0.5)
+    run.backward({loss})
+    handle.remove()
+    run.step()
+    run.zero_grad()"""
     else:
-        lines = [f"run.optimizer.param_groups[0]['lr'] = {draw.choice((1e-3, 5e-3))}"]
-    return Action(kind, tuple(lines))
+        text = f"run.optimizer.param_groups[0]['lr'] = {draw.choice((1e-3, 5e-3))}"
+    return Action(kind, tuple(text.strip("\n").split("\n")))
 
 
 def generate(seed: int) -> Program:

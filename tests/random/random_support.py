@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np  # noqa: F401  for programs
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -134,7 +134,11 @@ class Plain:
         self.model, self.precision = model, precision
         self.make_optimizer(lr)
         gs.cast_model_(model, precision)
-        self.scaler = gs.LossScaler(initial_scale=256.0, growth_interval=4) if precision == "16-mixed" else None  # fmt: skip
+        self.scaler = (
+            gs.LossScaler(initial_scale=256.0, growth_interval=4)
+            if precision == "16-mixed"
+            else None
+        )
         self.shadow = {p: p.detach().clone() for p in model.parameters()}
         self.kept: dict[str, Any] = {}
         self.seen: list[Any] = []
@@ -154,7 +158,9 @@ class Plain:
     def see(self, *values: Any) -> None:
         """What is compared."""
         for v in values:
-            self.seen.append(v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v))
+            self.seen.append(
+                v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v)
+            )
 
     def x(self, seed: int) -> Tensor:
         """An input."""
@@ -178,7 +184,9 @@ class Plain:
         (loss if self.scaler is None else loss * self.scaler.scale).backward(**how)
 
     def _grads(self) -> list[Tensor]:
-        return [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]  # fmt: skip
+        return [
+            p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None
+        ]
 
     def clip(self, norm: float) -> float:
         """The norm; -1 if it is not finite."""
@@ -293,9 +301,14 @@ class Managed(Plain):
         self.model, self.precision, self.kept, self.seen = model, precision, {}, []
         self.make_optimizer(lr)
         self.engine = gs.manage(
-            model, self.optimizer, device="cpu", precision=precision,
-            initial_scale=256.0, growth_interval=4, **how,
-        )  # fmt: skip
+            model,
+            self.optimizer,
+            device="cpu",
+            precision=precision,
+            initial_scale=256.0,
+            growth_interval=4,
+            **how,
+        )
 
     def call(self, x: Tensor, n: int = 0) -> Tensor:
         return self.model(x, n)

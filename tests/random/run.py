@@ -63,7 +63,14 @@ def main() -> int:
                     if verdict.result == FAILED:
                         kinds[verdict.kind] += 1
                         text = script(program, verdict.why)
-                        write({"seed": seed, "why": verdict.why, "how": program.how, "script": text.partition("# ---- seed")[2]})  # fmt: skip
+                        write(
+                            {
+                                "seed": seed,
+                                "why": verdict.why,
+                                "how": program.how,
+                                "script": text.partition("# ---- seed")[2],
+                            }
+                        )
                         if args.seed is not None:
                             print(text)
 
