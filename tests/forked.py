@@ -146,9 +146,7 @@ def _join(rank: int, ranks: int, folder: str) -> None:
 
     store = dist.FileStore(f"{folder}/store", ranks)
     patience = timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=patience
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
 
 
 def _serve(job: str, args: tuple[Any, ...], ranks: int, timeout: float, env: dict) -> list[Ended]:
@@ -163,7 +161,7 @@ def _serve(job: str, args: tuple[Any, ...], ranks: int, timeout: float, env: dic
             os.close(write)
             pids.append(pid)
             pipes.append(read)
-        said = {pipe: b"" for pipe in pipes}
+        said = dict.fromkeys(pipes, b"")
         waiting, end = set(pipes), time.monotonic() + timeout
         while waiting and time.monotonic() < end:
             for pipe in select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]:

@@ -125,9 +125,19 @@ class Run:
         """An input of one of its layers."""
         return self.randn(5, WIDTH, seed=100 + seed)
 
+    def call(self, x: Tensor) -> Tensor:
+        """The model's output; what a managed model casts by itself is cast here for the other."""
+        precision = self.door.precision
+        if self.is_managed or precision is None:
+            return self.model(x)
+        if precision.endswith("mixed"):
+            with torch.autocast(self.device, dtype=torch.bfloat16):
+                return self.model(x)
+        return self.model(x.bfloat16())
+
     def loss(self, seed: int = 0) -> Tensor:
-        """A loss of the model; programs with a model of their own set another."""
-        return self.model(self.x(seed)).float().square().mean()
+        """A loss of the model."""
+        return self.call(self.x(seed)).float().square().mean()
 
     def backward(self, seed: int = 0) -> Tensor:
         """Forward and backward."""
@@ -204,8 +214,6 @@ def start(door: Door, setup: Setup, device: str, is_managed: bool) -> Run:
     optimizer = None
     if door.optimizer == "hybrid":
         optimizer = gs.HybridAdam(model.parameters(), lr=2e-3, weight_decay=0.02)
-    if hasattr(model, "loss"):
-        run.loss = lambda seed=0: model.loss(run, seed)
     run.manage(model, optimizer, precision=door.precision)
     if optimizer is not None:
         run.step(setup.warm)

@@ -1,4 +1,4 @@
-"""Programs that use autograd by hand: gradients of gradients, functional calls, custom Functions, hooks, checkpoints."""
+"""Programs that use autograd by hand: gradients of gradients, functional calls, Functions, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -130,7 +130,11 @@ def _(run: Run) -> Any:
 
 @door("autograd/functional.jacobian over parameters", "1", needs_all=True)
 def _(run: Run) -> Any:
-    return list(torch.autograd.functional.jacobian(lambda w, b: F.linear(run.h()[:1], w, b).sum(), (run.w, run.b)))  # fmt: skip
+    return list(
+        torch.autograd.functional.jacobian(
+            lambda w, b: F.linear(run.h()[:1], w, b).sum(), (run.w, run.b)
+        )
+    )
 
 
 @door("autograd/MAML's inner step", "1", needs_all=True)
@@ -593,7 +597,9 @@ def _(run: Run) -> Any:
 @door("autograd/grad of p with is_grads_batched", "8")
 def _(run: Run) -> Any:
     y = run.w[0] * run.b
-    return torch.autograd.grad(y, (run.w, run.b), torch.eye(32, device=run.device), is_grads_batched=True)  # fmt: skip
+    return torch.autograd.grad(
+        y, (run.w, run.b), torch.eye(32, device=run.device), is_grads_batched=True
+    )
 
 
 @door("autograd/backward with inputs", "1", served=True)

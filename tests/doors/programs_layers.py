@@ -49,12 +49,21 @@ class _Statistics(nn.Module):
         self.running_var = nn.Parameter(torch.ones(32), requires_grad=False)
 
     def forward(self, h: Tensor) -> Tensor:
-        return F.batch_norm(h, self.running_mean, self.running_var, self.weight, self.bias, self.training)  # fmt: skip
+        return F.batch_norm(
+            h, self.running_mean, self.running_var, self.weight, self.bias, self.training
+        )
 
 
 class _InstanceStatistics(_Statistics):
     def forward(self, h: Tensor) -> Tensor:
-        return F.instance_norm(h.t()[None].reshape(1, 32, -1), self.running_mean, self.running_var, self.weight, self.bias, True)[0].t()  # fmt: skip
+        return F.instance_norm(
+            h.t()[None].reshape(1, 32, -1),
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            True,
+        )[0].t()
 
 
 class _Counter(nn.Module):
@@ -165,7 +174,9 @@ class _List(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ParameterList([torch.randn(32, n) / 8 for n in (1, 7, 31, 0, 13)])
-        self.named = nn.ParameterDict({"a": nn.Parameter(torch.zeros(32)), "b": nn.Parameter(torch.tensor(0.5))})  # fmt: skip
+        self.named = nn.ParameterDict(
+            {"a": nn.Parameter(torch.zeros(32)), "b": nn.Parameter(torch.tensor(0.5))}
+        )
 
     def forward(self, h: Tensor) -> Tensor:
         for part in self.parts:
@@ -288,8 +299,15 @@ PARTS: dict[str, tuple[str, Any]] = {
     "old weight_norm": ("19", lambda: nn.utils.weight_norm(nn.Linear(32, 32))),
     "old spectral_norm": ("19", lambda: nn.utils.spectral_norm(nn.Linear(32, 32))),
     "orthogonal": ("19", lambda: parametrizations.orthogonal(nn.Linear(32, 32))),
-    "skip_init": ("", lambda: nn.init.eye_((layer := nn.utils.skip_init(nn.Linear, 32, 32, bias=False)).weight) is None or layer),
-}  # fmt: skip
+    "skip_init": (
+        "",
+        lambda: (
+            nn.init.eye_((layer := nn.utils.skip_init(nn.Linear, 32, 32, bias=False)).weight)
+            is None
+            or layer
+        ),
+    ),
+}
 
 
 def _train(run: Run) -> Any:
@@ -507,18 +525,20 @@ for _precision in ("bf16-true", "bf16-mixed"):
 
     @door(f"{_precision}/training", "13", precision=_precision, served=True)
     def _(run: Run) -> Any:
-        run.loss = _cast_loss(run)
         return run.step(4, clip=0.5)
 
     @door(f"{_precision}/reads", "3", precision=_precision, served=True, trains=False)
     def _(run: Run) -> Any:
-        run.loss = _cast_loss(run)
         run.step(1)
-        return [run.w.norm(), run.w.data.float(), run.w.detach().clone(), dict(run.model.state_dict())]  # fmt: skip
+        return [
+            run.w.norm(),
+            run.w.data.float(),
+            run.w.detach().clone(),
+            dict(run.model.state_dict()),
+        ]
 
     @door(f"{_precision}/ema", "3", precision=_precision, served=True, trains=False)
     def _(run: Run) -> Any:
-        run.loss = _cast_loss(run)
         shadow = [p.detach().clone().float() for p in run.model.parameters()]
         for _ in range(2):
             run.step(1)
@@ -528,38 +548,28 @@ for _precision in ("bf16-true", "bf16-mixed"):
 
     @door(f"{_precision}/gradient penalty", "1", precision=_precision, needs_all=True, trains=False)
     def _(run: Run) -> Any:
-        run.loss = _cast_loss(run)
         x = run.x().requires_grad_()
-        (slope,) = torch.autograd.grad(_forward(run, x).sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(run.call(x).sum(), x, create_graph=True)
         loss = slope.square().sum()
         loss.backward()
         return [loss.detach(), run.w.grad.clone()]
 
-    @door(f"{_precision}/moments and remainder", "13", precision=_precision, trains=False, setups=("cpu", "auto"))  # fmt: skip
+    @door(
+        f"{_precision}/moments and remainder",
+        "13",
+        precision=_precision,
+        trains=False,
+        setups=("cpu", "auto"),
+    )
     def _(run: Run) -> Any:
-        run.loss = _cast_loss(run)
         run.step(2)
         saved = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-        saved = {k: {n: v for n, v in s.items()} for k, s in saved.items()}
+        saved = {k: dict(s.items()) for k, s in saved.items()}
         weights = {k: v.clone() for k, v in saved["model"].items()}
         ahead = run.step(2)
         run.model.load_state_dict(weights)
         run.optimizer.load_state_dict(saved["optimizer"])
         return [ahead[0], run.step(1)]
-
-
-def _forward(run: Run, x: Tensor) -> Tensor:
-    """The model's output as the managed model casts by itself."""
-    if run.is_managed:
-        return run.model(x)
-    if run.door.precision.endswith("mixed"):
-        with torch.autocast(run.device, dtype=torch.bfloat16):
-            return run.model(x)
-    return run.model(x.bfloat16())
-
-
-def _cast_loss(run: Run) -> Any:
-    return lambda seed=0: _forward(run, run.x(seed)).float().square().mean()
 
 
 @door("autocast/around a managed model", "13", served=True)

@@ -35,7 +35,9 @@ rows(
         "mm out=None": lambda r: torch.mm(r.w, r.w, out=None),
         "norm.out=None of linalg": lambda r: torch.linalg.norm(r.w, out=None),
         "max of a dim out=None": lambda r: list(torch.max(r.w, 1, out=None)),
-        "add into a tensor": lambda r: torch.add(r.w.detach(), 1, out=torch.empty(32, 32, device=r.device)),
+        "add into a tensor": lambda r: torch.add(
+            r.w.detach(), 1, out=torch.empty(32, 32, device=r.device)
+        ),
         "chain_matmul": lambda r: torch.linalg.multi_dot([r.w, r.w, r.w]),
         "cdist": lambda r: torch.cdist(r.w, r.param("layers.0.weight")),
         "pdist": lambda r: F.pdist(r.w),
@@ -48,7 +50,11 @@ rows(
         "unique": lambda r: list(torch.unique(r.w.round(decimals=1), return_counts=True)),
         "lu": lambda r: [t + 0 for t in torch.linalg.lu_factor(r.w)],
         "svdvals": lambda r: torch.linalg.svdvals(r.w),
-        "stft": lambda r: torch.stft(r.w.reshape(-1), 64, return_complex=True, window=torch.ones(64, device=r.device)).real,
+        "stft": lambda r: (
+            torch.stft(
+                r.w.reshape(-1), 64, return_complex=True, window=torch.ones(64, device=r.device)
+            ).real
+        ),
         "split": lambda r: [t.sum() for t in r.w.split(7)],
         "chunk": lambda r: [t.sum() for t in r.w.chunk(3, 1)],
         "unbind": lambda r: torch.stack(r.w.unbind(1)),
@@ -59,25 +65,33 @@ rows(
         "quantile": lambda r: torch.quantile(r.w, 0.25),
         "topk": lambda r: list(torch.topk(r.w, 3)),
         "sort": lambda r: list(torch.sort(r.b)),
-        "searchsorted": lambda r: torch.searchsorted(torch.sort(r.b)[0].detach(), r.param("norm.bias").detach()),
+        "searchsorted": lambda r: torch.searchsorted(
+            torch.sort(r.b)[0].detach(), r.param("norm.bias").detach()
+        ),
         "where": lambda r: torch.where(r.w > 0, r.w, r.param("layers.1.weight")),
         "masked_select": lambda r: torch.masked_select(r.w, r.w > 0.1),
         "gather": lambda r: torch.gather(r.w, 1, torch.arange(32, device=r.device).reshape(32, 1)),
         "embedding": lambda r: F.embedding(torch.tensor([3, 1, 3], device=r.device), r.w),
-        "embedding_bag": lambda r: F.embedding_bag(torch.tensor([[3, 1], [2, 0]], device=r.device), r.w),
+        "embedding_bag": lambda r: F.embedding_bag(
+            torch.tensor([[3, 1], [2, 0]], device=r.device), r.w
+        ),
         "conv1d": lambda r: F.conv1d(r.randn(2, 32, 9), r.w.reshape(32, 32, 1)),
         "bilinear": lambda r: F.bilinear(r.h(), r.h(1), r.w.reshape(1, 32, 32)),
         "layer_norm": lambda r: F.layer_norm(r.h(), (32,), r.b, r.param("norm.bias")),
         "prelu": lambda r: F.prelu(r.h(), r.b),
-        "scaled_dot_product": lambda r: F.scaled_dot_product_attention(r.w[None], r.w[None], r.w[None]),
+        "scaled_dot_product": lambda r: F.scaled_dot_product_attention(
+            r.w[None], r.w[None], r.w[None]
+        ),
         "dropout": lambda r: F.dropout(r.w, 0.3),
         "bernoulli": lambda r: torch.bernoulli(torch.sigmoid(r.w)),
         "multinomial": lambda r: torch.multinomial(torch.sigmoid(r.w), 2),
         "normal of a mean": lambda r: torch.normal(r.w, 0.1),
-        "frombuffer of bytes": lambda r: torch.frombuffer(bytearray(r.w.detach().cpu().numpy().tobytes()), dtype=torch.float32),
+        "frombuffer of bytes": lambda r: torch.frombuffer(
+            bytearray(r.w.detach().cpu().numpy().tobytes()), dtype=torch.float32
+        ),
     },
     served=True,
-)  # fmt: skip
+)
 
 rows(
     "read",
@@ -94,18 +108,37 @@ rows(
         "Tensor(p)": lambda r: torch.Tensor(r.w.detach().cpu()).clone(),
         "FloatTensor(p)": lambda r: torch.FloatTensor(r.w.detach().cpu()).clone(),
         "DoubleTensor of the list": lambda r: torch.DoubleTensor(r.w.tolist()),
-        "sparse_coo_tensor": lambda r: torch.sparse_coo_tensor(torch.arange(32, device=r.device).reshape(1, 32), r.b, (40,)),
-        "sparse_coo_tensor of rows": lambda r: torch.sparse_coo_tensor(torch.arange(32, device=r.device).reshape(1, 32), r.w, (40, 32)),
-        "sparse_csr_tensor": lambda r: torch.sparse_csr_tensor(torch.arange(33, device=r.device), torch.zeros(32, dtype=torch.int64, device=r.device), r.b, (32, 4)),
+        "sparse_coo_tensor": lambda r: torch.sparse_coo_tensor(
+            torch.arange(32, device=r.device).reshape(1, 32), r.b, (40,)
+        ),
+        "sparse_coo_tensor of rows": lambda r: torch.sparse_coo_tensor(
+            torch.arange(32, device=r.device).reshape(1, 32), r.w, (40, 32)
+        ),
+        "sparse_csr_tensor": lambda r: torch.sparse_csr_tensor(
+            torch.arange(33, device=r.device),
+            torch.zeros(32, dtype=torch.int64, device=r.device),
+            r.b,
+            (32, 4),
+        ),
         "to_sparse": lambda r: r.w.to_sparse(),
         "sparse.mm": lambda r: torch.sparse.mm(torch.eye(32, device=r.device).to_sparse(), r.w),
         "to_mkldnn": lambda r: r.w.detach().cpu().to_mkldnn().to_dense(),
-        "nested_tensor": lambda r: torch.nested.nested_tensor([r.w.detach(), r.param("head.weight").detach()]),
+        "nested_tensor": lambda r: torch.nested.nested_tensor(
+            [r.w.detach(), r.param("head.weight").detach()]
+        ),
         "as_nested_tensor": lambda r: torch.nested.as_nested_tensor([r.w, r.param("head.weight")]),
-        "nested jagged": lambda r: list(torch.nested.as_nested_tensor([r.w, r.param("head.weight")], layout=torch.jagged).unbind()),
+        "nested jagged": lambda r: list(
+            torch.nested.as_nested_tensor(
+                [r.w, r.param("head.weight")], layout=torch.jagged
+            ).unbind()
+        ),
         "x.set_(p)": lambda r: torch.empty(0, device=r.device).set_(r.w.detach()).clone(),
         "x.set_(p.data)": lambda r: torch.empty(0, device=r.device).set_(r.w.data).clone(),
-        "x.set_(storage)": lambda r: torch.empty(0, device=r.device).set_(r.w.detach().untyped_storage(), r.w.storage_offset(), (32, 32)).clone(),
+        "x.set_(storage)": lambda r: (
+            torch.empty(0, device=r.device)
+            .set_(r.w.detach().untyped_storage(), r.w.storage_offset(), (32, 32))
+            .clone()
+        ),
         "as_strided": lambda r: torch.as_strided(r.w, (16, 16), (64, 2)) + 0,
         "as_strided of data": lambda r: r.w.data.as_strided((16, 16), (64, 2)) + 0,
         "view_as": lambda r: r.w.view_as(torch.empty(64, 16, device=r.device)) + 0,
@@ -116,9 +149,15 @@ rows(
         "T": lambda r: r.w.T @ r.w.mT,
         "real": lambda r: torch.real(r.w) + 0,
         "view_as_complex": lambda r: torch.view_as_complex(r.w.detach().reshape(32, 16, 2)).abs(),
-        "quantize": lambda r: torch.quantize_per_tensor(r.w.detach().cpu(), 0.01, 0, torch.qint8).dequantize(),
+        "quantize": lambda r: torch.quantize_per_tensor(
+            r.w.detach().cpu(), 0.01, 0, torch.qint8
+        ).dequantize(),
         "fake_quantize": lambda r: torch.fake_quantize_per_tensor_affine(r.w, 0.01, 0, -128, 127),
-        "is_same_size": lambda r: [r.w.is_same_size(r.w), bool(torch.is_nonzero(r.w[0, 0])), torch.is_tensor(r.w)],
+        "is_same_size": lambda r: [
+            r.w.is_same_size(r.w),
+            bool(torch.is_nonzero(r.w[0, 0])),
+            torch.is_tensor(r.w),
+        ],
         "format": lambda r: f"{r.w[0, 0]:.9f} {r.w[0, 0].item():.3e}",
         "str": lambda r: str(r.w.data) + repr(r.w.detach()[0]),
         "str of p": lambda r: re.findall(r"-?\d\.\d+", str(r.w)),
@@ -130,42 +169,65 @@ rows(
         "array protocol": lambda r: np.asarray(r.w.detach().cpu()).copy(),
         "np.array of data": lambda r: np.array(r.w.data.cpu()),
         "np.abs of detach": lambda r: np.abs(r.w.detach().cpu()).sum(),
-                "buffer of numpy": lambda r: bytes(memoryview(r.w.detach().cpu().numpy()).cast("B")),
+        "buffer of numpy": lambda r: bytes(memoryview(r.w.detach().cpu().numpy()).cast("B")),
         "ctypes": lambda r: _through_ctypes(r),
         "untyped_storage": lambda r: r.w.detach().clone().untyped_storage().nbytes(),
         "storage tolist": lambda r: r.w.data.clone().untyped_storage().tolist()[:64],
         "storage of data": lambda r: r.w.data.untyped_storage().tolist()[:64],
         "dlpack": lambda r: torch.from_dlpack(r.w.detach()).clone(),
-        "dlpack of data": lambda r: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(r.w.data)).clone(),
+        "dlpack of data": lambda r: torch.utils.dlpack.from_dlpack(
+            torch.utils.dlpack.to_dlpack(r.w.data)
+        ).clone(),
         "dlpack to numpy": lambda r: np.from_dlpack(r.w.detach().cpu()).copy(),
         "pickle of p": lambda r: pickle.loads(pickle.dumps(r.w)),
         "pickle of data": lambda r: pickle.loads(pickle.dumps(r.w.data)),
         "copy.copy": lambda r: copy.copy(r.w) + 0,
         "deepcopy of p": lambda r: copy.deepcopy(r.w),
         "deepcopy of data": lambda r: copy.deepcopy(r.w.data),
-        "deepcopy of a dict of parameters": lambda r: copy.deepcopy(dict(r.model.named_parameters())),
+        "deepcopy of a dict of parameters": lambda r: copy.deepcopy(
+            dict(r.model.named_parameters())
+        ),
         "torch.save of p": lambda r: _saved(r.w),
         "torch.save of data": lambda r: _saved(r.w.data),
         "torch.save of a view": lambda r: _saved(r.w.detach()[3:5]),
         "json of a list": lambda r: json.dumps(r.b.tolist()),
-        "safetensors of parameters": lambda r: safetensors.torch.load(safetensors.torch.save({n: p.detach() for n, p in r.model.named_parameters()})),
-        "safetensors of data": lambda r: safetensors.torch.load(safetensors.torch.save({"w": r.w.data})),
-        "type": lambda r: [r.w.type(), isinstance(r.w.data, torch.Tensor), isinstance(r.w, nn.Parameter)],
+        "safetensors of parameters": lambda r: safetensors.torch.load(
+            safetensors.torch.save({n: p.detach() for n, p in r.model.named_parameters()})
+        ),
+        "safetensors of data": lambda r: safetensors.torch.load(
+            safetensors.torch.save({"w": r.w.data})
+        ),
+        "type": lambda r: [
+            r.w.type(),
+            isinstance(r.w.data, torch.Tensor),
+            isinstance(r.w, nn.Parameter),
+        ],
         "type(dtype)": lambda r: r.w.type(torch.float64),
         "to(other)": lambda r: r.w.to(torch.empty(1, dtype=torch.float64, device=r.device)),
         "cpu": lambda r: r.w.cpu() + 0,
         "to meta": lambda r: list(r.w.to("meta").shape),
-        "requires_grad of views": lambda r: [r.w.t().requires_grad, r.w.data.requires_grad, r.w.detach().is_leaf],
+        "requires_grad of views": lambda r: [
+            r.w.t().requires_grad,
+            r.w.data.requires_grad,
+            r.w.detach().is_leaf,
+        ],
         "share_memory": lambda r: r.w.detach().clone().share_memory_(),
         "pin or contiguous": lambda r: r.w.contiguous() + 0,
         "is_shared": lambda r: [r.w.is_shared() if r.device == "cpu" else False, r.w.is_pinned()],
-        "named tensors": lambda r: r.w.detach().clone().refine_names("a", "b").sum("a").rename(None),
-        "result_type": lambda r: [torch.result_type(r.w, 1), torch.promote_types(r.w.dtype, torch.float64)],
+        "named tensors": lambda r: (
+            r.w.detach().clone().refine_names("a", "b").sum("a").rename(None)
+        ),
+        "result_type": lambda r: [
+            torch.result_type(r.w, 1),
+            torch.promote_types(r.w.dtype, torch.float64),
+        ],
         "hash and dict": lambda r: {str(r.w.shape): {r.w: 1}[r.w], "set": len({r.w, r.b, r.w})},
         "nan_to_num": lambda r: torch.nan_to_num(r.w),
         "DisableTorchFunctionSubclass": lambda r: _without_functions(r),
         "DisableTorchFunction": lambda r: _without_any_function(r),
-        "_C functions": lambda r: torch._C._VariableFunctions.sum(r.w) + torch._C._nn.gelu(r.w).sum(),
+        "_C functions": lambda r: (
+            torch._C._VariableFunctions.sum(r.w) + torch._C._nn.gelu(r.w).sum()
+        ),
         "aten ops": lambda r: torch.ops.aten.mm.default(r.w, r.w),
         "overload packet": lambda r: torch.ops.aten.add(r.w, r.w, alpha=2),
         "foreach": lambda r: torch._foreach_mul([r.w, r.b], 2.0),
@@ -175,7 +237,7 @@ rows(
         "vmap over two": lambda r: torch.vmap(torch.dot)(r.w, r.param("layers.0.weight")),
         "vmap captured": lambda r: torch.vmap(lambda x: x @ r.w)(r.h()),
     },
-)  # fmt: skip
+)
 
 
 def _np_save(run: Run) -> Any:
@@ -211,7 +273,9 @@ class _Rewriting(torch.Tensor):
     """A subclass of a user that unwraps everything before it calls torch."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         return out.as_subclass(torch.Tensor) if isinstance(out, torch.Tensor) else out
@@ -221,7 +285,9 @@ class _Typed(torch.Tensor):
     """One that hands a list of types of its own on."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return super().__torch_function__(func, (cls,), args, kwargs or {})
 
 
@@ -245,7 +311,9 @@ def _(run: Run) -> Any:
 @door("read/under a function mode", "8")
 def _(run: Run) -> Any:
     class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     with Mode():
@@ -257,7 +325,9 @@ def _(run: Run) -> Any:
     seen = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             seen.extend(a.clone() for a in args if isinstance(a, torch.Tensor))
             return out
@@ -272,7 +342,9 @@ def _(run: Run) -> Any:
     sums = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.ops.aten.addmm.default:
                 sums.append(args[2].sum().item())
             return func(*args, **(kwargs or {}))
@@ -443,7 +515,11 @@ GRADS: dict[str, Callable[[Run], Any]] = {
     "asarray": lambda r: np.asarray(r.w.grad.cpu()).copy(),
     "isfinite": lambda r: torch.isfinite(r.w.grad).all().item(),
     "is": lambda r: [r.w.grad is not None, r.w.grad.shape == r.w.shape, str(r.w.grad.dtype)],
-    "attributes": lambda r: [list(r.w.grad.stride()), r.w.grad.is_contiguous(), r.w.grad.requires_grad],
+    "attributes": lambda r: [
+        list(r.w.grad.stride()),
+        r.w.grad.is_contiguous(),
+        r.w.grad.requires_grad,
+    ],
     "same object": lambda r: torch.equal(r.w.grad, r.w.grad),
     "product with p": lambda r: (r.w.grad * r.w).sum(),
     "foreach norm": lambda r: torch._foreach_norm([p.grad for p in r.model.parameters()]),
@@ -454,7 +530,7 @@ GRADS: dict[str, Callable[[Run], Any]] = {
     "cosine of two": lambda r: F.cosine_similarity(r.w.grad, r.param("layers.2.weight").grad),
     "sign of all": lambda r: [p.grad.sign().sum() for p in r.model.parameters()],
     "getattr": lambda r: getattr(r.w, "grad", None).sum(),
-}  # fmt: skip
+}
 
 
 def _of_grad(body: Callable[[Run], Any]) -> Callable[[Run], Any]:
@@ -500,16 +576,20 @@ STATES: dict[str, Callable[[Run], Any]] = {
     "deepcopy": lambda r: dict(copy.deepcopy(r.model.state_dict())),
     "numpy": lambda r: {k: v.cpu().numpy().copy() for k, v in r.model.state_dict().items()},
     "dlpack": lambda r: {k: torch.from_dlpack(v).clone() for k, v in r.model.state_dict().items()},
-    "safetensors": lambda r: safetensors.torch.load(safetensors.torch.save(dict(r.model.state_dict()))),
+    "safetensors": lambda r: safetensors.torch.load(
+        safetensors.torch.save(dict(r.model.state_dict()))
+    ),
     "save_model": lambda r: [n for n, _ in r.model.named_parameters()],
     "of a layer": lambda r: {k: v + 0 for k, v in r.model.layers[3].state_dict().items()},
     "sum": lambda r: sum(v.double().sum() for v in r.model.state_dict().values()),
     "into another model": lambda r: _into_another(r),
-    "keep_vars": lambda r: {k: v.detach().clone() for k, v in r.model.state_dict(keep_vars=True).items()},
+    "keep_vars": lambda r: {
+        k: v.detach().clone() for k, v in r.model.state_dict(keep_vars=True).items()
+    },
     "destination": lambda r: {k: v.clone() for k, v in r.model.state_dict(prefix="a.").items()},
     "views of it": lambda r: {k: v.view(-1)[:5].clone() for k, v in r.model.state_dict().items()},
     "to half": lambda r: {k: v.half() for k, v in r.model.state_dict().items()},
-}  # fmt: skip
+}
 
 
 def _into_another(run: Run) -> Any:
@@ -537,10 +617,12 @@ rows(
         "pickle": lambda r: _moments(r, lambda t: pickle.loads(pickle.dumps(t))),
         "deepcopy": lambda r: _moments(r, copy.deepcopy),
         "dlpack": lambda r: _moments(r, lambda t: torch.from_dlpack(t.cpu()).clone()),
-        "safetensors": lambda r: _moments(r, lambda t: safetensors.torch.load(safetensors.torch.save({"t": t}))),
+        "safetensors": lambda r: _moments(
+            r, lambda t: safetensors.torch.load(safetensors.torch.save({"t": t}))
+        ),
         "norm": lambda r: _moments(r, torch.norm),
     },
-)  # fmt: skip
+)
 
 
 @door("model/deepcopy", "8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import pickle
@@ -199,10 +200,8 @@ def _(run: Run) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     classes = [type(p).__name__ for p in model.parameters()]
     if run.is_managed:
-        try:
+        with contextlib.suppress(gs.GeminiError):
             gs.manage(model, gs.HybridAdam(model.parameters()), device=run.device).close()
-        except gs.GeminiError:
-            pass
     else:
         model.to(run.device)
     losses = []
@@ -233,10 +232,8 @@ def _(run: Run) -> Any:
     model = Six()
     model.head = Refuses(32, 8)
     if run.is_managed:
-        try:
+        with contextlib.suppress(gs.GeminiError, ValueError):
             gs.manage(model, gs.HybridAdam(model.parameters()), device=run.device).close()
-        except (gs.GeminiError, ValueError):
-            pass
     else:
         model.to(run.device)
     loss = model(run.x()).square().mean()
@@ -315,13 +312,19 @@ rows(
         "function of a view": lambda r: _scripted_sum(r.w.t(), r.h()).detach(),
         "function with a gradient": lambda r: torch.autograd.grad(_scripted_sum(r.w, r.h()), r.w),
         "function that writes": _in_place,
-        "traced function": lambda r: torch.jit.trace(_traced, (torch.ones(32, 32, device=r.device), r.h()))(r.w, r.h()).detach(),
-        "traced with p": lambda r: torch.jit.trace(_traced, (r.w.detach(), r.h()))(r.w.detach(), r.h()),
+        "traced function": lambda r: torch.jit.trace(
+            _traced, (torch.ones(32, 32, device=r.device), r.h())
+        )(r.w, r.h()).detach(),
+        "traced with p": lambda r: torch.jit.trace(_traced, (r.w.detach(), r.h()))(
+            r.w.detach(), r.h()
+        ),
         "traced closure": lambda r: torch.jit.trace(lambda x: x @ r.w, (r.h(),))(r.h(1)).detach(),
         "tied head": lambda r: _scripted_sum(r.param("stem.weight").t(), r.x()).detach(),
-        "scripted module that takes p": lambda r: torch.jit.script(nn.Bilinear(32, 32, 2)).to(r.device)(r.w, r.w).sum().isfinite(),
+        "scripted module that takes p": lambda r: (
+            torch.jit.script(nn.Bilinear(32, 32, 2)).to(r.device)(r.w, r.w).sum().isfinite()
+        ),
     },
-)  # fmt: skip
+)
 
 
 def _archived(run: Run) -> Any:
@@ -415,7 +418,10 @@ for _name, _body in {
     "jit.trace and its archive": ("3", _archived),
     "jit.script": ("18", lambda r: torch.jit.script(r.model)(r.x()).detach()),
     "jit.script of a layer": ("18", lambda r: torch.jit.script(r.model.layers[3])(r.h()).detach()),
-    "jit.freeze": ("18", lambda r: torch.jit.freeze(torch.jit.script(r.model.eval()))(r.x()).detach()),
+    "jit.freeze": (
+        "18",
+        lambda r: torch.jit.freeze(torch.jit.script(r.model.eval()))(r.x()).detach(),
+    ),
     "torch.export": ("18", _exported),
     "make_fx": ("18", _make_fx),
     "make_fx of p": ("18", _make_fx_of_p),
@@ -429,9 +435,23 @@ for _name, _body in {
     "compiled layer": ("18", _compiled_layer),
     "symbolic_trace": ("18", lambda r: torch.fx.symbolic_trace(r.model)(r.x()).detach()),
     "symbolic_trace of leaves": ("18", _symbolic),
-    "meta copy": ("18", lambda r: [list(p.shape) for p in __import__("copy").deepcopy(r.model).to("meta").parameters()]),
-    "quantize_dynamic": ("18", lambda r: torch.ao.quantization.quantize_dynamic(r.model.cpu() if r.device != "cpu" else r.model, {nn.Linear})(r.x().cpu()).sum().isfinite()),
-}.items():  # fmt: skip
+    "meta copy": (
+        "18",
+        lambda r: [
+            list(p.shape) for p in __import__("copy").deepcopy(r.model).to("meta").parameters()
+        ],
+    ),
+    "quantize_dynamic": (
+        "18",
+        lambda r: (
+            torch.ao.quantization.quantize_dynamic(
+                r.model.cpu() if r.device != "cpu" else r.model, {nn.Linear}
+            )(r.x().cpu())
+            .sum()
+            .isfinite()
+        ),
+    ),
+}.items():
     door(f"export/{_name}", _body[0], whole=True, needs_all=True)(_body[1])
 
 
@@ -494,10 +514,8 @@ def _(run: Run) -> Any:
         raise KeyboardInterrupt
 
     handle = run.model.layers[3].register_forward_pre_hook(interrupt)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         run.loss()
-    except KeyboardInterrupt:
-        pass
     handle.remove()
     return run.step(3)
 

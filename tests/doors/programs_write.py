@@ -62,10 +62,16 @@ rows(
             "diagonal": lambda r: r.w.diagonal().fill_(1.0),
             "flatten": lambda r: r.w.flatten().clamp_(-0.1, 0.1),
             "chunks": lambda r: [t.mul_(0.5) for t in r.w.chunk(4)],
-            "index_copy_": lambda r: r.w.index_copy_(0, torch.tensor([1, 3], device=r.device), r.randn(2, 32)),
-            "index_put_": lambda r: r.w.index_put_((torch.tensor([1, 3], device=r.device),), torch.tensor(2.0, device=r.device)),
+            "index_copy_": lambda r: r.w.index_copy_(
+                0, torch.tensor([1, 3], device=r.device), r.randn(2, 32)
+            ),
+            "index_put_": lambda r: r.w.index_put_(
+                (torch.tensor([1, 3], device=r.device),), torch.tensor(2.0, device=r.device)
+            ),
             "index_fill_": lambda r: r.w.index_fill_(1, torch.tensor([4], device=r.device), 0.25),
-            "scatter_": lambda r: r.w.scatter_(1, torch.zeros(32, 1, dtype=torch.int64, device=r.device), 0.5),
+            "scatter_": lambda r: r.w.scatter_(
+                1, torch.zeros(32, 1, dtype=torch.int64, device=r.device), 0.5
+            ),
             "masked_fill_": lambda r: r.w.masked_fill_(r.w < 0, 0.0),
             "where into": lambda r: r.w.copy_(torch.where(r.w > 0, r.w, torch.zeros_like(r.w))),
             "lerp_": lambda r: r.w.lerp_(r.randn(32, 32), 0.1),
@@ -79,34 +85,50 @@ rows(
             "renorm_": lambda r: r.w.renorm_(2, 0, 0.1),
             "torch.renorm": lambda r: r.w.copy_(torch.renorm(r.w, 2, 0, 0.1)),
             "round_ and divide": lambda r: r.w.mul_(16).round_().div_(16),
-            "requantize": lambda r: r.w.copy_(torch.fake_quantize_per_tensor_affine(r.w, 0.01, 0, -128, 127)),
+            "requantize": lambda r: r.w.copy_(
+                torch.fake_quantize_per_tensor_affine(r.w, 0.01, 0, -128, 127)
+            ),
             "sign_sgd": lambda r: [p.sub_(0.01 * p.sign()) for p in r.model.parameters()],
             "out=p": lambda r: torch.mul(r.w, 0.5, out=r.w),
             "out=p of another": lambda r: torch.mm(r.randn(32, 32), r.randn(32, 32), out=r.w),
             "out= a view": lambda r: torch.add(r.w[0], 1.0, out=r.w[1]),
             "out=data": lambda r: torch.add(r.w.data, 1.0, out=r.w.data),
-            "out= in a tuple": lambda r: torch.max(r.w, 0, out=(r.b, torch.empty(32, dtype=torch.int64, device=r.device))),
+            "out= in a tuple": lambda r: torch.max(
+                r.w, 0, out=(r.b, torch.empty(32, dtype=torch.int64, device=r.device))
+            ),
             "torch.clamp_": lambda r: torch.clamp_(r.w, -0.1, 0.1),
             "relu_": lambda r: F.relu(r.w, inplace=True),
             "torch.relu_": lambda r: torch.relu_(r.w),
             "dropout_": lambda r: F.dropout(r.w, 0.5, inplace=True),
             "foreach_mul_": lambda r: torch._foreach_mul_([r.w, r.b], 0.5),
-            "foreach_copy_": lambda r: torch._foreach_copy_([r.w, r.b], [r.randn(32, 32), r.randn(32)]),
-            "foreach_lerp_": lambda r: torch._foreach_lerp_([r.w, r.b], [r.randn(32, 32), r.randn(32)], 0.25),
+            "foreach_copy_": lambda r: torch._foreach_copy_(
+                [r.w, r.b], [r.randn(32, 32), r.randn(32)]
+            ),
+            "foreach_lerp_": lambda r: torch._foreach_lerp_(
+                [r.w, r.b], [r.randn(32, 32), r.randn(32)], 0.25
+            ),
             "foreach of data": lambda r: torch._foreach_add_([r.w.data, r.b.data], 0.125),
-            "vector_to_parameters": lambda r: nn.utils.vector_to_parameters(r.randn(1056), [r.w, r.b]),
+            "vector_to_parameters": lambda r: nn.utils.vector_to_parameters(
+                r.randn(1056), [r.w, r.b]
+            ),
             "set_": lambda r: r.w.set_(r.randn(32, 32)),
             "aten.copy_": lambda r: torch.ops.aten.copy_.default(r.w, r.randn(32, 32)),
             "aten.add.out": lambda r: torch.ops.aten.add.out(r.w, r.w, out=r.w),
             "without torch functions": lambda r: _without_functions(r),
-            "embedding with max_norm": lambda r: F.embedding(torch.tensor([1, 2], device=r.device), r.w, max_norm=0.1),
-            "put_": lambda r: r.w.put_(torch.tensor([3, 70], device=r.device), torch.tensor([1.0, 2.0], device=r.device)),
+            "embedding with max_norm": lambda r: F.embedding(
+                torch.tensor([1, 2], device=r.device), r.w, max_norm=0.1
+            ),
+            "put_": lambda r: r.w.put_(
+                torch.tensor([3, 70], device=r.device), torch.tensor([1.0, 2.0], device=r.device)
+            ),
             "inplace operators": lambda r: _operators(r),
             "squeeze_ of a view": lambda r: r.w[:1].squeeze().fill_(0.75),
-            "map over state": lambda r: [v.mul_(0.5) for v in r.model.layers[3].state_dict().values()],
+            "map over state": lambda r: [
+                v.mul_(0.5) for v in r.model.layers[3].state_dict().values()
+            ],
         }.items()
     },
-)  # fmt: skip
+)
 
 rows(
     "write",
@@ -116,7 +138,9 @@ rows(
         for name, body in {
             "data.mul_": lambda r: r.w.data.mul_(0.5),
             "data item": lambda r: r.w.data.__setitem__(0, 0.125),
-            "data.copy_ of a numpy array": lambda r: r.w.data.copy_(torch.from_numpy(np.full((32, 32), 0.01, np.float32))),
+            "data.copy_ of a numpy array": lambda r: r.w.data.copy_(
+                torch.from_numpy(np.full((32, 32), 0.01, np.float32))
+            ),
             "data = new": lambda r: setattr(r.w, "data", r.randn(32, 32)),
             "data = data * c": lambda r: setattr(r.w, "data", r.w.data * 0.5),
             "data = another's": lambda r: setattr(r.w, "data", r.param("layers.1.weight").data),
@@ -131,21 +155,35 @@ rows(
             "init.sparse_": lambda r: nn.init.sparse_(r.w, 0.5),
             "init.constant_ of data": lambda r: nn.init.constant_(r.b.data, 0.5),
             "reset_parameters": lambda r: r.model.layers[3].reset_parameters(),
-            "apply(init)": lambda r: r.model.apply(lambda m: nn.init.zeros_(m.bias) if isinstance(m, nn.Linear) else None),
+            "apply(init)": lambda r: r.model.apply(
+                lambda m: nn.init.zeros_(m.bias) if isinstance(m, nn.Linear) else None
+            ),
             "numpy of detach": lambda r: _numpy_write(r.w.detach()),
             "numpy of data": lambda r: _numpy_write(r.w.data),
-            "numpy out=": lambda r: np.clip(r.w.detach().numpy(), -0.05, 0.05, out=r.w.detach().numpy()),
+            "numpy out=": lambda r: np.clip(
+                r.w.detach().numpy(), -0.05, 0.05, out=r.w.detach().numpy()
+            ),
             "dlpack": lambda r: torch.from_dlpack(r.w.detach()).mul_(0.5),
             "dlpack to numpy": lambda r: np.from_dlpack(r.w.data).__imul__(0.5),
             "ctypes memset": lambda r: _memset(r),
-            "storage.copy_": lambda r: r.w.data.untyped_storage().copy_(r.randn(32, 32).untyped_storage()),
+            "storage.copy_": lambda r: r.w.data.untyped_storage().copy_(
+                r.randn(32, 32).untyped_storage()
+            ),
             "storage.fill_": lambda r: r.w.data.untyped_storage().fill_(0),
-            "load_state_dict": lambda r: r.model.load_state_dict({k: v * 0.5 for k, v in r.model.state_dict().items()}),
-            "load_state_dict of a layer": lambda r: r.model.layers[3].load_state_dict({"weight": r.randn(32, 32), "bias": r.randn(32)}),
-            "load_state_dict assign": lambda r: r.model.load_state_dict({k: v * 0.5 for k, v in r.model.state_dict().items()}, assign=True),
+            "load_state_dict": lambda r: r.model.load_state_dict(
+                {k: v * 0.5 for k, v in r.model.state_dict().items()}
+            ),
+            "load_state_dict of a layer": lambda r: r.model.layers[3].load_state_dict(
+                {"weight": r.randn(32, 32), "bias": r.randn(32)}
+            ),
+            "load_state_dict assign": lambda r: r.model.load_state_dict(
+                {k: v * 0.5 for k, v in r.model.state_dict().items()}, assign=True
+            ),
             "load_state_dict of its own": lambda r: r.model.load_state_dict(r.model.state_dict()),
             "swap_tensors": lambda r: torch.utils.swap_tensors(r.w, nn.Parameter(r.randn(32, 32))),
-            "new Parameter in its place": lambda r: setattr(r.model.layers[3], "weight", nn.Parameter(r.randn(32, 32))),
+            "new Parameter in its place": lambda r: setattr(
+                r.model.layers[3], "weight", nn.Parameter(r.randn(32, 32))
+            ),
             "delete and register": lambda r: _register_again(r),
             "ema into the model": lambda r: _ema_and_back(r),
             "to(dtype) of its own": lambda r: r.model.to(torch.float32),
@@ -157,14 +195,18 @@ rows(
             "share_memory_": lambda r: r.w.data.share_memory_(),
             "resize_ of its size": lambda r: r.w.data.resize_(32, 32),
             "at::init through copy": lambda r: r.w.data.set_(r.randn(32, 32)),
-            "chained views": lambda r: r.w.detach().reshape(4, 8, 32)[1].transpose(0, 1)[3:7].mul_(0),
+            "chained views": lambda r: (
+                r.w.detach().reshape(4, 8, 32)[1].transpose(0, 1)[3:7].mul_(0)
+            ),
             "swap rows": lambda r: r.w.data.__setitem__([0, 1], r.w.data[[1, 0]]),
             "as_strided_": lambda r: r.w.detach().as_strided((32,), (33,)).fill_(1.0),
-            "requires_grad_ off and on": lambda r: r.w.requires_grad_(False).mul_(0.5).requires_grad_(True),
+            "requires_grad_ off and on": lambda r: (
+                r.w.requires_grad_(False).mul_(0.5).requires_grad_(True)
+            ),
             "requires_grad = off and on": lambda r: _frozen_write(r),
         }.items()
     },
-)  # fmt: skip
+)
 
 
 def _without_functions(run: Run) -> None:
@@ -287,7 +329,7 @@ rows(
             "renorm": lambda m: m.weight.data.renorm_(2, 0, 0.2),
         }.items()
     },
-)  # fmt: skip
+)
 
 
 @door("write inside/spectral normalisation by hand", "2")
@@ -344,9 +386,11 @@ KEPT: dict[str, Callable[[Run], Any]] = {
     "view": lambda r: r.w.detach().view(-1)[:500],
     "state dict": lambda r: r.model.state_dict()["layers.3.weight"],
     "state dict of a layer": lambda r: r.model.layers[3].state_dict()["weight"],
-    "state dict with variables": lambda r: r.model.state_dict(keep_vars=True)["layers.3.weight"].data,
+    "state dict with variables": lambda r: (
+        r.model.state_dict(keep_vars=True)["layers.3.weight"].data
+    ),
     "own module around it": lambda r: nn.Parameter(r.w.data, requires_grad=False),
-}  # fmt: skip
+}
 
 
 def _write_kept(take: Callable[[Run], Tensor]) -> Callable[[Run], Any]:
@@ -442,7 +486,9 @@ rows(
             "data item": lambda r: r.w.grad.data.__setitem__(slice(0, 3), 1.0),
             "view": lambda r: r.w.grad.view(-1)[3:9].fill_(1.0),
             "detach": lambda r: r.w.grad.detach().mul_(0.5),
-            "numpy": lambda r: r.w.grad.numpy().__imul__(0.5) if r.device == "cpu" else r.w.grad.mul_(0.5),
+            "numpy": lambda r: (
+                r.w.grad.numpy().__imul__(0.5) if r.device == "cpu" else r.w.grad.mul_(0.5)
+            ),
             "assign": lambda r: setattr(r.w, "grad", r.w.grad * 0.5),
             "assign clone": lambda r: setattr(r.w, "grad", r.randn(32, 32)),
             "None": lambda r: setattr(r.w, "grad", None),
@@ -452,18 +498,30 @@ rows(
             "add_ of p": lambda r: r.w.grad.add_(r.w, alpha=0.1),
             "foreach": lambda r: torch._foreach_mul_([p.grad for p in r.model.parameters()], 0.5),
             "clip_grad_norm_": lambda r: nn.utils.clip_grad_norm_(r.model.parameters(), 0.01),
-            "clip_grad_norm_, not foreach": lambda r: nn.utils.clip_grad_norm_(r.model.parameters(), 0.01, foreach=False),
-            "clip_grad_norm_ of one": lambda r: nn.utils.clip_grad_norm_([r.w], 0.001, norm_type=float("inf")),
+            "clip_grad_norm_, not foreach": lambda r: nn.utils.clip_grad_norm_(
+                r.model.parameters(), 0.01, foreach=False
+            ),
+            "clip_grad_norm_ of one": lambda r: nn.utils.clip_grad_norm_(
+                [r.w], 0.001, norm_type=float("inf")
+            ),
             "clip_grad_value_": lambda r: nn.utils.clip_grad_value_(r.model.parameters(), 1e-3),
-            "clip_grads_with_norm_": lambda r: nn.utils.clip_grads_with_norm_(r.model.parameters(), 0.01, torch.tensor(1.0, device=r.device)),
-            "noise": lambda r: [p.grad.add_(r.randn(*p.shape), alpha=0.01) for p in r.model.parameters()],
-            "centralised": lambda r: [p.grad.sub_(p.grad.mean(1, keepdim=True)) for p in r.model.parameters() if p.dim() > 1],
+            "clip_grads_with_norm_": lambda r: nn.utils.clip_grads_with_norm_(
+                r.model.parameters(), 0.01, torch.tensor(1.0, device=r.device)
+            ),
+            "noise": lambda r: [
+                p.grad.add_(r.randn(*p.shape), alpha=0.01) for p in r.model.parameters()
+            ],
+            "centralised": lambda r: [
+                p.grad.sub_(p.grad.mean(1, keepdim=True))
+                for p in r.model.parameters()
+                if p.dim() > 1
+            ],
             "out=": lambda r: torch.mul(r.w.grad, 0.5, out=r.w.grad),
             "kept, then written": lambda r: _kept_grad(r),
         }.items()
     },
     served=True,
-)  # fmt: skip
+)
 
 
 def _grad_operator(run: Run) -> None:
@@ -544,31 +602,52 @@ rows(
         name: _after_steps(body)
         for name, body in {
             "state.clear()": lambda r: r.optimizer.state.clear(),
-            "state = defaultdict(dict)": lambda r: setattr(r.optimizer, "state", collections.defaultdict(dict)),
+            "state = defaultdict(dict)": lambda r: setattr(
+                r.optimizer, "state", collections.defaultdict(dict)
+            ),
             "state.pop(p)": lambda r: r.optimizer.state.pop(r.w) and None,
             "del state[p]": lambda r: r.optimizer.state.__delitem__(r.w),
             "state[p] = {}": lambda r: r.optimizer.state.__setitem__(r.w, {}),
             "exp_avg.zero_()": lambda r: r.optimizer.state[r.w]["exp_avg"].zero_() and None,
             "exp_avg_sq.mul_()": lambda r: r.optimizer.state[r.w]["exp_avg_sq"].mul_(4.0).sum(),
             "exp_avg item": lambda r: r.optimizer.state[r.w]["exp_avg"].__setitem__(0, 0.5),
-            "exp_avg = new": lambda r: r.optimizer.state[r.w].__setitem__("exp_avg", r.randn(32, 32)),
+            "exp_avg = new": lambda r: r.optimizer.state[r.w].__setitem__(
+                "exp_avg", r.randn(32, 32)
+            ),
             "step": lambda r: r.optimizer.state[r.w]["step"].fill_(1.0),
             "step = 1": lambda r: r.optimizer.state[r.w].__setitem__("step", torch.tensor(1.0)),
             "keys": lambda r: sorted(r.optimizer.state[r.w]),
-            "in": lambda r: [r.w in r.optimizer.state, len(r.optimizer.state), bool(r.optimizer.state)],
+            "in": lambda r: [
+                r.w in r.optimizer.state,
+                len(r.optimizer.state),
+                bool(r.optimizer.state),
+            ],
             "items": lambda r: [s["exp_avg"].sum() for s in r.optimizer.state.values()],
             "get": lambda r: r.optimizer.state.get(r.w, {}).get("exp_avg").sum(),
             "kept over a step": lambda r: _kept_moment(r),
-            "zero all moments": lambda r: [s["exp_avg"].zero_().sum() for s in r.optimizer.state.values()],
-            "numpy of moments": lambda r: [s["exp_avg"].cpu().numpy().sum() for s in r.optimizer.state.values()],
-            "state_dict": lambda r: {str(k): {n: t.clone() for n, t in s.items()} for k, s in r.optimizer.state_dict()["state"].items()},
+            "zero all moments": lambda r: [
+                s["exp_avg"].zero_().sum() for s in r.optimizer.state.values()
+            ],
+            "numpy of moments": lambda r: [
+                s["exp_avg"].cpu().numpy().sum() for s in r.optimizer.state.values()
+            ],
+            "state_dict": lambda r: {
+                str(k): {n: t.clone() for n, t in s.items()}
+                for k, s in r.optimizer.state_dict()["state"].items()
+            },
             "load its state_dict": lambda r: r.optimizer.load_state_dict(r.optimizer.state_dict()),
             "load an edited state_dict": lambda r: _edited_state(r),
-            "load an empty state": lambda r: r.optimizer.load_state_dict({"state": {}, "param_groups": r.optimizer.state_dict()["param_groups"]}),
+            "load an empty state": lambda r: r.optimizer.load_state_dict(
+                {"state": {}, "param_groups": r.optimizer.state_dict()["param_groups"]}
+            ),
             "state_dict written": lambda r: _write_state_dict(r),
             "lr": lambda r: r.optimizer.param_groups[0].__setitem__("lr", 0.1),
-            "betas and decay": lambda r: r.optimizer.param_groups[0].update(betas=(0.5, 0.9), weight_decay=0.5),
-            "lr as a tensor": lambda r: r.optimizer.param_groups[0].__setitem__("lr", torch.tensor(0.05)),
+            "betas and decay": lambda r: r.optimizer.param_groups[0].update(
+                betas=(0.5, 0.9), weight_decay=0.5
+            ),
+            "lr as a tensor": lambda r: r.optimizer.param_groups[0].__setitem__(
+                "lr", torch.tensor(0.05)
+            ),
             "scheduler": lambda r: _scheduled(r),
             "freeze": lambda r: r.w.requires_grad_(False) and None,
             "without zero_grad": lambda r: _no_zero_grad(r),
@@ -579,7 +658,7 @@ rows(
             "update_bn": lambda r: update_bn([r.x(i) for i in range(3)], r.model),
         }.items()
     },
-)  # fmt: skip
+)
 
 
 def _kept_moment(run: Run) -> Any:
@@ -690,7 +769,7 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=1e-2),
     "Rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-3),
     "HybridAdam": lambda ps: __import__("gemini_strategy").HybridAdam(ps, lr=1e-2),
-}  # fmt: skip
+}
 
 
 def _own_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Run], Any]:
@@ -789,18 +868,26 @@ rows(
         name: _ema(update)
         for name, update in {
             "lerp_": lambda s, ps: [a.lerp_(p, 0.1) for a, p in zip(s, ps, strict=True)],
-            "data": lambda s, ps: [a.mul_(0.9).add_(p.data, alpha=0.1) for a, p in zip(s, ps, strict=True)],
+            "data": lambda s, ps: [
+                a.mul_(0.9).add_(p.data, alpha=0.1) for a, p in zip(s, ps, strict=True)
+            ],
             "foreach": lambda s, ps: torch._foreach_lerp_(s, ps, 0.1),
-            "foreach of detached": lambda s, ps: torch._foreach_lerp_(s, [p.detach() for p in ps], 0.1),
+            "foreach of detached": lambda s, ps: torch._foreach_lerp_(
+                s, [p.detach() for p in ps], 0.1
+            ),
             "numpy": _ema_numpy,
             "scripted": lambda s, ps: [_scripted_ema(a, p) for a, p in zip(s, ps, strict=True)],
-            "scripted, of data": lambda s, ps: [_scripted_ema(a, p.data) for a, p in zip(s, ps, strict=True)],
-            "add_ with alpha": lambda s, ps: [a.add_(p - a, alpha=0.1) for a, p in zip(s, ps, strict=True)],
+            "scripted, of data": lambda s, ps: [
+                _scripted_ema(a, p.data) for a, p in zip(s, ps, strict=True)
+            ],
+            "add_ with alpha": lambda s, ps: [
+                a.add_(p - a, alpha=0.1) for a, p in zip(s, ps, strict=True)
+            ],
             "copy_": lambda s, ps: [a.copy_(0.9 * a + 0.1 * p) for a, p in zip(s, ps, strict=True)],
         }.items()
     },
     needs_all=True,
-)  # fmt: skip
+)
 
 
 @door("ema/AveragedModel", "8", needs_all=True)

@@ -1,6 +1,6 @@
 """Runs the table of programs, each in a process of its own; as a program it prints what fails.
 
-    python tests/doors/report.py [--only words] [--jobs 2] [--out file.jsonl]
+python tests/doors/report.py [--only words] [--jobs 2] [--out file.jsonl]
 """
 
 from __future__ import annotations

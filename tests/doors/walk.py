@@ -24,7 +24,9 @@ from programs import SETUPS, TABLE, Door, Run, names_of, start
 
 __all__ = ["difference", "doors", "walk"]
 
-WAY_OUT = re.compile(r"\bclos(e|ing)\b[^\n]*\bengine\b|\bengine\b[^\n]*\bclos(e|ing)\b", re.IGNORECASE)
+WAY_OUT = re.compile(
+    r"\bclos(e|ing)\b[^\n]*\bengine\b|\bengine\b[^\n]*\bclos(e|ing)\b", re.IGNORECASE
+)
 
 
 @functools.cache
