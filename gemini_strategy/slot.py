@@ -395,7 +395,10 @@ class Slot(_C.Slot):
 
     def count_update(self) -> bool:
         """An update was made; gives whether it was the first."""
-        self.adam_step += 1
+        if self.step_tensor is None:
+            self.step_count += 1
+        else:
+            self.adam_step += 1
         self.loaded = self.low = None
         is_first, self.has_state = not self.has_state, True
         return is_first

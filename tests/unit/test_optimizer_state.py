@@ -11,13 +11,16 @@ import io
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from ranks import run_ranks, values
 from reference import Plain, Recipe, assert_same_bits, assert_same_outcome, drive, managed, plain
+from sharded import Exact, ExactCase
 from zoo import mlp_case
 
 CASE = mlp_case(width=32, depth=3)
@@ -371,6 +374,43 @@ def test_parameters_that_leave_their_group_and_come_back(clip: float | None) -> 
     assert_same_outcome(run.outcome(), want.outcome())
     run.engine.close()
     assert [len(g["params"]) for g in run.optimizer.param_groups] == [21, 1]
+
+
+def check_groups_of_ranks(rank: int, size: int) -> None:
+    model = Exact()
+    engine = gs.manage(
+        model, gs.HybridAdam(model.parameters(), lr=1e-2), device="cpu", timeout=90.0
+    )
+    case, params = ExactCase(rank, size), engine.optimizer.param_groups[0]["params"]
+    out = params.pop(1)
+    for step in range(2):  # all without it, then all with it
+        engine.backward(case.loss(model, case.batch(step)))
+        assert torch.isfinite(engine.clip_grad_norm_(1.0))
+        engine.step()
+        assert (out in engine.optimizer.state) == (step > 0)
+        engine.zero_grad()
+        params.insert(1, out) if step == 0 else None
+    assert int(engine.optimizer.state[out]["step"]) == 1
+    engine.optimizer.state[out]["exp_avg"].zero_()
+    assert not engine.optimizer.state_dict()["state"][1]["exp_avg"].any()
+    engine.backward(case.loss(model, case.batch(3)))
+    if rank == 1:
+        params.pop(1)
+    for act in (engine.grad_norm, engine.step):
+        with pytest.raises(
+            gs.GeminiError, match=r"terms\.1\.p is in no param group on rank 1, but in one"
+        ):
+            act()
+    if rank == 1:
+        params.insert(1, out)
+    engine.step()
+    engine.zero_grad()
+    engine.close(with_states=True)
+    assert int(engine.optimizer.state[out]["step"]) == 2
+
+
+def test_groups_of_ranks(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_groups_of_ranks))
 
 
 def test_the_norm_follows_the_groups_between_two_questions() -> None:

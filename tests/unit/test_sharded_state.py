@@ -143,7 +143,7 @@ def check_distributed_checkpoint(rank: int, size: int, folder: str) -> None:
         optimizer = engine.optimizer
         train(engine, rank, size, range(3 if size == 2 else 1))
         before = engine.state_dict()
-        # torch's own way; in half precision it would leave the masters out
+        # torch's own way (test_masters_saved.py has it in half precision), and the engine's
         if precision == "32-true":
             model_state, optimizer_state = get_state_dict(engine.model, optimizer)
             assert_same(engine.state_dict(), before)  # looking at it is no step
