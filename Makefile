@@ -1,11 +1,13 @@
 # make demo       sets up .venv and fine-tunes a small model, with the proof that it is exact
 # make test       the test-suite (no GPU needed), on the same .venv
 # make test-gpu   the tests that need a GPU, with this machine's own python3 and torch, no network
-# make check      format, lint, strict warnings, sanitizers
+# make check      format, lint, strict warnings, sanitizers, the core's own assertions
 # make build      compiles the extension in place      make format   rewrites the sources' layout
 # make bench-adam times the optimizer's arithmetic     make clean    removes what was built
 # make bench-offload CASE=A compares training under a budget with the run that has it all (GPU)
 # make bench-sharded CASE=8b compares training on several GPUs with PyTorch's FSDP2
+#
+# make check-core EVERY=1 runs all cases of the tests that make check runs every eighth of.
 #
 # PYTHON names the interpreter that .venv is made from (3.11 or newer); GEMINI_CUDA=0 skips nvcc.
 
@@ -13,13 +15,14 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/ready
+EVERY ?= 8
 JOBS ?= $(shell n=$$(nproc); [ $$n -lt 8 ] && echo $$n || echo 8)
 C_SOURCES := $(wildcard csrc/*.[ch] csrc/kernels/* tests/c/*.[ch])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test test-c test-gpu check build format bench-adam bench-offload bench-sharded clean
+.PHONY: demo test test-c test-gpu check check-core build format bench-adam bench-offload bench-sharded clean
 .DEFAULT_GOAL := demo
 
 demo: build
@@ -81,6 +84,25 @@ check: $(READY)
 	@echo "address and undefined-behaviour sanitizers: ok"
 	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run SAN=thread ONLY=workers
 	@echo "thread sanitizer: ok"
+	@$(MAKE) --no-print-directory -s check-core
+
+# The core with its own assertions and instrumented, beside a copy of the package in a folder of its own, under a part
+# of the Python tests.  Python is not instrumented: the sanitizer's runtime is preloaded, and libstdc++ with it, which
+# it must find for torch's exceptions.  PYTHONSAFEPATH: no process imports the package of the folder it runs in.
+ASSERTED := build/asserted
+LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
+
+check-core: $(READY)
+	@test -f "$(LIBASAN)" || { echo "$(CC) has no libasan.so, the runtime of its address sanitizer (Debian, \
+	Ubuntu: sudo apt install gcc; Fedora: sudo dnf install libasan libubsan)"; exit 1; }
+	@rm -rf $(ASSERTED)
+	@GEMINI_CUDA=0 GEMINI_DEBUG=1 GEMINI_SANITIZE=address,undefined \
+		$(PY) setup.py --quiet build --build-lib $(ASSERTED) 2>build/asserted.log || \
+		{ cat build/asserted.log; exit 1; }
+	@LD_PRELOAD="$(LIBASAN) libstdc++.so.6" ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 \
+		PYTHONPATH=$(CURDIR)/$(ASSERTED) OMP_NUM_THREADS=1 \
+		$(PY) -m pytest -q -n $(JOBS) -m "core and not timed" --every $(EVERY) --asserted tests/unit
+	@echo "assertions and sanitizers under Python: ok"
 
 format: $(READY)
 	@$(VENV)/bin/clang-format -i $(C_SOURCES)

@@ -80,7 +80,8 @@ typedef struct gm_engine_stats {
     uint64_t n_deviations;      /* passes that left their trace */
     uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
     uint32_t n_traces, n_pending;
-    uint64_t n_immediate; /* updates of chunks inside a backward */
+    uint64_t n_immediate;     /* updates of chunks inside a backward */
+    uint64_t n_leases_walked; /* to find those that have ended: no call may look at all of them */
     size_t
         outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
     bool is_planned;

@@ -134,6 +134,7 @@ struct gm_engine {
     bool *is_touched; /* (n_chunks,) */
     gm_lease *leases;
     atomic_bool has_ended_lease; /* one of them may have ended since they were last processed */
+    uint64_t n_leases_walked;    /* looked at for that, so far */
 
     /* the step */
     gm_chunk_state *chunk_states;     /* (n_chunks,) */

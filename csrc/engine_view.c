@@ -35,6 +35,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .n_replay_waits = engine->n_replay_waits,
         .n_traces = gm_book_n_traces(engine->book),
         .n_pending = engine->n_pending,
+        .n_leases_walked = engine->n_leases_walked,
         .outside_peak_bytes = engine->outside_peak_bytes,
         .is_planned = engine->plan != NULL,
         .is_settling =

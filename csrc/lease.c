@@ -89,6 +89,7 @@ static gm_status process_ended(gm_engine *engine)
     gm_lease **link = &engine->leases;
     while (*link) {
         gm_lease *lease = *link;
+        engine->n_leases_walked++;
         if (!atomic_load(&lease->is_ended)) {
             link = &lease->next;
             continue;

@@ -159,6 +159,7 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
         {"traces", s.n_traces},
         {"pending_updates", s.n_pending},
         {"immediate_updates", s.n_immediate},
+        {"leases_walked", s.n_leases_walked},
         {"outside_peak_bytes", s.outside_peak_bytes},
         {"planned", s.is_planned},
         {"settling", s.is_settling},

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU (make test-gpu)")
     config.addinivalue_line("markers", "core: of engine, guard, plans and ranks (make check)")
+    config.addinivalue_line("markers", "timed: measures the arithmetic of a core as users have it")
     os.environ.setdefault("GEMINI_RATES", RATES)
     if config.getoption("asserted"):
         from gemini_strategy import _C
@@ -43,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every = config.getoption("every")
     if every == 1:

@@ -19,8 +19,6 @@ from reference import Outcome, Recipe, assert_same_outcome, drive, train_plain
 from scenario import RATES, assert_same_played, budgeted, play_managed, play_plain, scenario
 from zoo import mlp_case
 
-pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
-
 N_CASES = int(os.environ.get("GEMINI_CHAOS_CASES", "120"))
 FIRST = int(os.environ.get("GEMINI_CHAOS_FIRST", "0"))
 BATCH = 20

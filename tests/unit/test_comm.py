@@ -19,7 +19,7 @@ from gemini_strategy import _C
 from gemini_strategy.comm import COMM_DTYPES, Communicator, communicator
 from ranks import run_ranks, values
 
-PATIENT = 90.0  # a timeout that no test of bits should meet
+PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SHORT = 6.0
 SLICE = 2**20  # elements, as in csrc/comm_host.c
 GUARD = 3  # elements before and behind a range
@@ -225,15 +225,14 @@ def chunks(comm: Communicator) -> None:
     comm.core.name_labels("\n".join(f"chunk {i} of unit layers.{i // 2}" for i in range(1, 21)))
 
 
-def failure_of(comm: Communicator, word: str) -> tuple[float, str]:
-    """Seconds until the collective raised, and its words."""
-    began = time.monotonic()
+def failure_of(comm: Communicator, word: str) -> str:
+    """The words of what the collective raised."""
     with pytest.raises(gs.GeminiError) as raised:
         issue(comm, word, torch.ones(BUFFER))
-    return time.monotonic() - began, str(raised.value)
+    return str(raised.value)
 
 
-def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[float, str]:
+def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> str:
     comm = communicator(timeout=SHORT if how == "stopped" else PATIENT)
     chunks(comm)
     for number, each in enumerate(WORDS, 1):
@@ -252,33 +251,30 @@ def check_rank_that_goes(rank: int, size: int, word: str, how: str) -> tuple[flo
     if rank == 0 and how == "exits":  # rank 1 is waiting for this one, which fails before it sends
         time.sleep(1.5)
     first = failure_of(comm, word)
-    again = failure_of(comm, "all_reduce")[1]  # the first failure stands
-    assert first[1].startswith(again), (first[1], again)
+    again = failure_of(comm, "all_reduce")  # the first failure stands
+    assert first.startswith(again), (first, again)
     comm.close()
     comm.close()
     return first
 
 
 @pytest.mark.parametrize(
-    ("how", "word", "longest"),
+    ("how", "word"),
     [
-        ("exits", "all_gather", PATIENT / 3),
-        ("killed", "reduce_scatter", PATIENT / 3),
-        ("stopped", "all_reduce", 4 * SHORT),
-        ("killed", "broadcast", PATIENT / 3),
+        ("exits", "all_gather"),
+        ("killed", "reduce_scatter"),
+        ("stopped", "all_reduce"),
+        ("killed", "broadcast"),
     ],
 )
-def test_rank_that_goes(how: str, word: str, longest: float, tmp_path: Path) -> None:
+def test_rank_that_goes(how: str, word: str, tmp_path: Path) -> None:
     ended = run_ranks(3, tmp_path, check_rank_that_goes, word, how)
     assert ended[2].value is None
-    for rank, (seconds, text) in enumerate(values(ended[:2])):
+    texts = values(ended[:2])
+    for rank, text in enumerate(texts):
         assert f"{word} number 5 of" in text and f"rank {rank} of 3" in text
         assert "chunk 11 of unit layers.5), rank" in text
         assert "rank 2 said nothing" in text and "differ" not in text and "reached" not in text
-        assert seconds < longest
-        if how == "stopped":
-            assert seconds > 0.9 * SHORT
-    texts = [end.value[1] for end in ended[:2]]
     for text in texts:  # its own finding, or what the other rank said
         if how == "stopped":
             assert f"rank 2 has not sent its bytes after {SHORT:g} s" in text
@@ -293,8 +289,7 @@ def check_raising(rank: int) -> None:
             raise KeyError("a parameter's name")
         return
     with communicator(timeout=PATIENT) as comm:
-        seconds, text = failure_of(comm, "all_gather")
-        assert seconds < PATIENT / 4
+        text = failure_of(comm, "all_gather")
         assert "all_gather number 1 of 3 x 64 bytes" in text and f"rank {rank} of 3" in text
         assert 'rank 1 said: KeyError: "a parameter\'s name"' in text
         assert "rank 1 has not reached number 1, its last is none" in text
@@ -332,12 +327,11 @@ def check_abort_wakes_a_waiting_thread(rank: int) -> None:
     if rank == 0:
         timer = threading.Timer(0.5, comm.abort, ["the user has had enough"])
         timer.start()
-        seconds, text = failure_of(comm, "all_gather")
-        assert seconds < PATIENT / 4 and "the user has had enough" in text
+        assert "the user has had enough" in failure_of(comm, "all_gather")
         timer.join()
     else:
         time.sleep(1.5)
-        _, text = failure_of(comm, "all_gather")
+        text = failure_of(comm, "all_gather")
         assert "rank 0" in text and "the user has had enough" in text
     comm.close()
 
@@ -421,7 +415,7 @@ def check_behind(rank: int, size: int) -> None:
         if rank == 2:
             raise KeyError("a batch")
         comm.label(3)
-        _, text = failure_of(comm, "reduce_scatter")
+        text = failure_of(comm, "reduce_scatter")
         assert "reduce_scatter number 3 of 3 x 64 bytes (sum of fp32; chunk 3 of unit" in text
         assert "rank 2 has not reached number 3, its last is all_gather number 2 of" in text
         assert "(chunk 2 of unit layers.1)" in text and "rank 2 said: KeyError: 'a batch'" in text
@@ -439,7 +433,7 @@ def check_lost_store(rank: int, size: int) -> None:
     if rank == 0:
         comm.abort("enough")
     else:
-        _, text = failure_of(comm, "all_gather")
+        text = failure_of(comm, "all_gather")
         assert "the group's store does not answer" in text and "said nothing" not in text
     comm.close()
 

@@ -770,6 +770,7 @@ def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.Monkey
 # ---- rates that steps correct --------------------------------------------------------------------
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("is_told", [False, True], ids=["deferred", "step=True"])
 def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
     """From a host that is said to be some times too slow, or far too fast, plans come to what it is."""

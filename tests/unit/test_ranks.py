@@ -22,16 +22,15 @@ from gemini_strategy import ranks as ranks_module
 from gemini_strategy.ranks import Group, Ranks, _groups_of
 from ranks import run_ranks, values
 
-PATIENT = 90.0  # a timeout that no test of values should meet
+PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SHORT = 4.0
 
 
-def raised(call: Any, *args: Any) -> tuple[float, str]:
-    """Seconds until a call raised, and its words."""
-    began = time.monotonic()
+def raised(call: Any, *args: Any) -> str:
+    """The words of what a call raised."""
     with pytest.raises(gs.GeminiError) as found:
         call(*args)
-    return time.monotonic() - began, str(found.value)
+    return str(found.value)
 
 
 # ---- who they are --------------------------------------------------------------------------------
@@ -214,9 +213,7 @@ def check_disagreement(rank: int, size: int) -> list[str]:
         {"rates": float("nan") if rank == 2 else 1.0},
         {"a text": "x" * 5000 + str(rank // 2)},
     ):
-        seconds, text = raised(ranks.agree, fields)
-        assert seconds < PATIENT / 4
-        texts.append(text)
+        texts.append(raised(ranks.agree, fields))
     ranks.agree({"same": 1})  # a difference is no failure of the group
     ranks.close()
     return texts
@@ -234,25 +231,24 @@ def test_disagreement_names_the_first_field_on_every_rank(tmp_path: Path) -> Non
 def check_places(rank: int, size: int) -> None:
     ranks = Ranks(timeout=PATIENT)
     what = "exp_avg of layer.weight" if rank == 1 else "agreement on the step"
-    seconds, text = raised(ranks.gather, what)
-    assert seconds < PATIENT / 4
+    text = raised(ranks.gather, what)
     assert "agreement on the step on ranks 0, 2, exp_avg of layer.weight on rank 1" in text
-    again = raised(ranks.gather, "anything")[1]
+    again = raised(ranks.gather, "anything")
     assert again == text and ranks.has_failed
     ranks.close()
 
 
 def check_sizes(rank: int, size: int) -> None:
     ranks = Ranks(timeout=PATIENT)
-    text = raised(ranks.assemble, torch.zeros(4 + (rank == 2)), 0, 4, "a field")[1]
+    text = raised(ranks.assemble, torch.zeros(4 + (rank == 2)), 0, 4, "a field")
     assert "a field: the ranks differ in its elements" in text and "rank 2" in text
     ranks.close()
     ranks = Ranks(timeout=PATIENT)
-    text = raised(ranks.assemble, torch.zeros(6), 2 * rank + (rank == 1), 2, "a field")[1]
+    text = raised(ranks.assemble, torch.zeros(6), 2 * rank + (rank == 1), 2, "a field")
     assert "a field: rank 1 has elements from 3 on, expected 2" in text
     ranks.close()
     ranks = Ranks(timeout=PATIENT)
-    assert "ranks have 3 of 6 elements" in raised(ranks.assemble, torch.zeros(6), rank, 1, "f")[1]
+    assert "ranks have 3 of 6 elements" in raised(ranks.assemble, torch.zeros(6), rank, 1, "f")
     ranks.close()
 
 
@@ -260,10 +256,9 @@ def check_abort(rank: int, size: int) -> None:
     ranks = Ranks(timeout=PATIENT)
     if rank == 1:
         ranks.give_up("manage", KeyError("layer.weight"))
-        assert "rank 1 has ended this run" in raised(ranks.check)[1]
+        assert "rank 1 has ended this run" in raised(ranks.check)
     else:
-        seconds, text = raised(ranks.gather, "something")
-        assert seconds < PATIENT / 4
+        text = raised(ranks.gather, "something")
         assert f"something, rank {rank} of {size}" in text
         assert "rank 1 said: manage: KeyError: 'layer.weight'" in text
     ranks.close()
@@ -277,11 +272,9 @@ def check_abort_reaches_communicators(rank: int, size: int) -> None:
         time.sleep(0.5)
         ranks.abort("the batch was bad")
     else:
-        began = time.monotonic()
         with pytest.raises(gs.GeminiDeviceError) as found:
             shard.all_gather(x.data_ptr(), 64, 0)
         text = str(ranks.explained(found.value))
-        assert time.monotonic() - began < PATIENT / 4
         assert "all_gather number 1" in text and "rank 2 said: the batch was bad" in text
         raised(ranks.check)
     ranks.close()
@@ -291,17 +284,15 @@ def check_missing(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.5 * SHORT)
         return
-    seconds, text = raised(lambda: Ranks(timeout=SHORT))
+    text = raised(lambda: Ranks(timeout=SHORT))
     assert "control group" in text and "rank 1 did not come within 4 s" in text
-    assert seconds < 3 * SHORT
 
 
 def check_next_try(rank: int, size: int) -> None:
     """One that did not come, or came too late for the others, meets them when they try again."""
     if rank != 1:
         for _ in range(2):
-            seconds, text = raised(lambda: Ranks(timeout=SHORT / 4))
-            assert "rank 1 did not come" in text and seconds < SHORT
+            assert "rank 1 did not come" in raised(lambda: Ranks(timeout=SHORT / 4))
     dist.barrier()
     ranks = Ranks(timeout=PATIENT)
     assert ranks.gather("rank", rank) == list(range(size))
@@ -322,8 +313,8 @@ def test_failures(tmp_path: Path) -> None:
     values(run_ranks(3, tmp_path, check_failures))
 
 
-def check_rank_that_goes(rank: int, size: int, how: str) -> tuple[float, str]:
-    ranks = Ranks(timeout=SHORT)
+def check_rank_that_goes(rank: int, size: int, how: str) -> str:
+    ranks = Ranks(timeout=PATIENT if how == "killed" else SHORT)
     if rank == 1:
         match how:
             case "killed":
@@ -341,16 +332,15 @@ def check_rank_that_goes(rank: int, size: int, how: str) -> tuple[float, str]:
     found = raised(ask)
     gc.collect()
     assert kept[0]() is None, "what has failed holds the frames that asked it"
-    assert raised(ranks.gather, "another")[1] == found[1]  # the same words ever after
+    assert raised(ranks.gather, "another") == found  # the same words ever after
     return found
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_rank_that_goes(how: str, tmp_path: Path) -> None:
     ended = run_ranks(3, tmp_path, check_rank_that_goes, how)
-    for seconds, text in values([ended[0], ended[2]]):
+    for text in values([ended[0], ended[2]]):
         assert "a value" in text and "rank 1 said nothing" in text
-        assert seconds < (SHORT if how == "killed" else 3 * SHORT)
 
 
 PROGRAM = """
@@ -359,7 +349,7 @@ from gemini_strategy.ranks import Ranks
 rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.FileStore(path, size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-ranks = Ranks(timeout=60.0)
+ranks = Ranks(timeout=900.0)
 if rank == 1:
     raise RuntimeError("bad data in batch 7")
 try:
@@ -370,7 +360,6 @@ except RuntimeError as error:
 
 
 def test_process_that_ends_by_an_exception_says_so(tmp_path: Path) -> None:
-    began = time.monotonic()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), "2", str(tmp_path / "store")],
@@ -384,4 +373,3 @@ def test_process_that_ends_by_an_exception_says_so(tmp_path: Path) -> None:
     assert processes[1].returncode == 1 and "bad data in batch 7" in texts[1][1]
     assert processes[0].returncode == 0, texts[0][1]
     assert "rank 1 said: its process ended by RuntimeError: bad data in batch 7" in texts[0][0]
-    assert time.monotonic() - began < 60.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from reference import (
 from sharded import Exact, ExactCase
 from zoo import CASES
 
-pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
-
-PATIENT = 90.0
+PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 RATES = "h2d=55e9,d2h=54e9"
 SIZES = (1, 2, 3, 4)
+TWO_IN_CORE = [pytest.param(n, marks=pytest.mark.core) if n == 2 else n for n in SIZES]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +80,7 @@ def check_bits(rank: int, size: int) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", TWO_IN_CORE)
 def test_bits(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_bits))
 
@@ -192,7 +190,7 @@ def check_step_in_backward(rank: int, size: int) -> None:
     run.engine.close()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", TWO_IN_CORE)
 def test_step_in_backward(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_step_in_backward))
 
@@ -228,10 +226,8 @@ def test_overflow_on_one_rank(size: int, tmp_path: Path) -> None:
 
 
 def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
-    began = time.monotonic()
     with pytest.raises((gs.GeminiError, ValueError)) as found:
         call(*args, **kwargs)
-    assert time.monotonic() - began < PATIENT / 3
     return str(found.value)
 
 

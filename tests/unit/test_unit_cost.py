@@ -1,13 +1,15 @@
-"""What a unit costs: its time, that it does not grow with the model, what takes the short way, NVTX ranges."""
+"""What a unit costs, in calls: that it does not grow with the model, what takes the short way, NVTX ranges."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,9 +21,8 @@ from gemini_strategy import _C
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = str(Path(gs.__file__).parent)
 WIDTH = 8
-LIMIT_US = 15.0  # of one unit entered and left, Python, C and torch's own share of the hooks
 
 
 def linears(n: int) -> nn.Sequential:
@@ -34,43 +35,73 @@ def manage(model: nn.Module, **options: Any) -> tuple[gs.Engine, torch.optim.Opt
     return gs.manage(model, optimizer, device="cpu", **options), optimizer
 
 
-def least(run: Callable[[], Any], repeats: int = 30) -> float:
-    """The shortest of several runs, in seconds."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
+def work_of(run: Callable[[], Any]) -> Counter[str]:
+    """The functions of ours that Python enters in a call, and the functions of C that ours call."""
+    seen: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, what: Any) -> None:
+        if frame.f_code.co_filename.startswith(PACKAGE) and event in ("call", "c_call"):
+            seen[frame.f_code.co_qualname if event == "call" else f"C {what.__qualname__}"] += 1
+
+    sys.setprofile(note)
+    try:
         run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    finally:
+        sys.setprofile(None)
+    return seen
 
 
-# ---- time ----
+# ---- work: how long it takes is measured by benchmarks/bench_units.py ----
 
 
-def test_a_unit_takes_at_most_15_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from bench_units import measure
+def test_a_unit_takes_two_calls_of_python_and_two_of_the_core() -> None:
+    x = torch.ones(1, WIDTH)
+    of_n = {}
+    for n in (10, 20):
+        model = linears(n)
+        engine, _ = manage(model)
+        for _ in range(2):  # the second time nothing is new
+            of_n[n] = work_of(functools.partial(model, x))
+        engine.close()
+    of_ten_units = of_n[20] - of_n[10]
+    assert of_ten_units["C Unit.enter"] == of_ten_units["C Unit.leave"] == 10, of_ten_units
+    assert of_ten_units.total() == 10 * (2 + 2), of_ten_units
 
-    figures: list[float] = []
-    while len(figures) < 10 and (not figures or figures[-1] > LIMIT_US):  # others may be working
-        figures.append(measure(n=100, repeats=30, device="cpu")["enter_leave"])
-    assert figures[-1] <= LIMIT_US, figures
+
+def test_a_backward_of_ordinary_layers_takes_no_python() -> None:
+    """Nodes that read weights, and gradients, go to the core in C."""
+    model = linears(10)
+    engine, _ = manage(model)
+    losses = [model(torch.ones(1, WIDTH, requires_grad=True)).sum() for _ in range(2)]
+    losses[0].backward()
+    assert not work_of(losses[1].backward)
+    assert all(engine.core.has_grad(i) for i in range(20))
 
 
-def test_the_time_of_a_unit_does_not_depend_on_the_number_of_parameters() -> None:
+def test_the_work_of_a_unit_does_not_depend_on_the_number_of_parameters() -> None:
     """Every call of the core once walked the leases of all parameters."""
     x = torch.ones(1, WIDTH)
 
-    def of_the_first_ten(n: int) -> float:
+    def of_the_first_ten(n: int) -> tuple[Counter[str], int]:
         model = linears(n)
         engine, _ = manage(model)
         first = model[:10]
         with torch.no_grad():
-            seconds = least(lambda: first(x), repeats=200)
+            first(x)
+            before = engine.core.stats()["leases_walked"]
+            work = work_of(lambda: first(x))
+            walked = engine.core.stats()["leases_walked"] - before
         engine.close()
-        return seconds
+        return work, walked
 
-    assert of_the_first_ten(2000) < 2 * of_the_first_ten(20)
+    assert of_the_first_ten(400) == of_the_first_ten(20)
+
+
+def test_the_benchmark_of_these_times_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from bench_units import measure
+
+    assert measure(n=3, repeats=1, device="cpu").keys() >= {"enter_leave", "touch", "gradient"}
 
 
 # ---- the short way and the long one ----
