@@ -32,6 +32,13 @@ int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_ar
                         Py_ssize_t n_wanted, unsigned long long *out);
 PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 
+/* py_lease.c */
+PyObject *gm_py_lease(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_lease_pin(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_lease_end(core *self, PyObject *const *args, Py_ssize_t n_args);
+
 /* py_step.c */
 PyObject *gm_py_grad_sumsq(core *self, PyObject *args);
 PyObject *gm_py_step(core *self, PyObject *args);

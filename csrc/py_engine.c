@@ -540,73 +540,6 @@ static PyObject *core_sums(core *self, PyObject *unused)
     return sums;
 }
 
-static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("lease", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    gm_lease *lease = NULL;
-    gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_lease_new(engine, (uint32_t)v[0], &lease);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return status == GM_OK ? PyLong_FromUnsignedLongLong((uintptr_t)lease) : gm_py_raise(status);
-}
-
-/* A call about a lease of this engine, on a stream. */
-static PyObject *with_lease(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
-                            gm_status (*call)(gm_lease *lease, gm_stream stream))
-{
-    unsigned long long v[2];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers(name, args, n_args, 2, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = call((gm_lease *)(uintptr_t)v[0], v[1]);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return gm_py_finish(status);
-}
-
-static PyObject *core_lease_pin(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return with_lease(self, "lease_pin", args, n_args, gm_lease_pin);
-}
-
-static PyObject *core_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return with_lease(self, "lease_watch", args, n_args, gm_lease_watch);
-}
-
-static gm_status unwatch(gm_lease *lease, gm_stream stream)
-{
-    (void)stream;
-    return gm_lease_unwatch(lease);
-}
-
-static PyObject *core_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return with_lease(self, "lease_unwatch", args, n_args, unwatch);
-}
-
-static PyObject *core_lease_end(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    if (gm_py_parse_numbers("lease_end", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    (void)self;
-    gm_lease_end((gm_lease *)(uintptr_t)v[0]);
-    Py_RETURN_NONE;
-}
-
 static PyObject *core_salvage(core *self, PyObject *unused)
 {
     (void)unused;
@@ -666,11 +599,11 @@ static PyMethodDef core_methods[] = {
            "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
            "gradients that wait)"),
     METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
-    METHOD("lease", core_lease, METH_FASTCALL, "lease(param) -> lease"),
-    METHOD("lease_end", core_lease_end, METH_FASTCALL, "lease_end(lease)"),
-    METHOD("lease_pin", core_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),
-    METHOD("lease_watch", core_lease_watch, METH_FASTCALL, "lease_watch(lease, stream)"),
-    METHOD("lease_unwatch", core_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease, stream)"),
+    METHOD("lease", gm_py_lease, METH_FASTCALL, "lease(param) -> lease"),
+    METHOD("lease_end", gm_py_lease_end, METH_FASTCALL, "lease_end(lease)"),
+    METHOD("lease_pin", gm_py_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),
+    METHOD("lease_watch", gm_py_lease_watch, METH_FASTCALL, "lease_watch(lease, stream)"),
+    METHOD("lease_unwatch", gm_py_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease, stream)"),
     METHOD("step", gm_py_step, METH_VARARGS, "step(updates, stream)"),
     METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
     METHOD("disarm", core_disarm, METH_NOARGS, "disarm()"),

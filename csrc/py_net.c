@@ -122,36 +122,6 @@ static int release_touched(gm_py_net *net, uint32_t n_keep)
     return gm_py_raised(status);
 }
 
-static int long_of(PyObject *number, long long *out)
-{
-    if (!number) {
-        return -1;
-    }
-    *out = PyLong_AsLongLong(number);
-    Py_DECREF(number);
-    return *out == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-/* A node's place in its thread's order of creation; -1 outside backward. */
-static int node_key(long long *out)
-{
-    *out = -1;
-    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
-    if (!node) {
-        return -1;
-    }
-    int result = 0;
-    if (node != Py_None) {
-        PyObject *number = PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL);
-        result = number ? 0 : -1;
-        /* Nodes that accumulate a gradient all have the largest number there is. */
-        *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) >> 1) : 0;
-        Py_XDECREF(number);
-    }
-    Py_DECREF(node);
-    return result;
-}
-
 /* Unpins what earlier nodes of this task have touched; 0 if the task is new to us, else 1. */
 static int follow(gm_py_net *net, long long node, long long task)
 {
@@ -170,8 +140,8 @@ static int touch(gm_py_net *net, uintptr_t address)
     long long node, task;
     gm_stream stream;
     gm_engine *engine = gm_py_net_engine(net);
-    if (!engine || gm_py_net_stream(net, &stream) < 0 || node_key(&node) < 0 ||
-        long_of(PyObject_CallNoArgs(gm_torch.current_task), &task) < 0) {
+    if (!engine || gm_py_net_stream(net, &stream) < 0 || gm_py_node_key(&node) < 0 ||
+        gm_py_task(&task) < 0) {
         return -1;
     }
     int is_known = follow(net, node, task);
@@ -227,7 +197,7 @@ int gm_py_net_settle(gm_py_net *net)
         return release_touched(net, 0);
     }
     long long key, task;
-    if (node_key(&key) < 0 || long_of(PyObject_CallNoArgs(gm_torch.current_task), &task) < 0) {
+    if (gm_py_node_key(&key) < 0 || gm_py_task(&task) < 0) {
         return -1;
     }
     return follow(net, key, task) < 0 ? -1 : 0;
@@ -375,7 +345,7 @@ static PyObject *unpack_delegated(gm_py_net *net, const saved *self)
     long long node = -1;
     size_t n_addresses;
     uint32_t n_keep;
-    if (net->running.n && node_key(&node) < 0) {
+    if (net->running.n && gm_py_node_key(&node) < 0) {
         return NULL;
     }
     uintptr_t *addresses = gm_running_take(&net->running, node, &n_addresses, &n_keep);

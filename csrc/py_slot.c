@@ -129,6 +129,41 @@ int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
     return *out == UINTPTR_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
+static int long_of(PyObject *number, long long *out)
+{
+    if (!number) {
+        return -1;
+    }
+    *out = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* A node's place in its thread's order of creation; -1 outside backward. */
+int gm_py_node_key(long long *out)
+{
+    *out = -1;
+    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
+    if (!node) {
+        return -1;
+    }
+    int result = 0;
+    if (node != Py_None) {
+        PyObject *number = PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL);
+        result = number ? 0 : -1;
+        /* Nodes that accumulate a gradient all have the largest number there is. */
+        *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) >> 1) : 0;
+        Py_XDECREF(number);
+    }
+    Py_DECREF(node);
+    return result;
+}
+
+int gm_py_task(long long *out)
+{
+    return long_of(PyObject_CallNoArgs(gm_torch.current_task), out);
+}
+
 int gm_py_changes(const gm_py_slot *slot, long long *out)
 {
     gm_py_net *net = (gm_py_net *)slot->net;

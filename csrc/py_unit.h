@@ -47,6 +47,9 @@ int gm_py_explain(PyObject *object, const char *method, PyObject *about);
 /* Every function below: -1 (or NULL) with an exception set on failure. */
 int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
+int gm_py_node_key(
+    long long *out); /* the running node's place in its thread's order; -1: outside backward */
+int gm_py_task(long long *out); /* the graph task that runs */
 /* Changes of the weight that a graph built before must not survive. */
 int gm_py_changes(const gm_py_slot *slot, long long *out);
 int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */

@@ -1,7 +1,7 @@
 """The engine that a person holds: training, reading and writing parameters, state, and the way back.
 
 The core (csrc/engine.h) moves bytes. manage.py makes engines, adopt.py moves a model in, hooks.py enters and
-leaves units, guard.py watches parameters outside them, takeover.py is the optimizer's face.
+leaves units, absent.py serves parameters outside them, takeover.py is the optimizer's face.
 
 Invariants
     1. Every managed parameter has one slot, however many names (tied weights) it has.
@@ -628,6 +628,11 @@ class Engine(Reporting):
             self.scaler.load_state_dict(state["scaler"])
 
     # ---- the rest ----
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps that have changed weights."""
+        return self._steps
 
     def stats(self) -> dict[str, int | float]:
         """Plain numbers about the run so far. Bytes are bytes; counts are since manage().

@@ -65,17 +65,20 @@ class _Entry(SlotHome):
         super().__init__(slot)
         self.memory = slot.read_weight()
         self._version = slot.parameter._version
+        self._steps = slot.engine.steps_taken
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self._slot()
-        if slot is not None and not slot.engine.closed and slot.parameter._version != self._version:
-            if slot.engine.ranks.shard.size > 1:
-                raise GeminiError(
-                    f"{slot.name}: the weights have changed since this state dict was taken, and one rank cannot read "
-                    "them alone: take it anew, or clone its tensors when it is taken"
-                )
+        if slot is None or slot.engine.closed or slot.parameter._version == self._version:
+            return self.memory
+        if slot.engine.ranks.shard.size == 1:
             self.memory.copy_(slot.read_weight())
             self._version = slot.parameter._version
+        elif slot.engine.steps_taken != self._steps:
+            raise GeminiError(
+                f"{slot.name}: the weights have changed since this state dict was taken, and one rank cannot read "
+                "them alone: take it anew, or clone its tensors when it is taken"
+            )
         return self.memory
 
     def write(self, values: torch.Tensor) -> None:
