@@ -447,6 +447,10 @@ gm_status gm_engine_pin_piece(gm_engine *engine, uint32_t chunk, gm_piece piece,
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_engine_chunk_limit(engine), NULL));
         status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
     }
+    for (bool has_more = true; status == GM_ERR_NOMEM && has_more;) {
+        GM_TRY(gm_spill_one(engine, &has_more));
+        status = has_more ? gm_chunks_pin(engine->chunks, chunk, piece, stream) : status;
+    }
     return status;
 }
 

@@ -63,6 +63,7 @@ typedef struct gm_chunk_state {
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
     /* The gathered weights, as all ranks see them; see shard.c. */
     bool is_gathered, is_doomed;
+    uint8_t *spilled;           /* these, where the device had no room; NULL: they are there */
     uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
     uint64_t arrival;           /* the pass that n_arrived counts */
     uint64_t updated;           /* the pass whose backward has updated the chunk */
@@ -162,7 +163,6 @@ struct gm_engine {
     gm_plan *plan; /* followed; NULL: on demand */
     /* With more ranks than one: the plan that orders collectives.  It is `plan`, unless this rank had to leave that. */
     gm_plan *collectives;
-    bool is_off_course;        /* `collectives` has no schedule for what the open pass does */
     uint32_t *gathered_owners; /* (blocks of that plan,) chunk, or GM_NO_CHUNK */
     gm_rates rates;            /* as measured at start-up, and by steps since */
     gm_tuner tuner;
@@ -325,8 +325,6 @@ gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk);
 /* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
 gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan);
 gm_status gm_shard_forget_all(gm_engine *engine);
-/* Whether the open pass is, so far, one that the common plan knows. */
-gm_status gm_shard_set_course(gm_engine *engine, bool is_known);
 /* A gradient of this pass, before the sum over ranks. */
 gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                              gm_stream stream);
@@ -353,6 +351,13 @@ gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum);
 /* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
 gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream);
+
+/* spill.c */
+/* Takes gathered weights that nobody uses now off the device; *out false: there are none. */
+gm_status gm_spill_one(gm_engine *engine, bool *out);
+gm_status gm_spill_back(gm_engine *engine,
+                        uint32_t chunk); /* onto the device, if they are not there */
+void gm_spill_forget(gm_engine *engine, uint32_t chunk);
 
 /* agree.c */
 gm_status gm_agree_new(gm_engine *engine);

@@ -83,10 +83,18 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
     return status;
 }
 
+static bool is_spilled(const gm_engine *engine, const gm_param *p)
+{
+    return engine->chunk_states[p->place.chunk].spilled != NULL;
+}
+
 /* Tensors that show the parameter see its new bytes (`src`, whole) without another gathering. */
 static gm_status show(gm_engine *engine, const gm_param *p, const void *src, gm_stream stream)
 {
     gm_slice s = gm_field_shown(engine, p);
+    if (is_spilled(engine, p)) {
+        memcpy(engine->chunk_states[p->place.chunk].spilled + s.offset, src, s.bytes);
+    }
     return s.piece == GM_GATHERED && gm_chunks_is_resident(engine->chunks, p->place.chunk, s.piece)
                ? gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src,
                                  stream)
@@ -100,8 +108,8 @@ static gm_status write_master(gm_engine *engine, const gm_param *p, const float 
     gm_chunks *chunks = engine->chunks;
     uint32_t chunk = p->place.chunk;
     uint8_t *home = gm_chunks_home(chunks, chunk, GM_WEIGHT);
-    bool is_shown =
-        engine->shown == GM_GATHERED && gm_chunks_is_resident(chunks, chunk, GM_GATHERED);
+    bool is_shown = engine->shown == GM_GATHERED &&
+                    (gm_chunks_is_resident(chunks, chunk, GM_GATHERED) || is_spilled(engine, p));
     if (home && p->spec.has_low && !is_shown && !gm_chunks_is_resident(chunks, chunk, GM_WEIGHT) &&
         !gm_chunks_is_resident(chunks, chunk, GM_STATE)) { /* as at start-up: no detour */
         GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_WEIGHT));

@@ -289,9 +289,6 @@ gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_str
     }
     engine->is_following = engine->plan && trace != GM_NO_TRACE;
     engine->next_op = GM_NO_OP;
-    bool is_known = engine->collectives && trace != GM_NO_TRACE &&
-                    gm_plan_knows(engine->collectives, gm_book_trace(engine->book, trace)->hash);
-    GM_TRY(gm_shard_set_course(engine, is_known));
     bool is_ordered = (engine->plan || engine->collectives) && trace != GM_NO_TRACE;
     engine->n_deviations += was_following && !engine->is_following;
     return is_ordered ? gm_replay_ops(engine, gm_book_trace(engine->book, trace), engine->tick, 0)

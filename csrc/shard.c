@@ -5,7 +5,8 @@
  *      gradients, steps) and on the plan that the ranks share, which are the same on all ranks; never on memory, on
  *      time, or on when a lease ends.  So is_gathered is kept apart from residence: it is set by a gathering, and
  *      cleared on demand with the last use, under a plan when another chunk is gathered into the plan's blocks of
- *      this one, or with the last use in a pass that the plan does not know - also where this rank has left the plan's placement for lack of memory, and keeps to its order.
+ *      this one - also where this rank has left the plan's placement for lack of memory, and keeps to its order: what
+ *      it has no room for meanwhile is on the host (spill.c).
  *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
  *   3. Gathered weights are pinned while anybody needs them, unreduced gradients from the first one until their
  *      reduction: nobody evicts a transient piece.
@@ -169,15 +170,10 @@ static bool is_valid(const gm_chunk_state *state)
     return state->is_gathered && state->gathered == state->version;
 }
 
-/* Whether gathered weights stay after their last use. */
-static bool is_kept(const gm_engine *engine)
-{
-    return engine->collectives && !engine->is_off_course;
-}
-
 static gm_status forget(gm_engine *engine, uint32_t chunk)
 {
     engine->chunk_states[chunk].is_gathered = engine->chunk_states[chunk].is_doomed = false;
+    gm_spill_forget(engine, chunk);
     return gm_chunks_discard(engine->chunks, chunk,
                              GM_GATHERED); /* unless a lease still shows it */
 }
@@ -219,22 +215,6 @@ gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan)
     free(engine->gathered_owners);
     engine->gathered_owners = owners;
     engine->collectives = plan;
-    engine->is_off_course = false;
-    return GM_OK;
-}
-
-/* Nothing of that plan says when the gathered weights it keeps are in the way, so they go as on demand. */
-gm_status gm_shard_set_course(gm_engine *engine, bool is_known)
-{
-    bool was_off = engine->is_off_course;
-    engine->is_off_course = engine->collectives && !is_known;
-    for (uint32_t chunk = 0; engine->is_off_course && !was_off && engine->shown == GM_GATHERED &&
-                             chunk < gm_layout_n_chunks(engine->layout);
-         chunk++) {
-        if (engine->chunk_states[chunk].n_uses == 0) {
-            GM_TRY(forget(engine, chunk));
-        }
-    }
     return GM_OK;
 }
 
@@ -274,6 +254,7 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
     }
     if (status == GM_OK) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
+        gm_spill_forget(engine, chunk);
         state->is_gathered = true;
         state->is_doomed = false;
         state->gathered = state->version;
@@ -296,8 +277,9 @@ gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool
     gm_chunk_state *state = &engine->chunk_states[chunk];
     if (!is_valid(state)) {
         GM_TRY(gather(engine, chunk));
-        state->is_gathered = is_use || is_kept(engine) || state->n_uses > 0;
+        state->is_gathered = is_use || engine->collectives || state->n_uses > 0;
     }
+    GM_TRY(gm_spill_back(engine, chunk));
     GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
     GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GATHERED, stream));
     state->n_uses += is_use;
@@ -310,7 +292,7 @@ gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bo
     GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
     gm_chunk_state *state = &engine->chunk_states[chunk];
     state->n_uses -= is_use;
-    if (is_use && state->n_uses == 0 && (state->is_doomed || !is_kept(engine))) {
+    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->collectives)) {
         return forget(engine, chunk);
     }
     return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
@@ -321,7 +303,7 @@ gm_status gm_shard_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream 
     gm_chunk_state *state = &engine->chunk_states[chunk];
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
     state->n_uses--;
-    state->is_doomed |= !is_kept(engine); /* it goes with its next last use */
+    state->is_doomed |= !engine->collectives; /* it goes with its next last use */
     return GM_OK;
 }
 

@@ -61,6 +61,9 @@ void gm_update_free(gm_engine *engine)
     if (engine->host_stream) {
         engine->device->ops->stream_free(engine->device, engine->host_stream);
     }
+    for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
+        gm_spill_forget(engine, i);
+    }
     free(engine->chunk_states);
     free(engine->chunk_params);
     free(engine->ranges);

@@ -41,6 +41,7 @@ NOUNS = [
         "lease",
         "gather",
         "shard",
+        "spill",
         "agree",
         "room",
         "pass",
@@ -55,7 +56,7 @@ LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
 ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
 ENGINE = {
     *("engine", "update", "field", "lease", "gather"),
-    *("shard", "agree", "room", "pass", "replay", "stage", "window"),
+    *("shard", "spill", "agree", "room", "pass", "replay", "stage", "window"),
 }
 PURE = {"layout", "budget", "trace", "plan", "tune"}
 DEVICE_HALF = {
