@@ -463,17 +463,17 @@ def test_close_without_room_for_copies_changes_nothing(monkeypatch: pytest.Monke
     drive(run, CASE, 3)
     last = run.engine._slots[-1]
 
-    def full(slot: Any) -> tuple[Tensor, Tensor]:
+    def full(slot: Any, root: int | None = None) -> tuple[Tensor, Tensor]:
         if slot is last:
             raise gs.GeminiMemoryError("HOST: no room")
-        return read_moments(slot)
+        return read_moments(slot, root)
 
     read_moments = type(last).read_moments
     monkeypatch.setattr(type(last), "read_moments", full)
     with pytest.raises(gs.GeminiMemoryError, match="no room"):
         run.engine.close()
     monkeypatch.undo()
-    assert not run.engine.closed and len(run.optimizer.state) == 0
+    assert not run.engine.closed and type(run.optimizer) is not gs.HybridAdam
     drive(run, CASE, 3, first=3)
     drive(reference, CASE, 6)
     assert_same_outcome(run.outcome(), reference.outcome())
