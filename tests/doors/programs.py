@@ -8,7 +8,7 @@ numbers, in any nesting) has to have the same bits in both. `programs_*.py` hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,11 +51,13 @@ class Setup:
         return self.name
 
 
-#: A fresh model of which a unit at a time is there; one that follows a plan; the least that is accepted.
+#: A fresh model of which a unit at a time is there; one that follows a plan; the least that is accepted; and, for
+#: programs that show many weights at once, room for all of them, which are evicted after their units all the same.
 SETUPS = (
     Setup("cpu", "cpu", 0.15, 0),
     Setup("auto", "auto", 0.45, 5),
     Setup("tight", "auto", 0.02, 5),
+    Setup("room", "cpu", 2.0, 5),
 )
 
 
@@ -178,7 +180,7 @@ class Door:
     needs_all: bool = False  # shows many weights at once: a small budget may refuse it by name
     whole: bool = False  # about the model as a whole: a refusal may name the way out alone
     trains: bool = True  # afterwards training goes on, with the same bits
-    setups: tuple[str, ...] = field(default=("cpu", "auto", "tight"))
+    setups: tuple[str, ...] = ("cpu", "auto", "tight")
 
     def __repr__(self) -> str:
         return self.name
@@ -192,7 +194,10 @@ def door(name: str, item: str = "", **how: Any) -> Callable[[Callable], Callable
 
     def add(walk: Callable[[Run], Any]) -> Callable[[Run], Any]:
         assert name not in TABLE, f"two programs are called {name}"
-        TABLE[name] = Door(name, walk, item, **how)
+        row = Door(name, walk, item, **how)
+        if row.needs_all:
+            row = replace(row, setups=(*row.setups, "room"))
+        TABLE[name] = row
         return walk
 
     return add

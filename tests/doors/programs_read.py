@@ -214,9 +214,6 @@ rows(
         "share_memory": lambda r: r.w.detach().clone().share_memory_(),
         "pin or contiguous": lambda r: r.w.contiguous() + 0,
         "is_shared": lambda r: [r.w.is_shared() if r.device == "cpu" else False, r.w.is_pinned()],
-        "named tensors": lambda r: (
-            r.w.detach().clone().refine_names("a", "b").sum("a").rename(None)
-        ),
         "result_type": lambda r: [
             torch.result_type(r.w, 1),
             torch.promote_types(r.w.dtype, torch.float64),

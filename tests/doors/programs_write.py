@@ -294,7 +294,11 @@ def _(run: Run) -> Any:
 def _inside(write: Callable[[nn.Module], Any]) -> Callable[[Run], Any]:
     def program(run: Run) -> Any:
         layer = run.model.layers[3]
-        handle = layer.register_forward_pre_hook(lambda m, a: write(m))
+
+        def hook(module: nn.Module, args: Any) -> None:  # what it returned would be the input
+            write(module)
+
+        handle = layer.register_forward_pre_hook(hook)
         losses = []
         for seed in range(3):
             with torch.no_grad():
@@ -608,7 +612,7 @@ rows(
             "state.pop(p)": lambda r: r.optimizer.state.pop(r.w) and None,
             "del state[p]": lambda r: r.optimizer.state.__delitem__(r.w),
             "state[p] = {}": lambda r: r.optimizer.state.__setitem__(r.w, {}),
-            "exp_avg.zero_()": lambda r: r.optimizer.state[r.w]["exp_avg"].zero_() and None,
+            "exp_avg.zero_()": lambda r: r.optimizer.state[r.w]["exp_avg"].zero_().sum(),
             "exp_avg_sq.mul_()": lambda r: r.optimizer.state[r.w]["exp_avg_sq"].mul_(4.0).sum(),
             "exp_avg item": lambda r: r.optimizer.state[r.w]["exp_avg"].__setitem__(0, 0.5),
             "exp_avg = new": lambda r: r.optimizer.state[r.w].__setitem__(
@@ -649,7 +653,7 @@ rows(
                 "lr", torch.tensor(0.05)
             ),
             "scheduler": lambda r: _scheduled(r),
-            "freeze": lambda r: r.w.requires_grad_(False) and None,
+            "freeze": lambda r: r.w.requires_grad_(False).requires_grad,
             "without zero_grad": lambda r: _no_zero_grad(r),
             "step twice": lambda r: _step_twice(r),
             "step without gradients": lambda r: r.optimizer.step(),
@@ -738,12 +742,13 @@ def _(run: Run) -> Any:
 
 @door("optimizer/a parameter of its own group later", "9")
 def _(run: Run) -> Any:
-    run.optimizer.param_groups[0]["params"].remove(run.w)
+    group = run.optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if p is not run.w]
     run.optimizer.add_param_group({"params": [run.w], "lr": 0.1})
     return run.step(2)
 
 
-@door("optimizer/a parameter that is not managed", "9")
+@door("optimizer/a parameter that is not managed", "9", whole=True)
 def _(run: Run) -> Any:
     extra = nn.Parameter(run.randn(32, 32))
     run.optimizer.add_param_group({"params": [extra]})

@@ -60,7 +60,7 @@ class Walker:
             assert want is not None, f"the unmanaged run of {door}: {how}"
             self._kept[key] = want
         got, how = self._walk(door, setup, True)
-        return how if got is None else judge(doors()[door], got, self._kept[key])
+        return how if got is None else judge(doors()[door], setup, got, self._kept[key])
 
 
 def main() -> int:

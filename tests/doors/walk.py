@@ -25,7 +25,8 @@ from programs import SETUPS, TABLE, Door, Run, names_of, start
 __all__ = ["difference", "doors", "walk"]
 
 WAY_OUT = re.compile(
-    r"\bclos(e|ing)\b[^\n]*\bengine\b|\bengine\b[^\n]*\bclos(e|ing)\b", re.IGNORECASE
+    r"\bstate_dict\(\)|\bclos(e|ing)\b[^\n]*\bengine\b|\bengine\b[^\n]*\bclos(e|ing)\b",
+    re.IGNORECASE,
 )
 
 
@@ -182,15 +183,10 @@ def _after(row: Door, run: Run) -> str:
     return "" if math.isfinite(loss) else f"then a step had the loss {loss}"
 
 
-def judge(row: Door, got: dict[str, Any], want: dict[str, Any]) -> str | None:
+def judge(row: Door, setup: str, got: dict[str, Any], want: dict[str, Any]) -> str | None:
     """Why the managed outcome is wrong, or None."""
     if "error" in want:
-        theirs = want["error"]
-        if "error" not in got:
-            return f"nothing was raised; unmanaged: {theirs['text']}"
-        ours = got["error"]
-        is_told = ours["named"] or ours["text"] == theirs["text"]
-        return None if is_told else f"{ours['text']} instead of {theirs['text']}"
+        return f"no program: the unmanaged run raised {want['error']['text']}"
     if "error" not in got:
         return difference(got, want)
     error = got["error"]
@@ -199,7 +195,9 @@ def judge(row: Door, got: dict[str, Any], want: dict[str, Any]) -> str | None:
     is_named = error["named"] or (row.whole and error["has_way_out"])
     if not is_named:
         return f"an error that names no parameter: {error['text']}\n{error['trace']}"
-    has_no_room = row.needs_all and error["is_memory"]
+    has_no_room = row.needs_all and error["is_memory"] and setup != "room"
     if row.served and not has_no_room:
         return f"refused: {error['text']}"
+    if error["is_memory"] and not has_no_room:
+        return f"no room for a program that needs little: {error['text']}"
     return None
