@@ -89,19 +89,21 @@ check: $(READY)
 # The core with its own assertions and instrumented, beside a copy of the package in a folder of its own, under a part
 # of the Python tests.  Python is not instrumented: the sanitizer's runtime is preloaded, and libstdc++ with it, which
 # it must find for torch's exceptions.  PYTHONSAFEPATH: no process imports the package of the folder it runs in.
+# --capture=sys: what the core says at its end goes to the terminal.
 ASSERTED := build/asserted
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
 
 check-core: $(READY)
 	@test -f "$(LIBASAN)" || { echo "$(CC) has no libasan.so, the runtime of its address sanitizer (Debian, \
 	Ubuntu: sudo apt install gcc; Fedora: sudo dnf install libasan libubsan)"; exit 1; }
-	@rm -rf $(ASSERTED)
+	@rm -rf $(ASSERTED) && mkdir -p build
 	@GEMINI_CUDA=0 GEMINI_DEBUG=1 GEMINI_SANITIZE=address,undefined \
 		$(PY) setup.py --quiet build --build-lib $(ASSERTED) 2>build/asserted.log || \
 		{ cat build/asserted.log; exit 1; }
 	@LD_PRELOAD="$(LIBASAN) libstdc++.so.6" ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 \
 		PYTHONPATH=$(CURDIR)/$(ASSERTED) OMP_NUM_THREADS=1 \
-		$(PY) -m pytest -q -n $(JOBS) -m "core and not timed" --every $(EVERY) --asserted tests/unit
+		$(PY) -m pytest -q -n $(JOBS) -m "core and not timed" --every $(EVERY) --timeout 900 --capture=sys \
+		--asserted tests/unit
 	@echo "assertions and sanitizers under Python: ok"
 
 format: $(READY)
