@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TESTS = Path(__file__).resolve().parent
-PRELOADED = ("torch", "numpy", "safetensors.torch", "torch.func", "gemini_strategy")
+# torch's optimizers import torch._dynamo when the first is made, which takes a second.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.func",
+    "numpy",
+    "safetensors.torch",
+    "gemini_strategy",
+)
 
 
 @dataclass

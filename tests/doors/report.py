@@ -24,7 +24,6 @@ from walk import doors, judge  # noqa: E402
 
 PRELOAD = (
     "walk",
-    "torch._dynamo",
     "torch.export",
     "torch.fx.experimental.proxy_tensor",
     "torch._subclasses.fake_tensor",
