@@ -629,11 +629,6 @@ class Engine(Reporting):
 
     # ---- the rest ----
 
-    @property
-    def steps_taken(self) -> int:
-        """Optimizer steps that have changed weights."""
-        return self._steps
-
     def stats(self) -> dict[str, int | float]:
         """Plain numbers about the run so far. Bytes are bytes; counts are since manage().
 

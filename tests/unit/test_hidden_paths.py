@@ -101,7 +101,9 @@ def test_data_of_one_parameter_assigned_to_another() -> None:
     third = model[3].weight.detach().clone()
     first = model[1].weight.detach().clone()
     manage(model)
-    model[0].weight.data = model[3].weight.data
+    with pytest.raises(gs.GuardError, match="0.weight.* would be the memory of 3.weight"):
+        model[0].weight.data = model[3].weight.data  # torch would tie the two
+    model[0].weight.data = model[3].weight.data.clone()
     assert torch.equal(model[0].weight.clone(), third)
     model[1].weight.data = model[1].weight.data.t()
     assert torch.equal(model[1].weight.clone(), first.t())

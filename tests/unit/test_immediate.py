@@ -37,8 +37,8 @@ pytestmark = pytest.mark.core  # make check runs these on a core with its own as
 
 CASE = mlp_case(width=48, depth=4, p=0.1)
 RECIPE = Recipe(precision="bf16-true", steps=6)
-# Updates come after backward there: gradients in parts, or a chunk that is shown until backward ends.
-DEFERRED = {"checkpoint_block_used_twice", "checkpoint_frozen_base"}
+# Updates come after backward there: gradients come in parts.
+DEFERRED = {"checkpoint_block_used_twice"}
 # Here a graph keeps weights shown from one step to the next, until somebody collects it.
 EITHER = {"side_effect_output"}
 
