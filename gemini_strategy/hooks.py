@@ -233,9 +233,7 @@ def _is_traced() -> bool:
     """Whether this call runs to be written down, for calls in which no engine takes part."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and (
-        get_proxy_mode() is not None or detect_fake_mode() is not None
-    )
+    return get_proxy_mode() is not None or detect_fake_mode() is not None
 
 
 class _UnitHook:
@@ -259,7 +257,8 @@ class _UnitHook:
 class _Enter(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.unit is not None:
-            if _is_traced():
+            may_be = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            if (may_be or torch._C._get_tracing_state() is not None) and _is_traced():
                 refuse_tracing(self.unit.name or type(module).__name__)
             self.unit.enter()
 
