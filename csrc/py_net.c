@@ -18,7 +18,7 @@
 
 typedef struct outer {
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    /* They are to see no weights: torch's checkpointing would keep them, and another net's are tokens. */
+    /* They are to see no weights: torch's checkpointing would keep them. */
     bool is_blind;
 } outer;
 
@@ -66,19 +66,7 @@ bool gm_py_net_is_closed(gm_py_net *net)
 
 int gm_py_net_stream(gm_py_net *net, gm_stream *out)
 {
-    *out = 0;
-    if (net->ordinal < 0) {
-        return 0;
-    }
-    PyObject *index = PyLong_FromLong(net->ordinal);
-    PyObject *raw = index ? PyObject_CallFunctionObjArgs(gm_torch.raw_stream, index, NULL) : NULL;
-    Py_XDECREF(index);
-    if (!raw) {
-        return -1;
-    }
-    *out = PyLong_AsUnsignedLongLong(raw);
-    Py_DECREF(raw);
-    return PyErr_Occurred() ? -1 : 0;
+    return gm_py_stream(net->ordinal, out);
 }
 
 /* Of the slots, the last that begins at or before `address`, which is within the weights. */
@@ -444,18 +432,14 @@ static PyObject *net_unpack(gm_py_net *net, PyObject *object)
 
 /* ---- being on top ---- */
 
-/* Whether hooks are to see no weights; see `outer`. */
-static bool is_blind(PyObject *pack)
+/* The net whose method it is, or NULL. */
+static const gm_py_net *net_of(PyObject *pack)
 {
-    PyObject *module = PyObject_GetAttr(pack, gm_torch.s_module);
     PyObject *self = PyObject_GetAttrString(pack, "__self__");
     PyErr_Clear();
-    bool is_checkpoint = module && PyUnicode_Check(module) &&
-                         PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") == 0;
     bool is_net = self && PyObject_TypeCheck(self, gm_py_net_type);
-    Py_XDECREF(module);
-    Py_XDECREF(self);
-    return is_checkpoint || is_net;
+    Py_XDECREF(self); /* the method holds it */
+    return is_net ? (const gm_py_net *)self : NULL;
 }
 
 int gm_py_net_push(gm_py_net *net)
@@ -485,10 +469,12 @@ int gm_py_net_push(gm_py_net *net)
             Py_DECREF(top);
             return -1;
         }
-        if (frame.pack == net->pack && net->n_frames) {
-            frame = net->frames[net->n_frames - 1];
+        const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
+        if (other &&
+            other->n_frames) { /* nets delegate past each other: each has its units on top */
+            frame = other->frames[other->n_frames - 1];
         } else {
-            frame.is_blind = is_blind(frame.pack);
+            frame.is_blind = gm_py_is_checkpoint(frame.pack);
         }
         Py_XINCREF(frame.pack);
         Py_XINCREF(frame.unpack);
@@ -506,12 +492,8 @@ int gm_py_net_push(gm_py_net *net)
     return 1;
 }
 
-int gm_py_net_pop(gm_py_net *net)
+static int pop_one(gm_py_net *net)
 {
-    if (net->n_frames == 0) {
-        PyErr_SetString(PyExc_RuntimeError, "this net is popped more often than pushed");
-        return -1;
-    }
     outer frame = net->frames[--net->n_frames];
     PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
     Py_XDECREF(done);
@@ -520,11 +502,27 @@ int gm_py_net_pop(gm_py_net *net)
     return done ? 0 : -1;
 }
 
+size_t gm_py_net_depth(const gm_py_net *net)
+{
+    return net->n_frames;
+}
+
+/* An interrupt passes units without their leaving: whoever is outside takes what is inside away with its own. */
+int gm_py_net_pop_to(gm_py_net *net, size_t depth)
+{
+    int result = 0;
+    while (net->n_frames > depth) {
+        result = pop_one(net) < 0 ? -1 : result;
+    }
+    return result;
+}
+
 static PyObject *net_push(gm_py_net *net, PyObject *unused)
 {
     (void)unused;
+    size_t depth = net->n_frames;
     int is_pushed = gm_py_net_push(net);
-    return is_pushed < 0 ? NULL : PyBool_FromLong(is_pushed);
+    return is_pushed < 0 ? NULL : is_pushed ? PyLong_FromSize_t(depth) : Py_NewRef(Py_None);
 }
 
 static PyObject *none_unless(int failed)
@@ -532,10 +530,10 @@ static PyObject *none_unless(int failed)
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *net_pop(gm_py_net *net, PyObject *unused)
+static PyObject *net_pop_to(gm_py_net *net, PyObject *depth)
 {
-    (void)unused;
-    return none_unless(gm_py_net_pop(net));
+    size_t wanted = PyLong_AsSize_t(depth);
+    return PyErr_Occurred() ? NULL : none_unless(gm_py_net_pop_to(net, wanted));
 }
 
 static PyObject *net_settle(gm_py_net *net, PyObject *unused)
@@ -647,8 +645,9 @@ static void net_dealloc(gm_py_net *net)
 
 static PyMethodDef net_methods[] = {
     GM_PY_METHOD("start", net_start, METH_VARARGS, "start(engine, core, slots, ordinal, mark)"),
-    GM_PY_METHOD("push", net_push, METH_NOARGS, "push() -> bool: our hooks over the user's"),
-    GM_PY_METHOD("pop", net_pop, METH_NOARGS, "pop()"),
+    GM_PY_METHOD("push", net_push, METH_NOARGS,
+                 "push() -> how many were pushed before; None: torch forbids it"),
+    GM_PY_METHOD("pop_to", net_pop_to, METH_O, "pop_to(depth): until as many are pushed"),
     GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
     GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
     GM_PY_METHOD("find", net_find, METH_O,

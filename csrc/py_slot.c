@@ -164,6 +164,33 @@ int gm_py_task(long long *out)
     return long_of(PyObject_CallNoArgs(gm_torch.current_task), out);
 }
 
+int gm_py_stream(int ordinal, gm_stream *out)
+{
+    *out = 0;
+    if (ordinal < 0) {
+        return 0;
+    }
+    PyObject *index = PyLong_FromLong(ordinal);
+    PyObject *raw = index ? PyObject_CallFunctionObjArgs(gm_torch.raw_stream, index, NULL) : NULL;
+    Py_XDECREF(index);
+    if (!raw) {
+        return -1;
+    }
+    *out = PyLong_AsUnsignedLongLong(raw);
+    Py_DECREF(raw);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+bool gm_py_is_checkpoint(PyObject *pack)
+{
+    PyObject *module = PyObject_GetAttr(pack, gm_torch.s_module);
+    PyErr_Clear();
+    bool is_checkpoint = module && PyUnicode_Check(module) &&
+                         PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") == 0;
+    Py_XDECREF(module);
+    return is_checkpoint;
+}
+
 int gm_py_changes(const gm_py_slot *slot, long long *out)
 {
     gm_py_net *net = (gm_py_net *)slot->net;

@@ -18,6 +18,7 @@ typedef enum frame_state { FRAME_FAILED, FRAME_ABSENT, FRAME_BARE, FRAME_NETTED 
 /* One enter without its leave yet. */
 typedef struct frame {
     frame_state state;
+    size_t depth;      /* of the net, before */
     PyObject *watched; /* leased tensors that find what the forward writes; NULL: none */
 } frame;
 
@@ -138,6 +139,7 @@ static int open_unit(unit *self, bool has_grad, frame *out)
             return -1;
         }
     }
+    out->depth = gm_py_net_depth(self->net);
     int is_netted = gm_py_net_push(self->net); /* without grad too: the forward may turn it on */
     if (is_netted == 0 && has_grad) {
         out->state = FRAME_ABSENT;
@@ -146,9 +148,7 @@ static int open_unit(unit *self, bool has_grad, frame *out)
     if (is_netted < 0 || open_slots(self) < 0) {
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
-        if (is_netted > 0) {
-            (void)gm_py_net_pop(self->net);
-        }
+        (void)gm_py_net_pop_to(self->net, out->depth);
         Py_CLEAR(out->watched);
         PyErr_Restore(type, error, trace);
         return -1;
@@ -229,7 +229,7 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
     if (left.state == FRAME_FAILED) {
         return Py_NewRef(Py_None); /* enter failed: there is nothing to undo */
     }
-    int result = left.state == FRAME_NETTED ? gm_py_net_pop(self->net) : 0;
+    int result = left.state == FRAME_NETTED ? gm_py_net_pop_to(self->net, left.depth) : 0;
     if (!gm_py_net_is_closed(self->net)) {
         bool is_open = left.state != FRAME_ABSENT;
         result = UNLESS_FAILED(result, is_open ? find_writes(self, left.watched != NULL) : 0);

@@ -49,7 +49,10 @@ int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 int gm_py_node_key(
     long long *out); /* the running node's place in its thread's order; -1: outside backward */
-int gm_py_task(long long *out); /* the graph task that runs */
+bool gm_py_is_checkpoint(PyObject *pack); /* a hook of torch's checkpointing */
+int gm_py_stream(int ordinal,
+                 gm_stream *out); /* torch's current one on a GPU; 0 on the host device */
+int gm_py_task(long long *out);   /* the graph task that runs */
 /* Changes of the weight that a graph built before must not survive. */
 int gm_py_changes(const gm_py_slot *slot, long long *out);
 int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */
@@ -68,7 +71,8 @@ gm_engine *gm_py_net_engine(gm_py_net *net);
 bool gm_py_net_is_closed(gm_py_net *net);
 int gm_py_net_stream(gm_py_net *net, gm_stream *out); /* torch's current one */
 int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch forbids hooks here */
-int gm_py_net_pop(gm_py_net *net);
+size_t gm_py_net_depth(const gm_py_net *net);
+int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed; fewer stay */
 /* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
 int gm_py_net_settle(gm_py_net *net);
 

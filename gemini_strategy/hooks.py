@@ -64,12 +64,13 @@ def keep_nets_on_top() -> None:
 
     def enter(self: Any) -> Any:
         result = hooks._gm_enter(self)
-        self._gm_nets = [net for net in absent.nets() if net.push()]
+        self._gm_nets = [(net, net.push()) for net in absent.nets()]
         return result
 
     def leave(self: Any, *args: object) -> Any:
-        for net in reversed(self.__dict__.pop("_gm_nets", [])):
-            net.pop()
+        for net, depth in reversed(self.__dict__.pop("_gm_nets", [])):
+            if depth is not None:
+                net.pop_to(depth)
         return hooks._gm_exit(self, *args)
 
     hooks.__enter__, hooks.__exit__ = enter, leave

@@ -228,3 +228,43 @@ def test_loading_a_state_dict_refuses_what_manage_refuses(option: str) -> None:
     with pytest.raises(ValueError, match=option):
         engine.load_optimizer_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == before["lr"]
+
+
+def test_checkpointing_beside_another_engine_and_after_an_interrupt() -> None:
+    """Nets of several engines delegate past each other; an interrupt leaves none of them on top."""
+    other = linears(1)
+    other_engine, _ = manage(other)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    class Interrupt(BaseException):
+        pass
+
+    model = Checkpointed()
+    engine, optimizer = manage(model)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    x = torch.ones(2, 32)
+    for first in (model, other):  # the engine that was used last differs
+        first(x)
+        handle = model.layers[2].register_forward_hook(interrupt)
+        with pytest.raises(Interrupt):
+            model(x)
+        handle.remove()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(unit.is_entered for unit in engine._units)
+    other_engine.close()
+    engine.close()
