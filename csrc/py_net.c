@@ -15,6 +15,7 @@
 
 #include "py_engine.h"
 #include "py_running.h"
+#include "py_saved.h"
 
 typedef struct outer {
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
@@ -23,7 +24,8 @@ typedef struct outer {
 } outer;
 
 struct gm_py_net {
-    PyObject_HEAD PyObject *core, *engine, *mark;
+    PyObject_HEAD gm_py_net *next; /* in `started` */
+    PyObject *core, *engine, *mark;
     PyObject *pack, *unpack; /* our methods, bound once */
     uintptr_t begin, end;    /* addresses of weights */
     PyObject *slots;         /* a tuple, ordered by address */
@@ -34,23 +36,8 @@ struct gm_py_net {
     gm_running running;
 };
 
-typedef enum saved_kind { SAVED_PLAIN, SAVED_TOKEN, SAVED_DELEGATED } saved_kind;
-
-/* A saved tensor.  Not tracked by the cycle collector: autograd, which holds it, is not either. */
-typedef struct saved {
-    PyObject_HEAD saved_kind kind;
-    PyObject *
-        tensor; /* detached, so that no node lives by its own output; what the user's pack gave; of a token NULL */
-    PyObject *owner;                  /* a token's slot, the user's unpack */
-    uintptr_t address;                /* of a token, with */
-    PyObject *shape, *stride, *dtype; /* NULL: it is the whole parameter */
-    bool is_checked;                  /* its version is the parameter's */
-    long long
-        version; /* of the tensor; of the parameter and its updates; -1: not counted (inference) */
-} saved;
-
 PyTypeObject *gm_py_net_type;
-static PyTypeObject *saved_type;
+static gm_py_net *started; /* every net that is: the one on top packs what any of them manages */
 
 /* ---- the engine behind it ---- */
 
@@ -193,32 +180,6 @@ int gm_py_net_settle(gm_py_net *net)
 
 /* ---- saving ---- */
 
-static saved *new_saved(saved_kind kind, PyObject *owner)
-{
-    saved *self = PyObject_New(saved, saved_type);
-    if (self) {
-        self->kind = kind;
-        self->tensor = self->shape = self->stride = self->dtype = NULL;
-        self->owner = Py_XNewRef(owner);
-        self->address = 0;
-        self->is_checked = true;
-        self->version = -1;
-    }
-    return self;
-}
-
-static void saved_dealloc(saved *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_XDECREF(self->tensor);
-    Py_XDECREF(self->owner);
-    Py_XDECREF(self->shape);
-    Py_XDECREF(self->stride);
-    Py_XDECREF(self->dtype);
-    PyObject_Free(self);
-    Py_DECREF((PyObject *)type);
-}
-
 /* Whether the tensor is the parameter, or a view of it that shares its version: 1 or 0. */
 static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
 {
@@ -231,7 +192,7 @@ static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
 static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
 {
     gm_py_slot *slot = slot_at(net, address);
-    saved *self = new_saved(SAVED_TOKEN, (PyObject *)slot);
+    saved *self = gm_py_saved_new(SAVED_TOKEN, (PyObject *)slot);
     if (!self) {
         return NULL;
     }
@@ -256,7 +217,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
 static saved *pack_delegated(const outer *below, PyObject *tensor)
 {
     PyObject *pack = Py_NewRef(below->pack);
-    saved *self = new_saved(SAVED_DELEGATED, below->unpack);
+    saved *self = gm_py_saved_new(SAVED_DELEGATED, below->unpack);
     if (self && !(self->tensor = PyObject_CallFunctionObjArgs(pack, tensor, NULL))) {
         Py_DECREF((PyObject *)self);
         self = NULL;
@@ -267,7 +228,7 @@ static saved *pack_delegated(const outer *below, PyObject *tensor)
 
 static saved *pack_plain(PyObject *tensor)
 {
-    saved *self = new_saved(SAVED_PLAIN, NULL);
+    saved *self = gm_py_saved_new(SAVED_PLAIN, NULL);
     if (!self) {
         return NULL;
     }
@@ -287,8 +248,18 @@ static saved *pack_plain(PyObject *tensor)
     return self;
 }
 
+/* The net whose weights are there, or NULL. */
+static gm_py_net *owner_of(uintptr_t address)
+{
+    gm_py_net *net = started;
+    while (net && !(net->begin <= address && address < net->end && !gm_py_net_is_closed(net))) {
+        net = net->next;
+    }
+    return net;
+}
+
 /* The user's hooks see weights, too; what they give back as it is becomes a token. */
-static PyObject *pack_weight(gm_py_net *net, PyObject *tensor, uintptr_t address)
+static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
     const outer *below = net->n_frames ? &net->frames[net->n_frames - 1] : NULL;
     if (below && below->pack && !below->is_blind) {
@@ -299,7 +270,7 @@ static PyObject *pack_weight(gm_py_net *net, PyObject *tensor, uintptr_t address
         Py_DECREF((PyObject *)delegated);
     }
     /* What is absent holds no bytes, and is kept as it is. */
-    return (PyObject *)(address ? pack_token(net, tensor, address) : pack_plain(tensor));
+    return (PyObject *)(owner ? pack_token(owner, tensor, address) : pack_plain(tensor));
 }
 
 static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
@@ -314,11 +285,12 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
         int is_absent =
             gm_py_is_true(PyObject_CallMethod((PyObject *)net, "is_absent", "O", tensor));
         if (is_absent) {
-            return is_absent < 0 ? NULL : pack_weight(net, tensor, 0);
+            return is_absent < 0 ? NULL : pack_weight(net, NULL, tensor, 0);
         }
     }
-    if (net->begin <= address && address < net->end) {
-        return pack_weight(net, tensor, address);
+    gm_py_net *owner = owner_of(address);
+    if (owner) {
+        return pack_weight(net, owner, tensor, address);
     }
     if (net->n_frames && net->frames[net->n_frames - 1].pack) {
         return (PyObject *)pack_delegated(&net->frames[net->n_frames - 1], tensor);
@@ -416,12 +388,14 @@ static PyObject *unpack(gm_py_net *net, const saved *self)
         return PyObject_CallMethod((PyObject *)net, "refuse_modified", "OOLL",
                                    self->tensor ? self->tensor : Py_None, slot, now, self->version);
     }
-    return self->kind == SAVED_TOKEN ? show_token(net, self) : Py_NewRef(self->tensor);
+    return self->kind == SAVED_TOKEN
+               ? show_token((gm_py_net *)((gm_py_slot *)self->owner)->net, self)
+               : Py_NewRef(self->tensor);
 }
 
 static PyObject *net_unpack(gm_py_net *net, PyObject *object)
 {
-    if (Py_TYPE(object) != saved_type) {
+    if (Py_TYPE(object) != gm_py_saved_type) {
         return PyErr_Format(PyExc_TypeError, "unpack takes what pack has given");
     }
     Py_INCREF(object); /* the user's unpack may end the graph that holds it */
@@ -596,6 +570,8 @@ static PyObject *net_start(gm_py_net *net, PyObject *args)
     net->pack = PyObject_GetAttrString((PyObject *)net, "pack");
     net->unpack = PyObject_GetAttrString((PyObject *)net, "unpack");
     net->core = Py_NewRef(core);
+    net->next = started;
+    started = net;
     return none_unless(net->pack && net->unpack ? 0 : -1);
 }
 
@@ -632,6 +608,12 @@ static void net_dealloc(gm_py_net *net)
     for (size_t i = 0; i < net->n_frames; i++) {
         Py_XDECREF(net->frames[i].pack);
         Py_XDECREF(net->frames[i].unpack);
+    }
+    for (gm_py_net **link = &started; *link; link = &(*link)->next) {
+        if (*link == net) {
+            *link = net->next;
+            break;
+        }
     }
     gm_running_free(&net->running);
     Py_XDECREF(net->core);
@@ -673,24 +655,10 @@ static PyType_Spec net_spec = {
     .slots = net_slots,
 };
 
-static PyType_Slot saved_slots[] = {
-    {Py_tp_dealloc, (void *)saved_dealloc},
-    {Py_tp_doc, "What autograd keeps in place of a saved tensor."},
-    {0, NULL},
-};
-
-static PyType_Spec saved_spec = {
-    .name = "gemini_strategy._C.Saved",
-    .basicsize = sizeof(saved),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = saved_slots,
-};
-
 int gm_py_net_init(PyObject *module)
 {
     gm_py_net_type = (PyTypeObject *)PyType_FromSpec(&net_spec);
-    saved_type = (PyTypeObject *)PyType_FromSpec(&saved_spec);
-    if (!gm_py_net_type || !saved_type ||
+    if (!gm_py_net_type || gm_py_saved_init() < 0 ||
         PyModule_AddObjectRef(module, "Net", (PyObject *)gm_py_net_type) < 0) {
         return -1;
     }

@@ -64,13 +64,14 @@ def keep_nets_on_top() -> None:
 
     def enter(self: Any) -> Any:
         result = hooks._gm_enter(self)
-        self._gm_nets = [(net, net.push()) for net in absent.nets()]
+        net = next(iter(absent.nets()), None)  # any: the one on top packs for all
+        self._gm_net = None if net is None else (net, net.push())
         return result
 
     def leave(self: Any, *args: object) -> Any:
-        for net, depth in reversed(self.__dict__.pop("_gm_nets", [])):
-            if depth is not None:
-                net.pop_to(depth)
+        net, depth = self.__dict__.pop("_gm_net", None) or (None, None)
+        if depth is not None:
+            net.pop_to(depth)
         return hooks._gm_exit(self, *args)
 
     hooks.__enter__, hooks.__exit__ = enter, leave
