@@ -400,9 +400,9 @@ def run_managed(net: Callable[[], nn.Module], play: Callable[[Any], None], how: 
                 placement_policy=how["policy"],
             )
         except gs.GeminiMemoryError:
-            if share > 4:
+            if share > 60:
                 raise
-            share *= 1.25
+            share *= 1.25 if how["ranks"] == 1 else 1.8
             continue
         try:
             play(run)
@@ -411,7 +411,7 @@ def run_managed(net: Callable[[], nn.Module], play: Callable[[Any], None], how: 
             if faults[0]:
                 raise Differs(f"the device found {faults[0]} unordered accesses: {faults[1]}")
         except gs.GeminiMemoryError:
-            if share > 4 or not how["may_grow"]:
+            if share > 60 or not how["may_grow"]:
                 raise
             run.kept.clear()
             run.close()

@@ -11,6 +11,7 @@ import collections
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,12 @@ from random_programs import script
 COUNT = int(os.environ.get("GEMINI_RANDOM_COUNT", "240"))
 N_FRESH = int(os.environ.get("GEMINI_RANDOM_FRESH", "40"))
 BATCH = 20
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks(preload=("random_campaign", "random_support")) as forks:
+    with Forks((HERE,), ("random_campaign", "random_support")) as forks:
         yield forks
 
 
@@ -69,7 +71,6 @@ def test_a_failing_program_is_found_and_made_smaller(forks: Forks) -> None:
     import subprocess
     import sys
     import tempfile
-    from pathlib import Path
 
     from random_campaign import try_program
     from random_programs import Action, generate
