@@ -17,7 +17,7 @@ enum {
     MOST_UNITS = 7,
     MOST_LINKS = MOST_UNITS * MOST_PARAMS,
     MOST_NUMEL = 3000,
-    MOST_LEASES = 5,
+    MOST_LEASES = 8,
     BLOCK = 4096
 };
 
@@ -399,7 +399,9 @@ static void drop_grad(world *w, uint32_t id)
 static void do_something(world *w)
 {
     uint32_t id = (uint32_t)draw(w, w->n_params);
-    switch (draw(w, 12)) {
+    switch (draw(w, 14)) {
+    case 12:
+    case 13:
     case 0:
     case 1: add_lease(w); break;
     case 2:
@@ -567,7 +569,7 @@ static bool is_first_use(const world *w, uint64_t shape, uint32_t unit, uint32_t
 /* Each unit's node needs its weights, then their gradients arrive.  false: an error of the user's ended it. */
 static bool backward(world *w, uint64_t shape, bool is_recomputed, bool is_busy, bool may_fail)
 {
-    uint32_t fails_at = may_fail && chance(w, 6) ? (uint32_t)draw(w, w->n_units) : UINT32_MAX;
+    uint32_t fails_at = may_fail && chance(w, 4) ? (uint32_t)draw(w, w->n_units) : UINT32_MAX;
     for (uint32_t unit = w->n_units; unit-- > 0;) {
         if (unit == fails_at) {
             break;
@@ -841,7 +843,8 @@ static void engine_new(world *w, gm_workers *workers, bool is_grad_f32)
         gm_engine_stats stats;
         gm_engine_get_stats(w->engine, &stats);
         size_t least = floor_bytes(w, w->engine);
-        options.device_budget = least + draw(w, 4) * (stats.state_bytes - least) / 4;
+        options.device_budget = least;
+        options.device_budget += chance(w, 2) ? 0 : draw(w, 4) * (stats.state_bytes - least) / 4;
         gm_engine_unref(w->engine);
         options.device = device_new(w, workers);
         CHECK_OK(gm_engine_new(&options, &w->engine));
