@@ -70,9 +70,7 @@ class _Entry(SlotHome):
         slot = self._slot()
         if slot is None or slot.engine.closed or slot.parameter._version == self._version:
             return self.memory
-        if (
-            slot.engine.ranks.shard.size == 1
-        ):  # one of several cannot read alone
+        if slot.engine.ranks.shard.size == 1:  # one of several cannot read alone
             self.memory.copy_(slot.read_weight())
             self._version = slot.parameter._version
         return self.memory

@@ -319,7 +319,9 @@ def same_adam(left: dict[str, Any], right: dict[str, Any]) -> None:
         }
         for side, sd in (("left", left), ("right", right))
     }
-    for index in pick["left"].keys() - pick["right"].keys():  # never updated: only what its weight lacks
+    for index in (
+        pick["left"].keys() - pick["right"].keys()
+    ):  # never updated: only what its weight lacks
         assert not any(value.count_nonzero() for value in pick["left"].pop(index).values()), index
     same(dict(sorted(pick["left"].items())), dict(sorted(pick["right"].items())), "adam")
     for ours, theirs in zip(left["param_groups"], right["param_groups"], strict=True):
