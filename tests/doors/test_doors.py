@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from report import Walker
+from unsettled import UNSETTLED
 from walk import doors
 
 EVERY = os.environ.get("GEMINI_DOORS") == "all"
@@ -19,7 +20,7 @@ WALKS = [
     (door, setup)
     for number, (door, row) in enumerate(doors().items())
     for turn, setup in enumerate(row.setups)
-    if EVERY or turn == number % len(row.setups)
+    if (EVERY or turn == number % len(row.setups)) and door not in UNSETTLED
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "doors"))
 
 from report import Walker
+from unsettled import UNSETTLED
 from walk import doors
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +23,7 @@ def walker() -> Iterator[Walker]:
         yield walker
 
 
-@pytest.mark.parametrize("door", list(doors()))
+@pytest.mark.parametrize("door", [door for door in doors() if door not in UNSETTLED])
 def test_program_on_the_gpu(door: str, walker: Walker) -> None:
     for setup in doors()[door].setups:
         wrong = walker.verdict(door, setup)
