@@ -18,9 +18,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [p for p in (str(HERE), str(HERE.parent)) if p not in sys.path]
 
+from unsettled import UNSETTLED  # noqa: E402
+
 from forked import Forks  # noqa: E402
 from programs import SETUPS  # noqa: E402
-from unsettled import UNSETTLED  # noqa: E402
 from walk import doors, judge  # noqa: E402
 
 PRELOAD = (

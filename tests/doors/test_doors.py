@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from unsettled import UNSETTLED
 
 from report import Walker
-from unsettled import UNSETTLED
 from walk import doors
 
 EVERY = os.environ.get("GEMINI_DOORS") == "all"

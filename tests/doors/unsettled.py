@@ -1,9 +1,9 @@
-"""Programs that do not come out right yet, with what is known of each. `make test` leaves them out; report.py shows them."""
+"""Programs that do not come out right yet, and what is known of each. `make test` leaves them out, report.py does not."""
 
 UNSETTLED = {
     "autograd/backward with create_graph": "refused by name: the engine keeps gradients as numbers",
     "checkpoint/two autograd.grad with retain_graph": "no room at the least budget that manage() accepts",
-    "flow/several threads evaluate": "one thread at a time: torch's hooks are each thread's own, a net's frames are not",
+    "flow/several threads evaluate": "one thread at a time: hooks are each thread's own, a net's frames are not",
     "func/linearize": "torch 2.11: the program runs under a mode that knows parameters by their class",
     "export/make_fx of p": "ends after a minute",
     "grad write/numpy": "the array is read-only, and NumPy's error names no parameter",

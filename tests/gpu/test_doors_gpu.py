@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "doors"))
 
-from report import Walker
 from unsettled import UNSETTLED
+
+from report import Walker
 from walk import doors
 
 pytestmark = pytest.mark.gpu
