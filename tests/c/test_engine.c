@@ -278,7 +278,18 @@ static void check_leases(world *w)
 
 static gm_status lease_new(gm_engine *engine, uint32_t id, bool is_watched, gm_lease **out)
 {
-    return gm_lease_new(engine, id, true, is_watched, 0, out);
+    gm_status status = gm_lease_new(engine, id, out);
+    if (status != GM_OK) {
+        return status;
+    }
+    status = gm_lease_pin(*out, 0);
+    if (status == GM_OK && is_watched) {
+        status = gm_lease_watch(*out, 0);
+    }
+    if (status != GM_OK) {
+        gm_lease_end(*out);
+    }
+    return status;
 }
 
 static void add_lease(world *w)
@@ -792,7 +803,9 @@ static size_t floor_bytes(const world *w, const gm_engine *engine)
             uint32_t chunk = gm_engine_chunk_of(engine, w->unit_params[i]);
             if (is_here && !is_seen[chunk]) {
                 is_seen[chunk] = true;
-                bytes += gm_engine_chunk_bytes(engine, chunk);
+                gm_engine_need need;
+                gm_engine_chunk_need(engine, chunk, &need);
+                bytes += need.shown + need.gathering + need.unreduced;
             }
         }
         most = bytes > most ? bytes : most;

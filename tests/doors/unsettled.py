@@ -1,4 +1,4 @@
-"""Programs that do not come out right yet, and what is known of each. `make test` leaves them out, report.py does not."""
+"""Programs that are not right yet, and what is known of each. `make test` leaves them out, report.py does not."""
 
 UNSETTLED = {
     "autograd/backward with create_graph": "refused by name: the engine keeps gradients as numbers",
