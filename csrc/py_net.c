@@ -125,6 +125,10 @@ static int touch(gm_py_net *net, uintptr_t address)
     }
     bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
     uint32_t n_before = gm_engine_n_touched(engine);
+    if (is_new && task >= 0 && /* a saved tensor may be looked at outside any backward */
+        gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", NULL)) < 0) {
+        return -1;
+    }
     if ((is_new && !gm_running_push(&net->running, node, task, n_before)) ||
         !gm_running_note(&net->running, address)) {
         PyErr_NoMemory();
@@ -516,6 +520,20 @@ static PyObject *net_settle(gm_py_net *net, PyObject *unused)
     return none_unless(gm_py_net_settle(net));
 }
 
+/* The current graph task has run its last node: what it has pinned, nobody reads any more. */
+static PyObject *net_end_task(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    long long task;
+    uint32_t n_keep;
+    if (gm_py_task(&task) < 0) {
+        return NULL;
+    }
+    return gm_py_net_is_closed(net) || !gm_running_end(&net->running, task, &n_keep)
+               ? Py_NewRef(Py_None)
+               : none_unless(release_touched(net, n_keep));
+}
+
 /* find(tensor) -> the slot whose bytes it shows, or None. */
 static PyObject *net_find(gm_py_net *net, PyObject *tensor)
 {
@@ -632,6 +650,8 @@ static PyMethodDef net_methods[] = {
     GM_PY_METHOD("pop_to", net_pop_to, METH_O, "pop_to(depth): until as many are pushed"),
     GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
     GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
+    GM_PY_METHOD("end_task", net_end_task, METH_NOARGS,
+                 "end_task(): unpins what the graph task that ends has touched"),
     GM_PY_METHOD("find", net_find, METH_O,
                  "find(tensor) -> the slot whose bytes it shows, or None"),
     GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),

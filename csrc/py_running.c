@@ -66,6 +66,20 @@ bool gm_running_push(gm_running *running, int64_t node, int64_t task, uint32_t n
     return true;
 }
 
+bool gm_running_end(gm_running *running, int64_t task, uint32_t *out_keep)
+{
+    size_t depth = running->n;
+    while (depth && running->nodes[depth - 1].task != task) {
+        depth--;
+    }
+    if (depth == 0) {
+        return false;
+    }
+    *out_keep = running->nodes[depth - 1].n_before;
+    gm_running_drop(running, depth - 1);
+    return true;
+}
+
 bool gm_running_note(gm_running *running, uintptr_t address)
 {
     gm_running_node *top = &running->nodes[running->n - 1];

@@ -38,6 +38,8 @@ gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uin
 bool gm_running_next_ended(gm_running *running, uintptr_t *out);
 /* A new task; false: no memory. */
 bool gm_running_push(gm_running *running, int64_t node, int64_t task, uint32_t n_before);
+/* The task has ended, and those nested in it; false: it is not known.  All but *out_keep pins are to be released. */
+bool gm_running_end(gm_running *running, int64_t task, uint32_t *out_keep);
 /* The last node has touched `address`; false: no memory. */
 bool gm_running_note(gm_running *running, uintptr_t address);
 /* The last node is to have touched nothing; NULL, or what it had touched: n_addresses of them, the caller's. */

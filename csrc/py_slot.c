@@ -8,6 +8,7 @@
  *   3. A gradient leaves torch's memory inside its accumulation hook. */
 #include "py_unit.h"
 
+#include <limits.h>
 #include <stddef.h>
 #include <structmember.h>
 
@@ -151,8 +152,8 @@ int gm_py_node_key(long long *out)
     if (node != Py_None) {
         PyObject *number = PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL);
         result = number ? 0 : -1;
-        /* Nodes that accumulate a gradient all have the largest number there is. */
-        *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) >> 1) : 0;
+        /* Nodes that accumulate a gradient all have the largest number there is, which is not to be -1. */
+        *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) & LLONG_MAX) : 0;
         Py_XDECREF(number);
     }
     Py_DECREF(node);

@@ -109,6 +109,10 @@ class SavedTensorNet(_C.Net):
             _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
         )
 
+    def begin_task(self) -> None:
+        """A graph task unpacks for the first time. Nothing else would say when it ends."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_task)
+
     def make_room(self, slot: Slot) -> bool:
         return _make_room(slot.engine)
 

@@ -187,7 +187,7 @@ def program(seed: int) -> Program:
     draw = random.Random(7919 * seed + 3)
     precision = draw.choice(("32-true", "32-true", "bf16-true", "bf16-mixed", "16-mixed"))
     clip = draw.choice((None, 0.3))
-    acts = ("nothing", "nothing", "nothing", "evaluate", "leave a graph")
+    acts = ("nothing", "nothing", "evaluate", "leave a graph", "grad twice")
     return Program(
         seed=seed,
         recipe=Recipe(
@@ -223,6 +223,18 @@ def at_floor(build: Any, recipe: Recipe, above: int = 0, **how: Any) -> Managed:
         return managed(build, recipe, device_budget=least + above, **how)
 
 
+def _grad_twice(run: Plain, program: Program, step: int) -> list[Tensor]:
+    """Gradients of two losses of one graph, for the embedded words."""
+    if "reentrant" in run.model.ways:  # torch does not do that
+        return []
+    kept: list[Tensor] = []
+    handle = run.model.embed.register_forward_hook(lambda m, a, out: kept.append(out))
+    loss = program.loss(run, 500 + step)
+    handle.remove()
+    first = torch.autograd.grad(loss, kept[0], retain_graph=True)
+    return [*first, *torch.autograd.grad(loss.square(), kept[0])]
+
+
 def run_program(run: Plain, program: Program) -> list[Tensor]:
     """Trains; returns what was seen between the steps. The same calls whether managed or not."""
     recipe, seen = program.recipe, []
@@ -243,4 +255,6 @@ def run_program(run: Plain, program: Program) -> list[Tensor]:
                 seen.append(program.loss(run, 700 + step))
         elif act == "leave a graph":
             seen.append(program.loss(run, 900 + step).detach())
+        elif act == "grad twice":
+            seen.extend(_grad_twice(run, program, step))
     return [t.float() for t in seen]

@@ -2,7 +2,6 @@
 
 UNSETTLED = {
     "autograd/backward with create_graph": "refused by name: the engine keeps gradients as numbers",
-    "checkpoint/two autograd.grad with retain_graph": "no room at the least budget that manage() accepts",
     "flow/several threads evaluate": "one thread at a time: hooks are each thread's own, a net's frames are not",
     "func/linearize": "torch 2.11: the program runs under a mode that knows parameters by their class",
     "export/make_fx of p": "ends after a minute",
