@@ -108,6 +108,9 @@ class Home:
     def write(self, values: torch.Tensor) -> None:
         """`values`, which `open` has given, were changed."""
 
+    def note_same(self) -> None:
+        """Its bytes were written with themselves."""
+
 
 class _Gone(Home):
     def __init__(self, name: str, why: str) -> None:
@@ -247,6 +250,12 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]
     }
 
 
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two absent tensors are one view of the same bytes."""
+    views = {(_address(t), t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (a, b)}
+    return len(views) == 1
+
+
 def _is_over_lists(name: str) -> bool:
     return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
 
@@ -293,6 +302,9 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         raise GuardError(
             f"{_home_at(absent[0][2]).name}: a fake mode has no use for managed values: engine.close() first"
         )
+    if name == "aten::copy_" and len(absent) > 1 and _is_same(*args[:2]):
+        _home_at(absent[0][2]).note_same()
+        return args[0]
     writes = _written(op, args, kwargs)
     opened: dict[int, tuple[Home, torch.Tensor, bool]] = {}
     for _, item, address in absent:

@@ -442,10 +442,11 @@ class Engine(Reporting):
         self._refresh_memory()
         self._run_step(updates)
         self.ending.done(slot for slot, _ in work)
-        for slot, _ in work:
+        for slot, group in work:
             if slot.count_update():
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
-            slot.note_change()
+            # torch's get_state_dict() makes such a step behind the model's state dict.
+            slot.note_change(is_same=float(group["lr"]) == 0.0)
         if self.scaler is not None:
             self.scaler.update(False)
         self._clip_factor = 1.0

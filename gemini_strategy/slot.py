@@ -52,6 +52,7 @@ class Slot(_C.Slot):
         "has_state",
         "loaded",
         "low",
+        "n_same",
         "name",
         "names",
         "original_device",
@@ -81,6 +82,7 @@ class Slot(_C.Slot):
         self.step_count, self.step_tensor = 0, None  # see adam_step
         self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
         self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
+        self.n_same = 0  # writes of what was there
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.absent = None
         self._shown_lease = 0
@@ -155,9 +157,15 @@ class Slot(_C.Slot):
         self.engine.core.lease_unwatch(self._shown_lease, self.engine.stream())
         self.is_watched = False
 
-    def note_change(self) -> None:
-        """The weight has changed: graphs that have saved it must not go on."""
+    def note_change(self, is_same: bool = False) -> None:
+        """The weight was written: graphs that have saved it must not go on. is_same: with what it was."""
         torch.autograd.graph.increment_version(self.parameter)
+        self.n_same += is_same
+
+    @property
+    def value_version(self) -> int:
+        """Another one when the weight's values have changed, whoever wrote them."""
+        return self.parameter._version - self.n_same
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
@@ -439,33 +447,34 @@ class Slot(_C.Slot):
         return bool(fits.all())
 
     def load_weight(self, value: torch.Tensor) -> torch.Tensor:
-        """Takes a weight of a state dict, and gives its rounding: fp32 is the master, 16 bits go with a loaded low."""
+        """Takes a weight of a state dict, and gives its rounding.
+
+        fp32 is the master. 16 bits go with a low part that was loaded before them; else they are a write like any
+        other: where they are another weight than now they are its master, elsewhere the master stays.
+        """
         value = value.detach().to("cpu", copy=True).contiguous()
-        if value.dtype is not self.dtype or self.loaded not in ("low", "both"):
+        if value.dtype is not self.dtype:
             self.write_master(value)
-            self.loaded = "weight" if value.dtype is self.dtype else "master"
-            self.low = None
+            self.loaded, self.low = "master", None
             return self.rounded(value)
-        weight, master = self._own_parts()
+        weight, master = self.read_own(False), self.read_own(True)
+        is_same = value.view(torch.int16) == weight.view(torch.int16)
         own = slice(self.part()[0], sum(self.part()))
-        is_new = not torch.equal(*(t.reshape(-1)[own].view(torch.int16) for t in (value, weight)))
         if self.loaded == "low":
             low = split_low(weight, master)[1] if self.low is None else self.low
-            master = merge(value, low).contiguous()
-        elif is_new:  # than the one that has come with its low: this one came alone
-            master = value.float()
-        self.loaded, self.low = "both" if self.loaded == "low" or not is_new else "weight", None
+            master = merge(value, low)
+            self.loaded = "both"
+        else:
+            master = torch.where(is_same, master, value.float())
+            same = order.flat(order.ordered(is_same, self.strides))[own]
+            if self.loaded is None or not bool(same.all()):
+                self.loaded = "weight"  # what came with its low before is gone
+        self.low = None
+        plain = self._ordered(master, torch.float32)
         self.engine.written.note(self, "loaded weight", value)
-        self.engine.core.write(self.id, _MASTER, master.data_ptr(), self.engine.stream())
+        self.engine.core.write(self.id, _MASTER, plain.data_ptr(), self.engine.stream())
         self.note_change()
         return value
-
-    def _own_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight and master where they are this rank's: no collective."""
-        parts = [torch.zeros(self.shape, dtype=t) for t in (self.dtype, torch.float32)]
-        for field, values in zip((_WEIGHT, _MASTER), parts, strict=True):
-            self.engine.core.read(self.id, field, values.data_ptr())
-        return parts[0], parts[1]
 
 
 def checked_step(name: str | None, step: object) -> int:
@@ -511,6 +520,9 @@ class _Weight(SlotHome):
         if (now.dtype, now.device, now.stride()) != (then.dtype, then.device, then.stride()):
             raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
         return now
+
+    def note_same(self) -> None:
+        self.slot.n_same += 1
 
 
 class _Grad(SlotHome):

@@ -59,20 +59,28 @@ class _StateHook:
 
 
 class _Entry(SlotHome):
-    """A weight's entry in a state dict: memory on the host that follows the weight, and that the weight follows."""
+    """A weight's entry in a state dict: memory on the host that follows the weight, and that the weight follows.
+
+    One of several ranks cannot read a weight alone: there an entry ends when the weight changes.
+    """
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot)
         self.memory = slot.read_weight()
-        self._version = slot.parameter._version
+        self._version = slot.value_version
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self._slot()
-        if slot is None or slot.engine.closed or slot.parameter._version == self._version:
+        if slot is None or slot.engine.closed or slot.value_version == self._version:
             return self.memory
-        if slot.engine.ranks.shard.size == 1:  # one of several cannot read alone
-            self.memory.copy_(slot.read_weight())
-            self._version = slot.parameter._version
+        if slot.engine.ranks.shard.size > 1:
+            raise GuardError(
+                f"{self.name}: this entry of a state dict shows the weight as it was, and the weight has changed "
+                "since: several ranks have it in parts, and an entry cannot follow it. Clone what you keep when you "
+                "take it, or call model.state_dict() again on every rank"
+            )
+        self.memory.copy_(slot.read_weight())
+        self._version = slot.value_version
         return self.memory
 
     def write(self, values: torch.Tensor) -> None:
@@ -80,7 +88,12 @@ class _Entry(SlotHome):
         if slot is not None and not slot.engine.closed:
             slot.lease().copy_(values)
             slot.note_change()
-            self._version = slot.parameter._version
+            self._version = slot.value_version
+
+    def is_whole(self, value: torch.Tensor) -> bool:
+        """Whether `value`, which has this home, is the entry itself and no part or view of another form."""
+        mine, its = self.memory, (value.dtype, value.shape, value.stride(), value.storage_offset())
+        return its == (mine.dtype, mine.shape, mine.stride(), 0)
 
 
 class _SaveHook(_StateHook):
@@ -119,7 +132,11 @@ class _LoadHook(_StateHook):
                     f"{slot.name}: load_state_dict(assign=True) would replace a managed parameter; use "
                     "assign=False, or load before manage()"
                 )
-            if slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
+            home = absent.home_of(value) if absent.is_absent(value) else None
+            if isinstance(home, _Entry) and home.slot is slot and home.is_whole(value):
+                home.open(False)  # unless it ended, it shows what the weight is
+                state[prefix + name] = parameter
+            elif slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
                 state[prefix + name] = slot.load_weight(value)
             else:
                 self.engine.written.note(slot, "loaded weight", value)

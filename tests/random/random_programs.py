@@ -197,10 +197,12 @@ if 'model' in run.kept:
 )
 
 OPTIMIZER_STATE = (
-    "run.kept['optimizer'] = copy.deepcopy(run.optimizer.state_dict())",
     """
-if 'optimizer' in run.kept and 'resume' in run.kept:
-    run.load(run.kept['resume'])
+run.kept['optimizer'] = copy.deepcopy(run.optimizer.state_dict())
+run.kept['its weights'] = run.save()""",
+    """
+if 'optimizer' in run.kept:
+    run.load(run.kept['its weights'])
     run.optimizer.load_state_dict(run.kept['optimizer'])""",
 )
 

@@ -272,10 +272,56 @@ def test_weights_that_are_loaded_alone_are_whole() -> None:
     run.model.load_state_dict(other)
     for name, value in run.engine.model_state_dict().items():
         assert_same_bits(value, other[name].float(), name) if "frozen" not in name else None
-    drive(run, _Case, 1)
-    run.model.load_state_dict(other)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_loading_what_is_there_changes_nothing(precision: str) -> None:
+    """A 16-bit load is a write like any other: the master stays where the weight is the one that it was."""
+    run = _run("AdamW", precision)
+    drive(run, _Case, 3)
+    masters, state = run.engine.model_state_dict(), copy.deepcopy(run.model.state_dict())
+    run.model.load_state_dict(state)
     for name, value in run.engine.model_state_dict().items():
-        assert_same_bits(value.float(), other[name].float(), name)
+        assert_same_bits(value, masters[name], name)
+    for value in state.values():
+        value[..., ::2] *= 2
+    run.model.load_state_dict(state)
+    for name, value in run.engine.model_state_dict().items():
+        whole = state[name].float()
+        expected = torch.where(
+            whole == masters[name].to(state[name].dtype).float(), masters[name].float(), whole
+        )
+        assert_same_bits(value.float(), expected, name)
+
+
+@pytest.mark.parametrize("order", ["weights", "optimizer"])
+def test_resume_of_weights_in_another_order(order: str) -> None:
+    """Low parts go to their elements where a weight lies transposed in memory."""
+
+    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, gs.Engine]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(19, 23), nn.Tanh(), nn.Linear(23, 5))
+        model[0].weight = nn.Parameter(torch.randn(19, 23).t() / 5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        how = {"precision": "bf16-true", "device": "cpu", "device_budget": 2**20}
+        return model, optimizer, gs.manage(model, optimizer, **how)
+
+    model, optimizer, engine = begin(1)
+    for _ in range(3):
+        engine.backward(model(torch.randn(7, 19).bfloat16()).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model[0].weight.stride() == (1, 23)
+    parts = [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())]
+    want = engine.model_state_dict()
+    engine.close()
+    model, optimizer, engine = begin(2)
+    loads = list(zip((model.load_state_dict, optimizer.load_state_dict), parts, strict=True))
+    for load, part in loads if order == "weights" else reversed(loads):
+        load(part)
+    for name, value in engine.model_state_dict().items():
+        assert_same_bits(value, want[name], name)
+    engine.close()
 
 
 # ---- several ranks, and torch's checkpoints ------------------------------------------------------

@@ -133,6 +133,32 @@ def test_state(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path / "run", check_state, str(tmp_path)))
 
 
+def check_kept_entries(rank: int, size: int) -> None:
+    """An entry of a state dict shows the weight of its time, and nothing once the weight has changed."""
+    torch.manual_seed(3)
+    engine = manage(Exact())
+    train(engine, rank, size, range(1))
+    kept = engine.model.state_dict()
+    copied = {name: value.clone() for name, value in kept.items()}
+    assert_same({name: value.clone() for name, value in kept.items()}, copied)
+    train(engine, rank, size, range(1, 2))
+    if size == 1:
+        assert_same(kept["terms.1.p"].clone(), engine.model.state_dict()["terms.1.p"].clone())
+        return
+    for read in (lambda v: v.clone(), lambda v: v.numpy(force=True), lambda v: float(v.sum())):
+        with pytest.raises(
+            gs.GuardError, match=r"terms\.1\.p: .* call model\.state_dict\(\) again"
+        ):
+            read(kept["terms.1.p"])
+    engine.model.load_state_dict(copied)
+    assert_same(dict(engine.model.state_dict()), copied)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_entries_that_are_kept(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_kept_entries))
+
+
 def check_distributed_checkpoint(rank: int, size: int, folder: str) -> None:
     """Two ranks write with torch.distributed.checkpoint, another number reads."""
     for precision in ("bf16-true", "32-true"):
