@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 EVERY ?= 8
 JOBS ?= $(shell n=$$(nproc); [ $$n -lt 8 ] && echo $$n || echo 8)
-C_SOURCES := $(wildcard csrc/*.[ch] csrc/kernels/* tests/c/*.[ch])
+C_SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh') $(wildcard tests/c/*.[ch])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

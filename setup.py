@@ -78,7 +78,7 @@ def digest(*parts: object) -> str:
 def contents(*suffixes: str) -> str:
     """One hash of all files below csrc with these suffixes."""
     files = sorted(path for path in CSRC.rglob("*") if path.suffix in suffixes)
-    return digest(*((path.name, path.read_bytes()) for path in files))
+    return digest(*((str(path.relative_to(CSRC)), path.read_bytes()) for path in files))
 
 
 def made(path: Path, make: Callable[[Path], object]) -> Path:
@@ -142,8 +142,8 @@ class Cuda:
 
         def compile_kernels(fatbin: Path) -> None:
             unit = fatbin.with_suffix(".cu")
-            kernels = sorted((CSRC / "kernels").glob("*.cu"))
-            unit.write_text("".join(f'#include "kernels/{kernel.name}"\n' for kernel in kernels))
+            kernels = [path.relative_to(CSRC) for path in sorted(CSRC.rglob("*.cu"))]
+            unit.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
             try:
                 run(*command, unit, "-o", fatbin)
             finally:
@@ -165,7 +165,7 @@ class Cuda:
 
 
 class BuildCore(build_ext):
-    """Compiles each file of csrc with the flags that its name asks for, and links them."""
+    """Compiles each file below csrc with the flags that its name asks for, and links them."""
 
     def build_extension(self, ext: Extension) -> None:
         compiler = shlex.split(os.environ.get("CC") or "cc")
@@ -183,7 +183,7 @@ class BuildCore(build_ext):
         elif not is_debug:
             link_flags += ["-Wl,-s"]
 
-        sources = sorted(CSRC.glob("*.c"))
+        sources = sorted(CSRC.rglob("*.c"))
         cuda = Cuda.find()
         if cuda:
             flags += ["-DGM_WITH_CUDA", "-isystem", str(cuda.include)]
@@ -194,10 +194,11 @@ class BuildCore(build_ext):
 
         def compile_one(source: Path) -> Path:
             command = [*compiler, *flags, *isa_flags(source)]
-            key = digest(command, version, headers, source.read_bytes())
             file = source.relative_to(ROOT)
+            # The name is part of the key: the text of an error has it.
+            key = digest(command, version, headers, str(file), source.read_bytes())
             return made(
-                OBJECTS / f"{source.stem}.{key}.o",
+                OBJECTS / f"{source.parent.name}.{source.stem}.{key}.o",
                 lambda target: run(*command, "-c", file, "-o", target),
             )
 
@@ -227,7 +228,7 @@ setup(
     ext_modules=[
         Extension(
             "gemini_strategy._C",
-            sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.c")),
+            sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.c")),
             py_limited_api=True,
         )
     ],

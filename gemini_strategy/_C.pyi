@@ -8,7 +8,7 @@ BUILT_WITH_CUDA: int
 BUILT_WITH_SANITIZER: int  # the address sanitizer
 HOST_GRANULARITY: int
 
-# ---- this host (csrc/py_host.c); a core is (number, NUMA node or -1, lowest number among its hardware threads) ----
+# ---- this host (csrc/binding/host.c); a core is (number, NUMA node or -1, least number of its hardware threads) ----
 
 def absent_range(size: int, /) -> int: ...
 def host_topology(root: str = "", /) -> dict[str, Any]: ...
@@ -19,11 +19,11 @@ def host_split(
 def host_threads(n_cores: int = 0, quota: float = 0.0, /) -> int: ...
 def host_use(cores: Sequence[int], threads: int, /) -> None: ...
 
-# ---- rates of this machine (csrc/py_rates.c); ordinal -1 is the host device ----
+# ---- rates of this machine (csrc/binding/rates.c); ordinal -1 is the host device ----
 
 def rates_measure(ordinal: int, threads: int, block_bytes: int, /) -> dict[str, float]: ...
 
-# ---- arithmetic (csrc/py_arith.c) ----
+# ---- arithmetic (csrc/binding/arith.c) ----
 # dtypes and weight formats: 0 fp32, 1 bf16, 2 fp16; tensors are addresses; sums are opaque bytes
 
 def isa_name() -> str: ...
@@ -81,7 +81,7 @@ def reconcile_host(
     weight_format: int, old_weight: int, weight: int, low: int, numel: int, /
 ) -> int: ...
 
-# ---- the engine (csrc/py_engine.c, csrc/engine.h) ----
+# ---- the engine (csrc/binding/engine.c, csrc/engine/engine.h) ----
 # parameters, units and leases are numbers; streams are CUstream as int, 0 the default
 
 def chunk_search(
@@ -161,7 +161,7 @@ class Core:
     def check(self) -> None: ...
     def close(self) -> None: ...
 
-# ---- communicators (csrc/py_comm.c, csrc/comm.h) ----
+# ---- communicators (csrc/binding/comm.c, csrc/comm/comm.h) ----
 # dtypes as above, and 3 fp64, 4 u64; operations: 0 sum, 1 max (of u64); one (address, bytes) for each rank in a list
 
 _Pieces = list[tuple[int, int]]
@@ -197,7 +197,7 @@ class Comm:
     def abort(self, reason: str, /) -> None: ...
     def close(self) -> None: ...
 
-# ---- units and saved tensors (csrc/py_unit.c, csrc/py_net.c): bases of classes in slot.py and hooks.py ----
+# ---- units and saved tensors (csrc/binding/unit.c, csrc/binding/net.c): bases of classes in slot.py and hooks.py ----
 
 class Slot:
     engine: Any

@@ -146,7 +146,7 @@ class Adoption:
         return slot
 
     def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
-        """What the core wants to know of each parameter (csrc/engine.h, gm_engine_param)."""
+        """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param)."""
         return [
             (
                 math.prod(slot.shape),

@@ -2,7 +2,7 @@
 
 On CUDA it is an NCCL communicator of its own, made from C; the group's store carries the id. On the host device bytes
 travel through a gloo process group of its own, point to point, so that a rank that is missing has a name; sums are
-taken in C (csrc/comm_host.c). Neither disturbs the user's group, and neither is disturbed by its timeouts.
+taken in C (csrc/comm/host.c). Neither disturbs the user's group, and neither is disturbed by its timeouts.
 
 When a rank fails or aborts it leaves a note in the store: its text, and the last collectives that it has issued. A rank
 that fails later, or sees that another has gone, reads the notes and says what the others said, the first collective
@@ -392,7 +392,7 @@ class _Notes:
 
 
 class _Gloo:
-    """The transport of csrc/comm.h over a gloo process group of its own."""
+    """The transport of csrc/comm/comm.h over a gloo process group of its own."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: float, names: Sequence[int] = ()

@@ -1,6 +1,6 @@
 """The engine that a person holds: training, reading and writing parameters, state, and the way back.
 
-The core (csrc/engine.h) moves bytes. manage.py makes engines, adopt.py moves a model in, hooks.py enters and
+The core (csrc/engine/engine.h) moves bytes. manage.py makes engines, adopt.py moves a model in, hooks.py enters and
 leaves units, absent.py serves parameters outside them, takeover.py is the optimizer's face.
 
 Invariants

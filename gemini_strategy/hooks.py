@@ -11,7 +11,7 @@
 [Note: storages that stay]
     All units and nodes that use a parameter show the one tensor `slot.shown`. When its last user goes while somebody
     still has its storage (a cache, an output, `self.w_t`, what a differentiated backward has saved), that storage takes
-    a pin of its own, which ends with it (csrc/lease.c), and the next user gets a new tensor. Nobody asks again.
+    a pin of its own, which ends with it (csrc/engine/lease.c), and the next user gets a new tensor. Nobody asks again.
 """
 
 from __future__ import annotations

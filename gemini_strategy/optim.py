@@ -1,7 +1,7 @@
 """Adam as the core computes it, standing alone on plain tensors, and the exact gradient norm.
 
 `HybridAdam` and `CPUAdam` are ordinary `torch.optim.Optimizer`s: the same arithmetic, bit for bit,
-as under a managed model (csrc/arith.h has its definition), on CPU and on CUDA tensors. Together
+as under a managed model (csrc/arith/arith.h has its definition), on CPU and on CUDA tensors. Together
 with `grad_norm` and `cast_model_` they are the unmanaged reference that a managed run must equal.
 
 Invariants
@@ -135,7 +135,7 @@ def _hold(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 class HybridAdam(torch.optim.Optimizer):
     """Adam and AdamW on fp32 masters, for fp32, bf16 and fp16 parameters on CPU and CUDA.
 
-    The update is the sequence of operations in csrc/arith.h, the same bits on every processor and
+    The update is the sequence of operations in csrc/arith/arith.h, the same bits on every processor and
     on the GPU. `state[p]` holds `step` (0-dim fp32, CPU), `exp_avg`, `exp_avg_sq` (fp32, p's shape)
     and, for bf16 parameters, `remainder` (int16: master bits = (bf16 bits << 16) + remainder), for
     fp16 parameters, `master` (fp32). An fp16 weight that somebody wrote replaces its master; a bf16
@@ -474,7 +474,7 @@ class CPUAdam(HybridAdam):
 def cast_model_(model: nn.Module, precision: str | None) -> nn.Module:
     """Casts parameters in place to what `manage(model, precision=...)` makes of them.
 
-    bf16 rounds to nearest with ties away from zero, fp16 to nearest even (csrc/arith.h). What a
+    bf16 rounds to nearest with ties away from zero, fp16 to nearest even (csrc/arith/arith.h). What a
     trainable parameter loses stays in `p._gm_low` (bf16: int16 remainder; fp16: fp32 master), where
     HybridAdam takes it up at its first step; copy.deepcopy does not keep it, so cast after copying.
     Which parameters keep fp32 is said by precision.weight_dtype; buffers stay as they are.

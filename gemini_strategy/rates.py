@@ -15,7 +15,7 @@ second at the next start, and nothing else.
 * the path of a JSON file with one object of such figures: the same, from a file.
 
 What Adam does on the host in a step differs from what it does in that second. Beside a GPU the first
-steps under a plan therefore correct that figure, for this run alone (`csrc/tune.h`), unless figures were
+steps under a plan therefore correct that figure, for this run alone (`csrc/plan/tune.h`), unless figures were
 given; `GEMINI_TUNE=0` or `1` decides otherwise.
 """
 

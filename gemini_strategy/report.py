@@ -1,7 +1,7 @@
 """What is about to happen and what has happened, for people: the meter of steps and the two tables.
 
 Tables are pure functions of dicts: `about` (the engine's settings), `stats` (engine.stats()) and `plan`
-(gm_plan_info of csrc/plan.h as a dict; None while the engine serves on demand). Bytes are bytes, times seconds;
+(gm_plan_info of csrc/plan/plan.h as a dict; None while the engine serves on demand). Bytes are bytes, times seconds;
 what is not known is absent or NaN and shown as a dash.
 """
 

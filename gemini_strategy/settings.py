@@ -12,7 +12,7 @@ from gemini_strategy.sizes import ChunkSizes
 
 __all__ = ["POLICIES", "Settings"]
 
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine.h numbers them
+POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine/engine.h numbers them
 
 
 @dataclass(frozen=True)

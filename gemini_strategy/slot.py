@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
-_WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
+# As csrc/base/base.h numbers them.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine/engine.h numbers fields
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
 _PART = 1 << 20  # elements that are written at once
 
@@ -534,7 +535,7 @@ class _Grad(SlotHome):
 
 
 def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a 16-bit weight and its low part (csrc/arith.h); CPU tensors.
+    """The fp32 master of a 16-bit weight and its low part (csrc/arith/arith.h); CPU tensors.
 
     An fp16 weight that is not its master's rounding was written since, and is the master.
     """

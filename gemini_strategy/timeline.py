@@ -1,9 +1,9 @@
 """The timeline of some steps, for people: recorded by the core, written as a Chrome trace and as a picture.
 
-Entries are what csrc/py_plan.c makes of csrc/timeline.h, in issue order. A tick has kind "tick", stream, tick (its
-position in the pass), tick_kind ("enter", "touch" or "grad"), id, start, end (seconds), device (bytes by class) and
-host (bytes). Everything else has kind, stream, tick, chunk, piece, bytes, start, end. The kinds "held" and "dropped"
-are marks without length; a last entry of kind "lost" says in n how many found the log full.
+Entries are what csrc/binding/plan.c makes of csrc/memory/timeline.h, in issue order. A tick has kind "tick", stream,
+tick (its position in the pass), tick_kind ("enter", "touch" or "grad"), id, start, end (seconds), device (bytes by
+class) and host (bytes). Everything else has kind, stream, tick, chunk, piece, bytes, start, end. The kinds "held" and
+"dropped" are marks without length; a last entry of kind "lost" says in n how many found the log full.
 """
 
 from __future__ import annotations

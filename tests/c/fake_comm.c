@@ -1,4 +1,4 @@
-/* fake_comm.c - comm_nccl.c against an NCCL and a driver that are played (fake_nccl.c): what it calls, when it gives
+/* fake_comm.c - comm/nccl.c against an NCCL and a driver that are played (fake_nccl.c): what it calls, when it gives
  * up, and that nothing is left.  Needs cuda.h to build and no GPU to run; tests/gpu/test_comm_gpu.py does both. */
 #define _GNU_SOURCE /* usleep */
 #include <dlfcn.h>
@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "comm.h"
+#include "comm/comm.h"
 #include "fake_nccl.h"
 
 static gm_fake *fake;

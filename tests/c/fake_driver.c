@@ -1,6 +1,6 @@
 /* fake_driver.c - every function of the driver that the core looks up, doing nothing; those that a test looks at are
  * in fake_nccl.c, whose symbols are strong. */
-#include "cuda_driver.h"
+#include "device/cuda/driver.h"
 
 CUresult gm_fake_nothing(void);
 CUresult gm_fake_nothing(void)

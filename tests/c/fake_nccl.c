@@ -1,4 +1,4 @@
-/* fake_nccl.c - plays NCCL, and the few functions of the driver that comm_nccl.c depends on, as a test wishes: one
+/* fake_nccl.c - plays NCCL, and the few functions of the driver that comm/nccl.c depends on, as a test wishes: one
  * shared object under both names, whose state the test finds as gm_fake_state. */
 #include "fake_nccl.h"
 
@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "cuda_driver.h"
+#include "device/cuda/driver.h"
 
 #define HANDLE ((void *)32)
 

@@ -5,10 +5,10 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "arith.h"
+#include "arith/arith.h"
 #include "check.h"
-#include "device.h"
-#include "format.h"
+#include "device/device.h"
+#include "arith/format.h"
 
 #define MIB ((size_t)1 << 20)
 

@@ -13,9 +13,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "cuda_driver.h"
+#include "device/cuda/driver.h"
 #include "gpu_check.h"
-#include "torch_alloc.h"
+#include "torch/alloc.h"
 
 static bool is_short;
 static gm_workers *workers;

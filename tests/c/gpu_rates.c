@@ -4,9 +4,9 @@
 
 #include <string.h>
 
-#include "cuda_driver.h"
+#include "device/cuda/driver.h"
 #include "gpu_check.h"
-#include "rates.h"
+#include "engine/rates.h"
 
 static gm_workers *workers;
 

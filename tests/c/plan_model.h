@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 #define MOST_TRACES 3
 

@@ -5,8 +5,8 @@
 
 #include <time.h>
 
-#include "plan.h"
-#include "plan_impl.h"
+#include "plan/plan.h"
+#include "plan/plan_impl.h"
 #include "plan_model.h"
 
 /* How many random cases a test takes.  Nearly all the time goes into searches, each of which asks for hundreds of plans:

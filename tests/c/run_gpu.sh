@@ -18,7 +18,7 @@ targets=()
 for a in ${arch//[,;]/ }; do
     targets+=("-gencode=arch=compute_$a,code=[sm_$a,compute_$a]")
 done
-for kernel in csrc/kernels/*.cu; do
+for kernel in csrc/device/kernels/*.cu; do
     printf '#include "%s"\n' "$PWD/$kernel"
 done >"$out/kernels.cu"
 "$nvcc" -fatbin -O3 -std=c++17 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true -Icsrc \
@@ -33,7 +33,7 @@ gm_fatbin:
 EOF
 
 objects=()
-for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base,sysfile,topology,workers,isa,adam,adam_scalar,adam_avx2,adam_avx512,grad,grad_avx2,sumsq,sumsq_avx2,hostmem,rates,cuda_driver,device_cuda,device_cuda_stream,device_cuda_host,kernels,torch_alloc}.c; do
+for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base/*,arith/*,device/hostmem,device/cuda/*,engine/rates,torch/alloc}.c; do
     extra=()
     if [ "$(uname -m)" = x86_64 ]; then
         case "$source" in
@@ -41,7 +41,7 @@ for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base,sysfile,to
         *_avx512.c) extra=(-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma) ;;
         esac
     fi
-    object="$out/$(basename "${source%.*}").o"
+    object="$out/$(tr / . <<<"${source%.*}").o"
     "${cc[@]}" -std=c11 -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -Wall -Wextra \
         -Wconversion -Wshadow -Wstrict-prototypes -Werror -DGM_WITH_CUDA -DGM_DEBUG -Icsrc -isystem "$include" \
         "${extra[@]}" -c "$source" -o "$object"
@@ -51,7 +51,7 @@ for source in tests/c/gpu_{device,rates}.c "$out/fatbin.S" csrc/{base,sysfile,to
     esac
 done
 for program in gpu_device gpu_rates; do
-    "${cc[@]}" -pthread "$out/$program.o" "${objects[@]}" -o "$out/$program" -ldl -lm
+    "${cc[@]}" -pthread "$out/tests.c.$program.o" "${objects[@]}" -o "$out/$program" -ldl -lm
 done
 [ "${1:-}" = --build-only ] && exit 0
 

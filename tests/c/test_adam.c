@@ -3,9 +3,9 @@
 #include <math.h>
 #include <string.h>
 
-#include "adam_impl.h"
+#include "arith/adam_impl.h"
 #include "check.h"
-#include "format.h"
+#include "arith/format.h"
 
 #if GM_HAS_X86
 #include <immintrin.h>

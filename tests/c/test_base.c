@@ -1,5 +1,5 @@
 /* test_base.c - error text: per thread, complete, also when it quotes the previous one. */
-#include "base.h"
+#include "base/base.h"
 
 #include <pthread.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "chunk.h"
+#include "memory/chunk.h"
 
 enum { N_CHUNKS = 9, MAX_BYTES = 20000, N_STEPS = 6000 };
 

@@ -1,6 +1,6 @@
 /* test_comm.c - communicators without Python: arguments, failures, and ranks as threads, each with a device of
  * its own whose streams run late, whose bytes travel through memory. */
-#include "comm.h"
+#include "comm/comm.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "device_chaos.h"
+#include "device/chaos/chaos.h"
 
 enum { MOST_RANKS = 5 };
 

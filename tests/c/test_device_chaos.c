@@ -4,7 +4,7 @@
  * The pipeline is a small training pass: weights, states and gradients of N_CHUNKS chunks share few slots.  Even
  * chunks are updated at home by a host call, odd ones on the device, the last is frozen. */
 #define _GNU_SOURCE
-#include "device_chaos.h"
+#include "device/chaos/chaos.h"
 
 #include <stdlib.h>
 #include <string.h>

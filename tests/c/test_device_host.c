@@ -2,8 +2,8 @@
  * their memory back, a forked child cannot touch anything, timed events tell the time, and wrong calls are
  * refused by name. */
 #define _GNU_SOURCE
-#include "device.h"
-#include "hostmem.h"
+#include "device/device.h"
+#include "device/hostmem.h"
 
 #include <dirent.h>
 #include <errno.h>

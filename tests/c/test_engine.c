@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "check.h"
-#include "device_chaos.h"
-#include "engine.h"
+#include "device/chaos/chaos.h"
+#include "engine/engine.h"
 
 enum {
     N_SEEDS = 60,

@@ -1,6 +1,6 @@
 /* test_hostmem.c - the arena, and the memory figures read from made-up /proc and /sys folders. */
 #define _GNU_SOURCE /* tree.h, syscall */
-#include "hostmem.h"
+#include "device/hostmem.h"
 
 #include <string.h>
 #include <sys/resource.h>
@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "topology.h"
+#include "base/topology.h"
 #include "tree.h"
 
 static void check_memory(size_t available, size_t total)

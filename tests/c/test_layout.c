@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "layout.h"
+#include "plan/layout.h"
 
 static uint64_t state = 1;
 

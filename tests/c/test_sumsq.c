@@ -3,10 +3,10 @@
 #include <math.h>
 #include <string.h>
 
-#include "adam_impl.h"
+#include "arith/adam_impl.h"
 #include "check.h"
-#include "format.h"
-#include "sumsq_impl.h"
+#include "arith/format.h"
+#include "arith/sumsq_impl.h"
 
 enum { CAPACITY = 40000 };
 

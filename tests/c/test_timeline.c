@@ -1,10 +1,10 @@
 /* test_timeline.c - the timeline on a device whose clock the test sets, and on real ones. */
-#include "timeline.h"
+#include "memory/timeline.h"
 
 #include <string.h>
 
 #include "check.h"
-#include "device_chaos.h"
+#include "device/chaos/chaos.h"
 
 enum { N_EVENTS = 64, N_STREAMS = 4 };
 

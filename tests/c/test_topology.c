@@ -1,6 +1,6 @@
 /* test_topology.c - cores and nodes read from made-up machines, and their split among ranks. */
 #define _GNU_SOURCE /* tree.h, sched_setaffinity */
-#include "topology.h"
+#include "base/topology.h"
 
 #include <sched.h>
 #include <string.h>

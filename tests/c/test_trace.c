@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "trace.h"
+#include "plan/trace.h"
 
 static uint64_t seed = 3;
 

@@ -1,5 +1,5 @@
 /* test_tune.c - the tuner on machines whose host slows down as the plan gives it more: it ends, on the best plan it saw. */
-#include "tune.h"
+#include "plan/tune.h"
 
 #include <math.h>
 

@@ -1,6 +1,6 @@
 /* test_workers.c - every item runs exactly once, from many callers, nested, and after a fork. */
 #define _GNU_SOURCE /* sched_setaffinity, pthread_getaffinity_np */
-#include "workers.h"
+#include "base/workers.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "topology.h"
+#include "base/topology.h"
 
 enum { MOST_ITEMS = 5000 };
 

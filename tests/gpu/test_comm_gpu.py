@@ -332,7 +332,8 @@ def test_against_a_played_nccl(sanitize: str, tmp_path: Path) -> None:
     compile_c("-shared", "-fPIC", *c_files("fake_nccl", "fake_driver"), "-o", str(library))
     (tmp_path / "libcuda.so.1").symlink_to(library)
     core = [
-        f"csrc/{name}.c" for name in ("base", "comm", "comm_nccl", "comm_nccl_load", "cuda_driver")
+        f"csrc/{name}.c"
+        for name in ("base/base", "comm/comm", "comm/nccl", "comm/nccl_load", "device/cuda/driver")
     ]
     program = tmp_path / "fake_comm"
     compile_c(f"-fsanitize={sanitize}", *c_files("fake_comm"), *core, "-o", str(program))

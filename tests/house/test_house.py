@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "gemini_strategy"
+CUDA_DRIVER = CSRC / "device" / "cuda" / "driver.h"
 
 C_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh"))
 PY_FILES = sorted(
@@ -20,48 +21,18 @@ PY_FILES = sorted(
     for path in (ROOT / folder).rglob("*.py")
 ) + [ROOT / "setup.py"]
 
-# Nouns of csrc, from the bottom up.  A file belongs to the noun that begins its name (the longest
-# one), or to its folder, and may include its own family and what is further down; a new file must
-# name its noun here.
-NOUNS = [
-    ["base"],
-    ["sysfile", "absent"],
-    ["topology"],
-    ["layout", "order", "workers", "budget", "trace"],
-    ["plan", "tune"],
-    ["arith", "adam", "grad", "sumsq", "format", "isa", "hostmem", "cuda_driver"],
-    ["kernels", "device"],
-    ["device_host", "device_chaos", "device_cuda", "torch_alloc", "rates", "comm"],
-    ["timeline"],
-    ["chunk"],
-    [
-        "engine",
-        "update",
-        "field",
-        "lease",
-        "gather",
-        "shard",
-        "spill",
-        "agree",
-        "room",
-        "pass",
-        "replay",
-        "stage",
-        "window",
-    ],
-    ["torch_abi"],
-    ["py"],
-]
-LEVELS = {noun: level for level, nouns in enumerate(NOUNS) for noun in nouns}
-ARITHMETIC = {"arith", "adam", "grad", "sumsq", "format", "isa"}
-ENGINE = {
-    *("engine", "update", "field", "lease", "gather"),
-    *("shard", "spill", "agree", "room", "pass", "replay", "stage", "window"),
-}
-PURE = {"layout", "budget", "trace", "plan", "tune"}
-DEVICE_HALF = {
-    *("cuda_driver", "kernels", "device", "device_host", "device_chaos", "device_cuda", "hostmem"),
-    *("order", "comm", "sysfile", "topology"),
+# The folders of csrc from the bottom up, each with those that its files may include beside their own. A
+# subfolder counts as its folder. What is not named is forbidden: plans know no device, devices no plan.
+BELOW = {
+    "base": (),
+    "arith": ("base",),
+    "plan": ("base",),
+    "device": ("base", "arith"),
+    "comm": ("base", "arith", "device"),
+    "memory": ("base", "arith", "plan", "device"),
+    "engine": ("base", "arith", "plan", "device", "comm", "memory"),
+    "torch": ("base", "arith", "plan", "device", "comm", "memory", "engine"),
+    "binding": ("base", "arith", "plan", "device", "comm", "memory", "engine", "torch"),
 }
 
 LENGTHS = {".h": 150, ".cuh": 150, ".c": 700, ".cu": 400, ".py": 700}
@@ -72,12 +43,8 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def noun(path: Path) -> str:
-    if path.parent != CSRC:
-        return path.parent.name
-    fitting = [n for n in LEVELS if path.stem == n or path.stem.startswith(n + "_")]
-    assert fitting, f"{name(path)} belongs to no noun of tests/house/test_house.py"
-    return max(fitting, key=len)
+def folder(path: Path) -> str:
+    return path.relative_to(CSRC).parts[0]
 
 
 def code(path: Path) -> str:
@@ -93,49 +60,44 @@ def code(path: Path) -> str:
 def includes(path: Path) -> tuple[list[Path], list[str]]:
     """Our own headers, and the system's, that a file includes."""
     text = path.read_text()
-    names = re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE)
-    beside = [(path.parent / header).resolve() for header in names]
-    ours = [
-        near if near.exists() else CSRC / header for near, header in zip(beside, names, strict=True)
-    ]
-    return ours, re.findall(r"^\s*#include <([^>]+)>", text, re.MULTILINE)
+    ours = re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE)
+    system = re.findall(r"^\s*#include <([^>]+)>", text, re.MULTILINE)
+    return [CSRC / header for header in ours], system
+
+
+def test_every_folder_has_its_place() -> None:
+    assert {folder(path) for path in C_FILES} == BELOW.keys()
+    below: set[str] = set()
+    for mine, others in BELOW.items():
+        assert below.issuperset(others), f"{mine} is above what it may include"
+        below.add(mine)
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_includes_point_down(path: Path) -> None:
-    mine = noun(path)
     for header in includes(path)[0]:
-        other = noun(header)
-        is_family = mine == other or {mine, other} <= ARITHMETIC or {mine, other} <= ENGINE
-        assert is_family or LEVELS[other] < LEVELS[mine], f"{name(path)} includes {name(header)}"
-
-
-@pytest.mark.parametrize("path", C_FILES, ids=name)
-def test_plans_and_devices_do_not_know_each_other(path: Path) -> None:
-    mine, others = noun(path), {noun(header) for header in includes(path)[0]}
-    if mine in PURE:
-        assert others <= {*PURE, "base"}, name(path)
-    if mine in DEVICE_HALF:
-        assert not others & PURE, name(path)
-    if mine in ARITHMETIC:
-        assert others <= {*ARITHMETIC, "base", "workers"}, name(path)
+        assert header.is_file(), f"{name(path)}: {header} (paths begin at csrc)"
+        mine, other = folder(path), folder(header)
+        assert other in (mine, *BELOW[mine]), f"{name(path)} includes {name(header)}"
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_foreign_headers_have_one_home(path: Path) -> None:
     foreign = includes(path)[1]
-    if not path.name.startswith("py_"):
+    if folder(path) != "binding":
         assert "Python.h" not in foreign, name(path)
     if path.suffix != ".cu" and path.suffix != ".cuh":
         assert not [header for header in foreign if header.startswith("cuda_")], name(path)
     if "cuda.h" in foreign:
-        assert path.name == "cuda_driver.h"
+        assert path == CUDA_DRIVER
     assert not [header for header in foreign if re.match(r"(torch|ATen|c10)/", header)], name(path)
-    if path.suffix == ".c" and CSRC / "cuda_driver.h" in includes(path)[0]:
+    if path.suffix == ".c" and CUDA_DRIVER in includes(path)[0]:
         text = code(path)
         raw = path.read_text()
         assert "#ifdef GM_WITH_CUDA" in text, name(path)
-        assert raw.index("#ifdef GM_WITH_CUDA") < raw.index('#include "cuda_driver.h"'), name(path)
+        assert raw.index("#ifdef GM_WITH_CUDA") < raw.index(
+            f'#include "{CUDA_DRIVER.relative_to(CSRC)}"'
+        ), name(path)
 
 
 def test_shared_object_exports_only_what_others_call() -> None:
@@ -146,7 +108,7 @@ def test_shared_object_exports_only_what_others_call() -> None:
     ).stdout
     exported = {line.split()[-1] for line in listed.splitlines()}
     # torch and ctypes find the allocator's functions by name.
-    header = (CSRC / "torch_alloc.h").read_text()
+    header = (CSRC / "torch" / "alloc.h").read_text()
     by_name = set(re.findall(r"^GM_TORCH_EXPORT [^;]*?(gm_torch_\w+)\(", header, re.MULTILINE))
     assert exported == {"PyInit__C", *by_name}
 
@@ -158,7 +120,7 @@ def test_library_never_ends_the_process(path: Path) -> None:
     assert ends == allowed, name(path)
 
 
-@pytest.mark.parametrize("path", [p for p in C_FILES if p.name.startswith("py_")], ids=name)
+@pytest.mark.parametrize("path", [p for p in C_FILES if folder(p) == "binding"], ids=name)
 def test_gil_is_taken_back_wherever_it_is_released(path: Path) -> None:
     text = code(path)
     begins = len(re.findall(r"\bPy_BEGIN_ALLOW_THREADS\b", text))

@@ -1,7 +1,7 @@
 """Adam's arithmetic: an oracle in exact rationals, equality of all instruction sets, and torch.
 
 tests/c/test_adam.c compares the implementations with each other over far more inputs; here the
-written reference itself is compared with csrc/arith.h read anew, operation by operation.
+written reference itself is compared with csrc/arith/arith.h read anew, operation by operation.
 """
 
 import math
@@ -212,7 +212,7 @@ def div(a: float, b: float) -> float:
 
 
 def oracle(p, g, m, v, step, adamw, lr=1e-3, wd=0.01, eps=1e-8, divisor=4.0, clip=0.75):
-    """One element, as csrc/arith.h writes it."""
+    """One element, as csrc/arith/arith.h writes it."""
     f = lambda x: to_f32(Fraction(x))  # noqa: E731
     b1, b2 = 0.9, 0.999
     g = mul(g, f(clip / divisor))

@@ -21,7 +21,7 @@ from ranks import run_ranks, values
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SHORT = 6.0
-SLICE = 2**20  # elements, as in csrc/comm_host.c
+SLICE = 2**20  # elements, as in csrc/comm/host.c
 GUARD = 3  # elements before and behind a range
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 2, 5, 64, 191, 4099)

@@ -1,0 +1,470 @@
+/* arith.c - the arithmetic of arith.h for Python: tensors come as addresses, ranges as tuples,
+ * scalars and sums as opaque bytes.  No policy, no knowledge of tensors.
+ *
+ * Invariants
+ *   1. The GIL is released around everything that runs over elements.
+ *   2. One device per CUDA ordinal, made at first use while the GIL is held, and kept: it allocates
+ *      nothing, so that keeping it costs nothing. */
+#include "binding/common.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "arith/adam_impl.h"
+#include "device/device.h"
+
+#define MAX_ORDINALS     64
+#define CUDA_BLOCK_BYTES ((size_t)2 << 20)
+
+static gm_device *cuda_devices[MAX_ORDINALS];
+
+/* O& converters: 1 on success, 0 with an exception set. */
+static int to_address(PyObject *object, void *out)
+{
+    void *address = PyLong_AsVoidPtr(object);
+    if (!address && PyErr_Occurred()) {
+        return 0;
+    }
+    *(void **)out = address;
+    return 1;
+}
+
+static int to_size(PyObject *object, void *out)
+{
+    size_t size = PyLong_AsSize_t(object);
+    if (size == (size_t)-1 && PyErr_Occurred()) {
+        return 0;
+    }
+    *(size_t *)out = size;
+    return 1;
+}
+
+static int to_dtype(PyObject *object, void *out)
+{
+    long value = PyLong_AsLong(object);
+    if (value == -1 && PyErr_Occurred()) {
+        return 0;
+    }
+    if (value < GM_F32 || value > GM_F16) {
+        PyErr_Format(PyExc_ValueError, "dtype is %ld; use 0 (fp32), 1 (bf16) or 2 (fp16)", value);
+        return 0;
+    }
+    *(gm_dtype *)out = (gm_dtype)value;
+    return 1;
+}
+
+static PyObject *raise_or_none(gm_status status)
+{
+    if (status != GM_OK) {
+        return gm_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+/* NULL with an exception set on failure. */
+static gm_device *cuda_device(int ordinal)
+{
+    if (ordinal < 0 || ordinal >= MAX_ORDINALS) {
+        PyErr_Format(PyExc_ValueError, "ordinal is %d; it must be in [0, %d)", ordinal,
+                     MAX_ORDINALS);
+        return NULL;
+    }
+    if (!cuda_devices[ordinal]) {
+        gm_status status = gm_device_cuda_new(ordinal, CUDA_BLOCK_BYTES, &cuda_devices[ordinal]);
+        if (status != GM_OK) {
+            cuda_devices[ordinal] = NULL;
+            gm_py_raise(status);
+        }
+    }
+    return cuda_devices[ordinal];
+}
+
+PyDoc_STRVAR(isa_name_doc, "isa_name() -> str\n\nThe instruction set that host arithmetic uses.");
+static PyObject *isa_name(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    const char *name;
+    gm_status status = gm_isa_name(&name);
+    return status == GM_OK ? PyUnicode_FromString(name) : gm_py_raise(status);
+}
+
+PyDoc_STRVAR(
+    isa_force_doc,
+    "isa_force(name: str | None) -> None\n\n"
+    "Forces \"scalar\", \"avx2\" or \"avx512\"; None chooses anew (GEMINI_ISA, else the best).");
+static PyObject *isa_force(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "z:isa_force", &name)) {
+        return NULL;
+    }
+    return raise_or_none(gm_isa_force(name));
+}
+
+PyDoc_STRVAR(adam_scalars_doc,
+             "adam_scalars(lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, "
+             "grad_divisor, clip_factor) -> bytes\n\n"
+             "Hyperparameters to the fp32 scalars of one update, opaque.");
+static PyObject *adam_scalars(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_adam_hyper hyper;
+    gm_adam_scalars scalars;
+    long long step;
+    int adamw, bias_correction;
+    if (!PyArg_ParseTuple(args, "dddddLppdd:adam_scalars", &hyper.lr, &hyper.beta1, &hyper.beta2,
+                          &hyper.eps, &hyper.weight_decay, &step, &adamw, &bias_correction,
+                          &hyper.grad_divisor, &hyper.clip_factor)) {
+        return NULL;
+    }
+    hyper.step = step;
+    hyper.adamw = adamw != 0;
+    hyper.bias_correction = bias_correction != 0;
+    memset(&scalars, 0, sizeof scalars);
+    gm_status status = gm_adam_scalars_init(&hyper, &scalars);
+    if (status != GM_OK) {
+        return gm_py_raise(status);
+    }
+    return PyBytes_FromStringAndSize((const char *)&scalars, sizeof scalars);
+}
+
+static bool parse_range(PyObject *item, gm_adam_range *out)
+{
+    const char *scalars;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(item, "O&O&y#;a range is (begin, end, scalars)", to_size, &out->begin,
+                          to_size, &out->end, &scalars, &bytes)) {
+        return false;
+    }
+    if (bytes != (Py_ssize_t)sizeof out->scalars) {
+        PyErr_Format(PyExc_ValueError, "scalars are %zd bytes; adam_scalars() gives %zu", bytes,
+                     sizeof out->scalars);
+        return false;
+    }
+    memcpy(&out->scalars, scalars, sizeof out->scalars);
+    return true;
+}
+
+/* Owned by the caller (free); NULL with an exception set on failure. */
+static gm_adam_range *parse_ranges(PyObject *sequence, size_t *out_n)
+{
+    Py_ssize_t n = PySequence_Size(sequence);
+    if (n < 0) {
+        return NULL;
+    }
+    gm_adam_range *ranges = malloc((size_t)(n ? n : 1) * sizeof *ranges);
+    if (!ranges) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        bool good = item && parse_range(item, &ranges[i]);
+        Py_XDECREF(item);
+        if (!good) {
+            free(ranges);
+            return NULL;
+        }
+    }
+    *out_n = (size_t)n;
+    return ranges;
+}
+
+PyDoc_STRVAR(
+    adam_host_doc,
+    "adam_host(weight_format, grad_dtype, weight, low, m, v, grad, ranges) -> None\n\n"
+    "One update of host arrays given by address; ranges: sequence of (begin, end, scalars).");
+static PyObject *adam_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_adam_args adam;
+    void *grad;
+    PyObject *sequence;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O:adam_host", to_dtype, &adam.format, to_dtype,
+                          &adam.grad_dtype, to_address, &adam.weight, to_address, &adam.low,
+                          to_address, &adam.m, to_address, &adam.v, to_address, &grad, &sequence)) {
+        return NULL;
+    }
+    adam.grad = grad;
+    gm_workers *pool = gm_py_workers();
+    gm_adam_range *ranges = pool ? parse_ranges(sequence, &adam.n_ranges) : NULL;
+    if (!ranges) {
+        return NULL;
+    }
+    adam.ranges = ranges;
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_adam_host(&adam, pool);
+    Py_END_ALLOW_THREADS
+    free(ranges);
+    return raise_or_none(status);
+}
+
+PyDoc_STRVAR(
+    adam_cuda_doc,
+    "adam_cuda(ordinal, stream, weight_format, grad_dtype, weight, low, m, v, grad, ranges) -> "
+    "None\n\n"
+    "The same on a CUDA device, asynchronously, on a CUstream given as an integer.");
+static PyObject *adam_cuda(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_adam_args adam;
+    int ordinal;
+    unsigned long long stream;
+    void *grad;
+    PyObject *sequence;
+    if (!PyArg_ParseTuple(args, "iKO&O&O&O&O&O&O&O:adam_cuda", &ordinal, &stream, to_dtype,
+                          &adam.format, to_dtype, &adam.grad_dtype, to_address, &adam.weight,
+                          to_address, &adam.low, to_address, &adam.m, to_address, &adam.v,
+                          to_address, &grad, &sequence)) {
+        return NULL;
+    }
+    adam.grad = grad;
+    gm_device *device = cuda_device(ordinal);
+    gm_adam_range *ranges = device ? parse_ranges(sequence, &adam.n_ranges) : NULL;
+    if (!ranges) {
+        return NULL;
+    }
+    adam.ranges = ranges;
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = device->ops->adam(device, &adam, stream);
+    Py_END_ALLOW_THREADS
+    free(ranges);
+    return raise_or_none(status);
+}
+
+PyDoc_STRVAR(
+    grad_add_host_doc,
+    "grad_add_host(dst, dst_dtype, src, src_dtype, numel, accumulate, divisor=1.0) -> None\n\n"
+    "dst = src / divisor, or dst += src / divisor when accumulate, on host arrays given by "
+    "address.");
+static PyObject *grad_add_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_grad_add_args add = {.divisor = 1};
+    void *src;
+    int accumulate;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&p|f:grad_add_host", to_address, &add.dst, to_dtype,
+                          &add.dst_dtype, to_address, &src, to_dtype, &add.src_dtype, to_size,
+                          &add.numel, &accumulate, &add.divisor)) {
+        return NULL;
+    }
+    add.src = src;
+    add.accumulate = accumulate != 0;
+    gm_workers *pool = gm_py_workers();
+    if (!pool) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    gm_grad_add_host(&add, pool);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *sum_to_bytes(const gm_sumsq *sum)
+{
+    return PyBytes_FromStringAndSize((const char *)sum, sizeof *sum);
+}
+
+/* O& converter: bytes of a gm_sumsq, or None for the empty sum. */
+static int to_sum(PyObject *object, void *out)
+{
+    if (object == Py_None) {
+        memset(out, 0, sizeof(gm_sumsq));
+        return 1;
+    }
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(object, &bytes, &length) < 0) {
+        return 0;
+    }
+    if (length != (Py_ssize_t)sizeof(gm_sumsq)) {
+        PyErr_Format(PyExc_ValueError, "a sum of squares is %zu bytes, not %zd", sizeof(gm_sumsq),
+                     length);
+        return 0;
+    }
+    memcpy(out, bytes, sizeof(gm_sumsq));
+    return 1;
+}
+
+PyDoc_STRVAR(
+    sumsq_host_doc,
+    "sumsq_host(data, dtype, numel, total: bytes | None) -> bytes\n\n"
+    "`total` (None: the empty sum) plus the exact squares of a host array given by address.");
+static PyObject *sumsq_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    void *data;
+    gm_dtype dtype;
+    size_t numel;
+    gm_sumsq sum;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&:sumsq_host", to_address, &data, to_dtype, &dtype, to_size,
+                          &numel, to_sum, &sum)) {
+        return NULL;
+    }
+    gm_workers *pool = gm_py_workers();
+    if (!pool) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    gm_sumsq_host(data, dtype, numel, &sum, pool);
+    Py_END_ALLOW_THREADS
+    return sum_to_bytes(&sum);
+}
+
+PyDoc_STRVAR(sumsq_cuda_doc,
+             "sumsq_cuda(ordinal, stream, data, dtype, numel, total) -> None\n\n"
+             "Adds to a sum in device memory (its address, 16-byte aligned; as many bytes\n"
+             "as sumsq_merge(None, None) has), asynchronously.");
+static PyObject *sumsq_cuda(PyObject *module, PyObject *args)
+{
+    (void)module;
+    int ordinal;
+    unsigned long long stream;
+    void *data, *sum;
+    gm_dtype dtype;
+    size_t numel;
+    if (!PyArg_ParseTuple(args, "iKO&O&O&O&:sumsq_cuda", &ordinal, &stream, to_address, &data,
+                          to_dtype, &dtype, to_size, &numel, to_address, &sum)) {
+        return NULL;
+    }
+    gm_device *device = cuda_device(ordinal);
+    if (!device) {
+        return NULL;
+    }
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = device->ops->sumsq(device, data, dtype, numel, sum, stream);
+    Py_END_ALLOW_THREADS
+    return raise_or_none(status);
+}
+
+PyDoc_STRVAR(
+    sumsq_merge_doc,
+    "sumsq_merge(a: bytes | None, b: bytes | None) -> bytes\n\nThe sum of two sums, exact.");
+static PyObject *sumsq_merge(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_sumsq a, b;
+    if (!PyArg_ParseTuple(args, "O&O&:sumsq_merge", to_sum, &a, to_sum, &b)) {
+        return NULL;
+    }
+    gm_sumsq_merge(&a, &b);
+    return sum_to_bytes(&a);
+}
+
+PyDoc_STRVAR(sumsq_value_doc,
+             "sumsq_value(total: bytes) -> float\n\n"
+             "The sum rounded once to double; nan or inf if such elements were seen.");
+static PyObject *sumsq_value(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_sumsq sum;
+    if (!PyArg_ParseTuple(args, "O&:sumsq_value", to_sum, &sum)) {
+        return NULL;
+    }
+    return PyFloat_FromDouble(gm_sumsq_value(&sum));
+}
+
+PyDoc_STRVAR(sumsq_read_doc, "sumsq_read(address) -> bytes\n\nCopies a sum out of host memory.");
+static PyObject *sumsq_read(PyObject *module, PyObject *args)
+{
+    (void)module;
+    void *address;
+    if (!PyArg_ParseTuple(args, "O&:sumsq_read", to_address, &address)) {
+        return NULL;
+    }
+    if (!address) {
+        PyErr_SetString(PyExc_ValueError, "address is 0; it must point at a sum in host memory");
+        return NULL;
+    }
+    return sum_to_bytes(address);
+}
+
+PyDoc_STRVAR(split_host_doc,
+             "split_host(weight_format, master, weight, low, numel) -> None\n\n"
+             "fp32 masters to weights and low parts (arith.h), on host arrays given by address.");
+static PyObject *split_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_dtype format;
+    void *master, *weight, *low;
+    size_t numel;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:split_host", to_dtype, &format, to_address, &master,
+                          to_address, &weight, to_address, &low, to_size, &numel)) {
+        return NULL;
+    }
+    gm_workers *pool = gm_py_workers();
+    if (!pool) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    gm_split_host(format, master, weight, low, numel, pool);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(merge_host_doc,
+             "merge_host(weight_format, weight, low, master, numel) -> None\n\n"
+             "Weights and low parts to fp32 masters, exact, on host arrays given by address.");
+static PyObject *merge_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_dtype format;
+    void *weight, *low, *master;
+    size_t numel;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:merge_host", to_dtype, &format, to_address, &weight,
+                          to_address, &low, to_address, &master, to_size, &numel)) {
+        return NULL;
+    }
+    gm_workers *pool = gm_py_workers();
+    if (!pool) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    gm_merge_host(format, weight, low, master, numel, pool);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    reconcile_host_doc,
+    "reconcile_host(weight_format, old_weight, weight, low, numel) -> int\n\n"
+    "Where weight differs from old_weight, resets low so that the master equals the weight;\n"
+    "returns how many elements differ.");
+static PyObject *reconcile_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    gm_dtype format;
+    void *old_weight, *weight, *low;
+    size_t numel, changed;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:reconcile_host", to_dtype, &format, to_address,
+                          &old_weight, to_address, &weight, to_address, &low, to_size, &numel)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    changed = gm_reconcile_host(format, old_weight, weight, low, numel);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSize_t(changed);
+}
+
+PyMethodDef gm_py_arith_methods[] = {
+    {"isa_name", isa_name, METH_NOARGS, isa_name_doc},
+    {"isa_force", isa_force, METH_VARARGS, isa_force_doc},
+    {"adam_scalars", adam_scalars, METH_VARARGS, adam_scalars_doc},
+    {"adam_host", adam_host, METH_VARARGS, adam_host_doc},
+    {"adam_cuda", adam_cuda, METH_VARARGS, adam_cuda_doc},
+    {"grad_add_host", grad_add_host, METH_VARARGS, grad_add_host_doc},
+    {"sumsq_host", sumsq_host, METH_VARARGS, sumsq_host_doc},
+    {"sumsq_cuda", sumsq_cuda, METH_VARARGS, sumsq_cuda_doc},
+    {"sumsq_merge", sumsq_merge, METH_VARARGS, sumsq_merge_doc},
+    {"sumsq_value", sumsq_value, METH_VARARGS, sumsq_value_doc},
+    {"sumsq_read", sumsq_read, METH_VARARGS, sumsq_read_doc},
+    {"split_host", split_host, METH_VARARGS, split_host_doc},
+    {"merge_host", merge_host, METH_VARARGS, merge_host_doc},
+    {"reconcile_host", reconcile_host, METH_VARARGS, reconcile_host_doc},
+    {NULL, NULL, 0, NULL},
+};

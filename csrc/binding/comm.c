@@ -1,0 +1,600 @@
+/* comm.c - the Python type Comm: one gm_comm, over NCCL or over a transport that is written in Python.
+ *
+ * The GIL is released around every call: a collective may wait for other ranks, and the transport's functions
+ * take it back.  Numbers of calls inside are counted under the GIL, so that close() on one thread lets a
+ * collective on another come back first.
+ *
+ * A transport in Python wants the GIL inside a collective, on the thread that issues or runs it: whoever calls the
+ * core's functions of a communicator, and whoever waits for a lock that is held around them, must not hold the GIL.
+ * Debug builds assert the first, which is what makes the second possible. */
+#include "binding/comm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct python_transport {
+    PyObject *exchange, *close; /* callables */
+    PyObject *cause;            /* what exchange raised last, until it is reported */
+    int size;
+} python_transport;
+
+typedef struct comm {
+    PyObject_HEAD gm_comm *comm; /* NULL after close() */
+    python_transport *transport; /* the gm_comm's; NULL with NCCL */
+    char *names;                 /* of labels 1, 2, ..., a line each; NULL: none */
+    int rank, size;
+    size_t n_inside; /* calls that run without the GIL */
+    bool is_closing; /* the last of them frees */
+} comm;
+
+static PyTypeObject *comm_type;
+
+/* ---- the transport ---- */
+
+static PyObject *pieces(const gm_comm_piece *piece, int size)
+{
+    PyObject *list = PyList_New(size);
+    for (int r = 0; list && r < size; r++) {
+        PyObject *pair =
+            Py_BuildValue("(Nn)", PyLong_FromVoidPtr(piece[r].data), (Py_ssize_t)piece[r].bytes);
+        if (!pair || PyList_SetItem(list, r, pair) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* Takes the current exception: its words into why, itself into *cause. */
+static void take_exception(PyObject **cause, char *why, size_t why_bytes)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (value && trace) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    PyObject *words = value ? PyObject_Str(value) : NULL;
+    PyObject *bytes = words ? PyUnicode_AsEncodedString(words, "utf-8", "replace") : NULL;
+    const char *text = bytes ? PyBytes_AsString(bytes) : NULL;
+    (void)snprintf(why, why_bytes, "%s", text && *text ? text : "the transport failed");
+    PyErr_Clear();
+    Py_XDECREF(words);
+    Py_XDECREF(bytes);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    PyObject *earlier = *cause;
+    *cause = value;
+    Py_XDECREF(earlier);
+}
+
+/* For a thread that may be inside locks of the core: with the GIL it would have held up whoever waits for those. */
+static PyGILState_STATE take_gil(void)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    GM_ASSERT(state == PyGILState_UNLOCKED); /* the caller had released it */
+    return state;
+}
+
+static bool python_exchange(void *context, const gm_comm_piece *out, const gm_comm_piece *in,
+                            char *why, size_t why_bytes)
+{
+    python_transport *t = context;
+    PyGILState_STATE state = take_gil();
+    PyObject *sent = pieces(out, t->size), *received = sent ? pieces(in, t->size) : NULL;
+    PyObject *done =
+        received ? PyObject_CallFunctionObjArgs(t->exchange, sent, received, NULL) : NULL;
+    bool is_done = done != NULL;
+    if (!is_done) {
+        take_exception(&t->cause, why, why_bytes);
+    }
+    Py_XDECREF(sent);
+    Py_XDECREF(received);
+    Py_XDECREF(done);
+    PyGILState_Release(state);
+    return is_done;
+}
+
+static void python_close(void *context)
+{
+    python_transport *t = context;
+    PyGILState_STATE state = take_gil();
+    PyObject *done = PyObject_CallNoArgs(t->close);
+    if (!done) {
+        PyErr_WriteUnraisable(t->close);
+    }
+    Py_XDECREF(done);
+    PyGILState_Release(state);
+}
+
+static void python_free(void *context)
+{
+    python_transport *t = context;
+    PyGILState_STATE state = take_gil();
+    Py_XDECREF(t->exchange);
+    Py_XDECREF(t->close);
+    Py_XDECREF(t->cause);
+    free(t);
+    PyGILState_Release(state);
+}
+
+/* ---- calls ---- */
+
+static gm_comm *begin(comm *self)
+{
+    if (!self->comm || self->is_closing) {
+        PyErr_SetString(PyExc_ValueError, "this communicator is closed");
+        return NULL;
+    }
+    self->n_inside++;
+    return self->comm;
+}
+
+/* Also with an exception set, which it leaves as it is. */
+static void release(comm *self)
+{
+    gm_comm *taken = self->comm;
+    if (taken && self->n_inside == 0) {
+        PyObject *type, *value, *trace;
+        self->comm = NULL;
+        self->transport = NULL;
+        PyErr_Fetch(&type, &value, &trace);
+        Py_BEGIN_ALLOW_THREADS
+        gm_comm_free(taken);
+        Py_END_ALLOW_THREADS
+        free(self->names);
+        self->names = NULL;
+        PyErr_Restore(type, value, trace);
+    }
+}
+
+/* None, or the exception; what the transport raised is its cause. */
+static PyObject *end(comm *self, gm_status status)
+{
+    PyObject *result = status == GM_OK ? Py_NewRef(Py_None) : gm_py_raise(status);
+    PyObject *cause = status != GM_OK && self->transport ? self->transport->cause : NULL;
+    if (cause) {
+        self->transport->cause = NULL;
+        if (!PyObject_IsInstance(cause, PyExc_Exception)) { /* KeyboardInterrupt, SystemExit */
+            PyErr_SetObject((PyObject *)Py_TYPE(cause), cause);
+            Py_DECREF(cause);
+        } else {
+            PyObject *type, *value, *trace;
+            PyErr_Fetch(&type, &value, &trace);
+            PyErr_NormalizeException(&type, &value, &trace);
+            PyException_SetCause(value, cause); /* takes the reference */
+            PyErr_Restore(type, value, trace);
+        }
+    }
+    self->n_inside--;
+    if (self->is_closing) {
+        release(self);
+    }
+    return result;
+}
+
+/* Returns from a method with what a call of the communicator, named c in it, comes to without the GIL. */
+#define RETURN_CALL(self, c, call) \
+    do {                           \
+        gm_status status;          \
+        gm_comm *c = begin(self);  \
+        if (!c) {                  \
+            return NULL;           \
+        }                          \
+        Py_BEGIN_ALLOW_THREADS     \
+        status = call;             \
+        Py_END_ALLOW_THREADS       \
+        return end(self, status);  \
+    } while (0)
+
+static PyObject *comm_all_gather(comm *self, PyObject *args)
+{
+    unsigned long long address, stream;
+    Py_ssize_t shard_bytes;
+    if (!PyArg_ParseTuple(args, "KnK:all_gather", &address, &shard_bytes, &stream)) {
+        return NULL;
+    }
+    RETURN_CALL(self, c, gm_comm_all_gather(c, (uintptr_t)address, (size_t)shard_bytes, stream));
+}
+
+static PyObject *comm_reduce_scatter(comm *self, PyObject *args)
+{
+    unsigned long long address, stream;
+    Py_ssize_t shard_count;
+    int dtype;
+    if (!PyArg_ParseTuple(args, "KniK:reduce_scatter", &address, &shard_count, &dtype, &stream)) {
+        return NULL;
+    }
+    RETURN_CALL(self, c,
+                gm_comm_reduce_scatter(c, (uintptr_t)address, (size_t)shard_count,
+                                       (gm_comm_dtype)dtype, stream));
+}
+
+static PyObject *comm_all_reduce(comm *self, PyObject *args)
+{
+    unsigned long long address, stream;
+    Py_ssize_t count;
+    int dtype, op;
+    if (!PyArg_ParseTuple(args, "KniiK:all_reduce", &address, &count, &dtype, &op, &stream)) {
+        return NULL;
+    }
+    RETURN_CALL(self, c,
+                gm_comm_all_reduce(c, (uintptr_t)address, (size_t)count, (gm_comm_dtype)dtype,
+                                   (gm_comm_op)op, stream));
+}
+
+static PyObject *comm_broadcast(comm *self, PyObject *args)
+{
+    unsigned long long address, stream;
+    Py_ssize_t bytes;
+    int root;
+    if (!PyArg_ParseTuple(args, "KniK:broadcast", &address, &bytes, &root, &stream)) {
+        return NULL;
+    }
+    RETURN_CALL(self, c, gm_comm_broadcast(c, (uintptr_t)address, (size_t)bytes, root, stream));
+}
+
+static PyObject *comm_agree(comm *self, PyObject *args)
+{
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "K:agree", &stream)) {
+        return NULL;
+    }
+    RETURN_CALL(self, c, gm_comm_agree(c, stream));
+}
+
+/* ---- words ---- */
+
+static PyObject *comm_label(comm *self, PyObject *args)
+{
+    unsigned long long label;
+    if (!PyArg_ParseTuple(args, "K:label", &label)) {
+        return NULL;
+    }
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    gm_comm_label(c, label);
+    return end(self, GM_OK);
+}
+
+static PyObject *comm_name_ranks(comm *self, PyObject *args)
+{
+    PyObject *list;
+    int n;
+    if (!PyArg_ParseTuple(args, "O!i:name_ranks", &PyList_Type, &list, &n)) {
+        return NULL;
+    }
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    Py_ssize_t size = gm_comm_size(c);
+    int *names = calloc((size_t)size, sizeof *names);
+    gm_status status = names ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: the names of %zd ranks", size);
+    if (names && PyList_Size(list) != size) {
+        status =
+            GM_FAIL(GM_ERR_ARG, "name_ranks: %zd names for %zd ranks", PyList_Size(list), size);
+    }
+    for (Py_ssize_t r = 0; r < size && status == GM_OK; r++) {
+        names[r] = (int)PyLong_AsLong(PyList_GetItem(list, r));
+    }
+    if (status == GM_OK) {
+        status = gm_comm_name_ranks(c, names, n);
+    }
+    free(names);
+    return end(self, status);
+}
+
+static void name_line(void *context, uint64_t label, char *out, size_t bytes)
+{
+    const char *line = context;
+    while (line && --label > 0) {
+        line = strchr(line, '\n');
+        line = line ? line + 1 : NULL;
+    }
+    (void)snprintf(out, bytes, "%.*s", line ? (int)strcspn(line, "\n") : 0, line ? line : "");
+}
+
+static PyObject *comm_name_labels(comm *self, PyObject *args)
+{
+    const char *text;
+    if (!PyArg_ParseTuple(args, "s:name_labels", &text)) {
+        return NULL;
+    }
+    gm_comm *c = begin(self);
+    if (!c) {
+        return NULL;
+    }
+    char *names = malloc(strlen(text) + 1), *before = self->names;
+    if (!names) {
+        Py_XDECREF(end(self, GM_OK));
+        return PyErr_NoMemory();
+    }
+    memcpy(names, text, strlen(text) + 1);
+    gm_comm_set_namer(c, name_line, names);
+    self->names = names;
+    free(before);
+    return end(self, GM_OK);
+}
+
+/* Empty once it is freed; the GIL is held throughout, so nobody frees it meanwhile. */
+static PyObject *comm_history(comm *self, PyObject *unused)
+{
+    (void)unused;
+    gm_comm *c = self->comm;
+    PyObject *list = PyList_New(0);
+    uint64_t last = c ? gm_comm_count(c) : 0;
+    char words[GM_COMM_WORDS];
+    for (uint64_t n = last > 512 ? last - 511 : 1; list && n <= last; n++) {
+        if (gm_comm_recall(c, n, words)) {
+            PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
+            PyObject *pair = text ? Py_BuildValue("(KN)", (unsigned long long)n, text) : NULL;
+            if (!pair || PyList_Append(list, pair) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(pair);
+        }
+    }
+    return list;
+}
+
+static PyObject *comm_calls(comm *self, PyObject *unused)
+{
+    (void)unused;
+    uint64_t number = 0, hash = 0;
+    if (self->comm) {
+        gm_comm_calls(self->comm, &number, &hash);
+    }
+    return Py_BuildValue("(KK)", (unsigned long long)number, (unsigned long long)hash);
+}
+
+static PyObject *comm_failed_at(comm *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->comm ? gm_comm_failed_at(self->comm) : 0);
+}
+
+static PyObject *comm_check(comm *self, PyObject *unused)
+{
+    (void)unused;
+    RETURN_CALL(self, c, gm_comm_check(c));
+}
+
+/* `abort` in Python; nothing after close(). */
+static PyObject *comm_stop(comm *self, PyObject *args)
+{
+    const char *reason;
+    if (!PyArg_ParseTuple(args, "s:abort", &reason)) {
+        return NULL;
+    }
+    if (!self->comm || self->is_closing) {
+        Py_RETURN_NONE;
+    }
+    gm_comm *c = begin(self);
+    Py_BEGIN_ALLOW_THREADS
+    gm_comm_abort(c, reason);
+    Py_END_ALLOW_THREADS
+    return end(self, GM_OK);
+}
+
+static PyObject *comm_close(comm *self, PyObject *unused)
+{
+    (void)unused;
+    self->is_closing = true;
+    release(self);
+    Py_RETURN_NONE;
+}
+
+static void comm_dealloc(comm *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    release_memory(self);
+    Py_DECREF(type);
+}
+
+static PyObject *comm_rank(comm *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->rank);
+}
+
+static PyObject *comm_size(comm *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->size);
+}
+
+gm_comm *gm_py_comm_take(PyObject *object)
+{
+    if (!object || Py_TYPE(object) != comm_type) {
+        PyErr_SetString(PyExc_TypeError, "a Comm is wanted");
+        return NULL;
+    }
+    gm_comm *taken = begin((comm *)object);
+    if (taken) {
+        Py_INCREF(object);
+    }
+    return taken;
+}
+
+void gm_py_comm_give(PyObject *object)
+{
+    comm *self = (comm *)object;
+    self->n_inside--;
+    if (self->is_closing) {
+        release(self);
+    }
+    Py_DECREF(object);
+}
+
+/* ---- construction ---- */
+
+static comm *new_object(int rank, int size)
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(comm_type, Py_tp_alloc);
+    comm *self = (comm *)allocate(comm_type, 0);
+    if (self) {
+        self->rank = rank;
+        self->size = size;
+    }
+    return self;
+}
+
+PyDoc_STRVAR(
+    comm_host_doc,
+    "comm_host(exchange, close, rank, size) -> Comm\n\n"
+    "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the\n"
+    "first, receives the second, and raises where it cannot, naming the rank; close()\n"
+    "ends it, any number of times.");
+static PyObject *comm_host(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *exchange, *close;
+    int rank, size;
+    if (!PyArg_ParseTuple(args, "OOii:comm_host", &exchange, &close, &rank, &size)) {
+        return NULL;
+    }
+    comm *self = new_object(rank, size);
+    python_transport *t = self ? calloc(1, sizeof *t) : NULL;
+    if (!t) {
+        Py_XDECREF((PyObject *)self);
+        return self ? PyErr_NoMemory() : NULL;
+    }
+    t->exchange = Py_NewRef(exchange);
+    t->close = Py_NewRef(close);
+    t->size = size;
+    gm_comm_transport transport = {python_exchange, python_close, python_free, t};
+    gm_status status;
+    gm_comm *made = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_comm_host_new(&transport, rank, size, &made);
+    Py_END_ALLOW_THREADS
+    self->comm = made;
+    if (status != GM_OK) {
+        Py_DECREF((PyObject *)self);
+        return gm_py_raise(status);
+    }
+    self->transport = t;
+    return (PyObject *)self;
+}
+
+PyDoc_STRVAR(comm_nccl_id_doc, "comm_nccl_id(path) -> bytes\n\n"
+                               "What rank 0 makes for all ranks.  path: a libnccl.so.2 to open if\n"
+                               "none is loaded, or None.");
+static PyObject *comm_nccl_id(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *path;
+    uint8_t id[GM_COMM_ID_BYTES];
+    gm_status status;
+    if (!PyArg_ParseTuple(args, "z:comm_nccl_id", &path)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_comm_nccl_id(path, id);
+    Py_END_ALLOW_THREADS
+    if (status != GM_OK) {
+        return gm_py_raise(status);
+    }
+    return PyBytes_FromStringAndSize((const char *)id, sizeof id);
+}
+
+PyDoc_STRVAR(comm_nccl_doc, "comm_nccl(path, ordinal, id, rank, size, timeout) -> Comm\n\n"
+                            "Returns when all ranks have come, raises after timeout seconds.");
+static PyObject *comm_nccl(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *path, *id;
+    Py_ssize_t id_bytes;
+    int ordinal, rank, size;
+    double timeout;
+    gm_status status;
+    if (!PyArg_ParseTuple(args, "ziy#iid:comm_nccl", &path, &ordinal, &id, &id_bytes, &rank, &size,
+                          &timeout)) {
+        return NULL;
+    }
+    if (id_bytes != GM_COMM_ID_BYTES) {
+        PyErr_Format(PyExc_ValueError, "id has %zd bytes; comm_nccl_id() makes %d", id_bytes,
+                     GM_COMM_ID_BYTES);
+        return NULL;
+    }
+    comm *self = new_object(rank, size);
+    if (!self) {
+        return NULL;
+    }
+    gm_comm *made = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_comm_nccl_new(path, ordinal, (const uint8_t *)id, rank, size, timeout, &made);
+    Py_END_ALLOW_THREADS
+    if (status != GM_OK) {
+        Py_DECREF((PyObject *)self);
+        return gm_py_raise(status);
+    }
+    self->comm = made;
+    return (PyObject *)self;
+}
+
+/* ---- the type ---- */
+
+static PyMethodDef comm_methods[] = {
+    {"all_gather", (PyCFunction)comm_all_gather, METH_VARARGS, "(address, shard_bytes, stream)"},
+    {"reduce_scatter", (PyCFunction)comm_reduce_scatter, METH_VARARGS,
+     "(address, shard_count, dtype, stream)"},
+    {"all_reduce", (PyCFunction)comm_all_reduce, METH_VARARGS,
+     "(address, count, dtype, op, stream)"},
+    {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, "(address, bytes, root, stream)"},
+    {"agree", (PyCFunction)comm_agree, METH_VARARGS,
+     "(stream): are the ranks' collectives the same?"},
+    {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
+    {"name_ranks", (PyCFunction)comm_name_ranks, METH_VARARGS,
+     "(names, n): rank r is names[r] of n."},
+    {"name_labels", (PyCFunction)comm_name_labels, METH_VARARGS, "(text): line k names label k."},
+    {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
+    {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},
+    {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},
+    {"abort", (PyCFunction)comm_stop, METH_VARARGS, "(reason): ends it, here and for the others."},
+    {"close", (PyCFunction)comm_close, METH_NOARGS, "Waits for what is issued, and frees it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef comm_properties[] = {
+    {"rank", (getter)comm_rank, NULL, NULL, NULL},
+    {"size", (getter)comm_size, NULL, NULL, NULL},
+    {"failed_at", (getter)comm_failed_at, NULL, "The failure's collective, or 0.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_doc, "One rank's end of the collectives in csrc/comm.h."},
+    {Py_tp_dealloc, (void *)comm_dealloc},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_properties},
+    {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "gemini_strategy._C.Comm",
+    .basicsize = sizeof(comm),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = comm_slots,
+};
+
+static PyMethodDef module_methods[] = {
+    {"comm_host", comm_host, METH_VARARGS, comm_host_doc},
+    {"comm_nccl_id", comm_nccl_id, METH_VARARGS, comm_nccl_id_doc},
+    {"comm_nccl", comm_nccl, METH_VARARGS, comm_nccl_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int gm_py_comm_init(PyObject *module)
+{
+    comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec); /* for the life of the process */
+    if (!comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)comm_type) < 0) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, module_methods);
+}

@@ -1,0 +1,653 @@
+/* engine.c - the Python type Core: one gm_engine.  Parses, calls, translates; no policy.
+ *
+ * The GIL is released around every call that may copy, compute or wait. */
+#include "binding/engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/chaos/chaos.h"
+#include "binding/core.h"
+#include "binding/comm.h"
+#include "binding/plan.h"
+#include "torch/abi.h"
+#include "torch/alloc.h"
+
+static size_t outside_bytes(void *context)
+{
+    outside *around = context;
+    return atomic_load(&around->external_bytes) +
+           (around->ordinal >= 0 ? gm_torch_alloc_bytes(around->ordinal) : 0);
+}
+
+static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
+{
+    return is_full ? gm_engine_shed(context, bytes) : gm_engine_reserve(context, bytes);
+}
+
+static PyTypeObject *core_type;
+
+gm_engine *gm_py_engine_of(core *self)
+{
+    if (!self->engine) {
+        (void)GM_FAIL(GM_ERR_STATE, "this engine is closed: call gemini_strategy.manage() again");
+        gm_py_raise(GM_ERR_STATE);
+    }
+    return self->engine;
+}
+
+bool gm_py_core_is_closed(PyObject *object)
+{
+    return !object || Py_TYPE(object) != core_type || !((core *)object)->engine;
+}
+
+gm_engine *gm_py_core_engine(PyObject *object)
+{
+    if (!object || Py_TYPE(object) != core_type) {
+        PyErr_SetString(PyExc_TypeError, "a Core is wanted");
+        return NULL;
+    }
+    return gm_py_engine_of((core *)object);
+}
+
+/* ---- construction ---- */
+
+/* params: sequence of (numel, weight_bytes, format, has_low, has_moments, has_grad). */
+static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
+{
+    Py_ssize_t n = PySequence_Size(sequence);
+    if (n < 0) {
+        return NULL;
+    }
+    gm_engine_param *params = calloc((size_t)n + 1, sizeof *params);
+    if (!params) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        unsigned long long numel;
+        unsigned int weight_bytes;
+        int format, has_low, has_moments, has_grad;
+        int is_parsed = item && PyArg_ParseTuple(item, "KIippp", &numel, &weight_bytes, &format,
+                                                 &has_low, &has_moments, &has_grad);
+        Py_XDECREF(item);
+        if (!is_parsed) {
+            free(params);
+            return NULL;
+        }
+        params[i] = (gm_engine_param){
+            .numel = numel,
+            .weight_bytes = weight_bytes,
+            .format = (gm_dtype)format,
+            .has_low = has_low,
+            .has_moments = has_moments,
+            .has_grad = has_grad,
+        };
+    }
+    *out_n = (uint32_t)n;
+    return params;
+}
+
+/* A sequence of non-negative integers; *out has room for one more than *out_n. */
+int gm_py_parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n)
+{
+    Py_ssize_t n = PySequence_Size(sequence);
+    uint32_t *ids = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *ids);
+    if (!ids) {
+        if (n >= 0) {
+            PyErr_NoMemory();
+        }
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        unsigned long id = item ? PyLong_AsUnsignedLong(item) : 0;
+        Py_XDECREF(item);
+        if (!item || PyErr_Occurred()) {
+            free(ids);
+            return -1;
+        }
+        ids[i] = (uint32_t)id;
+    }
+    *out = ids;
+    *out_n = (uint32_t)n;
+    return 0;
+}
+
+static gm_status make_engine(core *self, gm_engine_options *options, int ordinal,
+                             size_t block_bytes)
+{
+    gm_device *device;
+    const char *chaos = getenv("GEMINI_CHAOS");
+    if (ordinal < 0 && chaos && *chaos) {
+        gm_chaos_options how;
+        GM_TRY(gm_chaos_parse(chaos, &how));
+        GM_TRY(gm_device_chaos_new(block_bytes, options->workers, &how, &device));
+        self->chaos = device;
+    } else if (ordinal < 0) {
+        GM_TRY(gm_device_host_new(block_bytes, options->workers, &device));
+    } else {
+        GM_TRY(gm_device_cuda_new(ordinal, block_bytes, &device));
+    }
+    options->outside_bytes = outside_bytes;
+    options->outside_context = self->around;
+    options->device = device; /* the engine's from here, also when it fails */
+    return gm_engine_new(options, &self->engine);
+}
+
+/* None: alone. */
+static int take_comm(core *self, int which, PyObject *object, gm_comm **out)
+{
+    if (object == Py_None) {
+        return 0;
+    }
+    *out = gm_py_comm_take(object);
+    self->comms[which] = *out ? object : NULL;
+    return *out ? 0 : -1;
+}
+
+static void give_comms(core *self)
+{
+    for (int which = 0; which < 2; which++) {
+        PyObject *comm = self->comms[which];
+        self->comms[which] = NULL;
+        if (comm) {
+            gm_py_comm_give(comm);
+        }
+    }
+}
+
+static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"ordinal",     "params",       "unit_params",   "unit_begin",
+                            "chunk_bytes", "block_bytes",  "device_budget", "host_budget",
+                            "policy",      "is_grad_f32",  "threads",       "external_bytes",
+                            "rates",       "state_share",  "slack_bytes",   "is_tuned",
+                            "shard_comm",  "replica_comm", "gather_rate",   "reduce_rate",
+                            NULL};
+    PyObject *params, *unit_params, *unit_begin;
+    int ordinal, policy, is_grad_f32, is_tuned;
+    unsigned int threads;
+    Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
+    double state_share;
+    gm_rates rates = {0};
+    PyObject *shard_comm = Py_None, *replica_comm = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "iOOOnnnnipIn(ddddddddd)dnp|OOdd", names, &ordinal, &params, &unit_params,
+            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
+            &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h, &rates.h2d_both,
+            &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside, &rates.h2d_beside,
+            &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes, &is_tuned,
+            &shard_comm, &replica_comm, &rates.gather, &rates.reduce)) {
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    core *self = (core *)allocate(type, 0);
+    gm_engine_options options = {
+        .chunk_bytes = (size_t)chunk_bytes,
+        .device_budget = device_budget < 0 ? SIZE_MAX : (size_t)device_budget,
+        .host_budget = host_budget < 0 ? SIZE_MAX : (size_t)host_budget,
+        .policy = (gm_policy)policy,
+        .is_grad_f32 = is_grad_f32,
+        .rates = rates,
+        .state_share = state_share,
+        .slack_bytes = (size_t)slack_bytes,
+        .is_tuned = is_tuned,
+    };
+    uint32_t *ids = NULL, *begins = NULL, n_ids = 0, n_begins = 0;
+    gm_engine_param *table = NULL;
+    if (!self || !(table = parse_params(params, &options.n_params)) ||
+        gm_py_parse_ids(unit_params, &ids, &n_ids) < 0 ||
+        gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0) {
+        goto fail;
+    }
+    self->around = calloc(1, sizeof *self->around);
+    if (!self->around) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    self->around->ordinal = ordinal;
+    atomic_init(&self->around->external_bytes, (size_t)external_bytes);
+    self->n_params = options.n_params;
+    options.params = table;
+    options.unit_params = ids;
+    options.unit_begin = begins;
+    options.n_units = n_begins ? n_begins - 1 : 0;
+    if (threads > 0) {
+        gm_status made = gm_py_workers_new(threads, &self->workers);
+        if (made != GM_OK) {
+            gm_py_raise(made);
+            goto fail;
+        }
+        options.workers = self->workers;
+    } else if (!(options.workers = gm_py_workers())) {
+        goto fail;
+    }
+    if (take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
+        take_comm(self, 1, replica_comm, &options.replica_comm) < 0) {
+        goto fail;
+    }
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = make_engine(self, &options, ordinal, (size_t)block_bytes);
+    Py_END_ALLOW_THREADS
+    if (status != GM_OK) {
+        gm_py_raise(status);
+        goto fail;
+    }
+    if (ordinal >= 0) {
+        gm_torch_alloc_set_reserve(ordinal, reserve_for_torch, self->engine);
+    }
+    free(table);
+    free(ids);
+    free(begins);
+    return (PyObject *)self;
+fail:
+    free(table);
+    free(ids);
+    free(begins);
+    Py_XDECREF((PyObject *)self);
+    return NULL;
+}
+
+/* The engine's memory outlives this as long as tensors show it (leases hold references); with it must live
+ * its workers and `around`, which is why both are freed only with the object and never used after close. */
+static void core_release(core *self)
+{
+    if (self->engine) {
+        if (self->around->ordinal >= 0) {
+            gm_torch_alloc_set_reserve(self->around->ordinal, NULL, NULL);
+        }
+        gm_engine *engine = self->engine;
+        self->engine = NULL;
+        self->chaos = NULL;
+        Py_BEGIN_ALLOW_THREADS
+        gm_engine_finish_updates(engine);
+        gm_engine_leave_ranks(engine);
+        gm_engine_unref(engine);
+        Py_END_ALLOW_THREADS
+    }
+    give_comms(self);
+}
+
+static PyObject *core_close(core *self, PyObject *unused)
+{
+    (void)unused;
+    core_release(self);
+    Py_RETURN_NONE;
+}
+
+static void core_dealloc(core *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    core_release(self);
+    gm_workers_free(self->workers);
+    free(self->around);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- calls with integer arguments ---- */
+
+int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
+                        Py_ssize_t n_wanted, unsigned long long *out)
+{
+    if (n_args != n_wanted) {
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, n_wanted, n_args);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n_args; i++) {
+        out[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (out[i] == (unsigned long long)-1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+PyObject *gm_py_finish(gm_status status)
+{
+    if (status != GM_OK) {
+        return gm_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Calls that take only numbers: parsed, called without the GIL, translated. */
+typedef gm_status (*number_call)(gm_engine *engine, const unsigned long long *v);
+
+static PyObject *call_numbers(core *self, const char *name, number_call call, PyObject *const *args,
+                              Py_ssize_t n_args, Py_ssize_t n_wanted)
+{
+    unsigned long long v[6];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers(name, args, n_args, n_wanted, v) < 0) {
+        return NULL;
+    }
+    gm_status status;
+    gm_engine_ref(engine); /* close() on another thread must not take it away */
+    Py_BEGIN_ALLOW_THREADS
+    status = call(engine, v);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return gm_py_finish(status);
+}
+
+/* One method of that kind: the C call as an expression of engine and v[]. */
+#define NUMBER_METHOD(name, n_wanted, expression)                                      \
+    static gm_status call_##name(gm_engine *engine, const unsigned long long *v)       \
+    {                                                                                  \
+        return expression;                                                             \
+    }                                                                                  \
+    static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
+    {                                                                                  \
+        return call_numbers(self, #name, call_##name, args, n_args, n_wanted);         \
+    }
+
+NUMBER_METHOD(enter, 3, gm_engine_enter(engine, (uint32_t)v[0], v[1], (uint32_t)v[2]))
+NUMBER_METHOD(leave, 2, gm_engine_leave(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(touch, 2, gm_engine_touch(engine, (uintptr_t)v[0], v[1]))
+NUMBER_METHOD(release_touched, 1, gm_engine_release_touched(engine, (uint32_t)v[0]))
+NUMBER_METHOD(grad_put, 4,
+              gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
+                                 (gm_dtype)v[2], v[3]))
+NUMBER_METHOD(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
+NUMBER_METHOD(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
+NUMBER_METHOD(read, 3,
+              gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], (void *)(uintptr_t)v[2]))
+NUMBER_METHOD(write, 4,
+              gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1], (const void *)(uintptr_t)v[2],
+                              v[3]))
+NUMBER_METHOD(fill, 6,
+              gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                             (const void *)(uintptr_t)v[4], v[5]))
+NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
+
+/* One method without arguments. */
+#define PLAIN_METHOD(name)                                     \
+    static PyObject *core_##name(core *self, PyObject *unused) \
+    {                                                          \
+        (void)unused;                                          \
+        gm_engine *engine = gm_py_engine_of(self);             \
+        if (!engine) {                                         \
+            return NULL;                                       \
+        }                                                      \
+        gm_status status;                                      \
+        gm_engine_ref(engine);                                 \
+        Py_BEGIN_ALLOW_THREADS                                 \
+        status = gm_engine_##name(engine);                     \
+        gm_engine_unref(engine);                               \
+        Py_END_ALLOW_THREADS                                   \
+        return gm_py_finish(status);                           \
+    }
+
+PLAIN_METHOD(check)
+PLAIN_METHOD(disarm)
+PLAIN_METHOD(drain)
+PLAIN_METHOD(catch_up)
+
+static PyObject *core_n_touched(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    return engine ? PyLong_FromUnsignedLong(gm_engine_n_touched(engine)) : NULL;
+}
+
+/* part(param) -> (first, n) */
+static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    uint64_t first, n;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("part", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    gm_status status = gm_engine_part(engine, (uint32_t)v[0], &first, &n);
+    return status == GM_OK ? Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)n)
+                           : gm_py_raise(status);
+}
+
+static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("has_grad", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
+}
+
+/* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
+static PyObject *core_chaos_faults(core *self, PyObject *unused)
+{
+    (void)unused;
+    uint32_t n = 0;
+    const char *first = "";
+    if (!gm_py_engine_of(self)) {
+        return NULL;
+    }
+    gm_status status = self->chaos ? gm_device_chaos_faults(self->chaos, &n, &first) : GM_OK;
+    return status == GM_OK ? Py_BuildValue("Is", (unsigned int)n, first) : gm_py_raise(status);
+}
+
+/* plan_info() -> dict, or None while units are served on demand */
+static PyObject *core_plan_info(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    gm_engine_stats stats;
+    Py_BEGIN_ALLOW_THREADS
+    gm_engine_get_stats(engine, &stats);
+    gm_engine_lock(engine); /* who holds it may want the GIL */
+    Py_END_ALLOW_THREADS
+    const gm_plan *plan = gm_engine_plan(engine);
+    PyObject *info = plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
+    gm_engine_unlock(engine);
+    return info;
+}
+
+NUMBER_METHOD(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
+
+/* timeline_end() -> list of dicts */
+static PyObject *core_timeline_end(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    gm_timeline *timeline = NULL;
+    if (!engine) {
+        return NULL;
+    }
+    gm_status status;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_engine_timeline_end(engine, &timeline);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
+    gm_timeline_free(timeline);
+    return entries;
+}
+
+static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("address", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    if (v[0] >= self->n_params) {
+        return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
+    }
+    return PyLong_FromUnsignedLongLong(gm_engine_address(engine, (uint32_t)v[0]));
+}
+
+static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("chunk", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    if (v[0] >= self->n_params) {
+        return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
+    }
+    uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)v[0]);
+    gm_engine_need need;
+    gm_engine_chunk_need(engine, chunk, &need);
+    return Py_BuildValue("Innn", (unsigned int)chunk, (Py_ssize_t)need.shown,
+                         (Py_ssize_t)need.gathering, (Py_ssize_t)need.unreduced);
+}
+
+static PyObject *core_limit_unreduced(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("limit_unreduced", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    return gm_py_finish(gm_engine_limit_unreduced(engine, (size_t)v[0]));
+}
+
+static PyObject *core_weight_span(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    uintptr_t begin, end;
+    gm_engine_weight_span(engine, &begin, &end);
+    return Py_BuildValue("KK", (unsigned long long)begin, (unsigned long long)end);
+}
+
+static PyObject *core_sums(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    Py_ssize_t bytes = (Py_ssize_t)(self->n_params * sizeof(uint64_t));
+    PyObject *sums = PyBytes_FromStringAndSize(NULL, bytes);
+    if (sums) {
+        gm_engine_sums(engine, (uint64_t *)(void *)PyBytes_AsString(sums));
+    }
+    return sums;
+}
+
+static PyObject *core_salvage(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    char text[512];
+    bool was_dead;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    was_dead = gm_engine_salvage(engine, text, sizeof text);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return was_dead ? PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace")
+                    : Py_NewRef(Py_None);
+}
+
+static PyObject *torch_abi_init(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return gm_py_finish(gm_torch_abi_init());
+}
+
+#define METHOD(name, function, flags, doc) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
+
+static PyMethodDef core_methods[] = {
+    METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream, flags)"),
+    METHOD("leave", core_leave, METH_FASTCALL, "leave(unit, stream)"),
+    METHOD("touch", core_touch, METH_FASTCALL, "touch(address, stream)"),
+    METHOD("release_touched", core_release_touched, METH_FASTCALL, "release_touched(n_keep)"),
+    METHOD("n_touched", core_n_touched, METH_NOARGS, "n_touched() -> int"),
+    METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
+    METHOD("part", core_part, METH_FASTCALL,
+           "part(param) -> (first, n), the elements in this rank's shard"),
+    METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
+    METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
+    METHOD("grad_sumsq", gm_py_grad_sumsq, METH_VARARGS,
+           "grad_sumsq(params, stream) -> (sum, n_nonfinite)"),
+    METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
+    METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
+    METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
+    METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
+    METHOD("drain", core_drain, METH_NOARGS, "drain()"),
+    METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
+    METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
+    METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
+    METHOD("set_external_bytes", gm_py_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
+    METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
+    METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),
+    METHOD("forget_outside", gm_py_forget_outside, METH_NOARGS, "forget_outside()"),
+    METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
+    METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
+    METHOD("chunk", core_chunk, METH_FASTCALL,
+           "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
+           "gradients that wait)"),
+    METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
+    METHOD("lease", gm_py_lease, METH_FASTCALL, "lease(param) -> lease"),
+    METHOD("lease_end", gm_py_lease_end, METH_FASTCALL, "lease_end(lease)"),
+    METHOD("lease_pin", gm_py_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),
+    METHOD("lease_watch", gm_py_lease_watch, METH_FASTCALL, "lease_watch(lease, stream)"),
+    METHOD("lease_unwatch", gm_py_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease, stream)"),
+    METHOD("step", gm_py_step, METH_VARARGS, "step(updates, stream)"),
+    METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
+    METHOD("disarm", core_disarm, METH_NOARGS, "disarm()"),
+    METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
+    METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
+    METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
+    METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
+    METHOD("stats", gm_py_stats, METH_NOARGS, "stats() -> dict"),
+    METHOD("salvage", core_salvage, METH_NOARGS,
+           "salvage() -> the error that has closed the engine, or None"),
+    METHOD("check", core_check, METH_NOARGS, "check(): raises if an invariant is broken"),
+    METHOD("close", core_close, METH_NOARGS, "close(): idempotent"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef module_methods[] = {
+    METHOD("chunk_search", gm_py_chunk_search, METH_VARARGS,
+           "chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes"),
+    METHOD("torch_abi_init", torch_abi_init, METH_NOARGS,
+           "registers gemini::blob; torch must be loaded"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot core_slots[] = {
+    {Py_tp_new, (void *)core_new},
+    {Py_tp_dealloc, (void *)core_dealloc},
+    {Py_tp_methods, core_methods},
+    {Py_tp_doc, "One engine of the C core; see csrc/engine.h."},
+    {0, NULL},
+};
+
+static PyType_Spec core_spec = {
+    .name = "gemini_strategy._C.Core",
+    .basicsize = sizeof(core),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = core_slots,
+};
+
+int gm_py_engine_init(PyObject *module)
+{
+    core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
+    if (!core_type || PyModule_AddObjectRef(module, "Core", (PyObject *)core_type) < 0 ||
+        PyModule_AddFunctions(module, module_methods) < 0) {
+        return -1;
+    }
+    return PyModule_AddIntConstant(module, "HOST_GRANULARITY", (long)gm_device_host_granularity());
+}

@@ -1,0 +1,319 @@
+/* host.c - functions of gemini_strategy._C about this host: its cores and nodes, their split among
+ * ranks, and which of them this process's pools of threads use.
+ *
+ * What host_use() sets is a process's, as a rank is a process: every pool that is made from then on, of an
+ * engine, for a measurement or for arithmetic, has it.  `share_lock` guards it. */
+#include "binding/common.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "torch/absent.h"
+#include "device/hostmem.h"
+#include "base/topology.h"
+#include "base/workers.h"
+
+static pthread_mutex_t share_lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned *share_cores; /* NULL: any */
+static size_t n_share_cores;
+static unsigned share_threads; /* of a pool for which no number is given; 0: the default */
+
+gm_status gm_py_workers_new(unsigned n_threads, gm_workers **out)
+{
+    pthread_mutex_lock(&share_lock);
+    gm_status status =
+        gm_workers_new_on(share_cores, n_share_cores, n_threads ? n_threads : share_threads, out);
+    pthread_mutex_unlock(&share_lock);
+    return status;
+}
+
+/* ---- sequences ---- */
+
+static PyObject *list_of(const unsigned *numbers, size_t n)
+{
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list && i < n; i++) {
+        PyObject *number = PyLong_FromUnsignedLong(numbers[i]);
+        if (!number || PyList_SetItem(list, (Py_ssize_t)i, number) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* Numbers of cores; *out has room for one more. */
+static int parse_numbers(PyObject *sequence, unsigned **out, size_t *out_n)
+{
+    Py_ssize_t n = PySequence_Size(sequence);
+    unsigned *numbers = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *numbers);
+    if (!numbers) {
+        if (n >= 0) {
+            PyErr_NoMemory();
+        }
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        unsigned long number = item ? PyLong_AsUnsignedLong(item) : 0;
+        Py_XDECREF(item);
+        if (!item || PyErr_Occurred() || number >= 1 << 20) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "%lu is no number of a core", number);
+            }
+            free(numbers);
+            return -1;
+        }
+        numbers[i] = (unsigned)number;
+    }
+    *out = numbers;
+    *out_n = (size_t)n;
+    return 0;
+}
+
+static int by_number(const void *a, const void *b)
+{
+    unsigned x = ((const gm_core *)a)->number, y = ((const gm_core *)b)->number;
+    return (x > y) - (x < y);
+}
+
+/* Triples (number, node, sibling), in any order. */
+static int parse_cores(PyObject *sequence, gm_core **out, size_t *out_n)
+{
+    Py_ssize_t n = PySequence_Size(sequence);
+    gm_core *cores = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *cores);
+    if (!cores) {
+        if (n >= 0) {
+            PyErr_NoMemory();
+        }
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        int is_parsed = item && PyArg_ParseTuple(item, "IiI", &cores[i].number, &cores[i].node,
+                                                 &cores[i].sibling);
+        Py_XDECREF(item);
+        if (!is_parsed) {
+            free(cores);
+            return -1;
+        }
+    }
+    qsort(cores, (size_t)n, sizeof *cores, by_number);
+    *out = cores;
+    *out_n = (size_t)n;
+    return 0;
+}
+
+static void free_ranks(gm_local_rank *ranks, unsigned **masks, size_t n)
+{
+    for (size_t i = 0; masks && i < n; i++) {
+        free(masks[i]);
+    }
+    free(masks);
+    free(ranks);
+}
+
+/* Pairs (mask, node). */
+static int parse_ranks(PyObject *sequence, gm_local_rank **out, unsigned ***out_masks,
+                       size_t *out_n)
+{
+    Py_ssize_t size = PySequence_Size(sequence);
+    if (size < 0) {
+        return -1;
+    }
+    size_t n = (size_t)size;
+    gm_local_rank *ranks = calloc(n + 1, sizeof *ranks);
+    unsigned **masks = calloc(n + 1, sizeof *masks);
+    if (!ranks || !masks) {
+        free_ranks(ranks, masks, n);
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, (Py_ssize_t)i), *mask;
+        int is_parsed = item && PyArg_ParseTuple(item, "Oi", &mask, &ranks[i].node) &&
+                        parse_numbers(mask, &masks[i], &ranks[i].n_mask) == 0;
+        Py_XDECREF(item);
+        if (!is_parsed) {
+            free_ranks(ranks, masks, n);
+            return -1;
+        }
+        ranks[i].mask = masks[i];
+    }
+    *out = ranks;
+    *out_masks = masks;
+    *out_n = n;
+    return 0;
+}
+
+/* ---- functions ---- */
+
+PyDoc_STRVAR(host_topology_doc,
+             "host_topology(root='') -> dict\n\n"
+             "This host: 'cores', a list of (number, NUMA node or -1, lowest number among the\n"
+             "hardware threads of the same core); 'mask', the cores that this thread may use;\n"
+             "'quota', how many cores' time this process's control groups grant, 0.0 for no\n"
+             "limit; 'memory', bytes of host memory that may still be taken.  All but the mask\n"
+             "are read below the folder root.");
+static PyObject *host_topology(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *root = "";
+    if (!PyArg_ParseTuple(args, "|s:host_topology", &root)) {
+        return NULL;
+    }
+    gm_core *cores = NULL;
+    unsigned *mask = NULL;
+    size_t n_cores = 0, n_mask = 0, available, total;
+    gm_status status;
+    PyObject *core_list = NULL, *mask_list = NULL, *result = NULL;
+    if ((status = gm_topology_cores(root, &cores, &n_cores)) != GM_OK ||
+        (status = gm_topology_mask(&mask, &n_mask)) != GM_OK ||
+        (status = gm_host_memory_at(root, &available, &total)) != GM_OK) {
+        gm_py_raise(status);
+        goto done;
+    }
+    core_list = PyList_New((Py_ssize_t)n_cores);
+    for (size_t i = 0; core_list && i < n_cores; i++) {
+        PyObject *core = Py_BuildValue("IiI", cores[i].number, cores[i].node, cores[i].sibling);
+        if (!core || PyList_SetItem(core_list, (Py_ssize_t)i, core) < 0) {
+            Py_CLEAR(core_list);
+        }
+    }
+    mask_list = list_of(mask, n_mask);
+    if (core_list && mask_list) {
+        result = Py_BuildValue("{s:O,s:O,s:d,s:n}", "cores", core_list, "mask", mask_list, "quota",
+                               gm_topology_quota(root), "memory", (Py_ssize_t)available);
+    }
+done:
+    Py_XDECREF(core_list);
+    Py_XDECREF(mask_list);
+    free(cores);
+    free(mask);
+    return result;
+}
+
+PyDoc_STRVAR(host_device_node_doc,
+             "host_device_node(pci_bus_id, root='') -> int\n\n"
+             "The NUMA node of a PCI device such as '0000:1b:00.0'; -1 where it is not known.");
+static PyObject *host_device_node(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *pci_bus_id, *root = "";
+    if (!PyArg_ParseTuple(args, "s|s:host_device_node", &pci_bus_id, &root)) {
+        return NULL;
+    }
+    int node;
+    gm_status status = gm_topology_device_node(root, pci_bus_id, &node);
+    return status == GM_OK ? PyLong_FromLong(node) : gm_py_raise(status);
+}
+
+PyDoc_STRVAR(host_split_doc,
+             "host_split(cores, ranks, rank) -> list[int]\n\n"
+             "The cores of ranks[rank].  cores: as host_topology gives them; ranks: for each rank\n"
+             "of this host the cores that it may use and the NUMA node of its GPU (-1: unknown).");
+static PyObject *host_split(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *core_list, *rank_list, *result = NULL;
+    Py_ssize_t rank;
+    if (!PyArg_ParseTuple(args, "OOn:host_split", &core_list, &rank_list, &rank)) {
+        return NULL;
+    }
+    gm_core *cores = NULL;
+    gm_local_rank *ranks = NULL;
+    unsigned **masks = NULL, *mine = NULL;
+    size_t n_cores = 0, n_ranks = 0, n_mine = 0;
+    if (parse_cores(core_list, &cores, &n_cores) < 0 ||
+        parse_ranks(rank_list, &ranks, &masks, &n_ranks) < 0) {
+        goto done;
+    }
+    size_t most = rank >= 0 && (size_t)rank < n_ranks ? ranks[rank].n_mask : 0;
+    mine = calloc(most + 1, sizeof *mine);
+    if (!mine) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    gm_status status = gm_topology_split(cores, n_cores, ranks, n_ranks,
+                                         rank < 0 ? n_ranks : (size_t)rank, mine, &n_mine);
+    result = status == GM_OK ? list_of(mine, n_mine) : gm_py_raise(status);
+done:
+    free(mine);
+    free_ranks(ranks, masks, n_ranks);
+    free(cores);
+    return result;
+}
+
+PyDoc_STRVAR(host_threads_doc,
+             "host_threads(n_cores=0, quota=0.0) -> int\n\n"
+             "Threads worth running on n_cores cores under a quota of so many cores' time (0.0:\n"
+             "no limit).  n_cores 0: what this process runs by default, which is GEMINI_THREADS,\n"
+             "else as many as the cores that it may use under its own quota.");
+static PyObject *host_threads(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_ssize_t n_cores = 0;
+    double quota = 0;
+    if (!PyArg_ParseTuple(args, "|nd:host_threads", &n_cores, &quota)) {
+        return NULL;
+    }
+    unsigned n = 0;
+    if (n_cores > 0) {
+        n = gm_topology_threads((size_t)n_cores, quota);
+    } else {
+        gm_status status = gm_workers_default(&n);
+        if (status != GM_OK) {
+            return gm_py_raise(status);
+        }
+    }
+    return PyLong_FromUnsignedLong(n);
+}
+
+PyDoc_STRVAR(host_use_doc,
+             "host_use(cores, threads) -> None\n\n"
+             "Pools of threads that are made from now on run on these cores only (none: on any),\n"
+             "with so many threads where no number is given (0: the default).");
+static PyObject *host_use(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *sequence;
+    unsigned threads;
+    unsigned *cores = NULL;
+    size_t n = 0;
+    if (!PyArg_ParseTuple(args, "OI:host_use", &sequence, &threads) ||
+        parse_numbers(sequence, &cores, &n) < 0) {
+        return NULL;
+    }
+    pthread_mutex_lock(&share_lock);
+    unsigned *before = share_cores;
+    share_cores = cores;
+    n_share_cores = n;
+    share_threads = threads;
+    pthread_mutex_unlock(&share_lock);
+    free(before);
+    Py_RETURN_NONE;
+}
+
+static PyObject *absent_range(PyObject *module, PyObject *size)
+{
+    (void)module;
+    size_t bytes = PyLong_AsSize_t(size);
+    if (bytes == (size_t)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    uintptr_t address;
+    gm_status status = gm_absent_range(bytes, &address);
+    return status == GM_OK ? PyLong_FromUnsignedLongLong(address) : gm_py_raise(status);
+}
+
+PyMethodDef gm_py_host_methods[] = {
+    {"absent_range", absent_range, METH_O,
+     "absent_range(bytes) -> int: an address from which so many read as NaN, and none can be "
+     "written"},
+    {"host_topology", host_topology, METH_VARARGS, host_topology_doc},
+    {"host_device_node", host_device_node, METH_VARARGS, host_device_node_doc},
+    {"host_split", host_split, METH_VARARGS, host_split_doc},
+    {"host_threads", host_threads, METH_VARARGS, host_threads_doc},
+    {"host_use", host_use, METH_VARARGS, host_use_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,69 @@
+/* lease.c - methods of Core about leases, which Python has as numbers. */
+#include "binding/core.h"
+
+PyObject *gm_py_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("lease", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    gm_lease *lease = NULL;
+    gm_status status;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_lease_new(engine, (uint32_t)v[0], &lease);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return status == GM_OK ? PyLong_FromUnsignedLongLong((uintptr_t)lease) : gm_py_raise(status);
+}
+
+/* A call about a lease of this engine, on a stream. */
+static PyObject *with_lease(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
+                            gm_status (*call)(gm_lease *lease, gm_stream stream))
+{
+    unsigned long long v[2];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers(name, args, n_args, 2, v) < 0) {
+        return NULL;
+    }
+    gm_status status;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    status = call((gm_lease *)(uintptr_t)v[0], v[1]);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return gm_py_finish(status);
+}
+
+PyObject *gm_py_lease_pin(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return with_lease(self, "lease_pin", args, n_args, gm_lease_pin);
+}
+
+PyObject *gm_py_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return with_lease(self, "lease_watch", args, n_args, gm_lease_watch);
+}
+
+static gm_status unwatch(gm_lease *lease, gm_stream stream)
+{
+    (void)stream;
+    return gm_lease_unwatch(lease);
+}
+
+PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return with_lease(self, "lease_unwatch", args, n_args, unwatch);
+}
+
+PyObject *gm_py_lease_end(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    if (gm_py_parse_numbers("lease_end", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    (void)self;
+    gm_lease_end((gm_lease *)(uintptr_t)v[0]);
+    Py_RETURN_NONE;
+}

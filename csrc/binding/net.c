@@ -1,0 +1,686 @@
+/* net.c - the Python type Net, base of hooks.py's SavedTensorNet: packs and unpacks what autograd saves
+ * in a unit's forward; see [Note: backward without backward hooks] there.
+ *
+ * Invariants
+ *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own would have
+ *      got goes to them: `frames[n - 1]` has the pair that was on top.
+ *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks, and from then on
+ *      by the storage itself if anybody still has it.
+ *   3. What was saved is handed out only in the version in which it was saved, as torch does itself.
+ *   4. No pointer into `frames` or `running` is kept across a call that may run Python or drop the GIL. */
+#include "binding/unit.h"
+
+#include <stdlib.h>
+#include <structmember.h>
+
+#include "binding/engine.h"
+#include "binding/running.h"
+#include "binding/saved.h"
+
+typedef struct outer {
+    PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
+    /* They are to see no weights: torch's checkpointing would keep them. */
+    bool is_blind;
+} outer;
+
+struct gm_py_net {
+    PyObject_HEAD gm_py_net *next; /* in `started` */
+    PyObject *core, *engine, *mark;
+    PyObject *pack, *unpack; /* our methods, bound once */
+    uintptr_t begin, end;    /* addresses of weights */
+    PyObject *slots;         /* a tuple, ordered by address */
+    uintptr_t *addresses;    /* of `slots` */
+    int ordinal;             /* -1 on the host device */
+    outer *frames;
+    size_t n_frames, frame_capacity;
+    gm_running running;
+};
+
+PyTypeObject *gm_py_net_type;
+static gm_py_net *started; /* every net that is: the one on top packs what any of them manages */
+
+/* ---- the engine behind it ---- */
+
+gm_engine *gm_py_net_engine(gm_py_net *net)
+{
+    return gm_py_core_engine(net->core);
+}
+
+bool gm_py_net_is_closed(gm_py_net *net)
+{
+    return gm_py_core_is_closed(net->core);
+}
+
+int gm_py_net_stream(gm_py_net *net, gm_stream *out)
+{
+    return gm_py_stream(net->ordinal, out);
+}
+
+/* Of the slots, the last that begins at or before `address`, which is within the weights. */
+static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
+{
+    size_t low = 0, high = (size_t)PyTuple_Size(net->slots);
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (net->addresses[middle] <= address) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return (gm_py_slot *)PyTuple_GetItem(net->slots, (Py_ssize_t)low);
+}
+
+/* ---- nodes of backward ---- */
+
+/* What nodes that are done with have shown: somebody may still have it. */
+static int settle_ended(gm_py_net *net)
+{
+    uintptr_t address;
+    int result = 0;
+    while (gm_running_next_ended(&net->running, &address)) {
+        gm_py_slot *slot = slot_at(net, address);
+        slot->touch_count--;
+        result = result < 0 ? result : gm_py_slot_settle(slot);
+    }
+    return result;
+}
+
+static int release_touched(gm_py_net *net, uint32_t n_keep)
+{
+    gm_engine *engine = gm_py_net_engine(net);
+    if (!engine || settle_ended(net) < 0) {
+        return -1;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status, gm_engine_release_touched(engine, n_keep));
+    return gm_py_raised(status);
+}
+
+/* Unpins what earlier nodes of this task have touched; 0 if the task is new to us, else 1. */
+static int follow(gm_py_net *net, long long node, long long task)
+{
+    uint32_t n_keep;
+    switch (gm_running_follow(&net->running, node, task, &n_keep)) {
+    case GM_FOLLOW_NEW: return 0;
+    case GM_FOLLOW_SAME: return 1;
+    case GM_FOLLOW_NEXT: return release_touched(net, n_keep) < 0 ? -1 : 1;
+    }
+    return -1; /* not reached */
+}
+
+/* Makes the chunk at `address` readable for the running node. */
+static int touch(gm_py_net *net, uintptr_t address)
+{
+    long long node, task;
+    gm_stream stream;
+    gm_engine *engine = gm_py_net_engine(net);
+    if (!engine || gm_py_net_stream(net, &stream) < 0 || gm_py_node_key(&node) < 0 ||
+        gm_py_task(&task) < 0) {
+        return -1;
+    }
+    int is_known = follow(net, node, task);
+    if (is_known < 0) {
+        return -1;
+    }
+    bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
+    uint32_t n_before = gm_engine_n_touched(engine);
+    if (is_new && task >= 0 && /* a saved tensor may be looked at outside any backward */
+        gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", NULL)) < 0) {
+        return -1;
+    }
+    if ((is_new && !gm_running_push(&net->running, node, task, n_before)) ||
+        !gm_running_note(&net->running, address)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    slot_at(net, address)->touch_count++;
+    gm_status status;
+    PyObject *done = NULL;
+    for (bool is_last = false;; is_last = true) {
+        GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
+        if (status != GM_ERR_NOMEM) {
+            break;
+        }
+        gm_py_raise(status);
+        if (is_last || !gm_py_made_room((PyObject *)net, (PyObject *)slot_at(net, address))) {
+            return gm_py_explain((PyObject *)net, "no_room", (PyObject *)slot_at(net, address));
+        }
+    }
+    if (status != GM_OK) {
+        return gm_py_raised(status);
+    }
+    if (net->mark != Py_None) {
+        done = PyObject_CallFunctionObjArgs(net->mark, slot_at(net, address), NULL);
+        Py_XDECREF(done);
+        return done ? 0 : -1;
+    }
+    return 0;
+}
+
+/* Outside backward nothing is needed any more.  Inside, what earlier nodes have touched is not: a node may
+ * start with the recomputation of an activation, before it has unpacked any weight. */
+int gm_py_net_settle(gm_py_net *net)
+{
+    if (net->running.n == 0) {
+        return 0;
+    }
+    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
+    if (!node) {
+        return -1;
+    }
+    bool is_outside = node == Py_None;
+    Py_DECREF(node);
+    if (is_outside) {
+        gm_running_drop(&net->running, 0);
+        return release_touched(net, 0);
+    }
+    long long key, task;
+    if (gm_py_node_key(&key) < 0 || gm_py_task(&task) < 0) {
+        return -1;
+    }
+    return follow(net, key, task) < 0 ? -1 : 0;
+}
+
+/* ---- saving ---- */
+
+/* Whether the tensor is the parameter, or a view of it that shares its version: 1 or 0. */
+static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
+{
+    PyObject *base = PyObject_GetAttr(tensor, gm_torch.s_base);
+    Py_XDECREF(base);
+    return base ? base == slot->parameter : -1;
+}
+
+/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward. */
+static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
+{
+    gm_py_slot *slot = slot_at(net, address);
+    saved *self = gm_py_saved_new(SAVED_TOKEN, (PyObject *)slot);
+    if (!self) {
+        return NULL;
+    }
+    self->address = address;
+    int is_checked = 1;
+    bool is_ok = true;
+    if (tensor != slot->parameter) {
+        self->shape = PyObject_GetAttr(tensor, gm_torch.s_shape);
+        self->stride = PyObject_CallMethodObjArgs(tensor, gm_torch.s_stride, NULL);
+        self->dtype = PyObject_GetAttr(tensor, gm_torch.s_dtype);
+        is_ok = self->shape && self->stride && self->dtype;
+        is_checked = is_ok ? is_of_parameter(slot, tensor) : -1;
+    }
+    self->is_checked = is_checked > 0;
+    if (!is_ok || is_checked < 0 || (self->is_checked && gm_py_changes(slot, &self->version) < 0)) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return self;
+}
+
+static saved *pack_delegated(const outer *below, PyObject *tensor)
+{
+    PyObject *pack = Py_NewRef(below->pack);
+    saved *self = gm_py_saved_new(SAVED_DELEGATED, below->unpack);
+    if (self && !(self->tensor = PyObject_CallFunctionObjArgs(pack, tensor, NULL))) {
+        Py_DECREF((PyObject *)self);
+        self = NULL;
+    }
+    Py_DECREF(pack);
+    return self;
+}
+
+static saved *pack_plain(PyObject *tensor)
+{
+    saved *self = gm_py_saved_new(SAVED_PLAIN, NULL);
+    if (!self) {
+        return NULL;
+    }
+    self->tensor = PyObject_CallMethodObjArgs(tensor, gm_torch.s_detach, NULL);
+    if (self->tensor && gm_py_version(tensor, &self->version) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* an inference tensor has none */
+            PyErr_Clear();
+            self->version = -1;
+            return self;
+        }
+        Py_CLEAR(self->tensor);
+    }
+    if (!self->tensor) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return self;
+}
+
+/* The net whose weights are there, or NULL. */
+static gm_py_net *owner_of(uintptr_t address)
+{
+    gm_py_net *net = started;
+    while (net && !(net->begin <= address && address < net->end && !gm_py_net_is_closed(net))) {
+        net = net->next;
+    }
+    return net;
+}
+
+/* The user's hooks see weights, too; what they give back as it is becomes a token. */
+static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
+{
+    const outer *below = net->n_frames ? &net->frames[net->n_frames - 1] : NULL;
+    if (below && below->pack && !below->is_blind) {
+        saved *delegated = pack_delegated(below, tensor);
+        if (!delegated || delegated->tensor != tensor) {
+            return (PyObject *)delegated;
+        }
+        Py_DECREF((PyObject *)delegated);
+    }
+    /* What is absent holds no bytes, and is kept as it is. */
+    return (PyObject *)(owner ? pack_token(owner, tensor, address) : pack_plain(tensor));
+}
+
+static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
+{
+    uintptr_t address;
+    if (gm_py_data_ptr(tensor, &address) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            return NULL;
+        }
+        PyErr_Clear(); /* tensors without plain storage cannot show our bytes */
+        address = 0;
+        int is_absent =
+            gm_py_is_true(PyObject_CallMethod((PyObject *)net, "is_absent", "O", tensor));
+        if (is_absent) {
+            return is_absent < 0 ? NULL : pack_weight(net, NULL, tensor, 0);
+        }
+    }
+    gm_py_net *owner = owner_of(address);
+    if (owner) {
+        return pack_weight(net, owner, tensor, address);
+    }
+    if (net->n_frames && net->frames[net->n_frames - 1].pack) {
+        return (PyObject *)pack_delegated(&net->frames[net->n_frames - 1], tensor);
+    }
+    return (PyObject *)pack_plain(tensor);
+}
+
+/* The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what it has
+ * unpacked may go meanwhile, and comes back. */
+static PyObject *unpack_delegated(gm_py_net *net, const saved *self)
+{
+    long long node = -1;
+    size_t n_addresses;
+    uint32_t n_keep;
+    if (net->running.n && gm_py_node_key(&node) < 0) {
+        return NULL;
+    }
+    uintptr_t *addresses = gm_running_take(&net->running, node, &n_addresses, &n_keep);
+    if (!addresses) {
+        return PyObject_CallFunctionObjArgs(self->owner, self->tensor, NULL);
+    }
+    PyObject *tensor = NULL;
+    if (release_touched(net, n_keep) == 0) {
+        tensor = PyObject_CallFunctionObjArgs(self->owner, self->tensor, NULL);
+    }
+    for (size_t i = 0; tensor && i < n_addresses; i++) {
+        if (touch(net, addresses[i]) < 0) {
+            Py_CLEAR(tensor);
+        }
+    }
+    for (size_t i = 0; i < n_addresses; i++) {
+        slot_at(net, addresses[i])->touch_count--; /* it has been counted again */
+    }
+    free(addresses);
+    return tensor;
+}
+
+/* Where a backward is to be differentiated, what its node saves again is to be a token, too.  torch ends the hooks with the
+ * node. */
+static int net_node(const gm_py_net *net)
+{
+    int has_grad = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_grad_enabled));
+    PyObject *node = has_grad > 0 ? PyObject_CallNoArgs(gm_torch.current_node) : NULL;
+    if (has_grad <= 0 || !node || node == Py_None) {
+        Py_XDECREF(node);
+        return has_grad < 0 || (has_grad > 0 && !node) ? -1 : 0;
+    }
+    Py_DECREF(node);
+    int is_enabled = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_hooks_enabled));
+    PyObject *top =
+        is_enabled > 0 ? PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL) : NULL;
+    bool is_bare = top == Py_None;
+    Py_XDECREF(top);
+    if (is_enabled <= 0 || !top || !is_bare) {
+        return is_enabled < 0 || (is_enabled > 0 && !top) ? -1 : 0;
+    }
+    return gm_py_done(
+        PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL));
+}
+
+/* The place as a tensor, readable for the running node. */
+static PyObject *show_token(gm_py_net *net, const saved *self)
+{
+    gm_py_slot *slot = (gm_py_slot *)self->owner;
+    if (touch(net, self->address) < 0 || gm_py_slot_show(slot) < 0 || net_node(net) < 0) {
+        return NULL;
+    }
+    if (!self->shape) {
+        return Py_NewRef(slot->shown);
+    }
+    if (self->dtype == slot->dtype &&
+        self->address == gm_engine_address(gm_py_net_engine(net), (uint32_t)slot->id)) {
+        return PyObject_CallMethodObjArgs(slot->shown, gm_torch.s_as_strided, self->shape,
+                                          self->stride, NULL);
+    }
+    return PyObject_CallMethod((PyObject *)slot, "view", "OOOK", self->shape, self->stride,
+                               self->dtype, (unsigned long long)self->address);
+}
+
+static PyObject *unpack(gm_py_net *net, const saved *self)
+{
+    if (self->kind == SAVED_DELEGATED) {
+        return unpack_delegated(net, self);
+    }
+    long long now = self->version;
+    if (self->kind == SAVED_TOKEN) {
+        if (self->is_checked && gm_py_changes((gm_py_slot *)self->owner, &now) < 0) {
+            return NULL;
+        }
+    } else if (self->version >= 0 && gm_py_version(self->tensor, &now) < 0) {
+        return NULL;
+    }
+    if (now != self->version) {
+        PyObject *slot = self->kind == SAVED_TOKEN ? self->owner : Py_None;
+        return PyObject_CallMethod((PyObject *)net, "refuse_modified", "OOLL",
+                                   self->tensor ? self->tensor : Py_None, slot, now, self->version);
+    }
+    return self->kind == SAVED_TOKEN
+               ? show_token((gm_py_net *)((gm_py_slot *)self->owner)->net, self)
+               : Py_NewRef(self->tensor);
+}
+
+static PyObject *net_unpack(gm_py_net *net, PyObject *object)
+{
+    if (Py_TYPE(object) != gm_py_saved_type) {
+        return PyErr_Format(PyExc_TypeError, "unpack takes what pack has given");
+    }
+    Py_INCREF(object); /* the user's unpack may end the graph that holds it */
+    PyObject *tensor = unpack(net, (const saved *)object);
+    Py_DECREF(object);
+    return tensor;
+}
+
+/* ---- being on top ---- */
+
+/* The net whose method it is, or NULL. */
+static const gm_py_net *net_of(PyObject *pack)
+{
+    PyObject *self = PyObject_GetAttrString(pack, "__self__");
+    PyErr_Clear();
+    bool is_net = self && PyObject_TypeCheck(self, gm_py_net_type);
+    Py_XDECREF(self); /* the method holds it */
+    return is_net ? (const gm_py_net *)self : NULL;
+}
+
+int gm_py_net_push(gm_py_net *net)
+{
+    PyObject *is_enabled = PyObject_CallNoArgs(gm_torch.is_hooks_enabled);
+    if (!is_enabled || is_enabled == Py_False) {
+        Py_XDECREF(is_enabled);
+        return is_enabled ? 0 : -1;
+    }
+    Py_DECREF(is_enabled);
+    outer *grown =
+        gm_with_room(net->frames, net->n_frames, &net->frame_capacity, sizeof *net->frames);
+    if (!grown) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    net->frames = grown;
+    PyObject *top = PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL);
+    if (!top) {
+        return -1;
+    }
+    outer frame = {0};
+    if (top != Py_None) {
+        frame.pack = PyTuple_GetItem(top, 0);
+        frame.unpack = PyTuple_GetItem(top, 1);
+        if (!frame.pack || !frame.unpack) {
+            Py_DECREF(top);
+            return -1;
+        }
+        const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
+        if (other &&
+            other->n_frames) { /* nets delegate past each other: each has its units on top */
+            frame = other->frames[other->n_frames - 1];
+        } else {
+            frame.is_blind = gm_py_is_checkpoint(frame.pack);
+        }
+        Py_XINCREF(frame.pack);
+        Py_XINCREF(frame.unpack);
+    }
+    Py_DECREF(top);
+    PyObject *done =
+        PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL);
+    if (!done) {
+        Py_XDECREF(frame.pack);
+        Py_XDECREF(frame.unpack);
+        return -1;
+    }
+    Py_DECREF(done);
+    net->frames[net->n_frames++] = frame;
+    return 1;
+}
+
+static int pop_one(gm_py_net *net)
+{
+    outer frame = net->frames[--net->n_frames];
+    PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
+    Py_XDECREF(done);
+    Py_XDECREF(frame.pack);
+    Py_XDECREF(frame.unpack);
+    return done ? 0 : -1;
+}
+
+size_t gm_py_net_depth(const gm_py_net *net)
+{
+    return net->n_frames;
+}
+
+/* An interrupt passes units without their leaving: whoever is outside takes what is inside away with its own. */
+int gm_py_net_pop_to(gm_py_net *net, size_t depth)
+{
+    int result = 0;
+    while (net->n_frames > depth) {
+        result = pop_one(net) < 0 ? -1 : result;
+    }
+    return result;
+}
+
+static PyObject *net_push(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    size_t depth = net->n_frames;
+    int is_pushed = gm_py_net_push(net);
+    return is_pushed < 0 ? NULL : is_pushed ? PyLong_FromSize_t(depth) : Py_NewRef(Py_None);
+}
+
+static PyObject *none_unless(int failed)
+{
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *net_pop_to(gm_py_net *net, PyObject *depth)
+{
+    size_t wanted = PyLong_AsSize_t(depth);
+    return PyErr_Occurred() ? NULL : none_unless(gm_py_net_pop_to(net, wanted));
+}
+
+static PyObject *net_settle(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    return none_unless(gm_py_net_settle(net));
+}
+
+/* The current graph task has run its last node: what it has pinned, nobody reads any more. */
+static PyObject *net_end_task(gm_py_net *net, PyObject *unused)
+{
+    (void)unused;
+    long long task;
+    uint32_t n_keep;
+    if (gm_py_task(&task) < 0) {
+        return NULL;
+    }
+    return gm_py_net_is_closed(net) || !gm_running_end(&net->running, task, &n_keep)
+               ? Py_NewRef(Py_None)
+               : none_unless(release_touched(net, n_keep));
+}
+
+/* find(tensor) -> the slot whose bytes it shows, or None. */
+static PyObject *net_find(gm_py_net *net, PyObject *tensor)
+{
+    uintptr_t address;
+    if (gm_py_data_ptr(tensor, &address) < 0) {
+        return NULL;
+    }
+    bool is_ours = net->begin <= address && address < net->end;
+    return Py_NewRef(is_ours ? (PyObject *)slot_at(net, address) : Py_None);
+}
+
+/* ---- life ---- */
+
+static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
+}
+
+/* start(engine, core, slots, ordinal, mark); slots: ordered by address, none of them empty. */
+static PyObject *net_start(gm_py_net *net, PyObject *args)
+{
+    PyObject *engine, *core, *slots, *mark;
+    if (net->core) {
+        return PyErr_Format(PyExc_RuntimeError, "a net is started once");
+    }
+    if (!PyArg_ParseTuple(args, "OOO!iO", &engine, &core, &PyTuple_Type, &slots, &net->ordinal,
+                          &mark)) {
+        return NULL;
+    }
+    gm_engine *handle = gm_py_core_engine(core);
+    if (!handle) {
+        return NULL;
+    }
+    size_t n = (size_t)PyTuple_Size(slots);
+    net->addresses = calloc(n ? n : 1, sizeof *net->addresses);
+    if (!net->addresses) {
+        return PyErr_NoMemory();
+    }
+    for (size_t i = 0; i < n; i++) {
+        PyObject *slot = PyTuple_GetItem(slots, (Py_ssize_t)i);
+        if (!PyObject_TypeCheck(slot, gm_py_slot_type)) {
+            return PyErr_Format(PyExc_TypeError, "a net has slots");
+        }
+        net->addresses[i] = gm_engine_address(handle, (uint32_t)((gm_py_slot *)slot)->id);
+    }
+    if (n) {
+        gm_engine_weight_span(handle, &net->begin, &net->end);
+    }
+    net->engine = Py_NewRef(engine);
+    net->slots = Py_NewRef(slots);
+    net->mark = Py_NewRef(mark);
+    net->pack = PyObject_GetAttrString((PyObject *)net, "pack");
+    net->unpack = PyObject_GetAttrString((PyObject *)net, "unpack");
+    net->core = Py_NewRef(core);
+    net->next = started;
+    started = net;
+    return none_unless(net->pack && net->unpack ? 0 : -1);
+}
+
+static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)net));
+    Py_VISIT(net->core);
+    Py_VISIT(net->engine);
+    Py_VISIT(net->mark);
+    Py_VISIT(net->pack);
+    Py_VISIT(net->unpack);
+    Py_VISIT(net->slots);
+    for (size_t i = 0; i < net->n_frames; i++) {
+        Py_VISIT(net->frames[i].pack);
+        Py_VISIT(net->frames[i].unpack);
+    }
+    return 0;
+}
+
+static int net_clear(gm_py_net *net)
+{
+    Py_CLEAR(net->engine);
+    Py_CLEAR(net->mark);
+    Py_CLEAR(net->pack);
+    Py_CLEAR(net->unpack);
+    return 0;
+}
+
+static void net_dealloc(gm_py_net *net)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)net);
+    PyObject_GC_UnTrack(net);
+    net_clear(net);
+    for (size_t i = 0; i < net->n_frames; i++) {
+        Py_XDECREF(net->frames[i].pack);
+        Py_XDECREF(net->frames[i].unpack);
+    }
+    for (gm_py_net **link = &started; *link; link = &(*link)->next) {
+        if (*link == net) {
+            *link = net->next;
+            break;
+        }
+    }
+    gm_running_free(&net->running);
+    Py_XDECREF(net->core);
+    Py_XDECREF(net->slots);
+    free(net->addresses);
+    free(net->frames);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(net);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyMethodDef net_methods[] = {
+    GM_PY_METHOD("start", net_start, METH_VARARGS, "start(engine, core, slots, ordinal, mark)"),
+    GM_PY_METHOD("push", net_push, METH_NOARGS,
+                 "push() -> how many were pushed before; None: torch forbids it"),
+    GM_PY_METHOD("pop_to", net_pop_to, METH_O, "pop_to(depth): until as many are pushed"),
+    GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
+    GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
+    GM_PY_METHOD("end_task", net_end_task, METH_NOARGS,
+                 "end_task(): unpins what the graph task that ends has touched"),
+    GM_PY_METHOD("find", net_find, METH_O,
+                 "find(tensor) -> the slot whose bytes it shows, or None"),
+    GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot net_slots[] = {
+    {Py_tp_new, (void *)net_new},
+    {Py_tp_dealloc, (void *)net_dealloc},
+    {Py_tp_traverse, (void *)net_traverse},
+    {Py_tp_clear, (void *)net_clear},
+    {Py_tp_methods, net_methods},
+    {Py_tp_doc, "Packs and unpacks saved tensors; base of hooks.SavedTensorNet."},
+    {0, NULL},
+};
+
+static PyType_Spec net_spec = {
+    .name = "gemini_strategy._C.Net",
+    .basicsize = sizeof(gm_py_net),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = net_slots,
+};
+
+int gm_py_net_init(PyObject *module)
+{
+    gm_py_net_type = (PyTypeObject *)PyType_FromSpec(&net_spec);
+    if (!gm_py_net_type || gm_py_saved_init() < 0 ||
+        PyModule_AddObjectRef(module, "Net", (PyObject *)gm_py_net_type) < 0) {
+        return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,184 @@
+/* plan.c - plans and timelines as plain Python dicts, for tables, charts and tests.
+ *
+ * Nothing here keeps a reference to what it reads. */
+#include "binding/plan.h"
+
+static const char *const class_names[GM_N_CLASSES] = {"R", "S1", "S2", "C1", "C2"};
+static const char *const piece_names[GM_N_PIECES] = {"weight", "state", "grad", "gathered",
+                                                     "unreduced"};
+static const char *const tick_names[] = {"enter", "touch", "grad"}; /* of gm_tick_kind */
+
+/* Puts `value` (a new reference, or NULL with an exception set) under `key` and gives the reference away. */
+static int put(PyObject *dict, const char *key, PyObject *value)
+{
+    if (!value) {
+        return -1;
+    }
+    int result = PyDict_SetItemString(dict, key, value);
+    Py_DECREF(value);
+    return result;
+}
+
+typedef struct named_size {
+    const char *key;
+    size_t value;
+} named_size;
+
+static int put_sizes(PyObject *dict, const named_size *sizes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (put(dict, sizes[i].key, PyLong_FromSize_t(sizes[i].value)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+typedef struct named_double {
+    const char *key;
+    double value;
+} named_double;
+
+static int put_doubles(PyObject *dict, const named_double *doubles, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (put(dict, doubles[i].key, PyFloat_FromDouble(doubles[i].value)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+#define N_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+static PyObject *finished(PyObject *object, int failed)
+{
+    if (failed) {
+        Py_XDECREF(object);
+        return NULL;
+    }
+    return object;
+}
+
+static PyObject *classes_of(const gm_plan *plan, uint32_t n_chunks)
+{
+    PyObject *list = PyList_New((Py_ssize_t)n_chunks);
+    for (uint32_t chunk = 0; list && chunk < n_chunks; chunk++) {
+        PyObject *name = PyUnicode_FromString(class_names[gm_plan_class(plan, chunk)]);
+        if (!name || PyList_SetItem(list, (Py_ssize_t)chunk, name) < 0) {
+            return finished(list, 1);
+        }
+    }
+    return list;
+}
+
+/* {"R": value, ...} of a number for each class. */
+static PyObject *by_class(const size_t *values)
+{
+    PyObject *dict = PyDict_New();
+    int failed = !dict;
+    for (int i = 0; !failed && i < GM_N_CLASSES; i++) {
+        failed = put(dict, class_names[i], PyLong_FromSize_t(values[i])) < 0;
+    }
+    return finished(dict, failed);
+}
+
+PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
+{
+    const gm_plan_info *info = gm_plan_get_info(plan);
+    const named_double doubles[] = {
+        {"step_seconds", info->step_seconds}, {"compute_seconds", info->compute_seconds},
+        {"h2d_seconds", info->h2d_seconds},   {"d2h_seconds", info->d2h_seconds},
+        {"host_seconds", info->host_seconds}, {"bound_seconds", info->bound_seconds},
+        {"comm_seconds", info->comm_seconds}, {"gather_rate", info->rates.gather},
+        {"reduce_rate", info->rates.reduce},
+    };
+    const named_size sizes[] = {
+        {"device_bytes", info->device_bytes},
+        {"h2d_bytes", info->h2d_bytes},
+        {"d2h_bytes", info->d2h_bytes},
+        {"n_blocks", info->n_blocks},
+        {"weight_ring_bytes", info->weight_ring_bytes},
+        {"state_ring_bytes", info->state_ring_bytes},
+        {"grad_ring_bytes", info->grad_ring_bytes},
+        {"resident_grad_bytes", info->resident_grad_bytes},
+        {"gathered_ring_bytes", info->gathered_ring_bytes},
+        {"kept_gathered_bytes", info->kept_gathered_bytes},
+        {"unreduced_ring_bytes", info->unreduced_ring_bytes},
+        {"n_kept", info->n_kept},
+        {"prefetch", info->prefetch},
+        {"n_ops", (size_t)info->n_ops},
+        {"hash", (size_t)info->hash},
+    };
+    size_t counts[GM_N_CLASSES];
+    for (int i = 0; i < GM_N_CLASSES; i++) {
+        counts[i] = info->n_of_class[i];
+    }
+    const char *when = info->when == GM_IMMEDIATE ? "immediate" : "deferred";
+    PyObject *dict = PyDict_New();
+    int failed = !dict || put_doubles(dict, doubles, N_OF(doubles)) < 0 ||
+                 put_sizes(dict, sizes, N_OF(sizes)) < 0 ||
+                 put(dict, "n_of_class", by_class(counts)) < 0 ||
+                 put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
+                 put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
+                 put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
+                 put(dict, "when", PyUnicode_FromString(when)) < 0;
+    return finished(dict, failed);
+}
+
+/* Bytes on the device: {"R": ..., "S1": ..., ..., "states", "grads", "gathered", "unreduced",
+ * "outside", "free"}. */
+static PyObject *memory_of(const gm_log_memory *memory)
+{
+    const named_size sizes[] = {
+        {"states", memory->states},     {"grads", memory->grads},
+        {"gathered", memory->gathered}, {"unreduced", memory->unreduced},
+        {"outside", memory->outside},   {"free", memory->free_blocks},
+    };
+    PyObject *dict = by_class(memory->weights);
+    return finished(dict, !dict || put_sizes(dict, sizes, N_OF(sizes)) < 0);
+}
+
+/* Of a tick: kind, stream, tick, tick_kind, id, start, end, device (bytes by class), host (bytes).
+ * Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
+static PyObject *entry_dict(const gm_log_entry *entry)
+{
+    const named_double times[] = {{"start", entry->start}, {"end", entry->end}};
+    PyObject *dict = PyDict_New();
+    int failed = !dict ||
+                 put(dict, "kind", PyUnicode_FromString(gm_log_kind_name(entry->kind))) < 0 ||
+                 put(dict, "stream", PyUnicode_FromString(gm_log_stream_name(entry->stream))) < 0 ||
+                 put(dict, "tick", PyLong_FromUnsignedLong(entry->tick)) < 0 ||
+                 put_doubles(dict, times, N_OF(times)) < 0;
+    if (!failed && entry->kind == GM_LOG_TICK) {
+        failed = put(dict, "tick_kind", PyUnicode_FromString(tick_names[entry->tick_kind])) < 0 ||
+                 put(dict, "id", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
+                 put(dict, "device", memory_of(&entry->memory)) < 0 ||
+                 put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0;
+    } else if (!failed) {
+        failed = put(dict, "chunk", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
+                 put(dict, "piece", PyUnicode_FromString(piece_names[entry->piece])) < 0 ||
+                 put(dict, "bytes", PyLong_FromSize_t(entry->bytes)) < 0;
+    }
+    return finished(dict, failed);
+}
+
+/* When the log was full, its last element is {"kind": "lost", "n": entries that did not fit}. */
+PyObject *gm_py_timeline(const gm_timeline *timeline)
+{
+    PyObject *list = PyList_New(0);
+    int failed = !list;
+    for (uint32_t i = 0; !failed && i < gm_timeline_n(timeline); i++) {
+        PyObject *dict = entry_dict(gm_timeline_entry(timeline, i));
+        failed = !dict || PyList_Append(list, dict) < 0;
+        Py_XDECREF(dict);
+    }
+    uint64_t n_lost = gm_timeline_n_dropped(timeline);
+    if (!failed && n_lost > 0) {
+        PyObject *lost =
+            Py_BuildValue("{s:s,s:K}", "kind", "lost", "n", (unsigned long long)n_lost);
+        failed = !lost || PyList_Append(list, lost) < 0;
+        Py_XDECREF(lost);
+    }
+    return finished(list, failed);
+}

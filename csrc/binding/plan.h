@@ -1,0 +1,16 @@
+/* plan.h - plans and timelines as Python objects. */
+#ifndef GM_PY_PLAN_H
+#define GM_PY_PLAN_H
+
+#include "plan/plan.h"
+#include "binding/common.h"
+#include "memory/timeline.h"
+
+/* A new dict by name (rates.c). */
+PyObject *gm_py_rates(const gm_rates *rates);
+/* A new dict of gm_plan_info and the class of every chunk; keys in plan.c.  NULL with an exception set. */
+PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks);
+/* A new list of one dict per entry; keys in plan.c.  For a finished timeline. */
+PyObject *gm_py_timeline(const gm_timeline *timeline);
+
+#endif

@@ -1,0 +1,65 @@
+/* room.c - the methods of Core that are about the device's memory.
+ *
+ * The GIL is released around every call that takes the engine's lock: who holds that may want the GIL. */
+#include "binding/core.h"
+
+static PyObject *forget_outside(gm_engine *engine)
+{
+    gm_status status;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    status = gm_engine_forget_outside(engine);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return gm_py_finish(status);
+}
+
+PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    enum { FALL = 64 << 20 }; /* less is the driver's own coming and going */
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    size_t before = atomic_exchange(&self->around->external_bytes, (size_t)v[0]);
+    /* What somebody else held while a pass was traced is no need of that pass. */
+    return before > v[0] + FALL ? forget_outside(engine) : Py_NewRef(Py_None);
+}
+
+/* True or False: whether there are so many bytes now. */
+static PyObject *ask_for_bytes(core *self, const char *name, PyObject *const *args,
+                               Py_ssize_t n_args, bool (*ask)(gm_engine *, size_t))
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers(name, args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    bool is_given;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    is_given = ask(engine, (size_t)v[0]);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(is_given);
+}
+
+/* shed(bytes) -> bool: as for torch on a device that is full */
+PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return ask_for_bytes(self, "shed", args, n_args, gm_engine_shed);
+}
+
+/* reserve(bytes) -> bool: what torch's allocator asks before it takes memory of the device */
+PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return ask_for_bytes(self, "reserve", args, n_args, gm_engine_reserve);
+}
+
+PyObject *gm_py_forget_outside(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    return engine ? forget_outside(engine) : NULL;
+}

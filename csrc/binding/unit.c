@@ -1,0 +1,360 @@
+/* unit.c - the Python type Unit, base of hooks.py's: entering and leaving.
+ *
+ * Invariants
+ *   1. From enter to leave, and only then, a unit's parameters show their bytes and its chunks are pinned; whatever
+ *      fails on the way is undone, except the frame, which leave() takes away.  Where torch forbids hooks on what is
+ *      saved (torch.func) they stay absent, and every operation is served.
+ *   2. `leave` always unpins, whatever it finds or fails at; its first error is the one raised. */
+#include "binding/unit.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <structmember.h>
+
+#include "binding/running.h"
+
+typedef enum frame_state { FRAME_FAILED, FRAME_ABSENT, FRAME_BARE, FRAME_NETTED } frame_state;
+
+/* One enter without its leave yet. */
+typedef struct frame {
+    frame_state state;
+    size_t depth;      /* of the net, before */
+    PyObject *watched; /* leased tensors that find what the forward writes; NULL: none */
+} frame;
+
+typedef struct unit {
+    PyObject_HEAD PyObject *engine, *slots;
+    gm_py_net *net;
+    unsigned int id;
+    char watches_writes, is_compiled;
+    frame *frames;
+    size_t n_frames, capacity;
+} unit;
+
+/* ---- entering ---- */
+
+static Py_ssize_t n_slots(const unit *self)
+{
+    return PyTuple_Size(self->slots);
+}
+
+static gm_py_slot *slot_at(const unit *self, Py_ssize_t i)
+{
+    return (gm_py_slot *)PyTuple_GetItem(self->slots, i);
+}
+
+/* Of the first `n` slots; the first error counts. */
+static int close_slots(const unit *self, Py_ssize_t n)
+{
+    int result = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int closed = gm_py_slot_close(slot_at(self, i), self->is_compiled);
+        result = result < 0 ? result : closed;
+    }
+    return result;
+}
+
+static int open_slots(const unit *self)
+{
+    for (Py_ssize_t i = 0; i < n_slots(self); i++) {
+        /* Compiled code is specialized on plain parameters. */
+        if (gm_py_slot_open(slot_at(self, i), self->is_compiled) < 0) {
+            PyObject *type, *error, *trace;
+            PyErr_Fetch(&type, &error, &trace);
+            (void)close_slots(self, i + 1);
+            PyErr_Clear();
+            PyErr_Restore(type, error, trace);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Unpins; a pending exception stays and hides one of its own. */
+static int leave_core(const unit *self)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    gm_engine *engine = gm_py_net_engine(self->net);
+    gm_stream stream;
+    int result = -1;
+    if (engine && gm_py_net_stream(self->net, &stream) == 0) {
+        gm_status status;
+        GM_WITHOUT_GIL(engine, status, gm_engine_leave(engine, self->id, stream));
+        result = gm_py_raised(status);
+    }
+    if (type) {
+        PyErr_Restore(type, error, trace);
+        return -1;
+    }
+    return result;
+}
+
+static int enter_core(const unit *self, bool *out_has_grad)
+{
+    gm_engine *engine = gm_py_net_engine(self->net);
+    gm_stream stream;
+    PyObject *node = NULL;
+    int has_grad;
+    if (!engine || gm_py_net_stream(self->net, &stream) < 0 ||
+        (has_grad = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_grad_enabled))) < 0 ||
+        !(node = PyObject_CallNoArgs(gm_torch.current_node))) {
+        return -1;
+    }
+    uint32_t flags =
+        (node != Py_None ? GM_ENTER_IN_BACKWARD : 0u) | (has_grad ? GM_ENTER_GRAD : 0u);
+    Py_DECREF(node);
+    *out_has_grad = has_grad;
+    for (bool is_last = false;; is_last = true) {
+        gm_status status;
+        GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
+        if (status != GM_ERR_NOMEM) {
+            return gm_py_raised(status);
+        }
+        gm_py_raise(status);
+        if (is_last || !gm_py_made_room((PyObject *)self, (PyObject *)slot_at(self, 0))) {
+            return gm_py_explain((PyObject *)self, "no_room", (PyObject *)slot_at(self, 0));
+        }
+    }
+}
+
+static int push_frame(unit *self)
+{
+    frame *frames = gm_with_room(self->frames, self->n_frames, &self->capacity, sizeof *frames);
+    if (!frames) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->frames = frames;
+    self->frames[self->n_frames++] = (frame){.state = FRAME_FAILED};
+    return 0;
+}
+
+/* The chunks are pinned: what else entering is.  On failure nothing of it is left. */
+static int open_unit(unit *self, bool has_grad, frame *out)
+{
+    if (self->watches_writes) {
+        out->watched = PyObject_CallMethod((PyObject *)self, "watch", NULL);
+        if (!out->watched) {
+            return -1;
+        }
+    }
+    out->depth = gm_py_net_depth(self->net);
+    int is_netted = gm_py_net_push(self->net); /* without grad too: the forward may turn it on */
+    if (is_netted == 0 && has_grad) {
+        out->state = FRAME_ABSENT;
+        return 0;
+    }
+    if (is_netted < 0 || open_slots(self) < 0) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        (void)gm_py_net_pop_to(self->net, out->depth);
+        Py_CLEAR(out->watched);
+        PyErr_Restore(type, error, trace);
+        return -1;
+    }
+    out->state = is_netted ? FRAME_NETTED : FRAME_BARE;
+    return 0;
+}
+
+static PyObject *unit_enter(unit *self, PyObject *unused)
+{
+    (void)unused;
+    if (!self->net) {
+        return PyErr_Format(PyExc_RuntimeError, "unit %u is entered before its start()", self->id);
+    }
+    bool has_grad;
+    frame entered = {.state = FRAME_FAILED};
+    if (push_frame(self) < 0 || gm_py_net_settle(self->net) < 0 ||
+        enter_core(self, &has_grad) < 0) {
+        return NULL;
+    }
+    if (open_unit(self, has_grad, &entered) < 0) {
+        (void)leave_core(self);
+        return NULL;
+    }
+    if (self->n_frames) { /* unless another thread has taken it away */
+        self->frames[self->n_frames - 1] = entered;
+    }
+    return Py_NewRef(Py_None);
+}
+
+/* ---- leaving ---- */
+
+static int find_writes(const unit *self, bool is_compared)
+{
+    for (Py_ssize_t i = 0; i < n_slots(self); i++) {
+        gm_py_slot *slot = slot_at(self, i);
+        long long version;
+        if (gm_py_version(slot->parameter, &version) < 0) {
+            return -1;
+        }
+        if (version == slot->version) {
+            continue;
+        }
+        slot->version = version;
+        int has_low = gm_py_is_true(PyObject_GetAttrString((PyObject *)slot, "has_low"));
+        if (has_low < 0) {
+            return -1;
+        }
+        if ((!is_compared || !has_low) &&
+            gm_py_done(PyObject_CallMethod(self->engine, "note_write", "O", slot)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* See [Note: storages that stay] in hooks.py. */
+static int settle_slots(const unit *self)
+{
+    for (Py_ssize_t i = 0; i < n_slots(self); i++) {
+        if (gm_py_slot_settle(slot_at(self, i)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Runs `step` unless an exception is pending already. */
+#define UNLESS_FAILED(result, step) ((result) < 0 ? (result) : (step))
+
+static PyObject *unit_leave(unit *self, PyObject *unused)
+{
+    (void)unused;
+    frame left = {.state = FRAME_FAILED};
+    if (self->n_frames) {
+        left = self->frames[--self->n_frames];
+    }
+    if (left.state == FRAME_FAILED) {
+        return Py_NewRef(Py_None); /* enter failed: there is nothing to undo */
+    }
+    int result = left.state == FRAME_NETTED ? gm_py_net_pop_to(self->net, left.depth) : 0;
+    if (!gm_py_net_is_closed(self->net)) {
+        bool is_open = left.state != FRAME_ABSENT;
+        result = UNLESS_FAILED(result, is_open ? find_writes(self, left.watched != NULL) : 0);
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        int closed = is_open ? close_slots(self, n_slots(self)) : 0;
+        closed = UNLESS_FAILED(closed, settle_slots(self));
+        Py_CLEAR(left.watched); /* its leases compare the bytes */
+        if (type) {
+            PyErr_Clear();
+            PyErr_Restore(type, error, trace);
+        }
+        result = UNLESS_FAILED(result, closed);
+        int unpinned = leave_core(self);
+        result = UNLESS_FAILED(result, unpinned);
+    }
+    Py_XDECREF(left.watched);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- types ---- */
+
+/* start(net, slots): before the first enter(). */
+static PyObject *unit_start(unit *self, PyObject *args)
+{
+    PyObject *net, *slots;
+    if (!PyArg_ParseTuple(args, "OO!", &net, &PyTuple_Type, &slots)) {
+        return NULL;
+    }
+    if (self->slots || !PyObject_TypeCheck(net, gm_py_net_type)) {
+        return PyErr_Format(PyExc_TypeError, "a unit is started once, with a Net");
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_Size(slots); i++) {
+        if (!PyObject_TypeCheck(PyTuple_GetItem(slots, i), gm_py_slot_type)) {
+            return PyErr_Format(PyExc_TypeError, "a unit has slots");
+        }
+    }
+    self->slots = Py_NewRef(slots);
+    self->net = (gm_py_net *)Py_NewRef(net);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *unit_is_entered(unit *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->n_frames > 0);
+}
+
+static int unit_traverse(unit *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->engine);
+    Py_VISIT(self->slots);
+    Py_VISIT((PyObject *)self->net);
+    for (size_t i = 0; i < self->n_frames; i++) {
+        Py_VISIT(self->frames[i].watched);
+    }
+    return 0;
+}
+
+static int unit_clear(unit *self)
+{
+    Py_CLEAR(self->engine);
+    Py_CLEAR(self->net);
+    return 0;
+}
+
+static void unit_dealloc(unit *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    unit_clear(self);
+    Py_XDECREF(self->slots);
+    for (size_t i = 0; i < self->n_frames; i++) {
+        Py_XDECREF(self->frames[i].watched);
+    }
+    free(self->frames);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyMemberDef unit_members[] = {
+    GM_PY_MEMBER(unit, id, T_UINT),
+    GM_PY_MEMBER(unit, engine, T_OBJECT),
+    GM_PY_MEMBER(unit, watches_writes, T_BOOL),
+    GM_PY_MEMBER(unit, is_compiled, T_BOOL),
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef unit_getset[] = {
+    {"is_entered", (getter)unit_is_entered, NULL, "whether an enter waits for its leave", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef unit_methods[] = {
+    GM_PY_METHOD("enter", unit_enter, METH_NOARGS, "enter(): chunks pinned, parameters open"),
+    GM_PY_METHOD("leave", unit_leave, METH_NOARGS, "leave(): the inverse of the last enter()"),
+    GM_PY_METHOD("start", unit_start, METH_VARARGS, "start(net, slots): before the first enter()"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot unit_slots[] = {
+    {Py_tp_new, (void *)PyType_GenericNew},
+    {Py_tp_dealloc, (void *)unit_dealloc},
+    {Py_tp_traverse, (void *)unit_traverse},
+    {Py_tp_clear, (void *)unit_clear},
+    {Py_tp_members, unit_members},
+    {Py_tp_getset, unit_getset},
+    {Py_tp_methods, unit_methods},
+    {Py_tp_doc, "Enters and leaves; base of hooks.Unit."},
+    {0, NULL},
+};
+
+static PyType_Spec unit_spec = {
+    .name = "gemini_strategy._C.Unit",
+    .basicsize = sizeof(unit),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = unit_slots,
+};
+
+int gm_py_unit_init(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&unit_spec);
+    int result = type ? PyModule_AddObjectRef(module, "Unit", type) : -1;
+    Py_XDECREF(type);
+    return result;
+}

@@ -1,0 +1,467 @@
+/* chaos.c - the chaos device: its operations, and how each is checked and queued.
+ *
+ * 1. An operation's clock joins what its stream has done, what its stream was made to wait for, and what the host
+ *    knew when it issued it; the host learns only by waiting.  This does not depend on what has run.
+ * 2. Work of stream 0 has run when its call returns; nothing is ever queued there.
+ * 3. A forked child runs nothing: the inner device refuses by name. */
+#include "device/chaos/chaos_impl.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static gm_chaos_device *as_chaos(gm_device *dev)
+{
+    return (gm_chaos_device *)dev;
+}
+
+/* ---- issuing ---- */
+
+/* A host call that later work of its stream does not wait for; it waits itself for the earlier work. */
+static gm_status append_released(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op)
+{
+    gm_chaos_queue *released = &dev->queues[GM_CHAOS_RELEASED];
+    gm_chaos_mark *mark;
+    GM_TRY(gm_chaos_mark_new(gm_chaos_number(dev, queue), &queue->clock, &mark));
+    gm_status status = gm_chaos_append_record(dev, queue, mark, false);
+    status = status == GM_OK ? gm_chaos_append_wait(dev, released, mark) : status;
+    gm_chaos_mark_unref(mark);
+    GM_TRY(status);
+    gm_chaos_append(dev, released, op);
+    return GM_OK;
+}
+
+/* Checks the operation against all before it and queues it.  Takes the operation over. */
+static gm_status put(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op)
+{
+    uint32_t actor = gm_chaos_number(dev, queue);
+    gm_clock_join(&queue->clock, gm_chaos_host_clock(dev)); /* invariant 1 */
+    queue->before_last = queue->clock;
+    queue->has_unrecorded = true;
+    gm_clock clock = op->is_early ? *gm_chaos_host_clock(dev) : queue->clock;
+    if (op->is_early || op->is_released) {
+        actor = GM_CHAOS_RELEASED;
+    }
+    clock.tick[actor] = ++dev->queues[actor].clock.tick[actor];
+    gm_status status = gm_chaos_track(dev, op, actor, &clock);
+    if (!op->is_released) {
+        gm_clock_join(&queue->clock, &clock);
+    }
+    if (status == GM_OK && op->is_released) {
+        status = append_released(dev, queue, op);
+    } else if (status == GM_OK && (op->is_early || actor == GM_CHAOS_COMPUTE)) {
+        gm_chaos_run(dev, op);
+    } else if (status == GM_OK) {
+        gm_chaos_append(dev, queue, op);
+    }
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+    }
+    return status;
+}
+
+gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue)
+{
+    gm_chaos_op *held = queue->held;
+    queue->held = NULL;
+    return held ? put(dev, queue, held) : GM_OK;
+}
+
+/* The seeded faults that change an operation, not its order. */
+static void spoil(gm_chaos_device *dev, gm_chaos_op *op, bool is_compute)
+{
+    switch (op->kind) {
+    case GM_CHAOS_COPY_H2D: op->is_dropped = gm_chaos_pick(dev, GM_CHAOS_NO_H2D); break;
+    case GM_CHAOS_COPY_D2H: op->is_dropped = gm_chaos_pick(dev, GM_CHAOS_NO_D2H); break;
+    case GM_CHAOS_ADAM: op->is_twice = gm_chaos_pick(dev, GM_CHAOS_ADAM_TWICE); break;
+    case GM_CHAOS_HOST_CALL:
+        if (!is_compute) {
+            op->is_early = gm_chaos_pick(dev, GM_CHAOS_EARLY_CALL);
+            op->is_released = gm_chaos_pick(dev, GM_CHAOS_EARLY_RELEASE);
+        }
+        break;
+    default: break;
+    }
+    if (op->kind <= GM_CHAOS_COPY_D2D && op->bytes > 1 && gm_chaos_pick(dev, GM_CHAOS_HALF_COPY)) {
+        op->bytes /= 2;
+    }
+}
+
+/* Takes the operation over. */
+static gm_status issue(gm_chaos_device *dev, gm_chaos_op *op, gm_stream stream)
+{
+    gm_chaos_queue *queue = gm_chaos_find_queue(dev, stream);
+    if (!queue) {
+        gm_chaos_op_free(op);
+        return GM_ERR_ARG;
+    }
+    gm_chaos_wander(dev);
+    bool is_compute = gm_chaos_number(dev, queue) == GM_CHAOS_COMPUTE;
+    bool must_end = op->has_foreign_host && !is_compute;
+    spoil(dev, op, is_compute);
+    if (!is_compute && !must_end && !queue->held && gm_chaos_pick(dev, GM_CHAOS_SWAP)) {
+        queue->held = op;
+        return GM_OK;
+    }
+    GM_TRY(put(dev, queue, op));
+    GM_TRY(gm_chaos_put_held(dev, queue));
+    if (must_end) {
+        gm_chaos_run_queue(dev, queue);
+    }
+    return GM_OK;
+}
+
+static gm_status copy(gm_device *base, gm_chaos_kind kind, uintptr_t dst, uintptr_t src,
+                      size_t bytes, gm_stream stream)
+{
+    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_check_owner(dev));
+    GM_TRY(gm_chaos_op_new(dev, kind, &op));
+    op->dst = dst;
+    op->src = src;
+    op->bytes = bytes;
+    uintptr_t host = kind == GM_CHAOS_COPY_H2D ? src : dst;
+    op->has_foreign_host =
+        kind != GM_CHAOS_COPY_D2D && bytes > 0 && !gm_chaos_is_pinned(dev, host, bytes);
+    gm_status status = gm_chaos_add_use(op, (const void *)src, bytes, false);
+    status = status == GM_OK ? gm_chaos_add_use(op, (const void *)dst, bytes, true) : status;
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+        return status;
+    }
+    return issue(dev, op, stream);
+}
+
+static gm_status chaos_copy_h2d(gm_device *base, uintptr_t dst, const void *src, size_t bytes,
+                                gm_stream s)
+{
+    return copy(base, GM_CHAOS_COPY_H2D, dst, (uintptr_t)src, bytes, s);
+}
+
+static gm_status chaos_copy_d2h(gm_device *base, void *dst, uintptr_t src, size_t bytes,
+                                gm_stream s)
+{
+    return copy(base, GM_CHAOS_COPY_D2H, (uintptr_t)dst, src, bytes, s);
+}
+
+static gm_status chaos_copy_d2d(gm_device *base, uintptr_t dst, uintptr_t src, size_t bytes,
+                                gm_stream s)
+{
+    return copy(base, GM_CHAOS_COPY_D2D, dst, src, bytes, s);
+}
+
+static gm_status chaos_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
+{
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
+    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_FILL, &op));
+    op->dst = dst;
+    op->byte = byte;
+    op->bytes = bytes;
+    gm_status status = gm_chaos_add_use(op, (const void *)dst, bytes, true);
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+        return status;
+    }
+    return issue(as_chaos(base), op, s);
+}
+
+static const void *element(const void *array, size_t index, size_t element_bytes)
+{
+    return (const void *)((uintptr_t)array + index * element_bytes);
+}
+
+static gm_status add_adam_uses(gm_chaos_op *op)
+{
+    const gm_adam_args *args = &op->adam;
+    size_t weight_bytes = gm_dtype_bytes(args->format);
+    size_t low_bytes = args->format == GM_BF16 ? 2 : 4,
+           grad_bytes = gm_dtype_bytes(args->grad_dtype);
+    for (size_t i = 0, next; i < args->n_ranges; i = next) {
+        size_t begin = args->ranges[i].begin, end = args->ranges[i].end;
+        for (next = i + 1; next < args->n_ranges && args->ranges[next].begin == end; next++) {
+            end = args->ranges[next].end;
+        }
+        size_t n = end - begin;
+        GM_TRY(gm_chaos_add_use(op, element(args->grad, begin, grad_bytes), n * grad_bytes, false));
+        GM_TRY(gm_chaos_add_use(op, element(args->weight, begin, weight_bytes), n * weight_bytes,
+                                true));
+        if (args->low) {
+            GM_TRY(gm_chaos_add_use(op, element(args->low, begin, low_bytes), n * low_bytes, true));
+        }
+        GM_TRY(gm_chaos_add_use(op, element(args->m, begin, 4), n * 4, true));
+        GM_TRY(gm_chaos_add_use(op, element(args->v, begin, 4), n * 4, true));
+    }
+    return GM_OK;
+}
+
+static gm_status chaos_adam(gm_device *base, const gm_adam_args *args, gm_stream s)
+{
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
+    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_ADAM, &op));
+    op->adam = *args;
+    op->ranges = malloc((args->n_ranges ? args->n_ranges : 1) * sizeof *op->ranges);
+    gm_status status = GM_ERR_NOMEM;
+    if (!op->ranges) {
+        status = GM_FAIL(GM_ERR_NOMEM, "host memory: no room for %zu ranges", args->n_ranges);
+    } else {
+        if (args->n_ranges) { /* the caller may reuse its own as soon as the call returns */
+            memcpy(op->ranges, args->ranges, args->n_ranges * sizeof *op->ranges);
+        }
+        op->adam.ranges = op->ranges;
+        status = add_adam_uses(op);
+    }
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+        return status;
+    }
+    return issue(as_chaos(base), op, s);
+}
+
+static gm_status chaos_grad_add(gm_device *base, const gm_grad_add_args *args, gm_sumsq *sum,
+                                gm_stream s)
+{
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
+    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_GRAD_ADD, &op));
+    op->grad_add = *args;
+    op->sum = sum;
+    gm_status status =
+        gm_chaos_add_use(op, args->src, args->numel * gm_dtype_bytes(args->src_dtype), false);
+    status = status == GM_OK ? gm_chaos_add_use(op, args->dst,
+                                                args->numel * gm_dtype_bytes(args->dst_dtype), true)
+                             : status;
+    status = status == GM_OK && sum ? gm_chaos_add_use(op, sum, sizeof *sum, true) : status;
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+        return status;
+    }
+    return issue(as_chaos(base), op, s);
+}
+
+static gm_status chaos_sumsq(gm_device *base, const void *data, gm_dtype dtype, size_t numel,
+                             gm_sumsq *sum, gm_stream s)
+{
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
+    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_SUMSQ, &op));
+    op->src = (uintptr_t)data;
+    op->dtype = dtype;
+    op->numel = numel;
+    op->sum = sum;
+    gm_status status = gm_chaos_add_use(op, data, numel * gm_dtype_bytes(dtype), false);
+    status = status == GM_OK ? gm_chaos_add_use(op, sum, sizeof *sum, true) : status;
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+        return status;
+    }
+    return issue(as_chaos(base), op, s);
+}
+
+static gm_status chaos_host_call(gm_device *base, void (*fn)(void *context), void *context,
+                                 gm_stream stream)
+{
+    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_queue *queue;
+    GM_TRY(gm_chaos_check_owner(dev));
+    queue = gm_chaos_find_queue(dev, stream);
+    if (!queue) {
+        return GM_ERR_ARG;
+    }
+    gm_chaos_op *op = queue->noted;
+    if (op) {
+        op->number = ++dev->last_number;
+        queue->noted = NULL;
+    } else {
+        GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_HOST_CALL, &op));
+    }
+    op->fn = fn;
+    op->context = context;
+    return issue(dev, op, stream);
+}
+
+/* ---- accesses that the device does not make ---- */
+
+static gm_status note_host(gm_chaos_device *dev, const void *address, size_t bytes, bool is_write)
+{
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_FOREIGN, &op));
+    gm_status status = gm_chaos_add_use(op, address, bytes, is_write);
+    if (status == GM_OK) {
+        gm_chaos_wander(dev);
+        gm_chaos_host_clock(dev)->tick[GM_CHAOS_HOST]++;
+        status = gm_chaos_track(dev, op, GM_CHAOS_HOST, gm_chaos_host_clock(dev));
+    }
+    gm_chaos_op_free(op);
+    return status;
+}
+
+static gm_status note_work(gm_chaos_device *dev, const void *address, size_t bytes, bool is_write,
+                           gm_stream stream)
+{
+    gm_chaos_queue *queue;
+    queue = gm_chaos_find_queue(dev, stream);
+    if (!queue) {
+        return GM_ERR_ARG;
+    }
+    if (gm_chaos_number(dev, queue) != GM_CHAOS_COMPUTE) {
+        if (!queue->noted) {
+            GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_HOST_CALL, &queue->noted));
+        }
+        return gm_chaos_add_use(queue->noted, address, bytes, is_write);
+    }
+    gm_chaos_op *op;
+    GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_FOREIGN, &op));
+    gm_status status = gm_chaos_add_use(op, address, bytes, is_write);
+    if (status != GM_OK) {
+        gm_chaos_op_free(op);
+        return status;
+    }
+    return issue(dev, op, stream);
+}
+
+static void chaos_note_access(gm_device *base, const void *address, size_t bytes, bool is_write,
+                              gm_stream stream)
+{
+    gm_chaos_device *dev = as_chaos(base);
+    gm_status status = gm_chaos_check_owner(dev);
+    if (status == GM_OK) {
+        status = stream == GM_STREAM_HOST ? note_host(dev, address, bytes, is_write)
+                                          : note_work(dev, address, bytes, is_write, stream);
+    }
+    if (status != GM_OK && dev->failed == GM_OK) { /* the caller learns it at its next wait */
+        dev->failed = status;
+        snprintf(dev->failed_text, sizeof dev->failed_text, "%s", gm_last_error());
+    }
+}
+
+/* ---- the device itself ---- */
+
+static void chaos_free(gm_device *base)
+{
+    gm_chaos_device *dev = as_chaos(base);
+    if (!dev) {
+        return;
+    }
+    for (uint32_t i = 0; i < GM_CHAOS_N_QUEUES; i++) {
+        GM_ASSERT(i < GM_CHAOS_FIRST_STREAM || !dev->queues[i].is_used);
+        gm_chaos_drop_queue(dev, &dev->queues[i]);
+    }
+    for (size_t i = 0; i < dev->n_events; i++) {
+        GM_ASSERT(!dev->events[i].is_used);
+        gm_chaos_mark_unref(dev->events[i].latest);
+    }
+    GM_ASSERT(dev->n_ranges == 0 && dev->n_pinned == 0);
+    while (dev->n_ranges > 0) {
+        gm_chaos_range_remove(dev, dev->ranges[0].address);
+    }
+    if (dev->window) {
+        dev->inner->ops->range_free(dev->inner, dev->window, base->block_bytes);
+    }
+    if (dev->inner) {
+        dev->inner->ops->free(dev->inner);
+    }
+    gm_order_free(dev->bytes);
+    gm_order_free(dev->shown);
+    free(dev->events);
+    free(dev->ranges);
+    free(dev->pinned);
+    free(dev);
+}
+
+static const gm_device_ops chaos_ops = {
+    .name = "chaos",
+    .free = chaos_free,
+    .range_new = gm_chaos_range_new,
+    .range_free = gm_chaos_range_free,
+    .block_new = gm_chaos_block_new,
+    .block_free = gm_chaos_block_free,
+    .map = gm_chaos_map,
+    .poison = gm_chaos_poison,
+    .unmap = gm_chaos_unmap,
+    .stream_new = gm_chaos_stream_new,
+    .stream_free = gm_chaos_stream_free,
+    .stream_sync = gm_chaos_stream_sync,
+    .event_new = gm_chaos_event_new,
+    .event_free = gm_chaos_event_free,
+    .event_record = gm_chaos_event_record,
+    .event_wait = gm_chaos_event_wait,
+    .event_sync = gm_chaos_event_sync,
+    .event_elapsed = gm_chaos_event_elapsed,
+    .host_call = chaos_host_call,
+    .copy_h2d = chaos_copy_h2d,
+    .copy_d2h = chaos_copy_d2h,
+    .copy_d2d = chaos_copy_d2d,
+    .fill = chaos_fill,
+    .adam = chaos_adam,
+    .grad_add = chaos_grad_add,
+    .sumsq = chaos_sumsq,
+    .pin = gm_chaos_pin,
+    .unpin = gm_chaos_unpin,
+    .note_access = chaos_note_access,
+    .memory = gm_chaos_memory,
+};
+
+gm_status gm_device_chaos_new(size_t block_bytes, gm_workers *pool, const gm_chaos_options *options,
+                              gm_device **out)
+{
+    if (options->fault < 0 || options->fault >= GM_CHAOS_N_FAULTS) {
+        return GM_FAIL(GM_ERR_ARG, "chaos device: fault %d is none of 0 to %d", (int)options->fault,
+                       GM_CHAOS_N_FAULTS - 1);
+    }
+    gm_chaos_device *dev = calloc(1, sizeof *dev);
+    if (!dev) {
+        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a device's own %zu bytes",
+                       sizeof *dev);
+    }
+    gm_status status;
+    dev->base.ops = &chaos_ops;
+    dev->options = *options;
+    dev->random = options->seed;
+    for (uint32_t i = 0; i < GM_CHAOS_N_QUEUES; i++) {
+        dev->queues[i].speed = 1;
+    }
+    dev->queues[GM_CHAOS_COMPUTE].is_used = true; /* as stream 0 */
+    GM_TRY_GOTO(status, fail, gm_device_host_new(block_bytes, pool, &dev->inner));
+    dev->base.granularity = dev->inner->granularity;
+    dev->base.block_bytes = dev->inner->block_bytes;
+    dev->base.is_host = dev->inner->is_host;
+    GM_TRY_GOTO(status, fail,
+                dev->inner->ops->range_new(dev->inner, dev->base.block_bytes, &dev->window));
+    GM_TRY_GOTO(status, fail, gm_order_new(&dev->bytes));
+    GM_TRY_GOTO(status, fail, gm_order_new(&dev->shown));
+    *out = &dev->base;
+    return GM_OK;
+fail:
+    chaos_free(&dev->base); /* every member is NULL, 0 or live */
+    return status;
+}
+
+static gm_status check_chaos(const gm_device *dev)
+{
+    return dev->ops == &chaos_ops
+               ? GM_OK
+               : GM_FAIL(GM_ERR_ARG, "\"%s\" is not a chaos device", dev->ops->name);
+}
+
+gm_status gm_device_chaos_faults(gm_device *base, uint32_t *out_n, const char **out_first)
+{
+    GM_TRY(check_chaos(base));
+    *out_n = as_chaos(base)->n_faults;
+    *out_first = as_chaos(base)->first_fault;
+    return GM_OK;
+}
+
+gm_status gm_device_chaos_stats(gm_device *base, gm_chaos_stats *out)
+{
+    GM_TRY(check_chaos(base));
+    const gm_chaos_device *dev = as_chaos(base);
+    *out = (gm_chaos_stats){.n_operations = dev->n_run,
+                            .order_hash = dev->order_hash,
+                            .n_faults_applied = dev->n_applied,
+                            .n_queued = dev->n_queued,
+                            .n_spans = gm_order_n_spans(dev->bytes) + gm_order_n_spans(dev->shown)};
+    return GM_OK;
+}

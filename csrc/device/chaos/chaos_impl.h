@@ -1,0 +1,101 @@
+/* chaos_impl.h - what the files of the chaos device share: its body, and the calls that are not in
+ * chaos.c. */
+#ifndef GM_DEVICE_CHAOS_IMPL_H
+#define GM_DEVICE_CHAOS_IMPL_H
+
+#include "device/chaos/chaos.h"
+#include "device/chaos/queue.h"
+
+typedef struct gm_chaos_range {
+    uintptr_t address;
+    size_t bytes;
+    gm_block *blocks; /* (bytes / block_bytes,) 0: shows nothing */
+} gm_chaos_range;
+
+typedef struct gm_chaos_event {
+    bool is_used, is_timed;
+    uint32_t generation;   /* no two events have the same handle */
+    gm_chaos_mark *latest; /* owned reference; NULL: never recorded, which counts as reached */
+} gm_chaos_event;
+
+struct gm_chaos_device {
+    gm_device base;   /* first: a gm_device * is a gm_chaos_device * */
+    gm_device *inner; /* owned host device: the memory, and the work itself */
+    gm_chaos_options options;
+    uint64_t n_occurrences, n_applied; /* of options.fault */
+    uint64_t random;
+    uint32_t mood, mood_left;
+    gm_chaos_queue queues[GM_CHAOS_N_QUEUES];
+    size_t n_queued;
+    gm_stream last_stream;
+    uint64_t last_number, n_run, order_hash;
+    bool is_running; /* an operation: a host call must not call the device */
+    gm_chaos_event *events;
+    size_t n_events;
+    gm_chaos_range *ranges; /* ascending */
+    size_t n_ranges, range_capacity;
+    gm_chaos_use *pinned; /* is_write: unused */
+    size_t n_pinned, pinned_capacity;
+    uintptr_t window; /* an address range of one block, to fill new blocks through */
+    gm_order *bytes;  /* by block and offset, and by host address */
+    gm_order *shown;  /* by device address: what must be over before the mapping changes */
+    size_t forget_at;
+    uint32_t n_faults;
+    char first_fault[640];
+    gm_status failed; /* of the first operation that failed when it ran: every later sync says so */
+    char failed_text[512];
+};
+
+/* fault.c: is the seeded fault to be applied to this occurrence? */
+bool gm_chaos_pick(gm_chaos_device *dev, gm_chaos_fault fault);
+
+/* track.c */
+gm_chaos_range *gm_chaos_range_at(gm_chaos_device *dev, uintptr_t address);
+gm_status gm_chaos_range_add(gm_chaos_device *dev, uintptr_t address, size_t bytes);
+void gm_chaos_range_remove(gm_chaos_device *dev, uintptr_t address);
+bool gm_chaos_is_pinned(const gm_chaos_device *dev, uintptr_t address, size_t bytes);
+/* Notes what the operation uses; the clock includes its own tick of `actor`.  GM_ERR_STATE, and nothing noted,
+ * when an address shows nothing. */
+gm_status gm_chaos_track(gm_chaos_device *dev, const gm_chaos_op *op, uint32_t actor,
+                         const gm_clock *clock);
+/* The host takes the device addresses, or the bytes of the block, or host memory away: nothing that uses them may
+ * be under way.  If something is, that is a fault, and all work is run. */
+gm_status gm_chaos_claim_range(gm_chaos_device *dev, const char *what, uintptr_t address,
+                               size_t bytes);
+gm_status gm_chaos_claim_block(gm_chaos_device *dev, const char *what, gm_block block);
+gm_status gm_chaos_claim_host(gm_chaos_device *dev, const char *what, uintptr_t address,
+                              size_t bytes);
+void gm_chaos_fault_found(gm_chaos_device *dev, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* memory.c: entries of the table of calls, and what each call begins with. */
+gm_status gm_chaos_check_owner(gm_chaos_device *dev);
+gm_status gm_chaos_range_new(gm_device *base, size_t bytes, uintptr_t *out);
+void gm_chaos_range_free(gm_device *base, uintptr_t address, size_t bytes);
+gm_status gm_chaos_block_new(gm_device *base, gm_block *out);
+void gm_chaos_block_free(gm_device *base, gm_block block);
+gm_status gm_chaos_map(gm_device *base, uintptr_t address, const gm_block *blocks, size_t n);
+gm_status gm_chaos_poison(gm_device *base, uintptr_t address, size_t n);
+gm_status gm_chaos_unmap(gm_device *base, uintptr_t address, size_t n);
+gm_status gm_chaos_pin(gm_device *base, void *region, size_t bytes);
+void gm_chaos_unpin(gm_device *base, void *region);
+gm_status gm_chaos_memory(gm_device *base, size_t *free_bytes, size_t *total_bytes);
+
+/* sync.c: entries of the table of calls, and what these are made of. */
+gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark,
+                                 bool is_early);
+gm_status gm_chaos_append_wait(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark);
+gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out);
+void gm_chaos_stream_free(gm_device *base, gm_stream stream);
+gm_status gm_chaos_stream_sync(gm_device *base, gm_stream stream);
+gm_status gm_chaos_event_new(gm_device *base, bool is_timed, gm_event *out);
+void gm_chaos_event_free(gm_device *base, gm_event handle);
+gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stream);
+gm_status gm_chaos_event_wait(gm_device *base, gm_event handle, gm_stream stream);
+gm_status gm_chaos_event_sync(gm_device *base, gm_event handle);
+gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds);
+
+/* chaos.c: puts what GM_CHAOS_SWAP holds back into its queue. */
+gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue);
+
+#endif

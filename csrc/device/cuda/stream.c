@@ -1,0 +1,169 @@
+/* stream.c - streams, events, copies and kernels of the CUDA device: one driver call each. */
+#ifdef GM_WITH_CUDA
+
+#include "device/cuda/cuda_impl.h"
+
+/* ---- streams and events ---- */
+
+static gm_status stream_new(cuda_device *d, gm_stream *out)
+{
+    CUstream stream = NULL;
+    /* Non-blocking: torch's default stream is the legacy one, which would otherwise order everything. */
+    GM_TRY(CHECK(d->api->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
+    *out = (gm_stream)(uintptr_t)stream;
+    return GM_OK;
+}
+
+gm_status gm_cuda_stream_new(gm_device *dev, gm_stream *out)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    *out = 0;
+    IN_CONTEXT(d, stream_new(d, out));
+}
+
+void gm_cuda_stream_free(gm_device *dev, gm_stream stream)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (stream != 0) {
+        FREE_IN_CONTEXT(d, (void)d->api->cuStreamDestroy(gm_cuda_stream(stream)));
+    }
+}
+
+gm_status gm_cuda_stream_sync(gm_device *dev, gm_stream stream)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, CHECK(d->api->cuStreamSynchronize(gm_cuda_stream(stream))));
+}
+
+static gm_status event_new(cuda_device *d, bool is_timed, gm_event *out)
+{
+    CUevent event = NULL;
+    unsigned flags = is_timed ? CU_EVENT_DEFAULT : CU_EVENT_DISABLE_TIMING;
+    GM_TRY(CHECK(d->api->cuEventCreate(&event, flags)));
+    *out = (gm_event)(uintptr_t)event;
+    return GM_OK;
+}
+
+gm_status gm_cuda_event_new(gm_device *dev, bool is_timed, gm_event *out)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    *out = 0;
+    IN_CONTEXT(d, event_new(d, is_timed, out));
+}
+
+void gm_cuda_event_free(gm_device *dev, gm_event event)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (event != 0) {
+        FREE_IN_CONTEXT(d, (void)d->api->cuEventDestroy(gm_cuda_event(event)));
+    }
+}
+
+gm_status gm_cuda_event_record(gm_device *dev, gm_event event, gm_stream stream)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, CHECK(d->api->cuEventRecord(gm_cuda_event(event), gm_cuda_stream(stream))));
+}
+
+gm_status gm_cuda_event_wait(gm_device *dev, gm_event event, gm_stream stream)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, CHECK(d->api->cuStreamWaitEvent(gm_cuda_stream(stream), gm_cuda_event(event),
+                                                  CU_EVENT_WAIT_DEFAULT)));
+}
+
+gm_status gm_cuda_event_sync(gm_device *dev, gm_event event)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, CHECK(d->api->cuEventSynchronize(gm_cuda_event(event))));
+}
+
+static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, double *seconds)
+{
+    float milliseconds = 0;
+    GM_TRY(CHECK(d->api->cuEventSynchronize(start)));
+    GM_TRY(CHECK(d->api->cuEventSynchronize(end)));
+    CUresult result = d->api->cuEventElapsedTime(&milliseconds, start, end);
+    if (result == CUDA_ERROR_INVALID_HANDLE) {
+        return GM_FAIL(GM_ERR_ARG, "event_elapsed: an event was made without is_timed or was never "
+                                   "recorded");
+    }
+    GM_TRY(gm_cuda_check(result, "cuEventElapsedTime", __FILE__, __LINE__));
+    *seconds = 1e-3 * (double)milliseconds;
+    return GM_OK;
+}
+
+gm_status gm_cuda_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    *seconds = 0;
+    IN_CONTEXT(d, event_elapsed(d, gm_cuda_event(start), gm_cuda_event(end), seconds));
+}
+
+/* ---- copies ---- */
+
+gm_status gm_cuda_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
+                           gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    IN_CONTEXT(d,
+               CHECK(d->api->cuMemcpyHtoDAsync((CUdeviceptr)dst, src, bytes, gm_cuda_stream(s))));
+}
+
+gm_status gm_cuda_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t bytes, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    IN_CONTEXT(d,
+               CHECK(d->api->cuMemcpyDtoHAsync(dst, (CUdeviceptr)src, bytes, gm_cuda_stream(s))));
+}
+
+gm_status gm_cuda_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t src, size_t bytes, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    IN_CONTEXT(d, CHECK(d->api->cuMemcpyDtoDAsync((CUdeviceptr)dst, (CUdeviceptr)src, bytes,
+                                                  gm_cuda_stream(s))));
+}
+
+gm_status gm_cuda_fill(gm_device *dev, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    IN_CONTEXT(d, CHECK(d->api->cuMemsetD8Async((CUdeviceptr)dst, byte, bytes, gm_cuda_stream(s))));
+}
+
+/* ---- arithmetic ---- */
+
+gm_status gm_cuda_adam(gm_device *dev, const gm_adam_args *args, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, gm_kernels_adam(d->kernels, args, gm_cuda_stream(s)));
+}
+
+gm_status gm_cuda_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sumsq *sum, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, gm_kernels_grad_add(d->kernels, args, sum, gm_cuda_stream(s)));
+}
+
+gm_status gm_cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
+                        gm_sumsq *sum, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, gm_kernels_sumsq(d->kernels, data, dtype, numel, sum, gm_cuda_stream(s)));
+}
+
+#else
+/* ISO C forbids an empty translation unit. */
+typedef int gm_device_cuda_stream_not_built;
+#endif

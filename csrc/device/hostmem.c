@@ -1,0 +1,236 @@
+/* hostmem.c - how much host memory there is, and the arena.
+ *
+ * 1. An arena touches memory only after gm_host_available() has covered all of it.
+ * 2. Every page of an arena is present when gm_arena_new returns: the engine never waits for the
+ *    kernel to find one, and a machine that cannot give them fails here, not amid a step. */
+#define _GNU_SOURCE /* MADV_* */
+#include "device/hostmem.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/sysfile.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+
+/* ---- how much there is ---- */
+
+typedef struct memory_figures {
+    uint64_t available, total;
+} memory_figures;
+
+/* The number after `key` at the start of a line. */
+static bool number_after(const char *text, const char *key, uint64_t *out)
+{
+    size_t key_bytes = strlen(key);
+    for (const char *line = text; line; line = strchr(line, '\n')) {
+        line += *line == '\n';
+        if (strncmp(line, key, key_bytes) == 0 && strchr(": \t", line[key_bytes])) {
+            return sscanf(line + key_bytes, "%*[: \t]%" SCNu64, out) == 1;
+        }
+        if (!*line) {
+            break;
+        }
+    }
+    return false;
+}
+
+/* False also for "max", which is no limit. */
+static bool cgroup_number(const char *root, const char *folder, const char *file, uint64_t *out)
+{
+    char text[64];
+    return gm_sysfile_read(root, folder, file, text, sizeof text) &&
+           sscanf(text, "%" SCNu64, out) == 1;
+}
+
+/* What one cgroup folder leaves.  Its page cache that was not used lately is counted as free, as
+ * the kernel drops it before it fails: a model file just read must not look like used memory. */
+static void limit_by_folder(void *context, const char *root, const char *folder, bool is_v2)
+{
+    memory_figures *figures = context;
+    uint64_t limit, usage;
+    if (!cgroup_number(root, folder, is_v2 ? "/memory.max" : "/memory.limit_in_bytes", &limit) ||
+        !cgroup_number(root, folder, is_v2 ? "/memory.current" : "/memory.usage_in_bytes",
+                       &usage)) {
+        return;
+    }
+    char text[8192];
+    uint64_t reclaimable = 0;
+    if (gm_sysfile_read(root, folder, "/memory.stat", text, sizeof text)) {
+        (void)number_after(text, is_v2 ? "inactive_file" : "total_inactive_file", &reclaimable);
+    }
+    uint64_t held = usage > reclaimable ? usage - reclaimable : 0;
+    uint64_t left = limit > held ? limit - held : 0;
+    figures->available = left < figures->available ? left : figures->available;
+    figures->total = limit < figures->total ? limit : figures->total;
+}
+
+gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out_total)
+{
+    char text[8192];
+    uint64_t available_kib, total_kib;
+    if (!gm_sysfile_read(root, "", "/proc/meminfo", text, sizeof text) ||
+        !number_after(text, "MemAvailable", &available_kib) ||
+        !number_after(text, "MemTotal", &total_kib)) {
+        return GM_FAIL(GM_ERR_DEVICE,
+                       "%s/proc/meminfo has no MemAvailable and MemTotal: is /proc mounted?", root);
+    }
+    memory_figures figures = {available_kib * 1024, total_kib * 1024};
+    gm_sysfile_cgroups(root, "memory", limit_by_folder, &figures);
+    *out_available = figures.available < SIZE_MAX ? (size_t)figures.available : SIZE_MAX;
+    *out_total = figures.total < SIZE_MAX ? (size_t)figures.total : SIZE_MAX;
+    return GM_OK;
+}
+
+gm_status gm_host_available(size_t *out_bytes)
+{
+    size_t total;
+    return gm_host_memory_at("", out_bytes, &total);
+}
+
+/* ---- the arena ---- */
+
+enum { HUGE_PAGE_BYTES = 2 << 20 };
+
+struct gm_arena {
+    char *base; /* NULL if bytes == 0; a multiple of HUGE_PAGE_BYTES */
+    size_t bytes;
+    bool has_huge_pages;
+    pid_t owner; /* only there is the region mapped */
+};
+
+typedef struct touch_job {
+    gm_arena *arena;
+    atomic_int error; /* errno of a span that failed */
+} touch_job;
+
+/* Makes the pages of huge-page-sized units [begin, end) present; they stay zero. */
+static void touch_span(void *context, size_t begin, size_t end)
+{
+    touch_job *job = context;
+    size_t first = begin * HUGE_PAGE_BYTES;
+    size_t last = end * HUGE_PAGE_BYTES;
+    last = last < job->arena->bytes ? last : job->arena->bytes;
+    if (madvise(job->arena->base + first, last - first, MADV_POPULATE_WRITE) == 0) {
+        return;
+    }
+    if (errno != EINVAL && errno != ENOSYS) {
+        atomic_store(&job->error, errno);
+        return;
+    }
+    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t at = first; at < last; at += page_bytes) {
+        *(volatile char *)(job->arena->base + at) = 0;
+    }
+}
+
+/* Maps `bytes` at a multiple of the huge page size by mapping more and giving back the ends. */
+static gm_status map_region(gm_arena *arena, size_t bytes)
+{
+    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    size_t mapped_bytes = gm_round_up(bytes, page_bytes) + HUGE_PAGE_BYTES;
+    char *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) {
+        return GM_FAIL(
+            GM_ERR_NOMEM,
+            "host memory: %zu bytes wanted, but the address space has no room: %s (ulimit -v?)",
+            bytes, strerror(errno));
+    }
+    size_t before = gm_round_up((uintptr_t)mapped, HUGE_PAGE_BYTES) - (uintptr_t)mapped;
+    size_t after = HUGE_PAGE_BYTES - before;
+    arena->base = mapped + before;
+    arena->bytes = bytes;
+    if (before) {
+        munmap(mapped, before);
+    }
+    if (after) {
+        munmap(mapped + mapped_bytes - after, after);
+    }
+    arena->has_huge_pages = madvise(arena->base, bytes, MADV_HUGEPAGE) == 0;
+    /* A child that writes nothing would still make the parent copy page after page, and a page
+     * copied away under a device that reads the old one loses data. */
+    if (madvise(arena->base, gm_round_up(bytes, page_bytes), MADV_DONTFORK) != 0) {
+        return GM_FAIL(GM_ERR_DEVICE, "madvise(MADV_DONTFORK) on %zu bytes: %s", bytes,
+                       strerror(errno));
+    }
+    return GM_OK;
+}
+
+static gm_status fill_arena(gm_arena *arena, size_t bytes, gm_workers *pool)
+{
+    size_t available;
+    GM_TRY(gm_host_available(&available));
+    if (bytes > available) {
+        return GM_FAIL(GM_ERR_NOMEM,
+                       "host memory: %zu bytes wanted, %zu available on this machine or in its "
+                       "cgroup; free or "
+                       "allow more host memory, or keep more on the device "
+                       "(placement_policy=\"cuda\" keeps all)",
+                       bytes, available);
+    }
+    GM_TRY(map_region(arena, bytes));
+    touch_job job = {.arena = arena};
+    gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 1, touch_span, &job);
+    int error = atomic_load(&job.error);
+    if (error) {
+        return GM_FAIL(
+            GM_ERR_NOMEM,
+            "host memory: %zu bytes wanted, %zu seemed available, but the kernel says: %s", bytes,
+            available, strerror(error));
+    }
+    return GM_OK;
+}
+
+gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
+{
+    gm_arena *arena = calloc(1, sizeof *arena);
+    if (!arena) {
+        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for an arena's own %zu bytes",
+                       sizeof *arena);
+    }
+    arena->owner = getpid();
+    if (bytes > 0) {
+        gm_status status = fill_arena(arena, bytes, pool);
+        if (status != GM_OK) {
+            gm_arena_free(arena);
+            return status;
+        }
+    }
+    *out = arena;
+    return GM_OK;
+}
+
+void gm_arena_free(gm_arena *arena)
+{
+    if (!arena) {
+        return;
+    }
+    if (arena->base && arena->owner == getpid()) {
+        munmap(arena->base, gm_round_up(arena->bytes, (size_t)sysconf(_SC_PAGESIZE)));
+    }
+    free(arena);
+}
+
+void *gm_arena_base(const gm_arena *arena)
+{
+    return arena->base;
+}
+
+size_t gm_arena_bytes(const gm_arena *arena)
+{
+    return arena->bytes;
+}
+
+bool gm_arena_has_huge_pages(const gm_arena *arena)
+{
+    return arena->has_huge_pages;
+}

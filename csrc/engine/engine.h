@@ -1,0 +1,218 @@
+/* engine.h - has what a unit needs on the device when it is entered (by plan, or on demand), takes gradients as they
+ * arrive, and runs the update where each chunk's states are.
+ *
+ * Ownership: the engine is counted.  Its maker holds one reference; every tensor that shows engine memory
+ * holds one through a lease, so that memory outlives the last tensor that can read it.
+ * Threads: any thread may call; a mutex admits one at a time.  gm_lease_end() may come from any thread at
+ * any moment (a tensor's deleter) and takes no lock.
+ *
+ * Above the length budget because it is the whole face of the engine, and what is behind it is one lock. */
+#ifndef GM_ENGINE_H
+#define GM_ENGINE_H
+
+#include "arith/arith.h"
+#include "base/base.h"
+#include "comm/comm.h"
+#include "device/device.h"
+#include "plan/plan.h"
+#include "memory/timeline.h"
+
+typedef struct gm_engine gm_engine; /* opaque */
+typedef struct gm_lease gm_lease;   /* opaque */
+
+typedef struct gm_engine_param {
+    uint64_t numel;
+    uint32_t weight_bytes; /* of one element */
+    gm_dtype format;       /* meaningful when has_low, has_moments or has_grad */
+    bool has_low;          /* keeps the fp32 master's low part (never for GM_F32) */
+    bool has_moments;      /* Adam's m and v */
+    bool has_grad;         /* the engine takes its gradient */
+} gm_engine_param;
+
+typedef struct gm_engine_options {
+    gm_device *device;   /* owned from the call on, also when it fails */
+    gm_workers *workers; /* borrowed, may be NULL */
+    const gm_engine_param *params;
+    uint32_t n_params;
+    const uint32_t *unit_params; /* (unit_begin[n_units],) parameter ids, unit after unit */
+    const uint32_t *unit_begin;  /* (n_units + 1,) */
+    uint32_t n_units;
+    size_t chunk_bytes;
+    size_t device_budget; /* SIZE_MAX: what the device has */
+    size_t host_budget;   /* SIZE_MAX: what the host has */
+    gm_policy policy;
+    bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
+    gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
+    bool is_tuned;      /* the first steps under plans correct the rate of Adam on the host */
+    double state_share; /* gm_plan_input */
+    size_t slack_bytes; /* device bytes that a plan leaves free within the budget */
+    /* Ranks that share every chunk, and ranks that have the same shard as this one; borrowed, attached to the device;
+     * NULL: this rank alone. */
+    gm_comm *shard_comm, *replica_comm;
+    /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
+    size_t (*outside_bytes)(void *context);
+    void *outside_context;
+} gm_engine_options;
+
+typedef enum gm_field {
+    GM_FIELD_WEIGHT,
+    GM_FIELD_MASTER,
+    GM_FIELD_M,
+    GM_FIELD_V,
+    GM_FIELD_GRAD
+} gm_field;
+
+typedef struct gm_engine_stats {
+    uint64_t fetches, evictions, fetched_bytes, evicted_bytes;
+    size_t device_bytes, device_peak_bytes, device_budget_bytes;
+    size_t host_bytes;       /* the arena */
+    double mapping_seconds;  /* of the host, for device memory: making, mapping, giving back */
+    double host_pin_seconds; /* that taking and pinning it took */
+    size_t state_bytes;      /* weights + optimizer states + gradients of all chunks, as blocks */
+    size_t weight_bytes;     /* weights of all chunks, as blocks */
+    uint32_t rank, n_shards, n_replicas;
+    uint64_t gathers, reduces;              /* collectives on chunks */
+    uint64_t gathered_bytes, reduced_bytes; /* of whole chunks */
+    uint32_t n_chunks, n_blocks, n_settled, n_leases;
+    uint64_t layout_hash;
+    double host_adam_seconds;   /* of updates on the host, so far */
+    uint64_t n_plans, n_breaks; /* adopted; left because of memory or a pass that was not planned */
+    uint64_t n_deviations;      /* passes that left their trace */
+    uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
+    uint32_t n_traces, n_pending;
+    uint64_t n_immediate;     /* updates of chunks inside a backward */
+    uint64_t n_leases_walked; /* to find those that have ended: no call may look at all of them */
+    size_t
+        outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
+    bool is_planned;
+    bool
+        is_settling; /* there is no plan, or one is due, or the steps that judge it have not ended */
+} gm_engine_stats;
+
+/* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy
+ * "cuda" does not fit the budget. */
+gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out);
+void gm_engine_ref(gm_engine *engine);
+void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
+/* Waits for updates that run on the workers: before they are freed, which the engine may outlive. */
+void gm_engine_finish_updates(gm_engine *engine);
+/* Waits for its collectives, not longer than their timeout, and uses its communicators no more: before they are given
+ * back, which the engine may outlive. */
+void gm_engine_leave_ranks(gm_engine *engine);
+
+/* Where a parameter's bytes are shown, for life. */
+uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
+uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
+/* The elements of a parameter that are in this rank's shard: [*first, *first + *n). */
+gm_status gm_engine_part(const gm_engine *engine, uint32_t param, uint64_t *first, uint64_t *n);
+/* Bytes of blocks that a chunk takes, for the floor of the budget: while its weights are used; beside these while they
+ * are gathered; from its first gradient of a pass to their sum over ranks. */
+typedef struct gm_engine_need {
+    size_t shown, gathering, unreduced;
+} gm_engine_need;
+void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_need *out);
+/* Gradients that wait for others of their chunk take no more than this, or else one chunk's: the sum over ranks is made
+ * without the others then.  The same on all ranks, as it orders collectives.  Before: no limit. */
+gm_status gm_engine_limit_unreduced(gm_engine *engine, size_t bytes);
+void gm_engine_weight_span(const gm_engine *engine, uintptr_t *begin, uintptr_t *end);
+
+/* What the calling thread is doing when it enters a unit. */
+enum { GM_ENTER_IN_BACKWARD = 1, GM_ENTER_GRAD = 2 };
+gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
+gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream);
+/* Pins the chunk whose weights are at `address` until gm_engine_release_touched: what a backward node needs. */
+gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream);
+/* Ends all but the `n_keep` oldest of these pins. */
+gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep);
+uint32_t gm_engine_n_touched(const gm_engine *engine);
+
+/* Takes a gradient (device memory, contiguous, numel elements): first is copied, later ones are added. */
+gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad, gm_dtype dtype,
+                             gm_stream stream);
+bool gm_engine_has_grad(const gm_engine *engine, uint32_t param);
+/* Forgets the gradient of one parameter. */
+gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
+/* Exact sum of squares of the gradients present among params[0..n), of all ranks: a collective. */
+gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
+                          gm_stream stream);
+
+typedef struct gm_update {
+    uint32_t param;
+    gm_adam_hyper hyper;
+} gm_update;
+/* One optimizer step for the parameters named (each with a gradient and moments).  Returns without waiting for the
+ * device; whoever needs the result is ordered behind it.  An error in the middle closes the engine: every later
+ * call returns it. */
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
+/* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
+ * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
+ * gm_engine_step with the same updates; or, when no step comes, gm_engine_disarm: it closes the engine if weights have
+ * been updated already, else nothing has changed. */
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
+gm_status gm_engine_disarm(gm_engine *engine);
+/* How often updates inside a backward have changed the parameter; takes no lock. */
+uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
+
+/* Fields of one parameter, to and from host memory of numel elements; the host waits.  WEIGHT and GRAD in their
+ * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight.
+ * Of several ranks each reads and writes its own part (gm_engine_part) and leaves the rest of `dst` as it is; all of
+ * them write, from the same `src`. */
+gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, void *dst);
+gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src,
+                          gm_stream stream);
+/* The first bytes of a parameter, part by part: elements [first, first + n), before anything has read them.  MASTER
+ * takes fp32 and rounds the weight; WEIGHT takes the weight's dtype and is for parameters without a low part. */
+gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
+                         uint64_t n, const void *src, gm_stream stream);
+
+/* A lease is the life of one storage on a parameter's address: it keeps the address range, and what else is asked of it.
+ * pin: the chunk is resident until the lease ends (a collective of several ranks; what is shown is as old as the last
+ * gathering of the chunk: after a step, the next use of its unit).
+ * watch, while the chunk is pinned: what is written through the storage is found, before each use of the master and at the
+ * end of the lease, by comparison with a copy made now.  unwatch: likewise now, and no more. */
+gm_status gm_lease_new(gm_engine *engine, uint32_t param, gm_lease **out);
+gm_status gm_lease_pin(gm_lease *lease, gm_stream stream);
+gm_status gm_lease_watch(gm_lease *lease, gm_stream stream);
+gm_status gm_lease_unwatch(gm_lease *lease);
+void gm_lease_end(gm_lease *lease);
+uintptr_t gm_lease_address(const gm_lease *lease);
+
+/* The unit wrote the parameter in place while entered.  GM_ERR_STATE when the old bytes are gone and the
+ * master can therefore not be kept (16-bit weights whose home is not current). */
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stream);
+
+/* Issues the reductions that still wait for gradients and, where collectives run on the host, runs what is issued:
+ * before the ranks talk to each other by other means, so that no rank waits here and another one there. */
+gm_status gm_engine_catch_up(gm_engine *engine);
+/* Of every parameter, a hash of which sums over ranks brought its gradient: (n_params,), equal on ranks that had
+ * gradients in the same backward passes. */
+void gm_engine_sums(const gm_engine *engine, uint64_t *out);
+
+/* Ended leases are processed at every call; this is such a call that does nothing else. */
+gm_status gm_engine_drain(gm_engine *engine);
+/* Before its end: after an error that has closed the engine, fields can be read again, as that error has left them;
+ * updates that still waited are forgotten.  `text` gets that error; false: the engine is not closed, and nothing has
+ * changed. */
+bool gm_engine_salvage(gm_engine *engine, char *text, size_t size);
+/* Gives room of `bytes` to others: evicts as needed; false when the budget does not allow it. */
+bool gm_engine_reserve(gm_engine *engine, size_t bytes);
+/* The device has no room although the budget has: gives up to `bytes` of blocks back to it, and takes no more until
+ * the next plan, which sees what there is.  false: nothing could be given. */
+bool gm_engine_shed(gm_engine *engine, size_t bytes);
+/* Others of this process now hold what they need and no more: what they held before counts no longer in plans. */
+gm_status gm_engine_forget_outside(gm_engine *engine);
+/* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */
+gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
+void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
+/* The plan that is followed, or NULL; valid until the next call that may plan or run out of memory. */
+const gm_plan *gm_engine_plan(const gm_engine *engine);
+/* Between the two no call of another thread changes the plan. */
+void gm_engine_lock(gm_engine *engine);
+void gm_engine_unlock(gm_engine *engine);
+/* Logs from now on what is done and when it runs; the log is the caller's at the end, also when that fails
+ * (*out may then be NULL). */
+gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity);
+gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out);
+gm_status gm_engine_check(gm_engine *engine); /* its own invariants and those of chunk.c */
+
+#endif

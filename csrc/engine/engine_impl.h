@@ -1,0 +1,397 @@
+/* engine_impl.h - what the engine's files share: its body and the helpers that each offers the others.
+ * Everything here expects the engine's lock to be held.
+ *
+ * Above the length budget because the engine is one state that seven files work on. */
+#ifndef GM_ENGINE_IMPL_H
+#define GM_ENGINE_IMPL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "memory/chunk.h"
+#include "engine/engine.h"
+#include "device/hostmem.h"
+#include "plan/layout.h"
+#include "plan/plan.h"
+#include "plan/trace.h"
+#include "plan/tune.h"
+
+typedef struct gm_param {
+    gm_engine_param spec;
+    gm_param_place place;
+    /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the shard. */
+    uint64_t part_first, part_numel, part_offset;
+    bool has_grad;     /* a gradient has arrived since the last drop */
+    bool is_held;      /* GM_GRAD holds it, or what came of it before this pass */
+    bool is_unreduced; /* GM_UNREDUCED holds one of this pass */
+    bool has_sum;      /* sums[] holds the sum of squares of that gradient */
+    bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
+    uint64_t arrival;  /* the pass in which the last gradient arrived */
+    uint64_t
+        sums; /* hash of the numbers of the reductions that brought it; 0: none since the drop */
+} gm_param;
+
+struct gm_lease {
+    gm_engine *engine;
+    gm_lease *next;
+    uint32_t param;
+    bool is_pinned;
+    uint32_t tick;    /* of the open pass, the last that had taken the chunk; GM_NO_TICK: none */
+    uint32_t born;    /* the tick of the beginning; GM_NO_TICK: the chunk was in use then */
+    gm_stream stream; /* where its tensor is used */
+    atomic_bool is_watched, is_ended;
+    void *old; /* the weight's bytes when last compared; NULL unless watched */
+};
+
+/* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step while the host
+ * update of the last one has not run yet. */
+typedef struct gm_task {
+    gm_engine *engine;
+    gm_adam_args args;
+    gm_adam_range *ranges; /* (the chunk's parameters,) */
+    size_t n_ranges;
+    atomic_bool is_running; /* issued as a host call that has not ended */
+} gm_task;
+
+typedef struct gm_chunk_state {
+    uint32_t first_param, n_params; /* in engine->chunk_params */
+    uint32_t n_arrived;             /* of them, gradients in this pass */
+    uint32_t n_held;                /* of them, is_held */
+    uint32_t n_unreduced;           /* of them, is_unreduced */
+    uint64_t unreduced_since;       /* the first of these, in the order of all */
+    uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
+    uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
+    /* The gathered weights, as all ranks see them; see shard.c. */
+    bool is_gathered, is_doomed;
+    uint8_t *spilled;           /* these, where the device had no room; NULL: they are there */
+    uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
+    uint64_t arrival;           /* the pass that n_arrived counts */
+    uint64_t updated;           /* the pass whose backward has updated the chunk */
+    atomic_ullong n_immediate;  /* updates inside a backward, so far */
+    bool is_pending;            /* task[] waits to be issued */
+    bool is_armed;              /* task[] is ready for an immediate update */
+    gm_task task[2];
+} gm_chunk_state;
+
+/* What happened since the last step, for the next plan. */
+typedef struct gm_runs {
+    uint32_t trace[GM_TRACES_KEPT];
+    uint64_t hash[GM_TRACES_KEPT];
+    uint32_t count[GM_TRACES_KEPT];
+    uint32_t n;
+} gm_runs;
+
+/* Steps under a plan that are timed; see window.c. */
+typedef struct gm_window {
+    gm_event begin, end;           /* 0: not yet made */
+    unsigned n_steps;              /* under the present plan */
+    unsigned long long ns, params; /* of updates on the host, before it */
+    bool is_asked;                 /* the plan to be made comes of what a window has shown */
+    bool is_spoiled;    /* something else than steps ran in it: evaluation, reading, a timeline */
+    unsigned n_spoiled; /* such windows so far */
+    /* What a whole window has shown, until it is judged: at once by one rank, by several together. */
+    double seconds, seen; /* of a step, 0: none is whole; parameters/s of host Adam, 0: too few */
+    bool is_hopeless;     /* no window here will ever be whole */
+    bool has_said_so;     /* that it is hopeless, where it was judged */
+} gm_window;
+
+struct gm_engine {
+    pthread_mutex_t lock;
+    atomic_uint references;
+    gm_device *device;
+    gm_workers *workers;
+    gm_layout *layout;
+    gm_chunks *chunks;
+    gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
+    uint32_t n_shards, rank, n_replicas;
+    gm_piece shown;        /* what tensors show: GM_WEIGHT or GM_GATHERED */
+    gm_stream comm_stream; /* of every collective */
+    uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
+    gm_event wished[2]; /* see agree.c */
+    uint64_t n_wishes;
+    uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
+    size_t unreduced_bytes, unreduced_limit; /* of blocks: now, and at most */
+    uint64_t n_unreduced;                /* chunks so far that gradients have begun to wait in */
+    float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
+    gm_arena *arena;
+    bool is_pinned_arena;
+    double arena_seconds; /* that taking and pinning it took */
+    gm_policy policy;
+    bool is_grad_f32;
+    size_t budget;
+    size_t shed_limit; /* of blocks, until the next plan; SIZE_MAX: none */
+    size_t (*outside_bytes)(void *context);
+    void *outside_context;
+
+    gm_param *params; /* (n_params,) */
+    uint32_t n_params;
+    uint32_t *unit_chunks; /* chunk ids, unit after unit, each chunk once per unit */
+    uint32_t *unit_begin;  /* (n_units + 1,) */
+    uint32_t n_units;
+    uint32_t *touched;         /* (n_chunks,) pinned by touch */
+    gm_stream *touched_stream; /* (n_chunks,) of each of these pins */
+    uint32_t *touched_tick;    /* (n_chunks,) */
+    uint32_t n_touched;
+    bool *is_touched; /* (n_chunks,) */
+    gm_lease *leases;
+    atomic_bool has_ended_lease; /* one of them may have ended since they were last processed */
+    uint64_t n_leases_walked;    /* looked at for that, so far */
+
+    /* the step */
+    gm_chunk_state *chunk_states;     /* (n_chunks,) */
+    uint32_t *chunk_params;           /* (n_params,) chunk after chunk */
+    gm_adam_range *ranges;            /* (2, n_params) behind the tasks */
+    uint32_t n_pending, next_pending; /* chunks pending; where the search for the next one starts */
+    gm_stream update_stream, host_stream;
+    gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
+    uint64_t n_steps;
+    uint64_t n_step_calls; /* the same on all ranks, armed or not: for labels */
+    bool is_armed, wants_immediate, has_repeats;
+    atomic_ullong host_adam_ns, host_adam_params; /* of updates on the host, so far */
+    atomic_int async_status;
+
+    /* gradients and their norm */
+    bool wants_sums;
+    uint8_t *staging; /* pinned, GM_STAGING_BYTES; NULL on the host device */
+    gm_sumsq *sums; /* (n_params + 1 + GM_AGREE_SUMS,) device memory; the n_params'th is scratch */
+    gm_sumsq *sums_home; /* the same, pinned host memory */
+    gm_block *sums_blocks;
+    size_t n_sums_blocks;
+
+    /* passes, traces, the plan */
+    gm_book *book;
+    gm_plan *plan; /* followed; NULL: on demand */
+    /* With more ranks than one: the plan that orders collectives.  It is `plan`, unless this rank had to leave that. */
+    gm_plan *collectives;
+    uint32_t *gathered_owners; /* (blocks of that plan,) chunk, or GM_NO_CHUNK */
+    gm_rates rates;            /* as measured at start-up, and by steps since */
+    gm_tuner tuner;
+    gm_window window;
+    bool is_tuned; /* steps correct the rates */
+    double state_share;
+    size_t slack_bytes, outside_peak_bytes;
+    uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
+    bool is_pass_open, is_pass_grad, has_pass_backward, is_following;
+    bool is_refused; /* the last enter or touch found no room for this: */
+    gm_tick_kind refused_kind;
+    uint32_t refused_id;
+    uint32_t next_op; /* of the tick, after one that found no room; GM_NO_OP: all were done */
+    uint32_t pass_first_unit, tick, n_entered;
+    uint64_t n_passes, pass_waits;
+    gm_runs runs;
+    bool wants_plan;
+    uint64_t n_plans, n_deviations, n_replay_waits, n_breaks;
+    struct gm_tick_timer *timer; /* see pass.c */
+    struct gm_stage *stage;      /* see stage.c; NULL: no chunk's states are streamed */
+    gm_timeline *timeline;       /* NULL: off */
+
+    gm_status dead; /* GM_OK, or the first error inside a step */
+    char dead_text[512];
+};
+
+static inline gm_dtype gm_grad_dtype(const gm_engine *engine, const gm_engine_param *spec)
+{
+    return engine->is_grad_f32 ? GM_F32 : spec->format;
+}
+
+static inline size_t gm_low_bytes(const gm_engine_param *spec)
+{
+    return !spec->has_low ? 0 : spec->format == GM_BF16 ? 2 : spec->format == GM_F16 ? 4 : 0;
+}
+
+/* Byte offsets of the arrays in a chunk's state piece: low, m, v. */
+typedef struct gm_state_shape {
+    size_t low, m, v, total;
+} gm_state_shape;
+
+static inline gm_state_shape gm_state_shape_of(const gm_engine_param *spec, uint64_t numel)
+{
+    gm_state_shape shape = {0};
+    shape.m = gm_low_bytes(spec) * numel;
+    shape.v = shape.m + (spec->has_moments ? 4 * numel : 0);
+    shape.total = shape.v + (spec->has_moments ? 4 * numel : 0);
+    return shape;
+}
+
+/* What the parameters of a chunk have in common. */
+static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint32_t chunk)
+{
+    return &engine->params[gm_layout_chunk(engine->layout, chunk)->first_param].spec;
+}
+
+#define GM_NO_CHUNK UINT32_MAX
+#define GM_NO_OP    UINT32_MAX
+
+enum { GM_STAGING_BYTES = 16 << 20 };
+/* Behind the sums of parameters, for numbers that ranks agree on (agree.c): as many more gm_sumsq. */
+enum { GM_AGREE_SUMS = 8 };
+
+static inline size_t gm_sums_bytes(const gm_engine *engine)
+{
+    return ((size_t)engine->n_params + 1 + GM_AGREE_SUMS) * sizeof(gm_sumsq);
+}
+
+/* engine.c */
+gm_status gm_engine_begin_call(gm_engine *engine); /* locks; drains ended leases */
+gm_status gm_engine_end_call(gm_engine *engine,
+                             gm_status status); /* unlocks; passes the status on */
+gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
+/* Pins what tensors show of the chunk.  is_use: by a unit or a backward node, which all ranks begin and end alike;
+ * leases end when they like. */
+gm_status gm_engine_pin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+gm_status gm_engine_unpin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* Makes one piece resident and pins it, with whatever it takes to find room. */
+gm_status gm_engine_pin_piece(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
+size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
+size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
+                              gm_piece piece);           /* as bytes */
+uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
+size_t
+gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
+/* The engine is closed from now on, with this as the cause; returns status. */
+gm_status gm_engine_die(gm_engine *engine, gm_status status);
+
+/* pass.c */
+gm_status gm_pass_new(gm_engine *engine);
+void gm_pass_free(gm_engine *engine);
+gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
+/* Whether the tick is that of a call that was refused just now; it is then no longer. */
+bool gm_pass_is_retry(gm_engine *engine, gm_tick_kind kind, uint32_t id);
+void gm_pass_start_timer(gm_engine *engine, gm_stream stream); /* the tick's own work begins */
+gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
+void gm_pass_end(gm_engine *engine);
+/* Measured times go into the traces; the host waits. */
+void gm_pass_resolve_times(gm_engine *engine);
+
+/* replay.c */
+/* The operations of a tick from number `first` on; one that finds no room is the next_op of a retry. */
+gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first);
+/* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
+void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
+gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
+/* After a step: plans and adopts, if there is something to plan. */
+gm_status gm_replay_plan(gm_engine *engine);
+
+/* window.c */
+void gm_window_free(gm_engine *engine);
+/* A new plan is followed from here on, or the present one with newer predictions. */
+void gm_window_start(gm_engine *engine);
+void gm_window_watch(gm_engine *engine); /* a step has ended; waits where a window ends */
+/* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
+double gm_window_rate(const gm_engine *engine);
+bool gm_window_has_verdict(const gm_engine *engine); /* there is something to judge */
+/* What a window has shown (0 seconds: nothing) decides.  True: a plan should be made anew. */
+bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless);
+/* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
+void gm_window_believe(gm_engine *engine, double seen);
+
+/* update.c */
+gm_status gm_update_new(gm_engine *engine);
+void gm_update_free(gm_engine *engine);
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
+gm_status gm_update_issue_all(gm_engine *engine);             /* every pending update */
+gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
+void gm_update_forget_all(gm_engine *engine); /* those that wait; those that run are waited for */
+/* Backward needs the weights: the engine dies if that backward has updated them. */
+gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
+/* Somebody else wants a part of the chunk: an error between its update inside backward and the step. */
+gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk);
+
+/* stage.c */
+gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */
+void gm_stage_free(gm_engine *engine);
+/* For a class that streams states: weights and gradient are on the device, the states at home. */
+gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
+
+/* gather.c */
+gm_status gm_gather_new(gm_engine *engine);
+void gm_gather_free(gm_engine *engine);
+/* Sets or adds elements of the chunk's gradient, in the engine's dtype and with the sum of squares: the parameter's
+ * part, from device memory. */
+gm_status gm_gather_put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                        float divisor, gm_stream stream);
+void gm_gather_note_held(gm_engine *engine, gm_param *p); /* GM_GRAD holds its gradient */
+
+/* shard.c */
+gm_status gm_shard_new(gm_engine *engine);
+void gm_shard_free(gm_engine *engine);
+bool gm_shard_has_unreduced(const gm_engine *engine); /* gradients go through GM_UNREDUCED */
+gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* The use will be tried again: what was gathered for it is not gathered twice. */
+gm_status gm_shard_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream);
+/* Gathers now what a plan wants soon. */
+gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk);
+/* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
+gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan);
+gm_status gm_shard_forget_all(gm_engine *engine);
+/* A gradient of this pass, before the sum over ranks. */
+gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                             gm_stream stream);
+gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p);
+/* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
+gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk);
+gm_status gm_shard_reduce_all(gm_engine *engine);
+/* What the collectives that follow are for, in texts about ranks that do different things. */
+typedef enum gm_purpose {
+    GM_FOR_GATHER = 1,
+    GM_FOR_REDUCE,
+    GM_FOR_NORM,
+    GM_FOR_PLAN,
+    GM_FOR_WISH,
+    GM_N_PURPOSES
+} gm_purpose;
+void gm_shard_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
+/* Whether all ranks have issued the same so far: a collective that nobody waits for. */
+gm_status gm_shard_compare(gm_engine *engine);
+/* A failure of the communicators that showed after a collective was issued. */
+gm_status gm_shard_check(const gm_engine *engine);
+/* *sum becomes the sum over the ranks; the host waits. */
+gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum);
+/* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
+gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream);
+
+/* spill.c */
+/* Takes gathered weights that nobody uses now off the device; *out false: there are none. */
+gm_status gm_spill_one(gm_engine *engine, bool *out);
+gm_status gm_spill_back(gm_engine *engine,
+                        uint32_t chunk); /* onto the device, if they are not there */
+void gm_spill_forget(gm_engine *engine, uint32_t chunk);
+
+/* agree.c */
+gm_status gm_agree_new(gm_engine *engine);
+void gm_agree_free(gm_engine *engine);
+/* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
+gm_status gm_agree_max(gm_engine *engine, uint64_t *values, size_t n);
+/* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
+gm_status gm_agree_wish(gm_engine *engine, bool wish, bool *out);
+
+/* field.c */
+typedef struct gm_slice {
+    gm_piece piece;
+    size_t offset, bytes;
+} gm_slice;
+
+/* Where this rank's part of one field lies in its shard; GM_FIELD_MASTER: the low part. */
+gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field);
+/* Where the whole weight lies in what tensors show. */
+gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p);
+/* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows. */
+gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream);
+
+/* view.c */
+/* What holds between any two calls of an engine that is not dead; with assertions, every call ends with it. */
+gm_status gm_engine_check_state(const gm_engine *engine);
+
+/* lease.c */
+gm_status gm_lease_process_ended(gm_engine *engine);
+/* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
+void gm_lease_note_pass_end(gm_engine *engine);
+/* Finds what was written through watched leases since the last look. */
+gm_status gm_lease_poll_watched(gm_engine *engine);
+/* The engine itself has written weights: later looks compare with what is there now. */
+gm_status gm_lease_renew_snapshots(gm_engine *engine);
+
+#endif

@@ -1,0 +1,388 @@
+/* field.c - the fields of one parameter (weight, master, moments, gradient), wherever their bytes are.
+ *
+ * A master is (weight, low part); whatever changes one of the two goes through here, so that they never
+ * disagree.  All calls may wait for the device. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field)
+{
+    const gm_chunk_shape *chunk = gm_layout_chunk(engine->layout, p->place.chunk);
+    gm_state_shape shape = gm_state_shape_of(&p->spec, chunk->shard_numel);
+    size_t grad_bytes = gm_dtype_bytes(gm_grad_dtype(engine, &p->spec));
+    uint64_t offset = p->part_offset, numel = p->part_numel;
+    switch (field) {
+    case GM_FIELD_M: return (gm_slice){GM_STATE, shape.m + 4 * offset, 4 * numel};
+    case GM_FIELD_V: return (gm_slice){GM_STATE, shape.v + 4 * offset, 4 * numel};
+    case GM_FIELD_GRAD: return (gm_slice){GM_GRAD, grad_bytes * offset, grad_bytes * numel};
+    case GM_FIELD_MASTER: /* the low part of it */
+        return (gm_slice){GM_STATE, gm_low_bytes(&p->spec) * offset,
+                          gm_low_bytes(&p->spec) * numel};
+    case GM_FIELD_WEIGHT: break;
+    }
+    return (gm_slice){GM_WEIGHT, p->spec.weight_bytes * offset, p->spec.weight_bytes * numel};
+}
+
+gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p)
+{
+    size_t width = p->spec.weight_bytes;
+    return (gm_slice){engine->shown, width * p->place.offset, width * p->spec.numel};
+}
+
+static gm_status read_slice(gm_engine *engine, const gm_param *p, gm_field field, void *dst)
+{
+    gm_slice s = gm_field_slice(engine, p, field);
+    return gm_chunks_read(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, dst);
+}
+
+static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
+                             gm_stream stream)
+{
+    gm_slice s = gm_field_slice(engine, p, field);
+    return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src, stream);
+}
+
+/* Two scratch arrays for `n` elements of a parameter: weight and low part. */
+static gm_status scratch_new(const gm_param *p, uint64_t n, uint8_t **out_weight, uint8_t **out_low)
+{
+    *out_weight = malloc(n * p->spec.weight_bytes + 1);
+    *out_low = malloc(n * 4 + 1); /* the widest low part */
+    if (!*out_weight || !*out_low) {
+        free(*out_weight);
+        free(*out_low);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)n);
+    }
+    return GM_OK;
+}
+
+/* dst: of the part. */
+static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
+{
+    uint8_t *weight, *low;
+    uint64_t n = p->part_numel;
+    GM_TRY(scratch_new(p, n, &weight, &low));
+    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, weight);
+    if (status == GM_OK && p->spec.has_low) {
+        status = read_slice(engine, p, GM_FIELD_MASTER, low);
+    } else if (status == GM_OK) { /* no low part: the weight is all there is */
+        gm_grad_add_host(&(gm_grad_add_args){.dst = dst,
+                                             .src = weight,
+                                             .dst_dtype = GM_F32,
+                                             .src_dtype = p->spec.format,
+                                             .numel = n},
+                         engine->workers);
+    }
+    if (status == GM_OK && p->spec.has_low) {
+        gm_merge_host(p->spec.format, weight, low, dst, n, engine->workers);
+    }
+    free(weight);
+    free(low);
+    return status;
+}
+
+static bool is_spilled(const gm_engine *engine, const gm_param *p)
+{
+    return engine->chunk_states[p->place.chunk].spilled != NULL;
+}
+
+/* Tensors that show the parameter see its new bytes (`src`, whole) without another gathering. */
+static gm_status show(gm_engine *engine, const gm_param *p, const void *src, gm_stream stream)
+{
+    gm_slice s = gm_field_shown(engine, p);
+    if (is_spilled(engine, p)) {
+        memcpy(engine->chunk_states[p->place.chunk].spilled + s.offset, src, s.bytes);
+    }
+    return s.piece == GM_GATHERED && gm_chunks_is_resident(engine->chunks, p->place.chunk, s.piece)
+               ? gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src,
+                                 stream)
+               : GM_OK;
+}
+
+/* src: whole.  Of a sharded parameter the whole weight is rounded only where it is shown. */
+static gm_status write_master(gm_engine *engine, const gm_param *p, const float *src,
+                              gm_stream stream)
+{
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    uint8_t *home = gm_chunks_home(chunks, chunk, GM_WEIGHT);
+    bool is_shown = engine->shown == GM_GATHERED &&
+                    (gm_chunks_is_resident(chunks, chunk, GM_GATHERED) || is_spilled(engine, p));
+    if (home && p->spec.has_low && !is_shown && !gm_chunks_is_resident(chunks, chunk, GM_WEIGHT) &&
+        !gm_chunks_is_resident(chunks, chunk, GM_STATE)) { /* as at start-up: no detour */
+        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_WEIGHT));
+        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_STATE));
+        gm_split_host(p->spec.format, src + p->part_first,
+                      home + gm_field_slice(engine, p, GM_FIELD_WEIGHT).offset,
+                      gm_chunks_home(chunks, chunk, GM_STATE) +
+                          gm_field_slice(engine, p, GM_FIELD_MASTER).offset,
+                      p->part_numel, engine->workers);
+        return GM_OK;
+    }
+    uint8_t *weight, *low;
+    uint64_t first = is_shown ? 0 : p->part_first;
+    uint64_t n = is_shown ? p->spec.numel : p->part_numel, skip = p->part_first - first;
+    GM_TRY(scratch_new(p, n, &weight, &low));
+    gm_split_host(p->spec.format, src + first, weight, low, n, engine->workers);
+    gm_status status =
+        write_slice(engine, p, GM_FIELD_WEIGHT, weight + skip * p->spec.weight_bytes, stream);
+    if (status == GM_OK && p->spec.has_low) {
+        status =
+            write_slice(engine, p, GM_FIELD_MASTER, low + skip * gm_low_bytes(&p->spec), stream);
+    }
+    status = status == GM_OK && is_shown ? show(engine, p, weight, stream) : status;
+    free(weight);
+    free(low);
+    return status;
+}
+
+gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream)
+{
+    if (!p->spec.has_low || p->part_numel == 0) {
+        return GM_OK;
+    }
+    uint8_t *low = malloc(p->part_numel * gm_low_bytes(&p->spec) + 1);
+    if (!low) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)p->part_numel);
+    }
+    gm_status status = read_slice(engine, p, GM_FIELD_MASTER, low);
+    if (status == GM_OK) {
+        (void)gm_reconcile_host(p->spec.format, old, weight, low, p->part_numel);
+        status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
+    }
+    free(low);
+    return status;
+}
+
+/* src: whole. */
+static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *src,
+                              gm_stream stream)
+{
+    const uint8_t *part = (const uint8_t *)src + p->part_first * p->spec.weight_bytes;
+    uint8_t *old = malloc(p->part_numel * p->spec.weight_bytes + 1);
+    if (!old) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)p->part_numel);
+    }
+    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, old);
+    status = status == GM_OK ? gm_field_reset_low(engine, p, old, part, stream) : status;
+    status = status == GM_OK ? write_slice(engine, p, GM_FIELD_WEIGHT, part, stream) : status;
+    status = status == GM_OK ? show(engine, p, src, stream) : status;
+    free(old);
+    return status;
+}
+
+/* Bytes of one element of a field, as the caller has it. */
+static size_t field_width(const gm_engine *engine, const gm_param *p, gm_field field)
+{
+    return field == GM_FIELD_WEIGHT ? p->spec.weight_bytes
+           : field == GM_FIELD_GRAD ? gm_dtype_bytes(gm_grad_dtype(engine, &p->spec))
+                                    : 4;
+}
+
+static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
+{
+    bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
+    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
+        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id,
+                       is_moment ? "moments" : "gradient");
+    }
+    return GM_OK;
+}
+
+static gm_status check_grad(const gm_param *p, uint32_t id, gm_field field)
+{
+    return field == GM_FIELD_GRAD && p->is_used_up
+               ? GM_FAIL(GM_ERR_STATE,
+                         "the gradient of parameter %u was used up by the update inside "
+                         "backward(step=True); read it after a backward without step=True",
+                         id)
+               : GM_OK;
+}
+
+gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *dst)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    GM_TRY(check_field(p, id, field));
+    GM_TRY(gm_engine_begin_call(engine));
+    engine->window.is_spoiled = true; /* the host waits */
+    gm_status status = check_grad(p, id, field);
+    status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
+    if (status == GM_OK && field != GM_FIELD_GRAD) {
+        status = gm_lease_poll_watched(engine);
+        status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
+    } else if (status == GM_OK) {
+        status = gm_shard_reduce(engine, p->place.chunk);
+    }
+    if (status == GM_OK && p->part_numel > 0) {
+        void *part = (uint8_t *)dst + p->part_first * field_width(engine, p, field);
+        status = field == GM_FIELD_MASTER ? read_master(engine, p, part)
+                                          : read_slice(engine, p, field, part);
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
+                          gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    gm_param *p = &engine->params[id];
+    GM_TRY(check_field(p, id, field));
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = gm_update_check_between(engine, p->place.chunk);
+    status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
+    status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
+    if (status == GM_OK && field == GM_FIELD_GRAD) {
+        status = gm_shard_drop_grad(engine, p);
+        p->sums = 0;
+    }
+    if (status == GM_OK && p->spec.numel > 0) {
+        const void *part = (const uint8_t *)src + p->part_first * field_width(engine, p, field);
+        status = field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)
+                 : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src, stream)
+                                            : write_slice(engine, p, field, part, stream);
+    }
+    if (status == GM_OK && field == GM_FIELD_GRAD) {
+        engine->chunk_states[p->place.chunk].n_held += !p->is_held;
+        p->has_grad = p->is_held = true;
+        p->has_sum = p->is_used_up = false;
+    }
+    status = status == GM_OK ? gm_lease_renew_snapshots(engine) : status;
+    return gm_engine_end_call(engine, status);
+}
+
+/* Elements [first, first + n) of the part's weights, with their low part where `field` is MASTER. */
+static gm_status write_part(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                            uint64_t n, const void *src, gm_stream stream)
+{
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    size_t width = p->spec.weight_bytes, low_width = gm_low_bytes(&p->spec);
+    size_t weight_at = gm_field_slice(engine, p, GM_FIELD_WEIGHT).offset + width * first;
+    if (field == GM_FIELD_WEIGHT) {
+        return gm_chunks_write(chunks, chunk, GM_WEIGHT, weight_at, width * n, src, stream);
+    }
+    uint8_t *scratch = malloc((width + 4) * n + 1); /* 4: the widest low part */
+    if (!scratch) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)n);
+    }
+    uint8_t *weight = scratch + 4 * n;
+    gm_split_host(p->spec.format, src, weight, scratch, n, engine->workers);
+    gm_status status =
+        gm_chunks_write(chunks, chunk, GM_WEIGHT, weight_at, width * n, weight, stream);
+    if (status == GM_OK && p->spec.has_low) {
+        size_t low_at = gm_field_slice(engine, p, GM_FIELD_MASTER).offset + low_width * first;
+        status = gm_chunks_write(chunks, chunk, GM_STATE, low_at, low_width * n, scratch, stream);
+    }
+    free(scratch);
+    return status;
+}
+
+gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_t first, uint64_t n,
+                         const void *src, gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    if (first > p->spec.numel || n > p->spec.numel - first) {
+        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of parameter %u, which has %llu of them",
+                       (unsigned long long)first, (unsigned long long)(first + n), id,
+                       (unsigned long long)p->spec.numel);
+    }
+    if (field != GM_FIELD_MASTER && (field != GM_FIELD_WEIGHT || p->spec.has_low)) {
+        return GM_FAIL(GM_ERR_ARG, "field %d of parameter %u cannot be filled in parts", (int)field,
+                       id);
+    }
+    GM_TRY(gm_engine_begin_call(engine));
+    uint64_t begin = first > p->part_first ? first : p->part_first;
+    uint64_t end =
+        p->part_first + p->part_numel < first + n ? p->part_first + p->part_numel : first + n;
+    gm_status status = GM_OK;
+    if (begin < end) {
+        const uint8_t *from =
+            (const uint8_t *)src + (begin - first) * field_width(engine, p, field);
+        status = write_part(engine, p, field, begin - p->part_first, end - begin, from, stream);
+    }
+    engine->chunk_states[p->place.chunk].version++;
+    return gm_engine_end_call(engine, status);
+}
+
+/* A unit has written gathered weights: what the shard still holds is the old bytes. */
+static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream stream)
+{
+    gm_slice s = gm_field_shown(engine, p);
+    const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+    if (state->gathered != state->version) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "gathered weights were written after a step had made them old; "
+                       "write them inside their unit, or through the engine");
+    }
+    uint8_t *weight = malloc(2 * s.bytes + 1);
+    if (!weight) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
+    }
+    uint8_t *old = weight + s.bytes;
+    gm_status status =
+        engine->device->ops->stream_sync(engine->device, stream); /* the write itself */
+    if (status == GM_OK) {
+        status = gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes,
+                                       weight);
+    }
+    if (status == GM_OK && p->part_numel > 0) {
+        status = read_slice(engine, p, GM_FIELD_WEIGHT, old + p->part_first * p->spec.weight_bytes);
+    }
+    status = status == GM_OK ? gm_shard_take_back(engine, p, old, weight, stream) : status;
+    free(weight);
+    return status;
+}
+
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    gm_param *p = &engine->params[id];
+    GM_TRY(gm_engine_begin_call(engine));
+    uint32_t chunk = p->place.chunk;
+    if (p->spec.numel == 0) {
+        return gm_engine_end_call(engine, GM_OK);
+    }
+    if (engine->shown == GM_GATHERED) {
+        return gm_engine_end_call(engine, take_back(engine, p, stream));
+    }
+    if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
+        gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
+        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
+        return gm_engine_end_call(engine, noted);
+    }
+    if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
+        return gm_engine_end_call(
+            engine,
+            GM_FAIL(GM_ERR_STATE,
+                    "a 16-bit weight was written in place inside its unit while its chunk had no "
+                    "current home, so its fp32 master cannot follow"));
+    }
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    uint8_t *weight = malloc(s.bytes);
+    gm_status status =
+        weight ? engine->device->ops->stream_sync(engine->device, stream) /* the write itself */
+               : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+    if (status == GM_OK) {
+        status = gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight);
+    }
+    if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
+        status = gm_chunks_claim_home(engine->chunks, chunk, GM_WEIGHT);
+    }
+    if (status == GM_OK) {
+        uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
+        status = gm_field_reset_low(engine, p, home, weight, stream);
+        if (status == GM_OK) {
+            memcpy(home, weight, s.bytes);
+        }
+    }
+    free(weight);
+    return gm_engine_end_call(engine, status);
+}

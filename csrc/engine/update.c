@@ -1,0 +1,564 @@
+/* update.c - the optimizer's step, chunk by chunk: prepared as tasks, issued when the plan says so or when somebody
+ * needs the result, run on the device or on the host, ordered by fences alone.
+ *
+ * Invariants
+ *   1. A chunk with a pending update is updated before anything reads its weights or states, or writes its gradient.
+ *   2. Everything that can be refused is refused before the first task is prepared.
+ *   3. A task is rewritten only when its last run has ended.
+ *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
+ *      new weights where the gradient of the old ones is meant.  If it happens the engine dies with that text.
+ *
+ * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/engine_impl.h"
+
+enum { ISSUED_AT_ONCE = 8 }; /* pending updates that step() itself issues: the pipeline starts */
+
+static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piece piece)
+{
+    return engine->plan ? gm_plan_place(engine->plan, chunk, piece) : NULL;
+}
+
+gm_status gm_update_new(gm_engine *engine)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout), first = 0;
+    engine->chunk_states = calloc((size_t)n + 1, sizeof *engine->chunk_states);
+    engine->chunk_params = calloc((size_t)engine->n_params + 1, sizeof *engine->chunk_params);
+    engine->ranges = calloc(2 * (size_t)engine->n_params + 1, sizeof *engine->ranges);
+    if (!engine->chunk_states || !engine->chunk_params || !engine->ranges) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: tasks of %u chunks", n);
+    }
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        engine->chunk_states[engine->params[id].place.chunk].n_params++;
+    }
+    for (uint32_t chunk = 0; chunk < n; chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->first_param = first;
+        state->first_tick = state->tick = GM_NO_TICK;
+        for (int turn = 0; turn < 2; turn++) {
+            state->task[turn].engine = engine;
+            state->task[turn].ranges =
+                &engine->ranges[2 * first + (uint32_t)turn * state->n_params];
+        }
+        first += state->n_params;
+        state->n_params = 0;
+    }
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        gm_chunk_state *state = &engine->chunk_states[engine->params[id].place.chunk];
+        engine->chunk_params[state->first_param + state->n_params++] = id;
+    }
+    GM_TRY(engine->device->ops->stream_new(engine->device, &engine->update_stream));
+    return engine->device->ops->stream_new(engine->device, &engine->host_stream);
+}
+
+void gm_update_free(gm_engine *engine)
+{
+    if (engine->update_stream) {
+        engine->device->ops->stream_free(engine->device, engine->update_stream);
+    }
+    if (engine->host_stream) {
+        engine->device->ops->stream_free(engine->device, engine->host_stream);
+    }
+    for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
+        gm_spill_forget(engine, i);
+    }
+    free(engine->chunk_states);
+    free(engine->chunk_params);
+    free(engine->ranges);
+}
+
+/* ---- running one update ---- */
+
+static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t *weight,
+                       uint8_t *state, uint8_t *grad)
+{
+    const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
+    gm_state_shape shape =
+        gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->shard_numel);
+    task->args = (gm_adam_args){
+        .format = spec->format,
+        .grad_dtype = gm_grad_dtype(engine, spec),
+        .weight = weight,
+        .low = spec->has_low ? state + shape.low : NULL,
+        .m = (float *)(void *)(state + shape.m),
+        .v = (float *)(void *)(state + shape.v),
+        .grad = grad,
+        .ranges = task->ranges,
+        .n_ranges = task->n_ranges,
+    };
+}
+
+static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->update_stream;
+    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, stream));
+    set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
+               (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
+               (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
+                          gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
+    gm_timeline_end(engine->timeline, entry, stream);
+    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_STATE, stream));
+    return gm_chunks_end_read(chunks, chunk, GM_GRAD, stream);
+}
+
+/* Weights and gradient are on the device; so are the states, or they pass through the stage. */
+static gm_status update_on_device(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->stream));
+    GM_TRY(gm_chunks_is_resident(chunks, chunk, GM_STATE) ? update_in_place(engine, chunk, task)
+                                                          : gm_stage_update(engine, chunk, task));
+    if (gm_chunks_pins(chunks, chunk, GM_WEIGHT) > 0) { /* who shows them may read on */
+        GM_TRY(gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->stream));
+    }
+    const gm_place *weight = place_of(engine, chunk, GM_WEIGHT);
+    return weight && !weight->is_resident ? gm_chunks_send_home(chunks, chunk, GM_WEIGHT) : GM_OK;
+}
+
+static void run_host_task(void *context)
+{
+    gm_task *task = context;
+    gm_engine *engine = task->engine;
+    double began = gm_seconds();
+    gm_status status = gm_adam_host(&task->args, engine->workers);
+    atomic_fetch_add(&engine->host_adam_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
+    unsigned long long n = 0;
+    for (size_t i = 0; i < task->n_ranges; i++) {
+        n += task->ranges[i].end - task->ranges[i].begin;
+    }
+    atomic_fetch_add(&engine->host_adam_params, n);
+    if (status != GM_OK) {
+        atomic_store(&engine->async_status, (int)status);
+    }
+    atomic_store(&task->is_running, false);
+}
+
+static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
+                       gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), piece != GM_GRAD,
+                       stream);
+    }
+}
+
+static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->host_stream;
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
+    }
+    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
+    set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
+               gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
+    note_task(engine, chunk, stream);
+    atomic_store(&task->is_running, true);
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
+                          gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    gm_status status = engine->device->ops->host_call(engine->device, run_host_task, task, stream);
+    gm_timeline_end(engine->timeline, entry, stream);
+    if (status != GM_OK) {
+        atomic_store(&task->is_running, false);
+        return status;
+    }
+    GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_discard(chunks, chunk,
+                             GM_STATE)); /* stale; under a placement it goes for nothing */
+    GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->stream));
+    return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->stream);
+}
+
+/* Whether all three pieces are or can come onto the device, without waiting. */
+static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
+{
+    gm_chunks *chunks = engine->chunks;
+    if (engine->plan) {
+        gm_class class = gm_plan_class(engine->plan, chunk);
+        *out = class == GM_CLASS_R || class == GM_CLASS_S1 || class == GM_CLASS_S2;
+    } else {
+        *out = gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
+               gm_chunks_is_resident(chunks, chunk, GM_GRAD);
+    }
+    bool is_streamed = *out && !gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
+                       !(place_of(engine, chunk, GM_STATE)->is_resident);
+    for (int piece = 0; *out && piece < GM_N_OWN_PIECES; piece++) {
+        if (piece != GM_STATE || !is_streamed) {
+            GM_TRY(gm_chunks_prefetch(chunks, chunk, (gm_piece)piece, out));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    if (!state->is_pending) {
+        return GM_OK;
+    }
+    state->is_pending = false;
+    engine->n_pending--;
+    gm_task *task = &state->task[engine->n_steps & 1];
+    if (task->n_ranges == 0) {
+        return GM_OK;
+    }
+    bool is_on_device;
+    gm_status status = bring_to_device(engine, chunk, &is_on_device);
+    if (status == GM_OK) {
+        status = is_on_device ? update_on_device(engine, chunk, task)
+                              : update_at_home(engine, chunk, task);
+    }
+    return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
+}
+
+static gm_status issue_some(gm_engine *engine, uint32_t most)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    const uint32_t *order = engine->plan ? gm_plan_update_order(engine->plan) : NULL;
+    for (; engine->n_pending > 0 && engine->next_pending < n && most > 0; engine->next_pending++) {
+        uint32_t chunk = order ? order[engine->next_pending] : engine->next_pending;
+        most -= engine->chunk_states[chunk].is_pending;
+        GM_TRY(gm_update_issue(engine, chunk));
+    }
+    return GM_OK;
+}
+
+gm_status gm_update_issue_all(gm_engine *engine)
+{
+    if (engine->n_pending > 0) {
+        engine->next_pending = 0; /* the order may have changed with the plan */
+        GM_TRY(issue_some(engine, UINT32_MAX));
+    }
+    GM_ASSERT(engine->n_pending == 0);
+    return GM_OK;
+}
+
+/* ---- immediate updates ---- */
+
+static bool is_updated(const gm_engine *engine, uint32_t chunk)
+{
+    return engine->is_armed && engine->chunk_states[chunk].updated == engine->n_passes;
+}
+
+gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
+{
+    return is_updated(engine, chunk)
+               ? GM_FAIL(GM_ERR_STATE,
+                         "backward(step=True) has updated these weights already, and others not "
+                         "yet: call "
+                         "optimizer.step() before anything else uses weights, states or gradients")
+               : GM_OK;
+}
+
+gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
+{
+    if (is_updated(engine, chunk)) {
+        return gm_engine_die(
+            engine,
+            GM_FAIL(GM_ERR_STATE,
+                    "weights that backward(step=True) has already updated are used again in the "
+                    "same backward (a detached use, or a gradient that comes in parts): call "
+                    "backward without step=True for this model"));
+    }
+    return GM_OK;
+}
+
+static void make_pending(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    GM_ASSERT(!state->is_pending);
+    state->is_armed = false;
+    state->is_pending = true;
+    engine->n_pending++;
+}
+
+gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
+     * updated by the step itself. */
+    if (!state->is_armed || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
+        GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
+        gm_pass_start_timer(engine, stream);
+        return GM_OK;
+    }
+    make_pending(engine, chunk);
+    state->version++;
+    state->updated = engine->n_passes;
+    atomic_fetch_add(&state->n_immediate, 1);
+    GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
+    if (!engine
+             ->is_following) { /* else the plan has just issued it, or wants it under the next forward */
+        GM_TRY(gm_update_issue(engine, chunk));
+    }
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
+    }
+    if (!state->is_pending) {
+        GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
+    }
+    gm_pass_start_timer(engine, stream);
+    return GM_OK;
+}
+
+/* ---- the step ---- */
+
+static int compare_updates(const void *a, const void *b)
+{
+    uint32_t left = ((const gm_update *)a)->param, right = ((const gm_update *)b)->param;
+    return left < right ? -1 : left > right;
+}
+
+static gm_status check_updates(const gm_engine *engine, const gm_update *updates, uint32_t n,
+                               bool needs_grads)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(gm_engine_check_param(engine, updates[i].param));
+        const gm_param *p = &engine->params[updates[i].param];
+        if (!p->spec.has_moments || (needs_grads && !p->has_grad)) {
+            return GM_FAIL(GM_ERR_ARG, "parameter %u has no %s", updates[i].param,
+                           p->spec.has_moments ? "gradient" : "moments");
+        }
+        gm_adam_scalars scalars;
+        GM_TRY(gm_adam_scalars_init(&updates[i].hyper, &scalars));
+    }
+    return GM_OK;
+}
+
+/* The task of the coming step, empty.  Invariant 3. */
+static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
+{
+    gm_task *task = &engine->chunk_states[chunk].task[engine->n_steps & 1];
+    if (atomic_load(&task->is_running)) {
+        GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_STATE));
+    }
+    task->n_ranges = 0;
+    *out = task;
+    return GM_OK;
+}
+
+static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper *hyper)
+{
+    if (p->part_numel == 0) {
+        return GM_OK;
+    }
+    gm_adam_range *range = &task->ranges[task->n_ranges++];
+    range->begin = p->part_offset;
+    range->end = p->part_offset + p->part_numel;
+    return gm_adam_scalars_init(hyper, &range->scalars);
+}
+
+/* Tasks for every chunk that has any of the updates (sorted by parameter); those that an immediate update has
+ * done already are left out. */
+static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
+{
+    for (uint32_t i = 0; i < n;
+         i++) { /* empty first: a chunk's parameters need not be neighbours */
+        const gm_param *p = &engine->params[updates[i].param];
+        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+        gm_task *task;
+        if (!p->is_used_up && !state->is_pending && !state->is_armed) {
+            GM_TRY(prepare_task(engine, p->place.chunk, &task));
+            make_pending(engine, p->place.chunk);
+            state->version += !arm;
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const gm_param *p = &engine->params[updates[i].param];
+        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+        if (!p->is_used_up) {
+            GM_TRY(add_range(&state->task[engine->n_steps & 1], p, &updates[i].hyper));
+        }
+    }
+    for (uint32_t i = 0; arm && i < n; i++) {
+        gm_chunk_state *state = &engine->chunk_states[engine->params[updates[i].param].place.chunk];
+        engine->n_pending -= state->is_pending;
+        state->is_armed |= state->is_pending;
+        state->is_pending = false;
+    }
+    return GM_OK;
+}
+
+static void disarm(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].is_armed = false;
+    }
+    engine->is_armed = false;
+}
+
+void gm_update_forget_all(gm_engine *engine)
+{
+    disarm(engine);
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].is_pending = false;
+    }
+    engine->n_pending = 0;
+    (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+    (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
+}
+
+static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    if (engine->is_armed) {
+        disarm(
+            engine); /* what was not complete in backward becomes pending now, with the same numbers */
+    } else {
+        GM_TRY(
+            gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+        engine->n_steps++;
+    }
+    GM_TRY(prepare_tasks(engine, updates, n, false));
+    engine->next_pending = 0;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        if (gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) { /* shown: read without asking */
+            GM_TRY(gm_update_issue(engine, chunk));
+        }
+    }
+    bool is_planned = engine->plan != NULL;
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        is_planned = is_planned && !(lease->is_pinned && atomic_load(&lease->is_watched));
+    }
+    GM_TRY(issue_some(engine, is_planned ? ISSUED_AT_ONCE : UINT32_MAX));
+    return gm_lease_renew_snapshots(engine);
+}
+
+static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **out)
+{
+    *out = malloc((n ? n : 1) * sizeof **out);
+    if (!*out) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
+    }
+    if (n) {
+        memcpy(*out, updates, n * sizeof **out);
+        qsort(*out, n, sizeof **out, compare_updates);
+    }
+    for (uint32_t i = 1; i < n; i++) { /* a task has room for each parameter once */
+        if ((*out)[i].param == (*out)[i - 1].param) {
+            uint32_t id = (*out)[i].param;
+            free(*out);
+            return GM_FAIL(GM_ERR_ARG, "parameter %u is in the step twice", id);
+        }
+    }
+    return GM_OK;
+}
+
+/* Gradients that an immediate update has used up cannot be stepped a second time. */
+static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    for (uint32_t i = 0; !engine->is_armed && i < n; i++) {
+        if (engine->params[updates[i].param].is_used_up) {
+            return GM_FAIL(GM_ERR_STATE,
+                           "the gradient of parameter %u was used up by the update inside "
+                           "backward(step=True): call zero_grad() and backward before this step",
+                           updates[i].param);
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+{
+    gm_update *sorted;
+    GM_TRY(check_updates(engine, updates, n, true));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_engine_begin_call(engine);
+    if (status == GM_OK) { /* nothing is written before these have passed */
+        engine->stream = stream;
+        status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? gm_shard_reduce_all(engine) : status;
+        engine->n_step_calls++;
+        status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
+        if (status == GM_OK) {
+            status = run_step(engine, sorted, n);
+            if (status != GM_OK && engine->dead == GM_OK) {
+                status = gm_engine_die(engine, status);
+            }
+        }
+        if (status == GM_OK) {
+            gm_pass_end(engine);
+            gm_status planned =
+                gm_replay_plan(engine); /* without one the engine goes on, on demand */
+            if (engine->comm_stream && planned != GM_OK) {
+                status = gm_engine_die(engine, planned);
+            }
+        }
+#ifdef GM_DEBUG
+        GM_ASSERT(status != GM_OK || gm_chunks_check_bytes(engine->chunks) == GM_OK);
+#endif
+        (void)gm_engine_end_call(engine, status);
+    }
+    free(sorted);
+    return status;
+}
+
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
+{
+    gm_update *sorted;
+    *out = false;
+    GM_TRY(check_updates(engine, updates, n, false));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_engine_begin_call(engine);
+    if (status == GM_OK) {
+        engine->wants_immediate = !engine->has_repeats;
+        bool has_watched = false;
+        /* An update does not touch what tensors show. */
+        bool is_apart = engine->shown == GM_GATHERED;
+        status = is_apart ? gm_lease_poll_watched(engine) : GM_OK;
+        for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+            has_watched |= !is_apart && lease->is_pinned && atomic_load(&lease->is_watched);
+        }
+        /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
+        /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
+        const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
+        *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
+               !engine->is_armed;
+        *out = *out && status == GM_OK;
+        if (*out) {
+            status = gm_update_issue_all(engine);
+            engine->n_steps++;
+            status = status == GM_OK ? prepare_tasks(engine, sorted, n, true) : status;
+            if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */
+                status = gm_engine_die(engine, status);
+            }
+            engine->is_armed = status == GM_OK;
+            engine->n_passes++; /* arrivals are counted from here */
+        }
+        (void)gm_engine_end_call(engine, status);
+    }
+    free(sorted);
+    return status;
+}
+
+gm_status gm_engine_disarm(gm_engine *engine)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    bool has_updated = false;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        has_updated |= is_updated(engine, chunk);
+    }
+    gm_status status = GM_OK;
+    if (has_updated) {
+        status = gm_engine_die(
+            engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
+                                          "the weights"));
+    } else if (engine->is_armed) {
+        disarm(engine);
+        engine->n_steps--;
+    }
+    return gm_engine_end_call(engine, status);
+}

@@ -1,0 +1,175 @@
+/* view.c - what the engine shows of itself: figures, its plan, a timeline.  Changes nothing. */
+#include "engine/engine_impl.h"
+
+void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
+{
+    pthread_mutex_lock(&engine->lock);
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(engine->chunks, &stats);
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    *out = (gm_engine_stats){
+        .fetches = stats.fetches,
+        .evictions = stats.evictions,
+        .fetched_bytes = stats.fetched_bytes,
+        .evicted_bytes = stats.evicted_bytes,
+        .mapping_seconds = stats.mapping_seconds,
+        .device_bytes = stats.device_bytes,
+        .device_peak_bytes = stats.device_peak_bytes,
+        .device_budget_bytes = engine->budget,
+        .host_pin_seconds = engine->arena_seconds,
+        .host_bytes = engine->arena ? gm_arena_bytes(engine->arena) : 0,
+        .n_chunks = n,
+        .rank = engine->rank,
+        .n_shards = engine->n_shards,
+        .n_replicas = engine->n_replicas,
+        .gathers = engine->gathers,
+        .reduces = engine->reduces,
+        .gathered_bytes = engine->gathered_bytes,
+        .reduced_bytes = engine->reduced_bytes,
+        .n_blocks = stats.n_blocks,
+        .layout_hash = gm_layout_hash(engine->layout),
+        .host_adam_seconds = (double)atomic_load(&engine->host_adam_ns) * 1e-9,
+        .n_plans = engine->n_plans,
+        .n_breaks = engine->n_breaks,
+        .n_deviations = engine->n_deviations,
+        .n_replay_waits = engine->n_replay_waits,
+        .n_traces = gm_book_n_traces(engine->book),
+        .n_pending = engine->n_pending,
+        .n_leases_walked = engine->n_leases_walked,
+        .outside_peak_bytes = engine->outside_peak_bytes,
+        .is_planned = engine->plan != NULL,
+        .is_settling =
+            !engine->plan || engine->wants_plan || (engine->is_tuned && !engine->tuner.is_done),
+    };
+    for (uint32_t id = 0; id < n; id++) {
+        out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            out->state_bytes += gm_engine_piece_blocks(engine, id, (gm_piece)piece);
+        }
+        out->n_immediate += atomic_load(&engine->chunk_states[id].n_immediate);
+        out->n_settled += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
+                          gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
+    }
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
+    }
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void gm_engine_lock(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+}
+
+void gm_engine_unlock(gm_engine *engine)
+{
+    pthread_mutex_unlock(&engine->lock);
+}
+
+const gm_plan *gm_engine_plan(const gm_engine *engine)
+{
+    return engine->plan;
+}
+
+gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    engine->window.is_spoiled = true;
+    gm_status status = engine->timeline
+                           ? GM_FAIL(GM_ERR_STATE, "a timeline is being recorded already")
+                           : gm_timeline_new(engine->device, capacity, &engine->timeline);
+    if (status == GM_OK) {
+        gm_chunks_set_timeline(engine->chunks, engine->timeline);
+    }
+    return gm_engine_end_call(engine, status);
+}
+
+gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    engine->window.is_spoiled = true;
+    *out = engine->timeline;
+    engine->timeline = NULL;
+    gm_chunks_set_timeline(engine->chunks, NULL);
+    gm_status status =
+        *out ? gm_timeline_finish(*out) : GM_FAIL(GM_ERR_STATE, "no timeline is being recorded");
+    return gm_engine_end_call(engine, status);
+}
+
+uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t id)
+{
+    return id < engine->n_params
+               ? atomic_load(&engine->chunk_states[engine->params[id].place.chunk].n_immediate)
+               : 0;
+}
+
+/* ---- invariants ---- */
+
+/* What is counted of a chunk is what its parameters say, and its update waits once. */
+static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    uint32_t n_held = 0, n_unreduced = 0;
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        n_held += p->is_held;
+        n_unreduced += p->is_unreduced;
+        if (p->has_sum && !p->is_held) {
+            return GM_FAIL(GM_ERR_STATE, "chunk %u: a norm of a gradient that is not there", chunk);
+        }
+    }
+    if (n_held != state->n_held || n_unreduced != state->n_unreduced) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk,
+                       n_held, n_unreduced, state->n_held, state->n_unreduced);
+    }
+    return state->is_pending && state->is_armed
+               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for its gradient and has it",
+                         chunk)
+               : GM_OK;
+}
+
+/* Whatever tensors may read is pinned: what was touched, and what leases show. */
+static gm_status check_pins(const gm_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->n_touched; i++) {
+        uint32_t chunk = engine->touched[i];
+        if (!engine->is_touched[chunk] ||
+            gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
+            return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
+        }
+    }
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        uint32_t chunk = engine->params[lease->param].place.chunk;
+        if (lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
+            return GM_FAIL(GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_engine_check_state(const gm_engine *engine)
+{
+    uint32_t n_pending = 0;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        GM_TRY(check_counts(engine, chunk));
+        n_pending += engine->chunk_states[chunk].is_pending;
+    }
+    if (n_pending != engine->n_pending) {
+        return GM_FAIL(GM_ERR_STATE, "%u updates are pending, %u counted", n_pending,
+                       engine->n_pending);
+    }
+    if ((engine->plan != NULL) != gm_chunks_has_placement(engine->chunks)) {
+        return GM_FAIL(GM_ERR_STATE, "a plan without its places, or places without a plan");
+    }
+    GM_TRY(check_pins(engine));
+    return gm_chunks_check(engine->chunks);
+}
+
+gm_status gm_engine_check(gm_engine *engine)
+{
+    GM_TRY(gm_engine_begin_call(engine));
+    gm_status status = gm_engine_check_state(engine);
+    status = status == GM_OK ? gm_chunks_check_bytes(engine->chunks) : status;
+    return gm_engine_end_call(engine, status);
+}

@@ -1,0 +1,508 @@
+/* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the diagram and
+ * chunk_impl.h for the fences.  Blocks and mapping are in pool.c and place.c.
+ *
+ * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks are made 3, and the
+ * chaos device 4)
+ *   1. A block is free or owned by exactly one resident piece.
+ *   2. A piece is resident (CLEAN, DIRTY) exactly when it owns as many blocks as its bytes need.
+ *   3. n_blocks * block_bytes <= limit, except for what pins hold after the limit was lowered.
+ *   4. A block is overwritten only behind the fences of its last owner: on a stream under a placement, on the host
+ *      without one.
+ *   5. A piece's bytes are right in exactly one place, or in both and equal (CLEAN), in the order of issue.
+ *   6. Work never waits for work that is issued later: fences refer to the past, so streams cannot deadlock.
+ *
+ * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in stats.n_host_waits. */
+#include "memory/chunk_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const bool may_move[N_STATES][N_STATES] = {
+    [HOME] = {[CLEAN] = true, [DIRTY] = true}, /* HOME -> DIRTY: claimed, or without a home */
+    [CLEAN] = {[HOME] = true, [DIRTY] = true},
+    [DIRTY] = {[CLEAN] = true, [HOME] = true}, /* DIRTY -> HOME: discarded */
+};
+
+void gm_piece_move(piece *p, piece_state to)
+{
+    GM_ASSERT(may_move[p->state][to]);
+    p->state = to;
+}
+
+size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n_chunks)
+{
+    size_t total = 0;
+    for (uint32_t id = 0; id < n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
+            total += gm_round_up(piece_bytes[id][kind], 4096);
+        }
+    }
+    return total;
+}
+
+size_t gm_chunks_block_bytes(const gm_device *device, size_t piece_bytes)
+{
+    return gm_round_up(piece_bytes, device->block_bytes);
+}
+
+/* ---- reading the table ---- */
+
+uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_piece_at(chunks, id, kind)->address;
+}
+
+void gm_chunks_weight_span(const gm_chunks *chunks, uintptr_t *begin, uintptr_t *end)
+{
+    gm_piece shown = gm_shown_piece(chunks);
+    *begin = chunks->span[shown];
+    *end = *begin + chunks->span_bytes[shown];
+}
+
+uint32_t gm_chunks_at(const gm_chunks *chunks, uintptr_t address)
+{
+    gm_piece shown = gm_shown_piece(chunks);
+    uint32_t low = 0, high = chunks->n_chunks;
+    while (low < high) { /* first chunk whose weights end beyond the address */
+        uint32_t middle = low + (high - low) / 2;
+        const piece *p = gm_piece_at(chunks, middle, shown);
+        if (p->address + (size_t)p->n_blocks * chunks->device->block_bytes > address) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    bool is_inside = low < chunks->n_chunks && gm_piece_at(chunks, low, shown)->address <= address;
+    return is_inside ? low : UINT32_MAX;
+}
+
+bool gm_chunks_is_resident(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_is_resident(gm_piece_at(chunks, id, kind));
+}
+
+bool gm_chunks_is_dirty(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_piece_at(chunks, id, kind)->state == DIRTY;
+}
+
+uint32_t gm_chunks_pins(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_piece_at(chunks, id, kind)->pins;
+}
+
+uint8_t *gm_chunks_home(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_piece_at(chunks, id, kind)->home;
+}
+
+bool gm_chunks_has_placement(const gm_chunks *chunks)
+{
+    return chunks->has_placement;
+}
+
+void gm_chunks_get_stats(const gm_chunks *chunks, gm_chunks_stats *out)
+{
+    *out = chunks->stats;
+    out->n_blocks = chunks->n_blocks;
+    out->device_bytes = (size_t)chunks->n_blocks * chunks->device->block_bytes;
+}
+
+void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes)
+{
+    *address = chunks->stage;
+    *bytes = chunks->has_placement ? chunks->stage_blocks * chunks->device->block_bytes : 0;
+}
+
+void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out)
+{
+    *in = chunks->in[GM_STATE];
+    *out = chunks->out[GM_STATE];
+}
+
+void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in)
+{
+    chunks->stats.fetched_bytes += is_in ? bytes : 0;
+    chunks->stats.evicted_bytes += is_in ? 0 : bytes;
+}
+
+/* ---- fences ---- */
+
+/* An open fence is recorded now: later than the work that it stands for, which is safe, and close to it, because
+ * those who need it are issued soon after. */
+static gm_status close_fence(gm_chunks *chunks, fence *f)
+{
+    if (f->is_open) {
+        GM_TRY(chunks->device->ops->event_record(chunks->device, f->event, f->stream));
+        f->is_open = false;
+    }
+    return GM_OK;
+}
+
+/* Work that `stream` gets from now on comes after the fence. */
+static gm_status wait_fence(gm_chunks *chunks, fence *f, gm_stream stream)
+{
+    if (!f->is_set || f->stream == stream || (f->has_seen && f->seen == stream)) {
+        return GM_OK;
+    }
+    GM_TRY(close_fence(chunks, f));
+    GM_TRY(chunks->device->ops->event_wait(chunks->device, f->event, stream));
+    f->seen = stream;
+    f->has_seen = true;
+    return GM_OK;
+}
+
+static gm_status wait_fence_on_host(gm_chunks *chunks, fence *f)
+{
+    if (!f->is_set) {
+        return GM_OK;
+    }
+    GM_TRY(close_fence(chunks, f));
+    chunks->stats.n_host_waits++;
+    return chunks->device->ops->event_sync(chunks->device, f->event);
+}
+
+/* The fence comes to mean: what it meant so far, and all that `stream` has now. */
+static gm_status set_fence(gm_chunks *chunks, fence *f, gm_stream stream, bool is_open)
+{
+    GM_TRY(wait_fence(chunks, f, stream));
+    f->is_set = true;
+    f->is_open = true;
+    f->has_seen = false;
+    f->stream = stream;
+    return is_open ? GM_OK : close_fence(chunks, f);
+}
+
+static gm_status order_device_write(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    GM_TRY(wait_fence(chunks, &p->filled, stream));
+    GM_TRY(wait_fence(chunks, &p->used, stream));
+    return wait_fence(chunks, &p->homed, stream);
+}
+
+static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    GM_TRY(wait_fence(chunks, &p->homed, stream));
+    GM_TRY(wait_fence(chunks, &p->home_used, stream));
+    return wait_fence(chunks, &p->filled, stream);
+}
+
+gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stream)
+{
+    return order_device_write(chunks, last, stream);
+}
+
+gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    GM_TRY(order_device_write(chunks, p, stream));
+    return set_fence(chunks, &p->filled, stream,
+                     true); /* it stands for the last owner's, if nothing is written */
+}
+
+/* The home's bytes have arrived; the host may read them. */
+static gm_status wait_home_on_host(gm_chunks *chunks, piece *p)
+{
+    return wait_fence_on_host(chunks, &p->homed);
+}
+
+gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p)
+{
+    GM_TRY(wait_fence_on_host(chunks, &p->filled));
+    GM_TRY(wait_fence_on_host(chunks, &p->used));
+    GM_TRY(wait_fence_on_host(chunks, &p->homed));
+    return wait_fence_on_host(chunks, &p->home_used);
+}
+
+gm_status gm_chunks_sync(gm_chunks *chunks)
+{
+    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        GM_TRY(gm_piece_wait_idle(chunks, &chunks->pieces[i]));
+    }
+    return GM_OK;
+}
+
+/* ---- copies ---- */
+
+static const gm_log_kind log_of_send[GM_N_OWN_PIECES] = {GM_LOG_WEIGHT_OUT, GM_LOG_STATE_OUT,
+                                                         GM_LOG_GRAD_OUT};
+
+void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline)
+{
+    chunks->timeline = timeline;
+    for (size_t i = 0; timeline && i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        if (gm_is_resident(&chunks->pieces[i]) && chunks->pieces[i].n_blocks > 0) {
+            gm_timeline_mark(timeline, GM_LOG_HELD, (uint32_t)(i / GM_N_PIECES),
+                             (gm_piece)(i % GM_N_PIECES));
+        }
+    }
+}
+
+gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log)
+{
+    gm_device *device = chunks->device;
+    gm_stream stream = log == GM_LOG_REFRESH ? chunks->refresh : chunks->in[kind];
+    GM_TRY(wait_fence(chunks, &p->homed, stream));
+    GM_TRY(order_device_write(chunks, p, stream));
+    uint32_t entry =
+        gm_timeline_begin(chunks->timeline, log, kind == GM_WEIGHT ? GM_ON_FETCH : GM_ON_STATE,
+                          gm_piece_chunk(chunks, p), kind, p->bytes, stream);
+    GM_TRY(device->ops->copy_h2d(device, p->address, p->home, p->bytes, stream));
+    gm_timeline_end(chunks->timeline, entry, stream);
+    GM_TRY(set_fence(chunks, &p->filled, stream, false));
+    chunks->stats.fetched_bytes += p->bytes;
+    return GM_OK;
+}
+
+gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    gm_device *device = chunks->device;
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (p->state != DIRTY) {
+        return GM_OK;
+    }
+    GM_ASSERT(!gm_is_transient(kind));
+    if (!chunks->has_homes) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
+    }
+    gm_stream stream = chunks->out[kind];
+    /* Its users may be writers (a unit that changes its weights): the copy comes after them too. */
+    GM_TRY(wait_fence(chunks, &p->used, stream));
+    GM_TRY(order_home_write(chunks, p, stream));
+    uint32_t entry = gm_timeline_begin(chunks->timeline, log_of_send[kind],
+                                       kind == GM_STATE ? GM_ON_STATE_OUT : GM_ON_EVICT, id, kind,
+                                       p->bytes, stream);
+    GM_TRY(device->ops->copy_d2h(device, p->home, p->address, p->bytes, stream));
+    gm_timeline_end(chunks->timeline, entry, stream);
+    GM_TRY(set_fence(chunks, &p->homed, stream, false));
+    chunks->stats.evicted_bytes += p->bytes;
+    gm_piece_move(p, CLEAN);
+    return GM_OK;
+}
+
+/* ---- residence ---- */
+
+static gm_status fail_no_blocks(const gm_chunks *chunks, const piece *p)
+{
+    return GM_FAIL(GM_ERR_NOMEM,
+                   "DEVICE: %zu bytes wanted, and all blocks of the plan that they may use (of %zu "
+                   "bytes in all) are in use at this moment",
+                   (size_t)p->n_blocks * chunks->device->block_bytes,
+                   (size_t)chunks->n_blocks * chunks->device->block_bytes);
+}
+
+gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (!gm_is_resident(p)) {
+        bool is_done;
+        GM_TRY(gm_piece_make_resident(chunks, p, kind, true, stream, &is_done));
+        if (!is_done) {
+            return fail_no_blocks(chunks, p);
+        }
+    }
+    GM_TRY(wait_fence(chunks, &p->filled, stream));
+    p->pins++;
+    p->last_use = ++chunks->clock;
+    return GM_OK;
+}
+
+gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    return wait_fence(chunks, &gm_piece_at(chunks, id, kind)->filled, stream);
+}
+
+gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (p->pins == 0) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u: unpinned more often than pinned", id);
+    }
+    gm_note_access(chunks->device, (const void *)p->address, p->bytes, false, stream);
+    GM_TRY(set_fence(chunks, &p->used, stream, true));
+    p->pins--;
+    p->last_use = ++chunks->clock;
+    return GM_OK;
+}
+
+void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->pins > 0);
+    p->pins--;
+    p->last_use = ++chunks->clock;
+}
+
+void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (p->state == CLEAN) {
+        gm_piece_move(p, DIRTY);
+    }
+}
+
+gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece kind, bool *out)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    *out = gm_is_resident(p);
+    return *out || !chunks->has_placement ? GM_OK
+                                          : gm_piece_make_resident(chunks, p, kind, true, 0, out);
+}
+
+gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream,
+                          bool *out)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(!gm_is_resident(p) && (chunks->has_placement || gm_is_transient(kind)));
+    return gm_piece_make_resident(chunks, p, kind, false, stream, out);
+}
+
+/* ---- work on pieces ---- */
+
+gm_status gm_chunks_begin_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(gm_is_resident(p));
+    return wait_fence(chunks, &p->filled, stream);
+}
+
+gm_status gm_chunks_end_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->used, stream, false);
+}
+
+gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(gm_is_resident(p));
+    return order_device_write(chunks, p, stream);
+}
+
+gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    gm_chunks_note_write(chunks, id, kind);
+    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->filled, stream, false);
+}
+
+gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    return p->pins > 0 ? set_fence(chunks, &p->used, stream, true) : GM_OK;
+}
+
+gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->state != DIRTY);
+    return wait_fence(chunks, &p->homed, stream);
+}
+
+gm_status gm_chunks_end_home_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->home_used, stream, false);
+}
+
+gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece kind,
+                                     gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->state != DIRTY);
+    return order_home_write(chunks, p, stream);
+}
+
+gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->homed, stream, false);
+}
+
+/* ---- the host's own access ---- */
+
+gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_TRY(gm_chunks_send_home(chunks, id, kind));
+    GM_TRY(wait_home_on_host(chunks, p));
+    gm_note_access(chunks->device, p->home, p->bytes, false, GM_STREAM_HOST);
+    return GM_OK;
+}
+
+gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_TRY(gm_chunks_send_home(chunks, id, kind));
+    GM_TRY(wait_home_on_host(chunks, p));
+    GM_TRY(wait_fence_on_host(chunks, &p->home_used));
+    GM_TRY(wait_fence_on_host(chunks, &p->filled));
+    gm_note_access(chunks->device, p->home, p->bytes, true, GM_STREAM_HOST);
+    return GM_OK;
+}
+
+gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->state != DIRTY);
+    if (p->state != CLEAN || p->n_blocks == 0) {
+        return GM_OK;
+    }
+    GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
+    GM_TRY(gm_piece_fetch(chunks, p, kind, GM_LOG_REFRESH));
+    return p->pins > 0 ? wait_fence(chunks, &p->filled, stream) : GM_OK;
+}
+
+/* A copy of a part of the device bytes to memory of the caller's; the host waits for it. */
+gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset,
+                                size_t bytes, void *dst)
+{
+    gm_device *device = chunks->device;
+    piece *p = gm_piece_at(chunks, id, kind);
+    gm_stream stream = gm_stream_out(chunks, kind);
+    GM_ASSERT(gm_is_resident(p) && offset + bytes <= p->bytes);
+    GM_TRY(wait_fence(chunks, &p->filled, stream));
+    GM_TRY(wait_fence(chunks, &p->used, stream));
+    GM_TRY(device->ops->copy_d2h(device, dst, p->address + offset, bytes, stream));
+    GM_TRY(set_fence(chunks, &p->used, stream, false));
+    return wait_fence_on_host(chunks, &p->used);
+}
+
+gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset, size_t bytes,
+                         void *dst)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(offset + bytes <= p->bytes);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    if (p->state != DIRTY) {
+        GM_TRY(wait_home_on_host(chunks, p));
+        gm_note_access(chunks->device, p->home + offset, bytes, false, GM_STREAM_HOST);
+        memcpy(dst, p->home + offset, bytes);
+        return GM_OK;
+    }
+    return gm_chunks_read_device(chunks, id, kind, offset, bytes, dst);
+}
+
+gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset,
+                          size_t bytes, const void *src, gm_stream stream)
+{
+    gm_device *device = chunks->device;
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(offset + bytes <= p->bytes);
+    if (bytes == 0) {
+        return GM_OK;
+    }
+    if (gm_is_resident(p)) {
+        GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
+        gm_stream in = gm_stream_in(chunks, kind);
+        GM_TRY(order_device_write(chunks, p, in));
+        GM_TRY(device->ops->copy_h2d(device, p->address + offset, src, bytes, in));
+        GM_TRY(set_fence(chunks, &p->filled, in, false));
+        GM_TRY(wait_fence_on_host(chunks, &p->filled)); /* src is the caller's */
+    }
+    if (p->state != DIRTY) {
+        GM_TRY(wait_fence_on_host(chunks, &p->homed));
+        GM_TRY(wait_fence_on_host(chunks, &p->home_used));
+        GM_TRY(wait_fence_on_host(chunks, &p->filled));
+        gm_note_access(chunks->device, p->home + offset, bytes, true, GM_STREAM_HOST);
+        memcpy(p->home + offset, src, bytes);
+    }
+    return GM_OK;
+}

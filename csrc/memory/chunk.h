@@ -1,0 +1,167 @@
+/* chunk.h - the chunk table: where the bytes of each chunk are, and moving them between DEVICE and HOST.
+ *
+ * A chunk has three pieces: its weights, its optimizer states, its gradient.  A piece has one device
+ * address range for life and, unless the table was made without homes, one home on the host.
+ *
+ *             fetch                 note_write
+ *     HOME ----------> CLEAN ---------------------> DIRTY     HOME   only the home holds the bytes
+ *       ^               |  ^                          |       CLEAN  resident; home and device agree
+ *       +----evict------+  +---------send_home--------+       DIRTY  resident; only the device is right
+ *
+ * A transient piece (layout.h) has no home: it is claimed (HOME -> DIRTY), and discarded when nobody needs it.
+ *
+ * States are those of the order of issue: a piece is CLEAN once its copy home is issued.  Who looks at bytes waits
+ * for the piece's fences (chunk_impl.h), on a stream or on the host.
+ *
+ * Behind the addresses are blocks.  Without a placement they come from a pool, mapping changes with every fetch, and
+ * the host waits.  With one (gm_chunks_adopt) every piece has its blocks for good: fetching overwrites what other
+ * pieces showed there, behind their fences, and neither maps nor waits.
+ *
+ * Threads: one caller at a time (the engine's lock).
+ *
+ * Above the length budget because it is the table's whole face. */
+#ifndef GM_CHUNK_H
+#define GM_CHUNK_H
+
+#include "base/base.h"
+#include "device/device.h"
+#include "plan/layout.h"
+#include "plan/plan.h"
+#include "memory/timeline.h"
+
+typedef struct gm_chunks gm_chunks; /* opaque; owns ranges, blocks, events, the streams of copies */
+
+typedef struct gm_chunks_options {
+    gm_device *device; /* borrowed; outlives the table */
+    uint32_t n_chunks;
+    const size_t (*piece_bytes)[GM_N_PIECES]; /* (n_chunks,) bytes of each piece; 0 = none */
+    bool has_homes;                           /* false: all pieces stay resident */
+    uint8_t *homes;      /* the arena, gm_chunks_home_bytes() long; NULL: all resident */
+    size_t device_limit; /* bytes of blocks */
+} gm_chunks_options;
+
+typedef struct gm_chunks_stats {
+    uint64_t fetches, evictions;
+    uint64_t fetched_bytes, evicted_bytes; /* copied H2D, D2H */
+    uint64_t n_host_waits, n_maps; /* places where the host waited; map, poison and unmap calls */
+    double mapping_seconds;        /* of the host: making, mapping and giving back blocks */
+    size_t device_bytes, device_peak_bytes; /* of blocks */
+    uint32_t n_blocks;
+} gm_chunks_stats;
+
+/* Bytes of arena that the pieces' homes take. */
+size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n_chunks);
+/* Bytes of blocks that one piece takes. */
+size_t gm_chunks_block_bytes(const gm_device *device, size_t piece_bytes);
+
+gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out);
+void gm_chunks_free(gm_chunks *chunks); /* waits for the copies in flight; NULL is fine */
+
+uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The one address range that tensors show: of gathered weights where there are some, else of weights. */
+void gm_chunks_weight_span(const gm_chunks *chunks, uintptr_t *begin, uintptr_t *end);
+/* The chunk that shows `address` in that range, or UINT32_MAX. */
+uint32_t gm_chunks_at(const gm_chunks *chunks, uintptr_t address);
+bool gm_chunks_is_resident(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+bool gm_chunks_is_dirty(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+uint32_t gm_chunks_pins(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+bool gm_chunks_has_placement(const gm_chunks *chunks);
+
+/* ---- residence ---- */
+
+/* Makes the piece resident (a transient one is claimed, for `stream` to write), readable by work that `stream` gets from now on, and pins it.  Without a placement others
+ * are evicted as the limit asks (least recently used first, settled chunks last).  GM_ERR_NOMEM has the numbers; with
+ * a placement it means that a pinned piece holds the blocks (gm_chunks_leave_placement is the way out). */
+gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* Orders work that `stream` gets from now on behind the last write of a resident piece. */
+gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* Ends one pin; the piece may be overwritten once `stream` passes this point. */
+gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* The same where every access was put between a begin and an end below: it adds no order. */
+void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The device copy was or will be written by work on the stream it is pinned for. */
+void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has happened, when its
+ * blocks are in use or it has none. */
+gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
+/* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write.  A transient piece can
+ * be claimed without a placement too, as gm_chunks_pin() takes blocks. */
+gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream,
+                          bool *out);
+/* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes or when pinned. */
+gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The device copy is forgotten, its bytes lost (no-op when not resident or pinned; of pieces that are not transient
+ * also without homes or without a placement). */
+gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece piece);
+
+/* ---- work on pieces, ordered by fences ---- */
+
+/* Between begin and end, work issued on `stream` reads (writes) the device copy of a resident piece. */
+gm_status gm_chunks_begin_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_end_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* The same for homes.  After a home was written a resident copy is stale: home_written or discard. */
+gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                    gm_stream stream);
+gm_status gm_chunks_end_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                     gm_stream stream);
+gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                   gm_stream stream);
+/* Whoever has the piece pinned reads it on `stream` up to now. */
+gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id,
+                              gm_piece piece); /* if DIRTY: issues the copy */
+
+/* ---- the host's own access; it may wait ---- */
+
+/* Makes the home current and readable. */
+gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The home; current only unless gm_chunks_is_dirty().  NULL without homes. */
+uint8_t *gm_chunks_home(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* Makes the home current and waits for copies from it, so that the host may rewrite it. */
+gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The home was rewritten by the host: a resident copy is refreshed behind its last reader;
+ * of a pinned one the readers are on `stream`, before and after. */
+gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+/* The authoritative bytes, wherever they are.  `bytes` may be 0. */
+gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
+                         size_t bytes, void *dst);
+/* The bytes that the device shows for a resident piece, whatever its state. */
+gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
+                                size_t bytes, void *dst);
+gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
+                          size_t bytes, const void *src, gm_stream stream);
+gm_status gm_chunks_sync(gm_chunks *chunks); /* waits for everything that was issued on pieces */
+
+/* ---- memory ---- */
+
+/* A settled chunk has weights, states and gradient on the device and is evicted last (which unsettles it). */
+gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id);
+/* Changes the limit; evicts and gives blocks back until it holds, or as far as pins allow (a placement that is too
+ * large is left): *out_bytes (may be NULL) says what is held afterwards. */
+gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes);
+/* Every piece gets the plan's blocks, mapped once; what is resident and stays so keeps its blocks.  Waits.  No piece
+ * that the plan does not keep resident may be pinned (GM_ERR_STATE, nothing changed).  GM_ERR_NOMEM: the device has
+ * not enough; there is no placement then, and *out_blocks (may be NULL) is how many could be had. */
+gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks);
+/* The range that shows the placement's state ring, for states in passing; 0 bytes without one.  And the streams
+ * that copy states in and out. */
+void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes);
+void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out);
+void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes,
+                          bool is_in); /* copied by others, for the stats */
+/* Back to the pool: waits, keeps what is resident. */
+gm_status gm_chunks_leave_placement(gm_chunks *chunks);
+
+/* Moves are logged there from now on; NULL: no longer. */
+void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline);
+void gm_chunks_get_stats(const gm_chunks *chunks, gm_chunks_stats *out);
+/* Checks every invariant of chunk.c; GM_ERR_STATE names the first that is broken. */
+gm_status gm_chunks_check(const gm_chunks *chunks);
+/* On the host device, where all work has run when a call returns: what is CLEAN and not pinned has the same bytes on
+ * both sides.  On other devices nothing is compared. */
+gm_status gm_chunks_check_bytes(const gm_chunks *chunks);
+
+#endif

@@ -1,0 +1,137 @@
+/* chunk_impl.h - what chunk.c (moving bytes), pool.c (blocks, on demand) and place.c (a plan's) share.
+ *
+ * Fences.  Each piece has four, and they say all that is ever needed about order:
+ *     filled     the last write of its device bytes, hence also the last copy that read its home for that
+ *     used       the last reader of its device bytes other than a copy home
+ *     homed      the last write of its home, hence also the last copy that read its device bytes for that
+ *     home_used  the last reader of its home other than a fetch
+ * So: reading device bytes comes after filled; writing them after filled, used, homed; reading a home after homed;
+ * writing it after homed, home_used, filled.  Taking over a block is writing the device bytes of whoever owned it. */
+#ifndef GM_CHUNK_IMPL_H
+#define GM_CHUNK_IMPL_H
+
+#include "memory/chunk.h"
+
+typedef enum piece_state { HOME, CLEAN, DIRTY, N_STATES } piece_state;
+
+/* A point in the work of a stream. */
+typedef struct fence {
+    gm_event event;
+    gm_stream stream;
+    gm_stream seen; /* the stream that has been made to wait for it since it was set */
+    bool is_set, has_seen;
+    bool is_open; /* set, but the event is recorded only when somebody needs it */
+} fence;
+
+typedef struct piece {
+    piece_state state;
+    bool is_mapped; /* the range shows blocks[], owned or stale */
+    bool is_placed; /* blocks[] are the placement's */
+    uint32_t pins, n_blocks;
+    uint32_t
+        *blocks; /* (n_blocks,) owned when resident, the placement's, or stale after an eviction */
+    uint64_t last_use;
+    size_t bytes;
+    uintptr_t address;
+    uint8_t *home;
+    fence filled, used, homed, home_used;
+} piece;
+
+struct gm_chunks {
+    gm_device *device;
+    uint32_t n_chunks;
+    piece *pieces;    /* (n_chunks, GM_N_PIECES) */
+    bool *is_settled; /* (n_chunks,) */
+    bool has_homes, has_placement;
+    uintptr_t span[GM_N_PIECES];
+    size_t span_bytes[GM_N_PIECES];
+    /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up no other. */
+    gm_stream in[GM_N_OWN_PIECES], out[GM_N_OWN_PIECES], refresh;
+
+    gm_block *blocks;      /* (capacity,) handles */
+    uint32_t *free_blocks; /* (capacity,) stack of indices; unused under a placement */
+    uint32_t *holes;       /* (capacity,) stack of indices whose block was destroyed */
+    gm_block *scratch;     /* (capacity,) handles for one map call */
+    uintptr_t stage;       /* range of stage_capacity blocks for states in passing */
+    uint32_t stage_capacity, stage_blocks; /* blocks mapped there now */
+    uint32_t *owners; /* (capacity,) under a placement: the piece that took the block last */
+    uint32_t capacity, n_blocks, n_free, n_holes, n_indices;
+    size_t limit;
+    uint64_t clock;
+    gm_chunks_stats stats;
+    gm_timeline *timeline; /* NULL: off */
+};
+
+#define GM_NO_OWNER UINT32_MAX
+
+static inline piece *gm_piece_at(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    GM_ASSERT(id < chunks->n_chunks);
+    return &chunks->pieces[(size_t)id * GM_N_PIECES + (size_t)kind];
+}
+
+static inline uint32_t gm_piece_chunk(const gm_chunks *chunks, const piece *p)
+{
+    return (uint32_t)((size_t)(p - chunks->pieces) / GM_N_PIECES);
+}
+
+static inline uint32_t gm_piece_index(const gm_chunks *chunks, const piece *p)
+{
+    return (uint32_t)(p - chunks->pieces);
+}
+
+static inline bool gm_is_transient(gm_piece kind)
+{
+    return kind >= GM_N_OWN_PIECES;
+}
+
+/* The streams that carry a copy of the piece: those of its kind, for transient pieces those of weights. */
+static inline gm_stream gm_stream_in(const gm_chunks *chunks, gm_piece kind)
+{
+    return chunks->in[gm_is_transient(kind) ? GM_WEIGHT : kind];
+}
+
+static inline gm_stream gm_stream_out(const gm_chunks *chunks, gm_piece kind)
+{
+    return chunks->out[gm_is_transient(kind) ? GM_WEIGHT : kind];
+}
+
+/* What tensors show. */
+static inline gm_piece gm_shown_piece(const gm_chunks *chunks)
+{
+    return chunks->span_bytes[GM_GATHERED] > 0 ? GM_GATHERED : GM_WEIGHT;
+}
+
+static inline bool gm_is_resident(const piece *p)
+{
+    return p->state != HOME;
+}
+
+/* chunk.c */
+void gm_piece_move(piece *p, piece_state to);
+/* The host waits until no work on the device can touch the piece or its home any more. */
+gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
+/* Copies; the piece owns its blocks. */
+gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
+/* Orders `stream` for the first write on blocks that `last` owned. */
+gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stream);
+/* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
+gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
+
+/* pool.c */
+/* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.  is_fetched: the bytes
+ * are fetched, else they are undefined and `stream` may write them. */
+gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
+                                 gm_stream stream, bool *out);
+/* The range shows blocks[]. */
+gm_status gm_pool_map(gm_chunks *chunks, piece *p);
+bool gm_pool_may_grow(const gm_chunks *chunks);
+gm_status gm_pool_grow(gm_chunks *chunks); /* one free block more */
+/* Gives the memory of one free block back to the device. */
+gm_status gm_pool_shrink(gm_chunks *chunks);
+
+/* place.c */
+/* Takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */
+gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);
+
+#endif

@@ -1,0 +1,279 @@
+/* timeline.c - the log of timeline.h: entries in issue order, two timed events each.
+ *
+ * 1. Nothing allocates between new and finish: entries and events exist from the start.
+ * 2. Logging cannot fail the work that is logged: the first failure closes the log and is told by finish.
+ * 3. Entries are in issue order, and an entry belongs to the latest tick before it. */
+#include "memory/timeline.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+struct gm_timeline {
+    gm_device *device;
+    gm_log_entry *entries; /* (capacity,) */
+    gm_event *events;      /* (2 * capacity,) start and end of each entry; 0: never made */
+    bool *is_ended;        /* (capacity,) */
+    uint32_t capacity, n;
+    uint32_t tick; /* position of the latest tick */
+    uint64_t n_dropped;
+    bool is_finished;
+    gm_status status; /* the first failure */
+    char error[256];
+};
+
+static const char *const kind_names[GM_N_LOG_KINDS] = {
+    "tick",      "fetch",         "state_in",    "grad_in", "refresh", "weight_out", "grad_out",
+    "state_out", "device_update", "host_update", "gather",  "reduce",  "held",       "dropped"};
+static const char *const stream_names[GM_N_LOG_STREAMS] = {"compute",   "fetch",  "state", "evict",
+                                                           "state_out", "update", "host",  "comm"};
+
+const char *gm_log_kind_name(gm_log_kind kind)
+{
+    return kind_names[kind];
+}
+
+const char *gm_log_stream_name(gm_log_stream stream)
+{
+    return stream_names[stream];
+}
+
+gm_status gm_timeline_new(gm_device *device, uint32_t capacity, gm_timeline **out)
+{
+    *out = NULL;
+    if (capacity == 0) {
+        return GM_FAIL(GM_ERR_ARG, "timeline: a capacity of 0 entries: give at least 1");
+    }
+    gm_timeline *log = calloc(1, sizeof *log);
+    if (log) {
+        log->device = device;
+        log->capacity = capacity;
+        log->entries = calloc(capacity, sizeof *log->entries);
+        log->events = calloc(2 * (size_t)capacity, sizeof *log->events);
+        log->is_ended = calloc(capacity, sizeof *log->is_ended);
+    }
+    if (!log || !log->entries || !log->events || !log->is_ended) {
+        gm_timeline_free(log);
+        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a timeline of %u entries", capacity);
+    }
+    for (size_t i = 0; i < 2 * (size_t)capacity; i++) {
+        gm_status status = device->ops->event_new(device, true, &log->events[i]);
+        if (status != GM_OK) {
+            gm_timeline_free(log);
+            return status;
+        }
+    }
+    *out = log;
+    return GM_OK;
+}
+
+void gm_timeline_free(gm_timeline *log)
+{
+    if (!log) {
+        return;
+    }
+    for (size_t i = 0; log->events && i < 2 * (size_t)log->capacity; i++) {
+        if (log->events[i] != 0) {
+            log->device->ops->event_free(log->device, log->events[i]);
+        }
+    }
+    free(log->entries);
+    free(log->events);
+    free(log->is_ended);
+    free(log);
+}
+
+bool gm_timeline_is_open(const gm_timeline *log)
+{
+    return log && !log->is_finished && log->status == GM_OK && log->n < log->capacity;
+}
+
+static void keep_error(gm_timeline *log, gm_status status)
+{
+    if (status != GM_OK && log->status == GM_OK) {
+        log->status = status;
+        (void)snprintf(log->error, sizeof log->error, "%s", gm_last_error());
+    }
+}
+
+/* The next entry, or NULL when there is no room. */
+static gm_log_entry *add(gm_timeline *log, gm_log_kind kind, gm_log_stream where, uint32_t chunk)
+{
+    if (!gm_timeline_is_open(log)) {
+        if (log && !log->is_finished) {
+            log->n_dropped++;
+        }
+        return NULL;
+    }
+    gm_log_entry *entry = &log->entries[log->n++];
+    entry->kind = kind;
+    entry->stream = where;
+    entry->chunk = chunk;
+    entry->tick = log->tick;
+    return entry;
+}
+
+static void record(gm_timeline *log, size_t event, gm_stream stream)
+{
+    keep_error(log, log->device->ops->event_record(log->device, log->events[event], stream));
+}
+
+uint32_t gm_timeline_begin(gm_timeline *log, gm_log_kind kind, gm_log_stream where, uint32_t chunk,
+                           gm_piece piece, size_t bytes, gm_stream stream)
+{
+    gm_log_entry *entry = add(log, kind, where, chunk);
+    if (!entry) {
+        return GM_NO_ENTRY;
+    }
+    entry->piece = piece;
+    entry->bytes = bytes;
+    uint32_t index = log->n - 1;
+    record(log, 2 * (size_t)index, stream);
+    if (log->status != GM_OK) {
+        log->n--; /* it has no start */
+        log->n_dropped++;
+        return GM_NO_ENTRY;
+    }
+    return index;
+}
+
+void gm_timeline_end(gm_timeline *log, uint32_t index, gm_stream stream)
+{
+    if (!log || index == GM_NO_ENTRY || log->is_finished || log->status != GM_OK) {
+        return;
+    }
+    GM_ASSERT(index < log->n && !log->is_ended[index]);
+    record(log, 2 * (size_t)index + 1, stream);
+    log->is_ended[index] = log->status == GM_OK;
+}
+
+void gm_timeline_mark(gm_timeline *log, gm_log_kind kind, uint32_t chunk, gm_piece piece)
+{
+    GM_ASSERT(kind == GM_LOG_HELD || kind == GM_LOG_DROPPED);
+    gm_log_entry *entry = add(log, kind, GM_ON_COMPUTE, chunk);
+    if (entry) {
+        entry->piece = piece;
+    }
+}
+
+void gm_timeline_tick(gm_timeline *log, uint32_t tick, gm_tick_kind kind, uint32_t id,
+                      const gm_log_memory *memory, gm_stream compute)
+{
+    if (!log) {
+        return;
+    }
+    log->tick = tick;
+    uint32_t index = gm_timeline_begin(log, GM_LOG_TICK, GM_ON_COMPUTE, id, GM_WEIGHT, 0, compute);
+    if (index != GM_NO_ENTRY) {
+        log->entries[index].tick_kind = kind;
+        log->entries[index].memory = *memory;
+    }
+}
+
+static bool is_mark(const gm_log_entry *entry)
+{
+    return entry->kind == GM_LOG_HELD || entry->kind == GM_LOG_DROPPED;
+}
+
+/* Seconds from the event `origin` to another one: negative for work of another stream that ran before it. */
+static gm_status seconds_from(gm_timeline *log, size_t origin, size_t event, double *out)
+{
+    const gm_device_ops *ops = log->device->ops;
+    *out = 0;
+    GM_TRY(ops->event_sync(log->device, log->events[event]));
+    if (event != origin) {
+        GM_TRY(ops->event_elapsed(log->device, log->events[origin], log->events[event], out));
+    }
+    return GM_OK;
+}
+
+static gm_status resolve_one(gm_timeline *log, uint32_t index, size_t origin)
+{
+    gm_log_entry *entry = &log->entries[index];
+    GM_TRY(seconds_from(log, origin, 2 * (size_t)index, &entry->start));
+    entry->end = entry->start;
+    if (log->is_ended[index]) {
+        GM_TRY(seconds_from(log, origin, 2 * (size_t)index + 1, &entry->end));
+    }
+    return GM_OK;
+}
+
+static void resolve(gm_timeline *log)
+{
+    size_t origin = SIZE_MAX;
+    for (uint32_t i = 0; i < log->n; i++) {
+        if (is_mark(&log->entries[i])) {
+            continue;
+        }
+        if (origin == SIZE_MAX) {
+            origin = 2 * (size_t)i;
+        }
+        gm_status status = resolve_one(log, i, origin);
+        if (status != GM_OK) {
+            keep_error(log, status);
+            log->n_dropped += log->n - i;
+            log->n = i;
+        }
+    }
+}
+
+/* A tick lasts until the next one, the last one until everything is over; a mark is where the entry before it
+ * began; the earliest entry begins at 0. */
+static void complete(gm_timeline *log)
+{
+    double first = 0, last = 0;
+    for (uint32_t i = 0; i < log->n; i++) {
+        const gm_log_entry *entry = &log->entries[i];
+        if (!is_mark(entry)) {
+            first = entry->start < first ? entry->start : first;
+            last = entry->end > last ? entry->end : last;
+        }
+    }
+    double next = last, before = first;
+    for (uint32_t i = log->n; i-- > 0;) {
+        gm_log_entry *entry = &log->entries[i];
+        if (entry->kind == GM_LOG_TICK) {
+            entry->end = next > entry->start ? next : entry->start;
+            next = entry->start;
+        }
+    }
+    for (uint32_t i = 0; i < log->n; i++) {
+        gm_log_entry *entry = &log->entries[i];
+        if (is_mark(entry)) {
+            entry->start = entry->end = before;
+        }
+        before = entry->start;
+    }
+    for (uint32_t i = 0; i < log->n; i++) {
+        log->entries[i].start -= first;
+        log->entries[i].end -= first;
+    }
+}
+
+gm_status gm_timeline_finish(gm_timeline *log)
+{
+    if (!log || log->is_finished) {
+        return GM_OK;
+    }
+    log->is_finished = true;
+    resolve(log);
+    complete(log);
+    if (log->status != GM_OK) {
+        return GM_FAIL(log->status, "timeline: stopped after %u entries: %s", log->n, log->error);
+    }
+    return GM_OK;
+}
+
+uint32_t gm_timeline_n(const gm_timeline *log)
+{
+    return log ? log->n : 0;
+}
+
+uint64_t gm_timeline_n_dropped(const gm_timeline *log)
+{
+    return log ? log->n_dropped : 0;
+}
+
+const gm_log_entry *gm_timeline_entry(const gm_timeline *log, uint32_t index)
+{
+    return log && index < log->n ? &log->entries[index] : NULL;
+}

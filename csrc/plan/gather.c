@@ -1,0 +1,172 @@
+/* gather.c - when a pass gathers weights, and what it then asks of the shards.
+ *
+ * 1. Gathers are issued in the order of the uses they serve, each no later than its use and no earlier than the last
+ *    use of what it overwrites has ended.  So no gather that is needed stands behind one that is not yet, and of
+ *    reduces only those stand before it whose gradients were complete when it could begin.
+ * 2. A chunk's gathered weights, once gathered in a pass, are gathered again only after their blocks were taken. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "plan/plan_impl.h"
+
+/* Gathers that are issued ahead of the use that needs one, where memory does not bind: at least so many, and so large a
+ * part of all. */
+#define AHEAD_LEAST 12u
+#define AHEAD_PART  16u
+
+typedef struct gm_gather_ring {
+    uint32_t *owner, *until; /* (length,) */
+} gm_gather_ring;
+
+void gm_needs_free(gm_needs *needs)
+{
+    free(needs->uses);
+    free(needs->first);
+    free(needs->gathers);
+    memset(needs, 0, sizeof *needs);
+}
+
+/* Whether an update of streamed weights comes at its gradient's tick. */
+static bool is_updated_in_pass(const gm_plan *plan, const gm_plan_input *input,
+                               const gm_course *course, uint32_t c)
+{
+    return input->when == GM_IMMEDIATE && course->grad[c] != GM_NO_TICK &&
+           plan->class_of[c] == GM_CLASS_S2 && !plan->is_late[c];
+}
+
+/* The uses of the course's chunks without gathered weights, prolonged where an update on the device needs streamed
+ * weights until the gradient's tick.  `latest` is scratch, (n_chunks,). */
+static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_course *course,
+                    uint32_t *latest, gm_needs *out)
+{
+    memset(latest, 0xff, plan->n * sizeof *latest);
+    for (uint32_t i = 0; i < out->n_uses; i++) {
+        latest[out->uses[i].chunk] = i;
+    }
+    for (uint32_t c = 0; c < plan->n; c++) {
+        if (!is_updated_in_pass(plan, input, course, c)) {
+            continue;
+        }
+        uint32_t end = course->settle[c] < course->n ? course->settle[c] + 1 : course->n;
+        bool is_unused = latest[c] == UINT32_MAX; /* its forward was a pass of its own */
+        if (gm_is_gathered(input, c) || is_unused) {
+            out->uses[out->n_uses++] = (gm_use){c, end - 1, end};
+        } else {
+            gm_use *use = &out->uses[latest[c]];
+            use->end = use->end > end ? use->end : end;
+        }
+    }
+}
+
+/* The chunk's gathered weights are in use until tick `end`.  Gives the tick from which their blocks were free, or
+ * GM_NO_TICK when they were there already. */
+static uint32_t claim(const gm_plan *plan, const gm_plan_input *input, gm_gather_ring *ring,
+                      const gm_use *use)
+{
+    const gm_place *place = &plan->places[use->chunk * GM_N_PIECES + GM_GATHERED];
+    uint32_t n = input->chunks[use->chunk].blocks[GM_GATHERED], from = 0, at = place->offset;
+    bool is_there = true;
+    for (uint32_t j = 0; j < n; j++) {
+        if (ring->owner[at] != use->chunk) {
+            from = ring->until[at] > from ? ring->until[at] : from;
+            is_there = false;
+        }
+        ring->until[at] = ring->owner[at] == use->chunk && ring->until[at] > use->end
+                              ? ring->until[at]
+                              : use->end;
+        ring->owner[at] = use->chunk;
+        at = at + 1 == place->length ? 0 : at + 1;
+    }
+    return is_there ? GM_NO_TICK : from;
+}
+
+static int by_begin(const void *left, const void *right)
+{
+    const gm_use *a = left, *b = right;
+    if (a->begin != b->begin) {
+        return a->begin < b->begin ? -1 : 1;
+    }
+    return a->end != b->end ? (a->end < b->end ? -1 : 1)
+                            : (a->chunk > b->chunk) - (a->chunk < b->chunk);
+}
+
+static void find_gathers(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
+                         gm_gather_ring *ring, gm_needs *out)
+{
+    uint32_t ahead = plan->n / AHEAD_PART > AHEAD_LEAST ? plan->n / AHEAD_PART : AHEAD_LEAST;
+    uint32_t latest = 0;
+    for (uint32_t i = 0; i < course->n_uses; i++) {
+        const gm_use *use = &course->uses[i];
+        uint32_t c = use->chunk, from = 0;
+        if (gm_is_gathered(input, c)) {
+            const gm_place *place = &plan->places[c * GM_N_PIECES + GM_GATHERED];
+            bool is_kept = place->length == 0 || place->is_resident; /* its place may come later */
+            if (is_kept) {
+                from = out->first[c] < course->n ? GM_NO_TICK : 0;
+            } else {
+                from = claim(plan, input, ring, use);
+            }
+            if (from == GM_NO_TICK) {
+                continue;
+            }
+            if (from > use->begin) {
+                out->misfit = c;
+                from = use->begin;
+            }
+            uint32_t soonest =
+                out->n_gathers < ahead ? 0 : out->gathers[out->n_gathers - ahead].end;
+            latest = from > latest ? from : latest;
+            latest = soonest > latest ? soonest : latest;
+            out->gathers[out->n_gathers++] = (gm_use){c, latest, use->begin};
+            out->uses[out->n_uses++] = (gm_use){c, latest, latest + 1};
+        } else {
+            out->uses[out->n_uses++] = *use;
+        }
+        uint32_t begin = out->uses[out->n_uses - 1].begin;
+        out->first[c] = begin < out->first[c] ? begin : out->first[c];
+    }
+}
+
+static bool is_sorted(const gm_needs *needs)
+{
+    for (uint32_t i = 1; i < needs->n_uses; i++) {
+        if (needs->uses[i].begin < needs->uses[i - 1].begin) {
+            return false;
+        }
+    }
+    return true;
+}
+
+gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
+                       gm_needs *out)
+{
+    size_t n_uses = (size_t)course->n_uses + plan->n + 1, length = plan->ring[GM_GATHERED];
+    *out = (gm_needs){.uses = malloc(n_uses * sizeof(gm_use)),
+                      .first = malloc(((size_t)plan->n + 1) * sizeof(uint32_t)),
+                      .gathers = malloc(((size_t)course->n_uses + 1) * sizeof(gm_use)),
+                      .misfit = GM_NO_TICK};
+    gm_gather_ring ring = {.owner = malloc((length + 1) * sizeof(uint32_t)),
+                           .until = calloc(length + 1, sizeof(uint32_t))};
+    uint32_t *latest = malloc(((size_t)plan->n + 1) * sizeof *latest);
+    gm_status status = GM_OK;
+    if (!out->uses || !out->first || !out->gathers || !ring.owner || !ring.until || !latest) {
+        gm_needs_free(out);
+        status = GM_FAIL(GM_ERR_NOMEM, "host: no room for %zu uses of weights", n_uses);
+    } else {
+        memset(ring.owner, 0xff, (length + 1) * sizeof(uint32_t));
+        for (uint32_t c = 0; c < plan->n; c++) {
+            out->first[c] = course->n;
+        }
+        find_gathers(input, plan, course, &ring, out);
+        if (input->when == GM_IMMEDIATE) {
+            prolong(plan, input, course, latest, out);
+        }
+        if (!is_sorted(out)) {
+            qsort(out->uses, out->n_uses, sizeof *out->uses, by_begin);
+        }
+    }
+    free(ring.owner);
+    free(ring.until);
+    free(latest);
+    return status;
+}

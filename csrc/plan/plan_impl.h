@@ -1,0 +1,136 @@
+/* plan_impl.h - what the plan's own files share: the problem as read from the traces, a plan under construction,
+ * and the steps from one to the other.  Nobody else includes it, but for the tests of the plan. */
+#ifndef GM_PLAN_IMPL_H
+#define GM_PLAN_IMPL_H
+
+#include "plan/plan.h"
+
+/* A chunk's weights are needed in ticks [begin, end). */
+typedef struct gm_use {
+    uint32_t chunk, begin, end;
+} gm_use;
+
+/* What a trace asks for, whatever the plan. */
+typedef struct gm_course {
+    const gm_trace *trace;
+    uint32_t n, n_runs, backward; /* its first tick of backward; n: none */
+    gm_use *uses;                 /* (n_uses,) by begin; those of one chunk do not overlap */
+    uint32_t n_uses;
+    gm_use
+        *opens; /* (n_opens,) by begin: a gradient grows from begin on and is complete at end - 1 */
+    uint32_t n_opens;
+    gm_use *
+        sums; /* (n_opens,) by begin: when GM_GRAD is in use; as opens, but where the sum over ranks comes last */
+    uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
+    uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
+    /* (n_chunks,) the first tick from there on after which this pass does not use the weights; n: there is none */
+    uint32_t *settle;
+} gm_course;
+
+typedef struct gm_problem {
+    const gm_plan_input *input;
+    uint32_t n; /* chunks */
+    gm_course *courses;
+    uint32_t n_courses, main; /* main: the course that decides the order of everything */
+    uint32_t n_passes;        /* with backward, in one step */
+    uint32_t *order;          /* (n,) chunks by first use in main */
+    uint32_t *grad_order;     /* (n,) chunks by gradient's tick in main; those without at the end */
+    bool *is_trained;         /* (n,) has states, and a gradient in some course */
+    bool has_gathered, has_unreduced; /* some chunk has such bytes */
+    uint32_t n_blocks;                /* available */
+} gm_problem;
+
+/* Operations of one trace. */
+typedef struct gm_schedule {
+    uint64_t hash;
+    uint32_t n_ticks;
+    uint32_t *begin; /* (n_ticks + 1,) */
+    gm_op *ops;
+} gm_schedule;
+
+struct gm_plan {
+    uint32_t n, n_blocks, main_ticks;
+    uint8_t *class_of;          /* (n,) */
+    bool *is_late;              /* (n,) updated under the next pass's forward */
+    gm_place *places;           /* (n, GM_N_PIECES) */
+    uint32_t *order;            /* (n,) of updates */
+    uint32_t ring[GM_N_PIECES]; /* blocks */
+    gm_schedule *schedules;
+    uint32_t n_schedules;
+    gm_plan_info info;
+};
+
+/* What decides a plan beside the problem. */
+typedef struct gm_choice {
+    uint8_t *class_of;                /* (n,) */
+    bool *is_late, *is_grad_resident; /* (n,) */
+    bool *is_kept;                    /* (n,) its gathered weights have blocks of their own */
+    uint32_t
+        depth[GM_N_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
+} gm_choice;
+
+static inline bool gm_is_streamed(uint32_t cls)
+{
+    return cls == GM_CLASS_S2 || cls == GM_CLASS_C2;
+}
+static inline bool gm_is_on_host(uint32_t cls)
+{
+    return cls == GM_CLASS_C1 || cls == GM_CLASS_C2;
+}
+static inline bool gm_is_state_streamed(uint32_t cls)
+{
+    return cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
+}
+/* Whether the gradient goes home at its tick. */
+bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk);
+
+static inline bool gm_is_gathered(const gm_plan_input *input, uint32_t chunk)
+{
+    return input->chunks[chunk].bytes[GM_GATHERED] > 0;
+}
+static inline bool gm_is_reduced(const gm_plan_input *input, uint32_t chunk)
+{
+    return input->chunks[chunk].bytes[GM_UNREDUCED] > 0;
+}
+
+/* course.c */
+gm_status gm_problem_new(const gm_plan_input *input, gm_problem *out);
+void gm_problem_free(gm_problem *problem);
+gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
+                        gm_course *out);
+void gm_course_free(gm_course *course);
+
+/* place.c: places every piece as chosen; weights and gradients that cannot share a ring become resident.
+ * plan->n_blocks may exceed what is available. */
+gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan);
+gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
+
+/* gather.c: what a course asks of GM_WEIGHT under a plan in which the gathered weights have their places, and when
+ * it gathers.  Without gathered weights that is what it asks of weights. */
+typedef struct gm_needs {
+    gm_use *
+        uses; /* (n_uses,) by begin; streamed weights that an update needs at the gradient's tick included */
+    uint32_t n_uses;
+    uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
+    gm_use *gathers; /* (n_gathers,) at the tick `begin`, in order, for the use at the tick `end` */
+    uint32_t n_gathers;
+    uint32_t misfit; /* a chunk whose gathered place is taken when it is needed; GM_NO_TICK: none */
+} gm_needs;
+gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
+                       gm_needs *out);
+void gm_needs_free(gm_needs *needs);
+
+/* schedule.c */
+gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
+                          gm_schedule *out);
+void gm_schedule_free(gm_schedule *schedule);
+
+/* time.c: predicts the step; fills the seconds and bytes of plan->info. */
+gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
+
+/* search.c: the best plan found, schedules of all courses included. */
+gm_status gm_plan_search(const gm_problem *problem, gm_plan **out);
+/* plan.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there are. */
+gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);
+
+#endif
