@@ -7,20 +7,21 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini_strategy import _C, absent
+from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.comm import DEFAULT_TIMEOUT
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.hooks import keep_nets_on_top
-from gemini_strategy.host import pci_bus_id, place, share_of_host
-from gemini_strategy.loading import MISSING, Weights
-from gemini_strategy.original import Original
+from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
+from gemini_strategy.machine.rates import REFERENCE, are_tuned, machine_rates
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.hooks import keep_nets_on_top
+from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision
-from gemini_strategy.ranks import Ranks
-from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
+from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
+from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.settings import POLICIES, Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
+from gemini_strategy.weights.loading import MISSING, Weights
 
 __all__ = ["engine_of", "manage"]
 

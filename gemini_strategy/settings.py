@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini_strategy.loading import Weights
 from gemini_strategy.precision import Precision
 from gemini_strategy.sizes import ChunkSizes
+from gemini_strategy.weights.loading import Weights
 
 __all__ = ["POLICIES", "Settings"]
 

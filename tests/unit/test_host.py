@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy import _C, host
+from gemini_strategy import _C
+from gemini_strategy.machine import host
 from ranks import run_ranks, values
 from reference import Recipe, assert_same_outcome, assert_trained, drive, managed, train_plain
 from zoo import mlp_case
@@ -313,7 +314,8 @@ import json, os, sys
 sys.path.insert(0, "tests")
 sys.path.insert(0, "tests/unit")
 import torch
-from gemini_strategy import _C, host
+from gemini_strategy import _C
+from gemini_strategy.machine import host
 from test_host import manage_small, worker_masks
 alone = host.share_of_host([host.place()], 0)
 alone.use()

@@ -537,8 +537,9 @@ def test_steps_that_differ(tmp_path: Path) -> None:
 
 def check_rates(rank: int, size: int, folder: str) -> None:
     """Ranks of a host measure together or not at all, and keep the lowest; another host has its own."""
-    from gemini_strategy import _C, rates
-    from gemini_strategy import ranks as ranks_module
+    from gemini_strategy import _C
+    from gemini_strategy.machine import rates
+    from gemini_strategy.ranks import ranks as ranks_module
 
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank // 2}"
     del os.environ["GEMINI_RATES"]

@@ -429,7 +429,7 @@ def test_states_follow_the_parameters_when_the_device_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A GPU that the engine has filled could not take them before."""
-    from gemini_strategy import closing
+    from gemini_strategy import close
 
     run = managed(CASE.build, Recipe(precision="bf16-true"), placement_policy="cpu")
     drive(run, CASE, 2)
@@ -449,8 +449,8 @@ def test_states_follow_the_parameters_when_the_device_is_free(
         for slot in run.engine._slots:
             slot.original_device = torch.device("meta")  # stands for the GPU that they came from
 
-    original = closing.give_back
-    monkeypatch.setattr(closing, "give_back", give_back)
+    original = close.give_back
+    monkeypatch.setattr(close, "give_back", give_back)
     run.engine.close()
     assert before == [{"cpu"}] and devices() == {"meta"}
 

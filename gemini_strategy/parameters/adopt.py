@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, order
+from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
-from gemini_strategy.hooks import MarkedUnit, Unit, is_compiled, wants_marks
-from gemini_strategy.parameter import managed_class
+from gemini_strategy.parameters import order
+from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
+from gemini_strategy.parameters.parameter import managed_class
+from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import weight_dtypes
-from gemini_strategy.slot import FORMATS, Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
-    from gemini_strategy.loading import Loading
-    from gemini_strategy.original import Original
+    from gemini_strategy.parameters.original import Original
+    from gemini_strategy.weights.loading import Loading
 
 __all__ = ["Adoption"]
 

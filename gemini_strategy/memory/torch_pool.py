@@ -23,12 +23,12 @@ import functools
 
 import torch
 
+from gemini_strategy import _C
+
 
 @functools.cache
 def _core() -> ctypes.CDLL:
     """The extension as a C library, for the functions that torch calls without Python."""
-    from gemini_strategy import _C
-
     library = ctypes.CDLL(_C.__file__)
     library.gm_torch_alloc_bytes.argtypes = [ctypes.c_int]
     library.gm_torch_alloc_bytes.restype = ctypes.c_size_t

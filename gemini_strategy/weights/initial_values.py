@@ -23,8 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from gemini_strategy._transformers import is_transformer
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.weights.transformers import is_transformer
 
 __all__ = ["InitialValues", "silent_modules"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from gemini_strategy.report import bytes_text
+from gemini_strategy.report.tables import bytes_text
 
 __all__ = ["export_svg", "lives", "stacked"]
 

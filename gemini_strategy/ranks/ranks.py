@@ -33,7 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_strategy.comm import (
+from gemini_strategy.errors import GeminiDeviceError, GeminiError
+from gemini_strategy.ranks.comm import (
     DEFAULT_TIMEOUT,
     Communicator,
     _Gloo,
@@ -42,7 +43,6 @@ from gemini_strategy.comm import (
     patience_of,
     ranks_text,
 )
-from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
 __all__ = ["Group", "Ranks", "by_value", "check_lines", "check_same", "fingerprint"]
 

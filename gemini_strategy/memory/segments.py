@@ -1,7 +1,7 @@
 """Few segments of device memory out of which torch's caching allocator can serve a whole step.
 
 Left alone, that allocator asks for a segment of each tensor's own size, and later cuts what is free to serve
-smaller ones. In a pool that gives nothing back (cuda_pool.py) the sizes add up: a step of OPT with 3.4 billion
+smaller ones. In a pool that gives nothing back (torch_pool.py) the sizes add up: a step of OPT with 3.4 billion
 parameters holds 12.3 GB of tensors at most, out of segments of 16.0 GB. Out of two segments of 12.8 GB together,
 made beforehand, the same step is served whole. Which two is found by replaying the step's allocations.
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from gemini_strategy import report
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.timeline_svg import export_svg
+from gemini_strategy.report import tables
+from gemini_strategy.report.svg import export_svg
 
 __all__ = ["Recording", "Reporting", "export_chrome", "export_svg", "record"]
 
@@ -133,11 +133,11 @@ class Reporting:
     """
 
     def __init__(self) -> None:
-        self.meter = report.StepMeter()
+        self.meter = tables.StepMeter()
         self.recording: Recording | None = None
         self._has_plan = False  # the first one has been told, or would have been
         self._total_peak_bytes = 0
-        self._host_before_bytes = report.host_resident_bytes()  # with the model as it came
+        self._host_before_bytes = tables.host_resident_bytes()  # with the model as it came
 
     def _note_step(self, stats: Mapping[str, Any]) -> None:
         """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
@@ -145,14 +145,14 @@ class Reporting:
         self.meter.step(stats, None if plan is None else plan["compute_seconds"])
         if plan is not None and not self._has_plan:
             self._has_plan = True
-            self._announce(report.plan_table)
+            self._announce(tables.plan_table)
         if self.recording is not None:
             self.recording.after_step()
 
     def _announce(self, table: Callable[[Any], str]) -> None:
         wanted = self._settings.report
         if wanted is not False and self.ranks.rank == 0:
-            report.announce(self, wanted is True, table)
+            tables.announce(self, wanted is True, table)
 
     def _sample_device(self) -> None:
         """Before anything is given back between steps: what the passes have left is about their peak."""
@@ -183,7 +183,7 @@ class Reporting:
 
     def report(self) -> str:
         """The table of the plan and, once there have been steps, what was planned beside what was measured."""
-        return report.report(self)
+        return tables.report(self)
 
     def timeline(
         self, path: str | Path, svg: str | Path | None = None, steps: int = 1
@@ -194,9 +194,9 @@ class Reporting:
 
 def layout_of(engine: Any) -> dict[str, Any]:
     """What the picture says beside the entries; keys as export_svg takes them."""
-    about = report.about(engine)
+    about = tables.about(engine)
     stats = engine.core.stats()
-    plan = report.plan_of(engine)
+    plan = tables.plan_of(engine)
     return {
         "title": f"{about['model']} on {about['device']}",
         "n_chunks": stats["chunks"],

@@ -10,16 +10,15 @@
 #   3. A checkpoint carries the scale twice, under our name and under Lightning's "MixedPrecision", so that it
 #      resumes under either.
 
-import importlib
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
+
+from gemini_strategy.lightning.trees import Tree, import_tree
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 
@@ -34,54 +33,18 @@ _FOREIGN_SCALES = ("MixedPrecision", "FSDPPrecision")
 _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
-@dataclass(frozen=True)
-class Tree:
-    """One installation of Lightning: `lightning` or `pytorch_lightning`, whose classes are not each other's.
-
-    Attributes:
-        name: ``"lightning"`` or ``"pytorch_lightning"``.
-        pl: the module with ``Trainer`` in it.
-        fabric: the module with the ``Fabric`` of the same tree in it.
-        roots: names of the top-level packages that belong to this tree.
-        foreign: names of the top-level packages that belong to the other tree.
-    """
-
-    name: str
-    pl: ModuleType
-    fabric: ModuleType
-    roots: frozenset[str]
-    foreign: frozenset[str]
-
-    def check(self, argument: str, value: Any, wanted: type) -> None:
-        """Raise TypeError, naming the remedy, unless `value` is None or an instance of this tree's `wanted`."""
-        if value is None or isinstance(value, wanted):
-            return
-        got = type(value)
-        roots = {base.__module__.partition(".")[0] for base in got.__mro__}
-        if roots & self.foreign:
-            other = "pytorch_lightning" if self.name == "lightning" else "lightning"
-            raise TypeError(
-                f"GeminiStrategy({argument}=...): {got.__module__}.{got.__qualname__} belongs to `{other}`, but this"
-                f" strategy class belongs to `{self.name}`. Import everything from `{self.name}`, or take the other"
-                f" class with gemini_strategy.lightning.strategy_class({other!r})."
-            )
-        raise TypeError(
-            f"GeminiStrategy({argument}=...): expected None or an instance of"
-            f" {wanted.__module__}.{wanted.__qualname__}, got {got.__module__}.{got.__qualname__}."
-        )
-
-
 _classes: dict[str, type] = {}  # by the name of their tree
 
 
 def _plain_plugin(tree: str) -> Any:
     """What is unpickled into; in a process that has no class of that tree yet, too."""
-    importlib.import_module("gemini_strategy.lightning").strategy_class(tree)
-    return _classes[tree]()
+    return precision_class(import_tree(tree))()
 
 
 def precision_class(tree: Tree) -> type:
-    """Build the precision plugin class of `tree`."""
+    """The precision plugin class of `tree`; made at the first call."""
+    if tree.name in _classes:
+        return _classes[tree.name]
     plugins = tree.pl.plugins
     base: type = plugins.Precision
 

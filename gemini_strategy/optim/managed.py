@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.moments import LOWS, States, check_entry, lack, saved_entry
-from gemini_strategy.optim import CPUAdam, HybridAdam
-from gemini_strategy.slot import Slot
+from gemini_strategy.optim.adam import CPUAdam, HybridAdam
+from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, saved_entry
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine

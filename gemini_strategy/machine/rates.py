@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from gemini_strategy import _C
-from gemini_strategy.ranks import Ranks
+from gemini_strategy._version import __version__
+from gemini_strategy.ranks.ranks import Ranks
 
 __all__ = ["REFERENCE", "are_tuned", "machine_rates"]
 
@@ -157,14 +158,12 @@ def _machine(ordinal: int | None, threads: int, n_ranks: int) -> dict[str, str]:
     gpu = "host"
     if ordinal is not None:
         gpu = f"{torch.cuda.get_device_name(ordinal)}, driver {_driver()}"
-    import gemini_strategy  # here, as the package imports this module
-
     machine = {
         "host": platform.node(),
         "cpu": _cpu(),
         "gpu": gpu,
         "threads": str(cores),
-        "version": gemini_strategy.__version__,
+        "version": __version__,
     }
     if n_ranks > 1:
         machine["ranks"] = str(n_ranks)

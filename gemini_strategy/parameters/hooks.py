@@ -29,9 +29,10 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map
 
-from gemini_strategy import _C, absent
+from gemini_strategy import _C
 from gemini_strategy.errors import GuardError
-from gemini_strategy.slot import Slot
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine

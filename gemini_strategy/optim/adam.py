@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.order import is_dense, is_same
+from gemini_strategy.parameters.order import is_dense, is_same
 from gemini_strategy.precision import weight_dtypes
 
 __all__ = ["CPUAdam", "HybridAdam", "cast_model_", "clip_coefficient", "grad_norm"]

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import absent, report, takeover
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.slot import Slot
+from gemini_strategy.optim import managed
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.report import tables
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
@@ -47,7 +49,7 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
             values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine._slots}
             grads = _read_grads(engine)
             if engine.optimizer is not None:
-                takeover.release(engine, engine.optimizer, is_fp32, with_states)
+                managed.release(engine, engine.optimizer, is_fp32, with_states)
         except GeminiError as error:
             cause = engine.core.salvage()
             if cause is None and engine.ranks.has_failed:
@@ -63,7 +65,7 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
         return
     give_back(engine, values, grads)
     if engine.optimizer is not None:
-        takeover.send_states(engine.optimizer, engine._slots)
+        managed.send_states(engine.optimizer, engine._slots)
     if first is not None:
         raise first
 
@@ -114,7 +116,7 @@ def _let_go(engine: Engine, is_dead: bool) -> Exception | None:
     if engine.recording is not None:
         attempt(engine.recording.finish)
     if engine._steps and not is_dead:
-        attempt(lambda: engine._announce(report.result_table))
+        attempt(lambda: engine._announce(tables.result_table))
     return first
 
 
@@ -131,7 +133,7 @@ def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
             values[slot] = torch.empty_strided(slot.shape, slot.strides, dtype=dtype).fill_(filler)
             lost.append(slot.name)
     if engine.optimizer is not None:
-        takeover.let_go(engine.optimizer)
+        managed.let_go(engine.optimizer)
     text = (
         f"this engine ended inside a step: {cause}. Its model and optimizer are ordinary again, but the weights are "
         "of no single step, and the optimizer's states are gone: load a checkpoint into both before they are used"

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy._transformers import (
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.parameters.original import Original
+from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.weights.files import WeightFiles
+from gemini_strategy.weights.initial_values import InitialValues
+from gemini_strategy.weights.transformers import (
     base_prefix,
     declared_ties,
     ignores_missing,
@@ -29,12 +35,6 @@ from gemini_strategy._transformers import (
     is_transformer,
     renaming,
 )
-from gemini_strategy.errors import GeminiError
-from gemini_strategy.initial import InitialValues
-from gemini_strategy.original import Original
-from gemini_strategy.ranks import Ranks
-from gemini_strategy.slot import Slot
-from gemini_strategy.weights import WeightFiles
 
 __all__ = ["MISSING", "Loading", "Weights"]
 

@@ -1,4 +1,4 @@
-# What the strategy says: figures to the trainer's loggers, and the two tables of report.py.
+# What the strategy says: figures to the trainer's loggers, and the two tables of report/tables.py.
 #
 # A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
 #
@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
-from gemini_strategy import report
+from gemini_strategy.report import tables
 
 # Key of engine.stats() -> the name that loggers get.
 LOGGED = {
@@ -48,9 +48,9 @@ class StepLogs:
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         engine = self.engine
         if engine is not None:
-            if self.report and engine not in _shown and report.plan_of(engine) is not None:
+            if self.report and engine not in _shown and tables.plan_of(engine) is not None:
                 _shown.add(engine)
-                self._say(report.plan_table(engine))
+                self._say(tables.plan_table(engine))
                 if self.deferred_because is not None:
                     self._say(f"Updates run under the next forward: {self.deferred_because}.")
             _log(self.lightning_module.trainer, engine)
@@ -60,7 +60,7 @@ class StepLogs:
         super().on_train_end()  # type: ignore[misc]
         engine = self.engine
         if self.report and engine is not None and engine.stats()["steps"]:
-            self._say(report.result_table(engine))
+            self._say(tables.result_table(engine))
 
 
 def _log(trainer: Any, engine: Any) -> None:

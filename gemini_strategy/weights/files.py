@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.ranks import fingerprint
+from gemini_strategy.ranks.ranks import fingerprint
 
 __all__ = ["WeightFiles"]
 

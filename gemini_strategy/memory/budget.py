@@ -1,6 +1,6 @@
 """The device budget on CUDA: what is not ours counts too, and torch's own memory answers to it.
 
-The core asks for chunks; torch's caching allocator asks through cuda_pool.py; the rest of what this process
+The core asks for chunks; torch's caching allocator asks through torch_pool.py; the rest of what this process
 holds (driver context, modules, memory from before manage()) is read from the driver. On the host device there
 is nothing around the chunks, and everything here is 0.
 
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.segments import choose_segments, events_of
+from gemini_strategy.memory.segments import choose_segments, events_of
+from gemini_strategy.memory.torch_pool import TorchPool
 
 __all__ = ["DeviceMemory"]
 
@@ -90,8 +91,6 @@ class DeviceMemory:
                 f"{device} has an open engine already, and torch's memory can answer to one only: "
                 "close() that engine first"
             )
-        from gemini_strategy.cuda_pool import TorchPool
-
         torch.cuda.empty_cache()
         self._pool = TorchPool(device)
         self._pool.begin()

@@ -21,7 +21,7 @@ from gemini_strategy.errors import GeminiError
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
-    from gemini_strategy.slot import Slot
+    from gemini_strategy.parameters.slot import Slot
 
 __all__ = ["WAY_OUT", "Ending"]
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy._lightning_checks import (
+from gemini_strategy.lightning.checks import (
     check,
     check_bool,
     check_choice,
@@ -38,21 +38,22 @@ from gemini_strategy._lightning_checks import (
     check_paths,
     check_size,
 )
-from gemini_strategy._lightning_logs import StepLogs
-from gemini_strategy._lightning_precision import Tree, cast_floating, precision_class
-from gemini_strategy._lightning_ranks import (
+from gemini_strategy.lightning.logs import StepLogs
+from gemini_strategy.lightning.precision import cast_floating, precision_class
+from gemini_strategy.lightning.ranks import (
     PROCESS_GROUP_BACKENDS,
     Ranks,
     is_mappable,
     load_mapped,
 )
-from gemini_strategy._lightning_schedule import (
+from gemini_strategy.lightning.schedule import (
     UPDATE_SCHEDULES,
     StepSchedule,
     saves_after_errors,
 )
-from gemini_strategy.initial import silent_modules
-from gemini_strategy.loading import MISSING, Weights
+from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.weights.initial_values import silent_modules
+from gemini_strategy.weights.loading import MISSING, Weights
 
 PLACEMENT_POLICIES = ("auto", "cpu", "cuda")
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, absent, order
+from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.parameters import absent, order
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine

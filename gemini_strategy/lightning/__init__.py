@@ -8,7 +8,6 @@
 # Invariants
 #   1. Importing or reloading this module any number of times is the same as once: classes keep their identity.
 #   2. A strategy name that someone else has registered is never replaced.
-#   3. Lightning's messages go where they went before: to the log of the tree that was imported first.
 """Lightning strategies ``"gemini"``, ``"gemini_cpu"``, ``"gemini_cuda"`` and ``"gemini_hybrid"``.
 
     import gemini_strategy.lightning
@@ -18,25 +17,15 @@
 imported already; ``lightning`` when both or neither are). :func:`strategy_class` returns the other one's.
 """
 
-import importlib
 import sys
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any, NoReturn
 
-from lightning_utilities.core import rank_zero
-
 from gemini_strategy import GeminiError
-from gemini_strategy._lightning_precision import Tree
-from gemini_strategy._lightning_strategy import build_strategy
+from gemini_strategy.lightning.strategy import build_strategy
+from gemini_strategy.lightning.trees import MODULES, import_tree, installed_trees
 
 __all__ = ["GeminiStrategy", "strategy_class"]
 
-# Tree -> (module of the Trainer, module of Fabric), in order of preference.
-_MODULES = {
-    "lightning": ("lightning.pytorch", "lightning.fabric"),
-    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
-}
 _NAMES: dict[str, dict[str, Any]] = {
     "gemini": {"placement_policy": "auto"},
     "gemini_cpu": {"placement_policy": "cpu"},
@@ -60,34 +49,18 @@ def strategy_class(tree: str) -> type:
         ImportError: the distribution is not installed.
     """
     name = "lightning" if tree == "lightning.pytorch" else tree
-    if name not in _MODULES:
+    if name not in MODULES:
         raise ValueError(
-            f"strategy_class(tree={tree!r}): expected one of {', '.join(map(repr, _MODULES))}."
+            f"strategy_class(tree={tree!r}): expected one of {', '.join(map(repr, MODULES))}."
         )
     if name not in _classes:
-        trainer, fabric = _imported(name)
-        roots = {
-            n: frozenset(module.partition(".")[0] for module in modules)
-            for n, modules in _MODULES.items()
-        }
-        foreign = frozenset().union(*roots.values()) - roots[name]
-        _classes[name] = build_strategy(Tree(name, trainer, fabric, roots[name], foreign))
+        _classes[name] = build_strategy(import_tree(name))
     _register(name)
     return _classes[name]
 
 
-def _imported(tree: str) -> list[ModuleType]:
-    """Each tree, when it is imported, takes the log of both for its own: the one that came first keeps it."""
-    is_first = not any(module in sys.modules for pair in _MODULES.values() for module in pair)
-    log = rank_zero.log
-    modules = [importlib.import_module(module) for module in _MODULES[tree]]
-    if not is_first:
-        rank_zero.log = log
-    return modules
-
-
 def _register(tree: str) -> None:
-    trainer, fabric = (sys.modules[module] for module in _MODULES[tree])
+    trainer, fabric = (sys.modules[module] for module in MODULES[tree])
     for name, preset in _NAMES.items():
         for registry, strategy, arguments in (
             (trainer.strategies.StrategyRegistry, _classes[tree], preset),
@@ -110,14 +83,8 @@ def _refuse_fabric() -> NoReturn:
     )
 
 
-def _installed() -> list[str]:
-    found = [name for name in _MODULES if name in sys.modules or find_spec(name) is not None]
-    # What the program imported itself comes first; Python's sort keeps the order of preference otherwise.
-    return sorted(found, key=lambda name: _MODULES[name][0] not in sys.modules)
-
-
 def _adopt_trees() -> Any:
-    trees = list(_classes) or _installed()
+    trees = list(_classes) or installed_trees()
     if not trees:
         raise ImportError("gemini_strategy.lightning needs Lightning: pip install lightning")
     classes = [strategy_class(name) for name in trees]

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import absent
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.slot import Slot, checked_step, split_low
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot, checked_step, split_low
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
