@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import gemini_strategy as gs
 from gemini_strategy.ranks.comm import Communicator, communicator
-from ranks import run_ranks, values
+from helpers.ranks import run_ranks, values
 
 pytestmark = pytest.mark.gpu
 

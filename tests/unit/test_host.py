@@ -20,9 +20,16 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy import _C
 from gemini_strategy.machine import host
-from ranks import run_ranks, values
-from reference import Recipe, assert_same_outcome, assert_trained, drive, managed, train_plain
-from zoo import mlp_case
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
+    Recipe,
+    assert_same_outcome,
+    assert_trained,
+    drive,
+    managed,
+    train_plain,
+)
+from helpers.zoo import mlp_case
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,8 @@ import gemini_strategy as gs
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters import slot as slots
 from gemini_strategy.weights import files as weight_files
-from reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
-from zoo import CASES, Case, Mlp, mlp_case
+from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
+from helpers.zoo import CASES, Case, Mlp, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 BY_NAME = {case.name: case for case in CASES}

@@ -22,8 +22,8 @@ import gemini_strategy as gs
 from gemini_strategy.engine import Engine
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters.slot import Slot
-from ranks import run_ranks, values
-from reference import bits
+from helpers.ranks import run_ranks, values
+from helpers.reference import bits
 
 PACKAGE = str(Path(gs.__file__).parent)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import gemini_strategy as gs
 from gemini_strategy.ranks import ranks as ranks_module
 from gemini_strategy.ranks.ranks import Group, Ranks, _groups_of
-from ranks import run_ranks, values
+from helpers.ranks import run_ranks, values
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SHORT = 4.0

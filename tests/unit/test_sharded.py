@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import (
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
     Managed,
     Outcome,
     Recipe,
@@ -25,8 +25,8 @@ from reference import (
     plain,
     tightly,
 )
-from sharded import Exact, ExactCase
-from zoo import CASES
+from helpers.sharded import Exact, ExactCase
+from helpers.zoo import CASES
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 RATES = "h2d=55e9,d2h=54e9"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference import Managed, Plain, bits, plain, state_bytes
-from scenario import Played, RandomNet, Scenario, act, budgeted, case_of, scenario
+from helpers.reference import Managed, Plain, bits, plain, state_bytes
+from helpers.scenario import Played, RandomNet, Scenario, act, budgeted, case_of, scenario
 
 __all__ = ["play_ranks_plain", "play_sharded", "sharded_scenario"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
-from reference import Managed, Plain, Recipe, managed
+from helpers.reference import Managed, Plain, Recipe, managed
 
 __all__ = ["Program", "at_floor", "program", "run_program"]
 

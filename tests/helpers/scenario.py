@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Managed,
     Outcome,
     Plain,
@@ -29,7 +29,7 @@ from reference import (
     plain,
     state_bytes,
 )
-from zoo import CASES, Case
+from helpers.zoo import CASES, Case
 
 __all__ = [
     "RATES",

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from reference import Plain, Recipe, assert_same_bits, managed, tightly
-from zoo import Case, mlp_case
+from helpers.reference import Plain, Recipe, assert_same_bits, managed, tightly
+from helpers.zoo import Case, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 WEIGHT = "blocks.1.1.weight"

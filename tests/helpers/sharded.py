@@ -55,7 +55,7 @@ class Exact(nn.Module):
 
 
 class ExactCase:
-    """As tests/zoo.py has them, for one rank of `size`; (0, 1) is the reference."""
+    """As tests/helpers/zoo.py has them, for one rank of `size`; (0, 1) is the reference."""
 
     build = Exact
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 # torch's optimizers import torch._dynamo when the first is made, which takes a second.
 PRELOADED = (
     "torch",
@@ -71,7 +71,7 @@ class Forks:
         paths = [str(TESTS.parent), str(TESTS), *map(str, folders)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *PRELOADED, *preload],
+            [sys.executable, "-m", "helpers.forked", *PRELOADED, *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -211,4 +211,4 @@ def _main() -> None:
 
 if __name__ == "__main__":
     # Under its real name, so that what is pickled here is known there.
-    importlib.import_module("forked")._main()
+    importlib.import_module("helpers.forked")._main()
