@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C, agreement, close, state
+from gemini_strategy.arguments import POLICIES
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
@@ -34,7 +35,7 @@ from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.report.timeline import Reporting
-from gemini_strategy.settings import POLICIES, Settings
+from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import Ending
 from gemini_strategy.weights.loading import Loading
 

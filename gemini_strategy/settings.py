@@ -10,9 +10,7 @@ from gemini_strategy.precision import Precision
 from gemini_strategy.sizes import ChunkSizes
 from gemini_strategy.weights.loading import Weights
 
-__all__ = ["POLICIES", "Settings"]
-
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine.h numbers them
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)

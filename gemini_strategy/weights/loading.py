@@ -36,10 +36,9 @@ from gemini_strategy.weights.transformers import (
     renaming,
 )
 
-__all__ = ["MISSING", "Loading", "Weights"]
+__all__ = ["Loading", "Weights"]
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-MISSING = ("refuse", "init")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

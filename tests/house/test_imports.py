@@ -12,8 +12,11 @@ PACKAGE = ROOT / "gemini_strategy"
 
 # Folders, and modules outside of them, from the bottom up. What stands on one line does not know the others on it.
 LAYERS = [
-    ["_C", "_version", "errors", "precision"],
-    ["sizes", "memory", "report", "ranks", "parameters", "step_in_backward"],
+    ["_C", "_version", "errors"],
+    ["sizes"],
+    ["arguments"],
+    ["precision"],
+    ["memory", "report", "ranks", "parameters", "step_in_backward"],
     ["machine", "optim", "weights"],
     ["settings", "state", "close"],
     ["agreement"],

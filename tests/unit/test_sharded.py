@@ -268,7 +268,9 @@ def check_arguments(rank: int, size: int) -> None:
         text = refusal(manage, model, placement_policy="gpu")
         assert text.startswith('placement_policy="gpu"') or "'gpu'" in text
     else:
-        assert "rank 1 said: manage(): ValueError: placement_policy='gpu'" in refusal(manage, model)
+        assert "rank 1 said: manage(): ValueError: manage(placement_policy='gpu'" in refusal(
+            manage, model
+        )
     if is_odd:
         model.terms[0].p.grad = torch.zeros(3, 5)
     text = refusal(manage, model)
