@@ -144,7 +144,7 @@ def seconds_each(work: Callable[[], object], device: torch.device) -> float:
 
 def collectives(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Bytes per second that each rank sends, in place on bf16 chunks: torch's group and our communicator in turn."""
-    from gemini_strategy.comm import communicator
+    from gemini_strategy.ranks.comm import communicator
 
     rank, size = dist.get_rank(), dist.get_world_size()
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0

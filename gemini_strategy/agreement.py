@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import takeover
-from gemini_strategy.comm import ranks_text
-from gemini_strategy.ending import WAY_OUT
+from gemini_strategy._version import __version__
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim import managed
 from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks import Ranks, by_value, check_lines, check_same, fingerprint
+from gemini_strategy.ranks.comm import ranks_text
+from gemini_strategy.ranks.ranks import Ranks, by_value, check_lines, check_same, fingerprint
 from gemini_strategy.settings import Settings
+from gemini_strategy.step_in_backward import WAY_OUT
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
-    from gemini_strategy.slot import Slot
+    from gemini_strategy.parameters.slot import Slot
 
 __all__ = [
     "Written",
@@ -44,12 +45,10 @@ def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Set
     """The settings with the least budgets of all ranks; the rest must be equal."""
     if ranks.size == 1:
         return settings
-    import gemini_strategy  # here, as the package imports this module
-
     sizes = settings.sizes
     ranks.agree(
         {
-            "the version of gemini_strategy": gemini_strategy.__version__,
+            "the version of gemini_strategy": __version__,
             "the version of torch": torch.__version__,
             "device": settings.device.type,
             "precision": settings.precision.name,
@@ -356,8 +355,8 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
     """check_step, and the step would do the same on every rank."""
     fields = {
         f"the hyperparameters of param group {number}": [
-            *takeover.hyperparameters(group),
-            *takeover.mode(group),
+            *managed.hyperparameters(group),
+            *managed.mode(group),
         ]
         for number, group in enumerate(engine.optimizer.param_groups)
     }

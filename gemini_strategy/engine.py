@@ -1,7 +1,8 @@
 """The engine that a person holds: training, reading and writing parameters, state, and the way back.
 
-The core (csrc/engine/engine.h) moves bytes. manage.py makes engines, adopt.py moves a model in, hooks.py enters and
-leaves units, absent.py serves parameters outside them, takeover.py is the optimizer's face.
+The core (csrc/engine/engine.h) moves bytes. manage.py makes engines, parameters/adopt.py moves a model in,
+parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them, optim/managed.py is
+the optimizer's face.
 
 Invariants
     1. Every managed parameter has one slot, however many names (tied weights) it has.
@@ -19,21 +20,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, absent, agreement, closing, foreign, order, state, takeover
-from gemini_strategy.adopt import Adoption
-from gemini_strategy.ending import Ending
+from gemini_strategy import _C, agreement, close, state
+from gemini_strategy.arguments import POLICIES
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
-from gemini_strategy.hooks import RootForward, SavedTensorNet
-from gemini_strategy.loading import Loading
-from gemini_strategy.memory import DeviceMemory
-from gemini_strategy.optim import clip_coefficient
-from gemini_strategy.original import Original
+from gemini_strategy.memory.budget import DeviceMemory
+from gemini_strategy.optim import managed
+from gemini_strategy.optim.adam import clip_coefficient
+from gemini_strategy.parameters import absent, foreign, order
+from gemini_strategy.parameters.adopt import Adoption
+from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
+from gemini_strategy.parameters.original import Original
+from gemini_strategy.parameters.sharing import check_sharing
+from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks import Ranks
-from gemini_strategy.settings import POLICIES, Settings
-from gemini_strategy.sharing import check_sharing
-from gemini_strategy.slot import FORMATS, Slot
-from gemini_strategy.timeline import Reporting
+from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.report.timeline import Reporting
+from gemini_strategy.settings import Settings
+from gemini_strategy.step_in_backward import Ending
+from gemini_strategy.weights.loading import Loading
 
 __all__ = ["Engine"]
 
@@ -48,7 +52,7 @@ class Engine(Reporting):
         precision: the precision's name, or None.
         scaler: the LossScaler of "16-mixed", or None.
         closed: True after close().
-        ranks: those that train this model together; see ranks.py.
+        ranks: those that train this model together; see ranks/ranks.py.
         core: the C engine (internal).
         ending: what `backward(step=True)` has announced (internal).
 
@@ -81,7 +85,7 @@ class Engine(Reporting):
         self._in_backward = False
         self._steps = self._skipped = 0
         self.ending = Ending(self)
-        grouped = takeover.check(optimizer, model) if optimizer is not None else set()
+        grouped = managed.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
         adoption = Adoption(self, grouped)
         check_sharing(model)
@@ -101,7 +105,7 @@ class Engine(Reporting):
         self.net = SavedTensorNet(self, self._slots)
         self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
         if optimizer is not None:
-            takeover.install(self, optimizer)
+            managed.install(self, optimizer)
         self._settle()
         loading.finish()
         for slot in self._slots:
@@ -298,7 +302,7 @@ class Engine(Reporting):
 
         Raises:
             GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
-                Or the gradients of the last such step are still there, or it has not come; see ending.py.
+                Or the gradients of the last such step are still there, or it has not come; see step_in_backward.py.
         """
         self._check_open()
         if self.optimizer is not None and self.ranks.size > 1:
@@ -319,7 +323,7 @@ class Engine(Reporting):
                     yield slot, group
                 elif slot.has_grad_home:
                     raise GeminiError(
-                        f"param_groups: {slot.name} {takeover.no_place(slot)}: take it out of its group, or "
+                        f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
                         "engine.close() and manage() again"
                     )
 
@@ -465,7 +469,7 @@ class Engine(Reporting):
 
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
-        numbers = (*takeover.hyperparameters(group), slot.adam_step + 1, *takeover.mode(group))
+        numbers = (*managed.hyperparameters(group), slot.adam_step + 1, *managed.mode(group))
         return (slot.id, *numbers, divisor, self._clip_factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -598,7 +602,7 @@ class Engine(Reporting):
         self._check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer")
-        return takeover.state_dict(self, self.optimizer, 0 if rank0_only else None, with_lows)
+        return managed.state_dict(self, self.optimizer, 0 if rank0_only else None, with_lows)
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
@@ -608,7 +612,7 @@ class Engine(Reporting):
         self._check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer")
-        takeover.load_state_dict(self, self.optimizer, state)
+        managed.load_state_dict(self, self.optimizer, state)
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""
@@ -667,7 +671,7 @@ class Engine(Reporting):
                 fp32 masters. Parameters return to the device they came from.
             with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
         """
-        closing.close(self, dtype, self.ranks.size == 1 if with_states is None else with_states)
+        close.close(self, dtype, self.ranks.size == 1 if with_states is None else with_states)
 
     def __enter__(self) -> Engine:
         return self

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini_strategy import _C, absent
+from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.comm import DEFAULT_TIMEOUT
+from gemini_strategy.arguments import check_management
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.hooks import keep_nets_on_top
-from gemini_strategy.host import pci_bus_id, place, share_of_host
-from gemini_strategy.loading import MISSING, Weights
-from gemini_strategy.original import Original
+from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
+from gemini_strategy.machine.rates import REFERENCE, are_tuned, machine_rates
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.hooks import keep_nets_on_top
+from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision
-from gemini_strategy.ranks import Ranks
-from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
-from gemini_strategy.settings import POLICIES, Settings
+from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
+from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
+from gemini_strategy.weights.loading import Weights
 
 __all__ = ["engine_of", "manage"]
 
@@ -142,61 +147,14 @@ def manage(
 
     Whatever it raises, the model and the optimizer are as they were: the same tensors, hooks and states.
     """
+    given = dict(locals())
     ranks = Ranks(mesh, timeout, is_sharded=enable_distributed_storage)
     original = None
     try:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if placement_policy not in POLICIES:
-            raise ValueError(
-                f'placement_policy={placement_policy!r} is not supported; choose "auto", "cpu" or "cuda"'
-            )
-        if gradient_dtype not in (None, torch.float32):
-            raise ValueError(f"gradient_dtype={gradient_dtype!r}: choose None or torch.float32")
-        if gpu_margin_mem_ratio is not None and not 0.0 <= gpu_margin_mem_ratio <= 1.0:
-            raise ValueError(f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r} must be in [0, 1]")
-        if gpu_margin_mem_ratio is not None and placement_policy != "auto":
-            raise ValueError(
-                f'gpu_margin_mem_ratio has a meaning with placement_policy="auto" only, not '
-                f"{placement_policy!r}"
-            )
-        if missing not in MISSING:
-            raise ValueError(f'missing={missing!r} is not supported; choose "refuse" or "init"')
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads!r} must be at least 1")
-        where = _find_device(device)
-        places = ranks.gather_here("place on the host", place(pci_bus_id(where)))
-        share = share_of_host(
-            places, ranks.local_rank, threads=threads, has_gpu=where.type == "cuda"
-        )
-        share.use()
-        threads = share.threads
-        rates = machine_rates(where.index if where.type == "cuda" else None, threads, ranks=ranks)
-        host_share = physical_memory() if share.memory is None else share.memory
-        settings = Settings(
-            device=where,
-            precision=Precision(precision),
-            policy=placement_policy,
-            device_budget=_parse_device_budget(device_budget, where),
-            host_budget=(
-                (-1 if ranks.local_size == 1 else host_share)
-                if host_budget is None
-                else parse_bytes(host_budget, host_share, "host_budget")
-            ),
-            sizes=ChunkSizes(
-                chunk_size, block_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
-            ),
-            is_grad_f32=gradient_dtype is torch.float32,
-            margin=gpu_margin_mem_ratio,
-            convert_inputs=convert_inputs,
-            force_outputs_fp32=force_outputs_fp32,
-            threads=threads,
-            rates=tuple(rates[name] for name in RATES),
-            is_tuned=are_tuned(where.type == "cuda"),
-            report=report,
-            weights=weights,
-            missing=missing,
-        )
+        check_management("manage", given)
+        settings = _settings(given, ranks)
         scaler = LossScaler(
             initial_scale,
             min_scale,
@@ -217,14 +175,50 @@ def manage(
         original = Original(model, optimizer)
         with torch.device("cpu"):  # whatever device the caller builds on
             engine = Engine(model, optimizer, settings, scaler, ranks, original)
-    except (
-        BaseException
-    ) as error:  # whatever it was, wherever: all of it stands, or nothing has changed
+    except BaseException as error:  # whatever it was: all of it stands, or nothing has changed
         if original is not None:
             original.restore(error)
         ranks.give_up("manage()", error)
         raise
     return engine
+
+
+def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
+    """The arguments of manage() as numbers, with the rates of this machine; binds this process to its share of it."""
+    device = _find_device(given["device"])
+    is_cuda = device.type == "cuda"
+    places = ranks.gather_here("place on the host", place(pci_bus_id(device)))
+    share = share_of_host(places, ranks.local_rank, threads=given["threads"], has_gpu=is_cuda)
+    share.use()
+    rates = machine_rates(device.index if is_cuda else None, share.threads, ranks=ranks)
+    memory = physical_memory() if share.memory is None else share.memory
+    host_budget = -1 if ranks.local_size == 1 else memory
+    if given["host_budget"] is not None:
+        host_budget = parse_bytes(given["host_budget"], memory, "host_budget")
+    return Settings(
+        device=device,
+        precision=Precision(given["precision"]),
+        policy=given["placement_policy"],
+        device_budget=_parse_device_budget(given["device_budget"], device),
+        host_budget=host_budget,
+        sizes=ChunkSizes(
+            given["chunk_size"],
+            given["block_size"],
+            given["chunk_search_range"],
+            given["chunk_search_n_grids"],
+            given["min_chunk_size"],
+        ),
+        is_grad_f32=given["gradient_dtype"] is torch.float32,
+        margin=given["gpu_margin_mem_ratio"],
+        convert_inputs=given["convert_inputs"],
+        force_outputs_fp32=given["force_outputs_fp32"],
+        threads=share.threads,
+        rates=tuple(rates[name] for name in RATES),
+        is_tuned=are_tuned(is_cuda),
+        report=given["report"],
+        weights=given["weights"],
+        missing=given["missing"],
+    )
 
 
 def _parse_device_budget(budget: int | float | str | None, device: torch.device) -> int:

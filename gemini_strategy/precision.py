@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from gemini_strategy.arguments import check_loss_scaling
+
 __all__ = ["PRECISIONS", "LossScaler", "Precision", "weight_dtype", "weight_dtypes"]
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -40,11 +42,6 @@ class Precision:
     @property
     def is_mixed(self) -> bool:
         return self.name is not None and self.name.endswith("-mixed")
-
-    @property
-    def is_scaled(self) -> bool:
-        """Gradients are fp16: the loss must be scaled."""
-        return self.dtype is torch.float16
 
     def convert_inputs(self, inputs: Any) -> Any:
         """Casts floating-point tensors of a *-true precision; *-mixed leaves them to autocast."""
@@ -122,20 +119,7 @@ class LossScaler:
         hysteresis: int = 2,
         max_scale: float = 2.0**32,
     ) -> None:
-        def check(ok: bool, text: str) -> None:
-            if not ok:
-                raise ValueError(f"loss scaling: {text}")
-
-        check(initial_scale > 0, f"initial_scale must be positive, got {initial_scale}")
-        check(growth_factor > 1, f"growth_factor must be above 1, got {growth_factor}")
-        check(0 < backoff_factor < 1, f"backoff_factor must be in (0, 1), got {backoff_factor}")
-        check(growth_interval >= 1, f"growth_interval must be at least 1, got {growth_interval}")
-        check(hysteresis >= 1, f"hysteresis must be at least 1, got {hysteresis}")
-        check(
-            0 <= min_scale <= initial_scale <= max_scale,
-            f"min_scale <= initial_scale <= max_scale must hold, got {min_scale}, {initial_scale}, "
-            f"{max_scale}",
-        )
+        check_loss_scaling("LossScaler", locals())
         self.min_scale = float(min_scale)
         self.max_scale = float(max_scale)
         self.growth_factor = float(growth_factor)

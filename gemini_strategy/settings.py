@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini_strategy.loading import Weights
 from gemini_strategy.precision import Precision
 from gemini_strategy.sizes import ChunkSizes
+from gemini_strategy.weights.loading import Weights
 
-__all__ = ["POLICIES", "Settings"]
-
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine/engine.h numbers them
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def physical_memory() -> int:
 
 
 class ChunkSizes:
-    """Chunk and block sizes as the caller gave them, and what they become for a model."""
+    """Chunk and block sizes as the caller gave them (see arguments.py), and what they become for a model."""
 
     def __init__(
         self,
@@ -68,10 +68,6 @@ class ChunkSizes:
         min_chunk_size: int | str | None,
     ) -> None:
         self.searches = not (search_range is None and n_grids is None and min_chunk_size is None)
-        if self.searches and chunk_size is not None:
-            raise ValueError("give chunk_size, or the arguments of the search for one, not both")
-        if n_grids is not None and n_grids < 1:
-            raise ValueError(f"chunk_search_n_grids={n_grids!r} must be at least 1")
         self.chunk = None if chunk_size is None else parse_bytes(chunk_size, name="chunk_size")
         self.block = None if block_size is None else parse_bytes(block_size, name="block_size")
         self.n_grids = 4096 if n_grids is None else n_grids

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import absent
 from gemini_strategy.errors import GuardError
-from gemini_strategy.slot import Slot, SlotHome
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot, SlotHome
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine

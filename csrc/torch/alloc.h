@@ -2,7 +2,7 @@
  * counts against the budget and chunks give way to it.
  *
  * Used as torch.cuda.memory.CUDAPluggableAllocator(path, "gm_torch_alloc", "gm_torch_free") under a
- * torch.cuda.MemPool (gemini_strategy/cuda_pool.py).  torch calls with the lock of its caching
+ * torch.cuda.MemPool (gemini_strategy/memory/torch_pool.py).  torch calls with the lock of its caching
  * allocator held, from whichever thread allocates; nothing here touches Python.
  * In a build without CUDA every allocation fails and the figures are 0. */
 #ifndef GM_TORCH_ALLOC_H

@@ -20,7 +20,7 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parent)) if p not in sys.path]
 
 from unsettled import UNSETTLED  # noqa: E402
 
-from forked import Forks  # noqa: E402
+from helpers.forked import Forks  # noqa: E402
 from programs import SETUPS  # noqa: E402
 from walk import doors, judge  # noqa: E402
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import gemini_strategy as gs
-from gemini_strategy.comm import Communicator, communicator
-from ranks import run_ranks, values
+from gemini_strategy.ranks.comm import Communicator, communicator
+from helpers.ranks import run_ranks, values
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gemini_strategy.cuda_pool import TorchPool
+from gemini_strategy.memory.torch_pool import TorchPool
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Outcome,
     Recipe,
     assert_same_bits,
@@ -34,7 +34,7 @@ from reference import (
     state_bytes,
     train_plain,
 )
-from zoo import CASES, Case, mlp_case, transformers_cases
+from helpers.zoo import CASES, Case, mlp_case, transformers_cases
 
 pytestmark = pytest.mark.gpu
 

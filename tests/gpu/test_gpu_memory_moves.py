@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from reference import Plain, Recipe, assert_same_outcome, managed, plain
+from helpers.reference import Plain, Recipe, assert_same_outcome, managed, plain
 from test_gpu_exact import MIB, _deterministic, _peak, _release, _used
 from test_planned_gpu import (
     CASE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemini_strategy import _C
-from gemini_strategy.rates import REFERENCE, machine_rates
+from gemini_strategy.machine.rates import REFERENCE, machine_rates
 
 pytestmark = pytest.mark.gpu
 
@@ -48,10 +48,10 @@ def test_no_such_gpu() -> None:
 def test_kept_for_the_next_process(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("GEMINI_RATES", "measure")
-    monkeypatch.setattr("gemini_strategy.rates._measured", {})
+    monkeypatch.setattr("gemini_strategy.machine.rates._measured", {})
     measured = machine_rates(0)
     monkeypatch.delenv("GEMINI_RATES")
-    monkeypatch.setattr("gemini_strategy.rates._measured", {})
+    monkeypatch.setattr("gemini_strategy.machine.rates._measured", {})
     assert machine_rates(0) == measured
     (file,) = (tmp_path / "gemini").iterdir()
     assert torch.cuda.get_device_name(0) in file.read_text()

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gemini_strategy as gs
-from reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
+from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
+from helpers.zoo import Mlp, mlp_case
 from test_gpu_exact import _deterministic
-from zoo import Mlp, mlp_case
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from reference import (
+from helpers.reference import (
     Managed,
     Outcome,
     Plain,
@@ -34,8 +34,8 @@ from reference import (
     plain,
     state_bytes,
 )
+from helpers.zoo import Case
 from test_gpu_exact import MIB, _deterministic, _peak, _release, _used
-from zoo import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import (
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
     Managed,
     Outcome,
     Plain,
@@ -41,8 +41,8 @@ from reference import (
     plain,
     state_bytes,
 )
+from helpers.zoo import Case
 from test_planned_gpu import loss_of, tokens, transformer
-from zoo import Case
 
 MIB = 1 << 20
 N_GPUS = torch.cuda.device_count()

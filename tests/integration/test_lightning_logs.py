@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemini_strategy import report
-from gemini_strategy._lightning_logs import LOGGED
+from gemini_strategy.lightning.logs import LOGGED
+from gemini_strategy.report import tables
 from lightning_case import TREES, fit, load_tree, make, same
 
 KEYS = {
@@ -147,9 +147,9 @@ def test_the_plan_is_told_once(
         asked.append(engine)
         return None if len(asked) < 3 else {"a": "plan"}
 
-    monkeypatch.setattr(report, "plan_of", plan_of)
-    monkeypatch.setattr(report, "plan_table", lambda engine: f"the plan at {len(asked)}")
-    monkeypatch.setattr(report, "result_table", lambda engine: "the result")
+    monkeypatch.setattr(tables, "plan_of", plan_of)
+    monkeypatch.setattr(tables, "plan_table", lambda engine: f"the plan at {len(asked)}")
+    monkeypatch.setattr(tables, "result_table", lambda engine: "the result")
     module = make(tree)
     with caplog.at_level(logging.INFO):
         fit(tree, module)

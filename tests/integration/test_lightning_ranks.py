@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_strategy as gs
-from gemini_strategy._lightning_ranks import end_processes, load_mapped
 from gemini_strategy.lightning import strategy_class
+from gemini_strategy.lightning.ranks import end_processes, load_mapped
+from helpers.ranks import run_ranks, values
 from lightning_case import TREES, load_tree, ranked_trainer, same
-from ranks import run_ranks, values
 
 
 def talk(trainer: Any, tree: str, what: Any) -> Any:

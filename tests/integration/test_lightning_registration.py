@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import gemini_strategy as gs
 import gemini_strategy.lightning as adapter
+from gemini_strategy.lightning.trees import installed_trees
 from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
 
 
@@ -55,11 +56,11 @@ def test_each_class_can_be_imported_by_its_name() -> None:
 
 def test_preferred_class_is_of_the_tree_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     both = ["lightning", "pytorch_lightning"]
-    assert adapter._installed() == both
+    assert installed_trees() == both
     monkeypatch.delitem(sys.modules, "lightning.pytorch")
-    assert adapter._installed() == both[::-1]
+    assert installed_trees() == both[::-1]
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
-    assert adapter._installed() == both
+    assert installed_trees() == both
 
 
 def test_only_what_is_installed_is_imported() -> None:

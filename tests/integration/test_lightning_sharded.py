@@ -10,6 +10,7 @@ import torch
 
 import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
+from helpers.ranks import run_ranks, values
 from lightning_case import (
     PRECISIONS,
     fit_reference,
@@ -22,7 +23,6 @@ from lightning_case import (
     summable,
     unwrapped,
 )
-from ranks import run_ranks, values
 
 LIGHTNING = "lightning"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forked import Forks
+from helpers.forked import Forks
 from random_programs import Program, generate, play_source
 
 __all__ = ["Verdict", "play_program", "shrink", "try_program"]

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 # This folder's name is that of a standard module: what is here is found by its own names.
 sys.path[:0] = [p for p in (str(HERE), str(HERE.parent)) if p not in sys.path]
 
-from forked import Forks  # noqa: E402
+from helpers.forked import Forks  # noqa: E402
 from random_campaign import FAILED, failing_seed, shrink  # noqa: E402
 from random_programs import script  # noqa: E402
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from forked import Forks
+from helpers.forked import Forks
 from random_campaign import FAILED, INVALID, REFUSED, RIGHT, failing_seed, shrink
 from random_programs import script
 

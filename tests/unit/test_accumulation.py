@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -24,7 +24,7 @@ from reference import (
     plain,
     tightly,
 )
-from zoo import CASES, Case, mlp_case
+from helpers.zoo import CASES, Case, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

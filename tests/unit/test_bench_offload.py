@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from json_lines import json_lines
+
+from helpers.json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
 RUNS = ("resident", "hybrid-clip", "fsdp2", "gemini-auto-clip", "gemini-cpu-clip", "gemini-auto")

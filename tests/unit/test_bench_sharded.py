@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from json_lines import json_lines
+
+from helpers.json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
 GPUS, STEPS, WARMUP, TOKENS = 2, 2, 2, 64

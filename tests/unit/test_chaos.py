@@ -1,6 +1,6 @@
 """The planned engine on a device whose streams run late and out of order: the same bits, and no unordered access.
 
-Random scenarios (tests/scenario.py) are trained on the chaos device and compared with the reference, bit for
+Random scenarios (tests/helpers/scenario.py) are trained on the chaos device and compared with the reference, bit for
 bit; the device itself reports accesses that nothing orders.  The other half shows that this can fail: each
 fault that the device can be told to make is found in a run that is otherwise right.
 
@@ -15,9 +15,9 @@ import os
 import pytest
 
 import gemini_strategy as gs
-from reference import Outcome, Recipe, assert_same_outcome, drive, train_plain
-from scenario import RATES, assert_same_played, budgeted, play_managed, play_plain, scenario
-from zoo import mlp_case
+from helpers.reference import Outcome, Recipe, assert_same_outcome, drive, train_plain
+from helpers.scenario import RATES, assert_same_played, budgeted, play_managed, play_plain, scenario
+from helpers.zoo import mlp_case
 
 N_CASES = int(os.environ.get("GEMINI_CHAOS_CASES", "120"))
 FIRST = int(os.environ.get("GEMINI_CHAOS_FIRST", "0"))

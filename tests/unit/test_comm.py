@@ -16,8 +16,8 @@ import torch
 
 import gemini_strategy as gs
 from gemini_strategy import _C
-from gemini_strategy.comm import COMM_DTYPES, Communicator, communicator
-from ranks import run_ranks, values
+from gemini_strategy.ranks.comm import COMM_DTYPES, Communicator, communicator
+from helpers.ranks import run_ranks, values
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SHORT = 6.0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -30,7 +30,7 @@ from reference import (
     plain,
     state_bytes,
 )
-from zoo import Case, Mlp, mlp_case
+from helpers.zoo import Case, Mlp, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

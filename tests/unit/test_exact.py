@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Outcome,
     Recipe,
     assert_same_bits,
@@ -27,7 +27,7 @@ from reference import (
     tightly,
     train_plain,
 )
-from zoo import mlp_case
+from helpers.zoo import mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

@@ -13,7 +13,7 @@ from accelerate import hooks
 from torch import nn
 
 import gemini_strategy as gs
-from reference import assert_same_bits
+from helpers.reference import assert_same_bits
 
 
 def _model() -> nn.Sequential:

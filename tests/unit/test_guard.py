@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from doors import (
+from helpers.doors import (
     CASE,
     OTHER,
     PLACEMENTS,
@@ -39,7 +39,7 @@ from doors import (
     start_at,
     walk_both,
 )
-from reference import (
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -47,7 +47,7 @@ from reference import (
     drive,
     plain,
 )
-from zoo import Case, Mlp
+from helpers.zoo import Case, Mlp
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

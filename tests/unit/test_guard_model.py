@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from doors import (
+from helpers.doors import (
     CASE,
     OTHER,
     PLACEMENTS,
@@ -26,7 +26,7 @@ from doors import (
     start_at,
     walk_both,
 )
-from reference import (
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -34,7 +34,7 @@ from reference import (
     drive,
     plain,
 )
-from zoo import Case
+from helpers.zoo import Case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

@@ -18,10 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy import _C, host
-from ranks import run_ranks, values
-from reference import Recipe, assert_same_outcome, assert_trained, drive, managed, train_plain
-from zoo import mlp_case
+from gemini_strategy import _C
+from gemini_strategy.machine import host
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
+    Recipe,
+    assert_same_outcome,
+    assert_trained,
+    drive,
+    managed,
+    train_plain,
+)
+from helpers.zoo import mlp_case
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -313,7 +321,8 @@ import json, os, sys
 sys.path.insert(0, "tests")
 sys.path.insert(0, "tests/unit")
 import torch
-from gemini_strategy import _C, host
+from gemini_strategy import _C
+from gemini_strategy.machine import host
 from test_host import manage_small, worker_masks
 alone = host.share_of_host([host.place()], 0)
 alone.use()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Managed,
     Plain,
     Recipe,
@@ -30,8 +30,8 @@ from reference import (
     plain,
     train_plain,
 )
-from scenario import RATES, budgeted
-from zoo import CASES, Case, mlp_case
+from helpers.scenario import RATES, budgeted
+from helpers.zoo import CASES, Case, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

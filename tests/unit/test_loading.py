@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from gemini_strategy import slot as slots
-from gemini_strategy import takeover, weights
-from reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
-from zoo import CASES, Case, Mlp, mlp_case
+from gemini_strategy.optim import managed
+from gemini_strategy.parameters import slot as slots
+from gemini_strategy.weights import files as weight_files
+from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
+from helpers.zoo import CASES, Case, Mlp, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 BY_NAME = {case.name: case for case in CASES}
@@ -33,8 +34,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of these models comes in several pieces, and files are opened again between them."""
-    monkeypatch.setattr(weights, "_PIECE", 500)
-    monkeypatch.setattr(weights, "_MAPPED", 5000)
+    monkeypatch.setattr(weight_files, "_PIECE", 500)
+    monkeypatch.setattr(weight_files, "_MAPPED", 5000)
     monkeypatch.setattr(slots, "_PART", 700)
 
 
@@ -192,7 +193,7 @@ def test_shapes_and_kinds(precision: str, tmp_path: Path) -> None:
 def test_pieces_are_what_was_asked_for(tmp_path: Path) -> None:
     """Any range of any tensor: what a process that owns a part of a chunk will read."""
     model = _built(_Odd)
-    files = weights.WeightFiles(_save(model, tmp_path / "odd.safetensors"))
+    files = weight_files.WeightFiles(_save(model, tmp_path / "odd.safetensors"))
     generator = torch.Generator().manual_seed(5)
     for name, tensor in model.state_dict().items():
         flat = tensor.reshape(-1)
@@ -852,7 +853,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path, monkeypatch: pytest.M
     path = _save(_built(Mlp), tmp_path / "some.safetensors")
     model = _blank(Mlp)
     before = _Snapshot(model)
-    plain, count = weights.WeightFiles._rows, iter(range(1000))
+    plain, count = weight_files.WeightFiles._rows, iter(range(1000))
 
     def rows(self: Any, name: str, top: int, bottom: int) -> Tensor:
         if next(count) == 20:
@@ -861,7 +862,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path, monkeypatch: pytest.M
         return plain(self, name, top, bottom)
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights.WeightFiles, "_rows", rows)
+        patch.setattr(weight_files.WeightFiles, "_rows", rows)
         with pytest.raises(gs.GeminiError, match=r"some.safetensors cannot be read"):
             _manage(model, weights=path)
     before.check()
@@ -887,7 +888,7 @@ def test_an_error_after_the_values_are_there(
         raise gs.GeminiError("too late")
 
     with monkeypatch.context() as patch:
-        patch.setattr(takeover, "install", fail)
+        patch.setattr(managed, "install", fail)
         with pytest.raises(gs.GeminiError, match="too late"):
             _manage(model, **how)
     before.numbers = torch.get_rng_state()

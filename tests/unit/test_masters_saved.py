@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import Plain, Recipe, assert_same_bits, assert_same_outcome, drive
-from sharded import Exact, ExactCase
+from helpers.ranks import run_ranks, values
+from helpers.reference import Plain, Recipe, assert_same_bits, assert_same_outcome, drive
+from helpers.sharded import Exact, ExactCase
 
 KINDS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -67,7 +67,7 @@ class _Case:
 
 
 def _run(kind: str, precision: str, seed: int = 3, before: Callable | None = None) -> Any:
-    from reference import Managed
+    from helpers.reference import Managed
 
     torch.manual_seed(seed)
     model = Net()

@@ -13,7 +13,7 @@ import random
 import pytest
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Managed,
     Outcome,
     Recipe,
@@ -23,7 +23,7 @@ from reference import (
     state_bytes,
     train_plain,
 )
-from zoo import mlp_case
+from helpers.zoo import mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

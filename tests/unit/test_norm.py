@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_strategy import _C
-from gemini_strategy.optim import grad_norm
+from gemini_strategy.optim.adam import grad_norm
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

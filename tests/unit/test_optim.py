@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import CPUAdam, HybridAdam, cast_model_, clip_coefficient, grad_norm
+from gemini_strategy.optim.adam import CPUAdam, HybridAdam, cast_model_, clip_coefficient, grad_norm
 
 
 def small_model(seed=0):

@@ -18,10 +18,18 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import Plain, Recipe, assert_same_bits, assert_same_outcome, drive, managed, plain
-from sharded import Exact, ExactCase
-from zoo import mlp_case
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
+    Plain,
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    drive,
+    managed,
+    plain,
+)
+from helpers.sharded import Exact, ExactCase
+from helpers.zoo import mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 KEYS = ["step", "exp_avg", "exp_avg_sq"]

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy import takeover
 from gemini_strategy.engine import Engine
-from gemini_strategy.slot import Slot
-from ranks import run_ranks, values
-from reference import bits
+from gemini_strategy.optim import managed
+from gemini_strategy.parameters.slot import Slot
+from helpers.ranks import run_ranks, values
+from helpers.reference import bits
 
 PACKAGE = str(Path(gs.__file__).parent)
 
@@ -273,7 +273,7 @@ def _fail_on_one(rank: int, size: int) -> str:
     before = _seen(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(takeover, "install", _boom)
+            patch.setattr(managed, "install", _boom)
         else:  # the others meet that here
             patch.setattr(Engine, "_settle", lambda engine: engine.ranks.gather("a meeting"))
         with pytest.raises((_Stop, gs.GeminiError)) as error:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Managed,
     Plain,
     Recipe,
@@ -30,8 +30,8 @@ from reference import (
     plain,
     state_bytes,
 )
-from scenario import RATES, budgeted
-from zoo import Case, mlp_case
+from helpers.scenario import RATES, budgeted
+from helpers.zoo import Case, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -26,7 +26,7 @@ from reference import (
     managed,
     plain,
 )
-from zoo import CASES, Case, Mlp, mlp_case
+from helpers.zoo import CASES, Case, Mlp, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")

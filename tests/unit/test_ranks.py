@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import gemini_strategy as gs
-from gemini_strategy import ranks as ranks_module
-from gemini_strategy.ranks import Group, Ranks, _groups_of
-from ranks import run_ranks, values
+from gemini_strategy.ranks import ranks as ranks_module
+from gemini_strategy.ranks.ranks import Group, Ranks, _groups_of
+from helpers.ranks import run_ranks, values
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SHORT = 4.0
@@ -345,7 +345,7 @@ def test_rank_that_goes(how: str, tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, torch.distributed as dist, datetime
-from gemini_strategy.ranks import Ranks
+from gemini_strategy.ranks.ranks import Ranks
 rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.FileStore(path, size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gemini_strategy import _C, rates
+from gemini_strategy import _C
+from gemini_strategy.machine import rates
 
 MEASURED = {name: 1e9 + i for i, name in enumerate(rates.REFERENCE)}
 
@@ -61,7 +62,7 @@ def test_another_machine_has_its_own_figures(
     assert two != three
     monkeypatch.setattr(rates.platform, "node", lambda: "elsewhere")
     rates.machine_rates(None, 2)
-    monkeypatch.setattr("gemini_strategy.__version__", "0.0.0")
+    monkeypatch.setattr("gemini_strategy.machine.rates.__version__", "0.0.0")
     rates.machine_rates(None, 2)
     monkeypatch.setattr(rates, "_cpu", lambda: "another processor")
     rates.machine_rates(None, 2)

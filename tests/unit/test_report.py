@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gemini_strategy import report
-from gemini_strategy.report import StepMeter, bytes_text, count_tokens
+from gemini_strategy.report import tables
+from gemini_strategy.report.tables import StepMeter, bytes_text, count_tokens
 
 GB = 10**9
 
@@ -216,12 +216,12 @@ def test_tokens_count_once_per_forward_that_trains() -> None:
 
 
 def test_host_peak_is_what_this_process_has_held() -> None:
-    before = report.host_peak_bytes()
+    before = tables.host_peak_bytes()
     block = bytearray(before + (64 << 20))
     block[::4096] = b"\1" * len(block[::4096])
-    assert report.host_peak_bytes() >= before + (64 << 20)
+    assert tables.host_peak_bytes() >= before + (64 << 20)
     del block
-    assert report.host_peak_bytes() >= before + (64 << 20)
+    assert tables.host_peak_bytes() >= before + (64 << 20)
 
 
 # ---- text ----
@@ -261,20 +261,20 @@ def test_bytes_have_three_digits(value: float | None, text: str) -> None:
     ],
 )
 def test_seconds_have_three_digits(value: float, text: str) -> None:
-    assert report._seconds(value) == text
+    assert tables._seconds(value) == text
 
 
 # ---- the tables ----
 
 
 def rows_of(plan: dict[str, Any] | None = PLAN, **stats: Any) -> dict[str, tuple[str, ...]]:
-    rows = report.result_rows(ABOUT, STATS | stats, plan)
+    rows = tables.result_rows(ABOUT, STATS | stats, plan)
     assert len({row[0] for row in rows}) == len(rows) and {len(row) for row in rows} == {4}
     return {row[0]: row[1:] for row in rows}
 
 
 def test_plan_table_has_all_that_the_plan_decides() -> None:
-    rows = dict(report.plan_rows(ABOUT, STATS, PLAN | {"rates": RATES}))
+    rows = dict(tables.plan_rows(ABOUT, STATS, PLAN | {"rates": RATES}))
     assert rows["model"] == "OPTForCausalLM, 3.44 G parameters, 3.4 G trained"
     assert rows["device"] == "cuda:0, precision bf16-mixed"
     assert rows["budget"] == 'device 24 GB, host 120 GB, placement_policy "auto"'
@@ -301,7 +301,7 @@ def test_plan_table_with_everything_on_the_device() -> None:
         0,
     )
     plan = PLAN | zero | {"when": "immediate", "outside_bytes": 6 * GB}
-    rows = dict(report.plan_rows(ABOUT | {"device_budget": -1, "precision": None}, STATS, plan))
+    rows = dict(tables.plan_rows(ABOUT | {"device_budget": -1, "precision": None}, STATS, plan))
     assert rows["rings"] == "none" and "rate H2D" not in rows
     assert rows["device peak"] == "17 GB in blocks + 6 GB others = 23 GB, no budget given"
     assert rows["budget"].startswith("device what there is")
@@ -309,7 +309,7 @@ def test_plan_table_with_everything_on_the_device() -> None:
 
 
 def test_plan_table_of_several_ranks() -> None:
-    assert "ranks" not in dict(report.plan_rows(ABOUT, STATS, PLAN))
+    assert "ranks" not in dict(tables.plan_rows(ABOUT, STATS, PLAN))
     stats = STATS | {"shards": 4, "replicas": 2}
     plan = PLAN | {
         "comm_seconds": 0.12,
@@ -318,24 +318,24 @@ def test_plan_table_of_several_ranks() -> None:
         "gathered_ring_bytes": GB,
         "unreduced_ring_bytes": GB // 2,
     }
-    rows = dict(report.plan_rows(ABOUT, stats, plan))
+    rows = dict(tables.plan_rows(ABOUT, stats, plan))
     assert rows["ranks"] == "4 share each chunk, 2 replicas; 120 ms of collectives in a step"
     assert rows["whole chunks"] == (
         "3 stay gathered, 2 GB; rings: gathered 1 GB, gradients before their sum 500 MB"
     )
-    free = dict(report.plan_rows(ABOUT, stats, plan | {"comm_seconds": 0.0}))
+    free = dict(tables.plan_rows(ABOUT, stats, plan | {"comm_seconds": 0.0}))
     assert free["ranks"].endswith("collectives are taken to cost no time")
 
 
 def test_plan_table_without_a_measured_step() -> None:
     unknown = dict.fromkeys(("step_seconds", "compute_seconds", "bound_seconds"), 0.0)
-    rows = dict(report.plan_rows(ABOUT, STATS, PLAN | unknown))
+    rows = dict(tables.plan_rows(ABOUT, STATS, PLAN | unknown))
     assert rows["expected step"] == "-; stall -"
     assert rows_of(PLAN | unknown)["stall"] == ("-", "25.0 %", "-")
 
 
 def test_plan_table_before_there_is_a_plan() -> None:
-    rows = dict(report.plan_rows(ABOUT, STATS, None))
+    rows = dict(tables.plan_rows(ABOUT, STATS, None))
     assert rows["plan"] == "on demand: no plan yet"
     assert rows["chunks"] == "108, 7 GB of weights"
 
@@ -381,10 +381,10 @@ def test_tables_are_plain_aligned_text(has_rich: bool, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(builtins, "__import__", without_rich)
     about = ABOUT | {"model": "Model[bold]"}  # not markup
-    text = report.render("A title", None, report.plan_rows(about, STATS, PLAN))
+    text = tables.render("A title", None, tables.plan_rows(about, STATS, PLAN))
     assert text.startswith("A title\n") and "Model[bold]" in text and "\x1b" not in text
     head = ("after 3 steps", "planned", "measured", "difference")
-    text = report.render("A title", head, report.result_rows(ABOUT, STATS, PLAN))
+    text = tables.render("A title", head, tables.result_rows(ABOUT, STATS, PLAN))
     lines = text.splitlines()
     assert not [line for line in lines if line != line.rstrip() or len(line) > 100]
     ends = [len(line) for line in lines if line.endswith(("difference", "+25.0 %", "points"))]
@@ -411,7 +411,7 @@ class FakeSettings:
 
 
 class FakeEngine:
-    """What report.py asks of an engine."""
+    """What report/tables.py asks of an engine."""
 
     def __init__(self, plan: dict[str, Any] | None, steps: int) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10))
@@ -427,7 +427,7 @@ class FakeEngine:
 
 
 def test_about_an_engine() -> None:
-    assert report.about(FakeEngine(None, 0)) == {
+    assert tables.about(FakeEngine(None, 0)) == {
         "model": "Sequential",
         "parameters": 220,
         "trainable": 110,
@@ -441,7 +441,7 @@ def test_about_an_engine() -> None:
 
 @pytest.mark.parametrize("plan", [None, PLAN | {"rates": RATES}])
 def test_report_has_the_result_once_there_is_one(plan: dict[str, Any] | None) -> None:
-    before, after = (report.report(FakeEngine(plan, steps)) for steps in (0, 7))
+    before, after = (tables.report(FakeEngine(plan, steps)) for steps in (0, 7))
     assert "Gemini: the plan" in before and "Gemini: the result" not in before
     assert after.startswith(before) and "after 7 steps" in after
     assert ("CPU 4.8 G alone" in before) == (plan is not None)  # rates, each under its own name
@@ -461,6 +461,6 @@ def test_announce_prints_when_it_is_wanted(
             monkeypatch.delenv("GEMINI_REPORT", raising=False)
         else:
             monkeypatch.setenv("GEMINI_REPORT", variable)
-        report.announce(engine, is_wanted)
+        tables.announce(engine, is_wanted)
         printed = capsys.readouterr()
         assert printed.out == "" and ("Gemini: the plan" in printed.err) == prints

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from room import at_floor, program, run_program
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import Recipe, assert_same_outcome, plain
+from helpers.ranks import run_ranks, values
+from helpers.reference import Recipe, assert_same_outcome, plain
+from helpers.room import at_floor, program, run_program
 
 RATES = "h2d=55e9,d2h=54e9"
 SEEDS = (*range(48), 117, 130, 368)

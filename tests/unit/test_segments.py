@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gemini_strategy.segments import Event, choose_segments, events_of, missing_bytes
+from gemini_strategy.memory.segments import Event, choose_segments, events_of, missing_bytes
 
 MIB = 1 << 20
 

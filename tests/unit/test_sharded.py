@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import (
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
     Managed,
     Outcome,
     Recipe,
@@ -25,8 +25,8 @@ from reference import (
     plain,
     tightly,
 )
-from sharded import Exact, ExactCase
-from zoo import CASES
+from helpers.sharded import Exact, ExactCase
+from helpers.zoo import CASES
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 RATES = "h2d=55e9,d2h=54e9"
@@ -268,7 +268,9 @@ def check_arguments(rank: int, size: int) -> None:
         text = refusal(manage, model, placement_policy="gpu")
         assert text.startswith('placement_policy="gpu"') or "'gpu'" in text
     else:
-        assert "rank 1 said: manage(): ValueError: placement_policy='gpu'" in refusal(manage, model)
+        assert "rank 1 said: manage(): ValueError: manage(placement_policy='gpu'" in refusal(
+            manage, model
+        )
     if is_odd:
         model.terms[0].p.grad = torch.zeros(3, 5)
     text = refusal(manage, model)
@@ -537,8 +539,9 @@ def test_steps_that_differ(tmp_path: Path) -> None:
 
 def check_rates(rank: int, size: int, folder: str) -> None:
     """Ranks of a host measure together or not at all, and keep the lowest; another host has its own."""
-    from gemini_strategy import _C, rates
-    from gemini_strategy import ranks as ranks_module
+    from gemini_strategy import _C
+    from gemini_strategy.machine import rates
+    from gemini_strategy.ranks import ranks as ranks_module
 
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank // 2}"
     del os.environ["GEMINI_RATES"]

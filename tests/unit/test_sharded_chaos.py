@@ -1,7 +1,7 @@
 """Several ranks on devices whose streams run late and out of order: the bits of the reference on every rank.
 
-Each case trains random scenarios (tests/rank_scenario.py) in 1 to 4 processes over the host device, in order and on
-the chaos device, which also reports accesses that nothing orders. `GEMINI_RANKS_CASES` is the number of
+Each case trains random scenarios (tests/helpers/rank_scenario.py) in 1 to 4 processes over the host device, in order
+and on the chaos device, which also reports accesses that nothing orders. `GEMINI_RANKS_CASES` is the number of
 scenarios for each number of ranks (default 12); seeds start at `GEMINI_RANKS_FIRST`.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
 
-from ranks import run_ranks, values
-from scenario import assert_same_played
+from helpers.rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
+from helpers.ranks import run_ranks, values
+from helpers.scenario import assert_same_played
 
 N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "12"))
 FIRST = int(os.environ.get("GEMINI_RANKS_FIRST", "0"))

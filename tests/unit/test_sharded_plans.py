@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ranks import run_ranks, values
-from reference import Managed, Recipe, assert_same_outcome, drive, plain
-from scenario import budgeted
-from zoo import mlp_case
+from helpers.ranks import run_ranks, values
+from helpers.reference import Managed, Recipe, assert_same_outcome, drive, plain
+from helpers.scenario import budgeted
+from helpers.zoo import mlp_case
 
 PATIENT = 90.0
 SMALL = mlp_case(width=48, depth=4)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gemini_strategy as gs
-from gemini_strategy import weights as weights_module
-from ranks import run_ranks, values
-from reference import Recipe, assert_same_bits, drive, plain
-from sharded import Exact, ExactCase
+from gemini_strategy.weights import files as weights_module
+from helpers.ranks import run_ranks, values
+from helpers.reference import Recipe, assert_same_bits, drive, plain
+from helpers.sharded import Exact, ExactCase
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 SIZES = (1, 2, 3, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Outcome,
     Plain,
     Recipe,
@@ -21,7 +21,7 @@ from reference import (
     plain,
     start,
 )
-from zoo import CASES, mlp_case
+from helpers.zoo import CASES, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 BY_NAME = {case.name: case for case in CASES}

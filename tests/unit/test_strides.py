@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from ranks import run_ranks, values
-from reference import (
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -23,7 +23,7 @@ from reference import (
     managed,
     plain,
 )
-from zoo import Case
+from helpers.zoo import Case
 
 
 class Transposed(nn.Module):

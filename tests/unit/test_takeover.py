@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gemini_strategy as gs
-from reference import (
+from helpers.reference import (
     Plain,
     Recipe,
     assert_same_bits,
@@ -34,7 +34,7 @@ from reference import (
     plain,
     start,
 )
-from zoo import mlp_case
+from helpers.zoo import mlp_case
 
 CASE = mlp_case(width=32, depth=3)
 STEPS = 8
@@ -131,7 +131,7 @@ def test_scheduler(name: str, when: str) -> None:
 
 
 def _managed_with_scheduler(recipe: Recipe, make: Callable) -> Any:
-    from reference import Managed
+    from helpers.reference import Managed
 
     model = start(CASE.build, recipe)
     optimizer = gs.HybridAdam(recipe.groups(model), lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -188,7 +188,7 @@ TORCH = {
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("name", TORCH)
 def test_torch_optimizers(name: str, precision: str) -> None:
-    from reference import Managed
+    from helpers.reference import Managed
 
     make, decoupled = TORCH[name]
     lr = float(torch.tensor(2e-3)) if "tensor" in name else 2e-3
@@ -206,7 +206,7 @@ def test_torch_optimizers(name: str, precision: str) -> None:
 
 
 def test_cpu_adam_is_hybrid_adam() -> None:
-    from reference import Managed
+    from helpers.reference import Managed
 
     recipe = Recipe()
     model = start(CASE.build, recipe)
@@ -225,7 +225,7 @@ def test_adam_modes(mode: bool, correction: bool) -> None:
 
 def test_optimizer_that_has_stepped_is_taken_over_with_its_state() -> None:
     """Three plain steps, then manage: the rest equals six plain steps."""
-    from reference import Managed
+    from helpers.reference import Managed
 
     recipe = Recipe()
     reference, early = plain(CASE.build, recipe), plain(CASE.build, recipe)
@@ -270,7 +270,7 @@ def test_close_hands_everything_back(precision: str) -> None:
 
 def test_manage_close_manage() -> None:
     """Managed, closed and managed again with another layout: the bits of one run."""
-    from reference import Managed
+    from helpers.reference import Managed
 
     recipe = Recipe()
     reference = plain(CASE.build, recipe)
@@ -429,7 +429,7 @@ def test_states_follow_the_parameters_when_the_device_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A GPU that the engine has filled could not take them before."""
-    from gemini_strategy import closing
+    from gemini_strategy import close
 
     run = managed(CASE.build, Recipe(precision="bf16-true"), placement_policy="cpu")
     drive(run, CASE, 2)
@@ -449,8 +449,8 @@ def test_states_follow_the_parameters_when_the_device_is_free(
         for slot in run.engine._slots:
             slot.original_device = torch.device("meta")  # stands for the GPU that they came from
 
-    original = closing.give_back
-    monkeypatch.setattr(closing, "give_back", give_back)
+    original = close.give_back
+    monkeypatch.setattr(close, "give_back", give_back)
     run.engine.close()
     assert before == [{"cpu"}] and devices() == {"meta"}
 

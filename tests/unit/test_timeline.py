@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gemini_strategy import timeline, timeline_svg
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.report import svg, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 MB = 1_000_000
@@ -210,8 +210,8 @@ def test_heights_of_bands_add_up_to_the_bytes_of_each_tick(n_chunks: int, tmp_pa
     assert set(bands) == {
         key for tick in ticks for key, value in tick["device"].items() if value > 0
     }
-    left, right = timeline_svg._LEFT, timeline_svg._LEFT + timeline_svg._PLOT
-    zero = timeline_svg._TOP + timeline_svg._DEVICE
+    left, right = svg._LEFT, svg._LEFT + svg._PLOT
+    zero = svg._TOP + svg._DEVICE
     (line,) = (path for path in root.iter(f"{SVG}path") if path.attrib.get("id") == "budget")
     per_pixel = budget / (zero - corners(line)[0][1])
     for index, tick in enumerate(ticks):
@@ -228,7 +228,7 @@ def test_heights_of_bands_add_up_to_the_bytes_of_each_tick(n_chunks: int, tmp_pa
 def test_a_line_is_where_the_weights_are(tmp_path: Path) -> None:
     """Against the bytes that the log gives for each tick: another source for the same fact."""
     log = synthetic(40, steps=2)
-    spans = timeline_svg.lives(log.entries, 40, log.classes)
+    spans = svg.lives(log.entries, 40, log.classes)
     ticks = [entry for entry in log.entries if entry["kind"] == "tick"]
     held = [
         sum(begin <= index < end for chunk in spans for begin, end in chunk)
@@ -269,10 +269,10 @@ def test_lives_of_a_log_by_hand() -> None:
         tick,
     ]
     classes = ["R", "C2", "C2"]
-    assert timeline_svg.lives(log, 3, classes) == [[(0, 2), (3, 5)], [], [(0, 2)]]
-    assert timeline_svg.lives(log, 3, None) == [[(3, 5)], [], [(0, 2)]]
+    assert svg.lives(log, 3, classes) == [[(0, 2), (3, 5)], [], [(0, 2)]]
+    assert svg.lives(log, 3, None) == [[(3, 5)], [], [(0, 2)]]
     held = [entry("held", 1), *log]
-    assert timeline_svg.lives(held, 3, classes) == [[(3, 5)], [(0, 5)], [(0, 2)]]
+    assert svg.lives(held, 3, classes) == [[(3, 5)], [(0, 5)], [(0, 2)]]
 
 
 def test_marks_are_as_many_as_the_operations(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_phases_follow_the_passes() -> None:
         kinds = {"e": "enter", "t": "touch", "g": "grad"}
         return [{"tick": i, "tick_kind": kinds[c]} for one in passes for i, c in enumerate(one)]
 
-    phases = timeline_svg._phases
+    phases = svg._phases
     assert phases(ticks("eeetgtg")) == [(0, "forward"), (3, "backward")]
     assert phases(ticks("eee", "eetg", "e")) == [
         (0, "forward"), (3, "forward"), (5, "backward"), (7, "forward"),
@@ -326,7 +326,7 @@ def test_picture_is_self_contained_and_says_what_it_shows(tmp_path: Path) -> Non
 def test_labels_do_not_cover_each_other(tmp_path: Path) -> None:
     root = drawn(synthetic(40), tmp_path, device_budget=7_700 * MB)
     (panel,) = (group for group in root.iter(f"{SVG}g") if group.attrib.get("id") == "device")
-    right = timeline_svg._LEFT + timeline_svg._PLOT
+    right = svg._LEFT + svg._PLOT
     heights = sorted(
         float(node.attrib["y"])
         for node in panel.iter(f"{SVG}text")
@@ -334,21 +334,21 @@ def test_labels_do_not_cover_each_other(tmp_path: Path) -> None:
     )
     assert len(heights) == 8
     assert min(b - a for a, b in itertools.pairwise(heights)) >= 16.98
-    assert heights[0] > 60 and heights[-1] <= timeline_svg._TOP + timeline_svg._DEVICE + 4
+    assert heights[0] > 60 and heights[-1] <= svg._TOP + svg._DEVICE + 4
 
 
 def test_spread_keeps_what_has_room() -> None:
-    gap = timeline_svg._LABEL_GAP
-    assert timeline_svg._spread([300, 200, 100], 0, 400) == [300, 200, 100]
-    assert timeline_svg._spread([300, 299, 298], 0, 400) == [300, 300 - gap, 300 - 2 * gap]
-    assert timeline_svg._spread([5, 4, 3], 0, 400) == [2 * gap, gap, 0]
-    assert timeline_svg._spread([], 0, 400) == []
+    gap = svg._LABEL_GAP
+    assert svg._spread([300, 200, 100], 0, 400) == [300, 200, 100]
+    assert svg._spread([300, 299, 298], 0, 400) == [300, 300 - gap, 300 - 2 * gap]
+    assert svg._spread([5, 4, 3], 0, 400) == [2 * gap, gap, 0]
+    assert svg._spread([], 0, 400) == []
 
 
 @pytest.mark.parametrize("top", [1, 7.7e9, 9.99e8, 24e9, 3.3e12])
 @pytest.mark.parametrize("n", [3, 6])
 def test_axis_has_round_steps_and_few(top: float, n: int) -> None:
-    step = timeline_svg._nice_step(top, n)
+    step = svg._nice_step(top, n)
     assert top / step <= n + 1e-9 and top / step > n / 2.6
     assert f"{step:e}"[0] in "125"
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from reference import (
+from helpers.reference import (
     Outcome,
     Recipe,
     assert_same_outcome,
@@ -17,7 +17,7 @@ from reference import (
     tightly,
     train_plain,
 )
-from zoo import transformers_cases
+from helpers.zoo import transformers_cases
 
 STEPS = 5
 BY_NAME = {case.name: case for case in transformers_cases()}
@@ -60,7 +60,7 @@ def test_generate_between_steps() -> None:
         drive(run, case, 2, first=2)
         return text
 
-    from reference import plain
+    from helpers.reference import plain
 
     reference = plain(case.build, recipe)
     want = train(reference)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy import _C, absent
+from gemini_strategy import _C
+from gemini_strategy.parameters import absent
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 

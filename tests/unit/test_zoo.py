@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from reference import (
+from helpers.reference import (
     Outcome,
     Recipe,
     assert_same_outcome,
@@ -20,7 +20,7 @@ from reference import (
     tightly,
     train_plain,
 )
-from zoo import CASES, Case
+from helpers.zoo import CASES, Case
 
 STEPS = 6
 CHUNK = 4096

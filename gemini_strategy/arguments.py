@@ -1,0 +1,126 @@
+"""Arguments, checked: each that is refused raises ValueError with the call, its name, its value and what is allowed.
+
+What manage() and the Lightning strategy both take is checked here once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gemini_strategy.sizes import parse_bytes
+
+__all__ = ["MISSING", "POLICIES", "Arguments", "check_loss_scaling", "check_management"]
+
+POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine.h numbers them
+MISSING = ("refuse", "init")  # what a parameter on the meta device is that the weights lack
+
+
+class Arguments:
+    """What one call was given, by name.
+
+    Args:
+        call: what was called, for the errors.
+        given: the arguments; others than those that are checked may be among them.
+    """
+
+    def __init__(self, call: str, given: Mapping[str, Any]) -> None:
+        self.call = call
+        self.given = given
+
+    def check(self, is_valid: bool, name: str, allowed: str) -> None:
+        if not is_valid:
+            raise ValueError(f"{self.call}({name}={self.given[name]!r}): expected {allowed}.")
+
+    def check_bool(self, *names: str) -> None:
+        for name in names:
+            self.check(isinstance(self.given[name], bool), name, "True or False")
+
+    def check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+        value = self.given[name]
+        is_valid = any(value is choice or value == choice for choice in choices)
+        self.check(is_valid, name, f"one of {', '.join(repr(choice) for choice in choices)}")
+
+    def check_count(self, name: str, is_optional: bool = False) -> None:
+        value = self.given[name]
+        is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        allowed = f"{'None or ' if is_optional else ''}an int of at least 1"
+        self.check(is_valid or (is_optional and value is None), name, allowed)
+
+    def check_number(
+        self, name: str, low: float, high: float | None, is_exclusive: bool = False
+    ) -> None:
+        value = self.given[name]
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_valid and is_exclusive:
+            is_valid = value > low and (high is None or value < high)
+        elif is_valid:
+            is_valid = value >= low and (high is None or value <= high)
+        between = "more than" if is_exclusive else "at least"
+        below = "" if high is None else f" and {'less than' if is_exclusive else 'at most'} {high}"
+        self.check(is_valid and value == value, name, f"a number {between} {low}{below}")
+
+    def check_size(self, name: str, of_total: bool = False) -> None:
+        if self.given[name] is None:
+            return
+        fraction = ", or a fraction of what there is in (0, 1]" if of_total else ""
+        try:
+            parse_bytes(self.given[name], 1 << 40 if of_total else None)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{self.call}({name}={self.given[name]!r}): expected None, a positive int of bytes, or a string such "
+                f"as '64MiB' or '24GB'{fraction}."
+            ) from error
+
+    def check_paths(self, name: str) -> None:
+        value = self.given[name]
+        paths = value.values() if isinstance(value, Mapping) else [value]
+        is_valid = value is None or all(isinstance(path, str | os.PathLike) for path in paths)
+        self.check(is_valid, name, "None, a path, or a mapping of submodules' names to paths")
+
+
+def check_management(call: str, given: Mapping[str, Any]) -> None:
+    """The arguments that manage() and the strategy both take, but timeout and mesh, whose forms differ."""
+    arguments = Arguments(call, given)
+    arguments.check_bool("enable_distributed_storage", "force_outputs_fp32")
+    arguments.check_choice("placement_policy", tuple(POLICIES))
+    if given["gpu_margin_mem_ratio"] is not None:
+        arguments.check_number("gpu_margin_mem_ratio", 0, 1)
+        if given["placement_policy"] != "auto":
+            raise ValueError(
+                f"{call}(gpu_margin_mem_ratio={given['gpu_margin_mem_ratio']!r}, placement_policy="
+                f"{given['placement_policy']!r}): the ratio acts with placement_policy='auto' only; leave it None."
+            )
+    search = ("chunk_search_range", "chunk_search_n_grids", "min_chunk_size")
+    asked = [name for name in search if given[name] is not None]
+    if given["chunk_size"] is not None and asked:
+        raise ValueError(
+            f"{call}(chunk_size={given['chunk_size']!r}, {asked[0]}={given[asked[0]]!r}): give the size of a chunk, or "
+            "arguments of the search for one, not both."
+        )
+    for name in ("chunk_size", "chunk_search_range", "min_chunk_size", "block_size"):
+        arguments.check_size(name)
+    for name in ("device_budget", "host_budget"):
+        arguments.check_size(name, of_total=True)
+    arguments.check_count("chunk_search_n_grids", is_optional=True)
+    arguments.check_choice("gradient_dtype", (None, torch.float32))
+    arguments.check_count("threads", is_optional=True)
+    arguments.check_paths("weights")
+    arguments.check_choice("missing", MISSING)
+    check_loss_scaling(call, given)
+
+
+def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
+    """The arguments of LossScaler."""
+    arguments = Arguments(call, given)
+    arguments.check_number("min_scale", 0, None)
+    arguments.check_number("max_scale", given["min_scale"], None)
+    arguments.check_number("initial_scale", given["min_scale"], given["max_scale"])
+    arguments.check_number("initial_scale", 0, None, is_exclusive=True)
+    arguments.check_number("growth_factor", 1, None, is_exclusive=True)
+    arguments.check_number("backoff_factor", 0, 1, is_exclusive=True)
+    arguments.check_count("growth_interval")
+    arguments.check_count("hysteresis")

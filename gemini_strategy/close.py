@@ -1,0 +1,190 @@
+"""Closing an engine: everything it holds is let go, and the model and its optimizer are ordinary again.
+
+Invariants
+    1. After close() the engine holds nothing, whatever came before: an error that had closed the core does not keep
+       memory or hooks. Only a copy that cannot be made while the core still lives stops it; nothing has changed then.
+    2. What is given back without a word is exact. Weights between two steps are given back with a warning.
+    3. The engine's device memory is free before parameters and states go back to the device.
+    4. Several ranks close together, or none of them gets weights that others have a part of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim import managed
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.report import tables
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["close", "give_back"]
+
+_PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
+
+
+def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
+    """See Engine.close."""
+    if engine.closed:
+        return
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
+    is_fp32 = dtype is torch.float32
+    cause = engine.core.salvage()
+    if cause is None:
+        cause = _give_up_step(engine)
+    cause = _meet(engine, cause)
+    first = _let_go(engine, is_dead=cause is not None)
+    if cause is None:
+        try:
+            values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine._slots}
+            grads = _read_grads(engine)
+            if engine.optimizer is not None:
+                managed.release(engine, engine.optimizer, is_fp32, with_states)
+        except GeminiError as error:
+            cause = engine.core.salvage()
+            if cause is None and engine.ranks.has_failed:
+                cause = str(error)
+            if cause is None:
+                engine.ranks.abort(f"close(): {error}")  # the others read what this one has not
+                raise
+        except Exception as error:
+            engine.ranks.abort(f"close(): {type(error).__name__}: {error}")
+            raise
+    if cause is not None:
+        _close_dead(engine, is_fp32, cause)
+        return
+    give_back(engine, values, grads)
+    if engine.optimizer is not None:
+        managed.send_states(engine.optimizer, engine._slots)
+    if first is not None:
+        raise first
+
+
+def _meet(engine: Engine, cause: str | None) -> str | None:
+    """All ranks are here, and none of their engines has ended: None; else what has happened.
+
+    Ranks that close because of an exception may be alone with it: they do not wait long.
+    """
+    ranks = engine.ranks
+    if ranks.size == 1:
+        return cause
+    flying = sys.exception()
+    try:
+        with contextlib.ExitStack() as stack:
+            if flying is not None:
+                reason = f"it was closed after {type(flying).__name__}: {flying}"
+                stack.enter_context(ranks.patience(_PATIENCE, reason))
+            causes = ranks.gather("close()", cause)
+    except GeminiError as error:
+        return cause or (str(error) if flying is None else reason)
+    return next((f"rank {r}: {text}" for r, text in enumerate(causes) if text is not None), None)
+
+
+def _give_up_step(engine: Engine) -> str | None:
+    """No step came after backward(step=True): why the weights are between two steps, or None."""
+    if engine.ending.give_up() is None:
+        return None
+    engine.core.salvage()
+    return "backward(step=True) had updated weights, and no optimizer.step() followed"
+
+
+def _let_go(engine: Engine, is_dead: bool) -> Exception | None:
+    """Leaves what is entered and ends what is recorded, whatever it finds; the first error."""
+    first: Exception | None = None
+
+    def attempt(act: Callable[[], Any]) -> None:
+        nonlocal first
+        try:
+            act()
+        except Exception as error:
+            first = first or error
+
+    attempt(engine.begin_pass)
+    for unit in engine._units:
+        while unit.is_entered:
+            attempt(unit.leave)
+    if engine.recording is not None:
+        attempt(engine.recording.finish)
+    if engine._steps and not is_dead:
+        attempt(lambda: engine._announce(tables.result_table))
+    return first
+
+
+def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
+    """Weights as the error has left them; gradients and the optimizer's states would belong to no step."""
+    values, lost = {}, []
+    engine.ranks.abort(cause)
+    for slot in engine._slots:
+        try:
+            values[slot] = slot.read_own(is_fp32)
+        except Exception:  # the device itself may be gone
+            filler = float("nan") if slot.dtype.is_floating_point else 0
+            dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
+            values[slot] = torch.empty_strided(slot.shape, slot.strides, dtype=dtype).fill_(filler)
+            lost.append(slot.name)
+    if engine.optimizer is not None:
+        managed.let_go(engine.optimizer)
+    text = (
+        f"this engine ended inside a step: {cause}. Its model and optimizer are ordinary again, but the weights are "
+        "of no single step, and the optimizer's states are gone: load a checkpoint into both before they are used"
+    )
+    if engine.ranks.shard.size > 1:
+        text += "; each rank has its part of the weights only, and no values elsewhere"
+    if lost:
+        text += f"; {len(lost)} parameters could not be read and hold no values (the first is {lost[0]})"
+    try:
+        give_back(engine, values, {})
+    finally:
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
+    """The gradients that the engine holds, unscaled."""
+    scale = engine.scaler.scale if engine.scaler is not None else 1.0
+    grads = {}
+    for slot in engine._slots:
+        if slot.has_grad_home and engine.core.has_grad(slot.id):
+            try:
+                grads[slot] = slot.read_grad().cpu().float() / scale
+            except GeminiError as error:
+                if type(error) is not GeminiError:  # of memory, of the device: it is still there
+                    raise
+                # an update inside backward has used it up
+    return grads
+
+
+def give_back(
+    engine: Engine, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
+) -> None:
+    """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
+    engine.closed = True
+    absent.drop_net(getattr(engine, "net", None))
+    for unit in engine._units:
+        unit.remove()
+    engine._root.remove()
+    for handle in engine._handles:
+        handle.remove()
+    for slot, value in values.items():
+        parameter = slot.parameter
+        parameter.__class__ = slot.plain_class
+        parameter.data = value
+        del parameter._gm_slot
+        slot.shown = None
+    engine.core.close()
+    engine.ranks.close()
+    engine._memory.close()
+    for slot in values:
+        parameter = slot.parameter
+        parameter.data = parameter.data.to(slot.original_device)
+        if slot in grads:
+            parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)

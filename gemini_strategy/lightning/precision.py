@@ -1,0 +1,234 @@
+# The precision plugin: how one Lightning tree casts, scales and clips when the engine holds the weights.
+#
+# Lightning knows no third-party precision, so a strategy is handed `Precision`, `MixedPrecision` or
+# `HalfPrecision`; `precision_class(tree)` builds the plugin of one tree and its `translate` turns those into it.
+# Nothing here imports Lightning: a tree is given as modules.
+#
+# Invariants
+#   1. A plugin that cannot be honoured exactly is refused by name, never replaced by a near one.
+#   2. The plugin holds no tensors: gradients, scale and masters belong to the engine.
+#   3. A checkpoint carries the scale twice, under our name and under Lightning's "MixedPrecision", so that it
+#      resumes under either.
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+
+from gemini_strategy.lightning.trees import Tree, import_tree
+
+SUPPORTED = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+
+_COMPUTE_DTYPE = {
+    "32-true": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+# Where other plugins of Lightning store a gradient scale, in the order in which they are looked for.
+_FOREIGN_SCALES = ("MixedPrecision", "FSDPPrecision")
+_SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+class EnginePrecision:
+    """What happens around the engine in one of the precisions of :data:`SUPPORTED`.
+
+    To be inherited from before the tree's own plugin; see `precision_class`.
+
+    ``32-true``: nothing is cast. ``bf16-true``: floating inputs and new tensors are bf16. ``bf16-mixed``,
+    ``16-mixed``: forward runs under autocast. ``16-mixed``: the loss is scaled by the engine's loss scale.
+
+    Args:
+        precision: one of :data:`SUPPORTED`.
+
+    Raises:
+        ValueError: for any other precision.
+    """
+
+    _tree: Tree
+
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in SUPPORTED:
+            raise ValueError(_refusal(f"precision={precision!r}"))
+        self.precision = precision
+        self._engine: Any = None
+        self._device_type = "cpu"
+        self.ends_step = False  # the strategy's word on the backward that comes
+
+    @classmethod
+    def translate(cls, plugin: Any) -> "EnginePrecision":
+        """Return our plugin for one of Lightning's (this tree's), or the plugin itself when it is ours.
+
+        Raises:
+            TypeError: a plugin class that is not one of ``Precision``, ``MixedPrecision``, ``HalfPrecision``,
+                or a plugin of the other tree.
+            ValueError: a precision outside :data:`SUPPORTED`, or a gradient scaler with its own settings.
+        """
+        plugins = cls._tree.pl.plugins
+        cls._tree.check("precision_plugin", plugin, plugins.Precision)
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) not in (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision):
+            raise TypeError(_refusal(f"the precision plugin {type(plugin).__qualname__}"))
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None and not _is_default_scaler(scaler):
+            raise ValueError(
+                "strategy='gemini' keeps its own loss scale and would ignore the settings of the gradient scaler"
+                " in MixedPrecision(scaler=...): pass GeminiStrategy(initial_scale=..., growth_factor=...,"
+                " backoff_factor=..., growth_interval=..., hysteresis=...) and Trainer(precision='16-mixed')."
+            )
+        return cls(plugin.precision)
+
+    def attach(self, engine: Any, device: torch.device) -> None:
+        """Serve `engine` (None: a module without parameters), whose forward runs on `device`."""
+        self._engine = engine
+        self._device_type = device.type
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the weights that forward sees."""
+        return _COMPUTE_DTYPE[self.precision]
+
+    @property
+    def module_dtype(self) -> torch.dtype:
+        """What ``LightningModule.dtype`` says: as under Lightning's own plugins, only ``*-true`` changes it."""
+        return self.compute_dtype if self.precision.endswith("-true") else torch.float32
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        # The engine casts: it needs the fp32 values for the masters.
+        return module
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        if self.precision.endswith("-mixed"):
+            with torch.autocast(self._device_type, dtype=self.compute_dtype, cache_enabled=False):
+                yield
+            return
+        previous = torch.get_default_dtype()
+        if self.precision == "bf16-true":
+            torch.set_default_dtype(self.compute_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(previous)
+
+    def convert_input(self, data: Any) -> Any:
+        if self.precision != "bf16-true":
+            return data
+        return apply_to_collection(data, Tensor, cast_floating, self.compute_dtype)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        if self._engine is not None:
+            tensor = self._engine.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    def backward(
+        self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # Through LightningModule.backward, which users override.
+        engine = self._engine
+        with ExitStack() as stack:
+            if engine is not None:
+                stack.enter_context(engine.ranks.explaining())
+                stack.enter_context(engine.accept_scaled())
+            if engine is not None and self.ends_step:
+                stack.enter_context(engine.ends_step())
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.precision != "16-mixed":
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        # The order of Lightning's MixedPrecision: backward, then the hooks and clipping, then a step that may be
+        # skipped. `training_step` that returned None made no gradient, so there is nothing to judge.
+        result = closure()
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:
+            return result
+        return optimizer.step(**kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        if self._engine is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self._engine.clip_grad_norm_(clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        if self._engine is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            self._engine.clip_grad_value_(clip_val)
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = None if self._engine is None else self._engine.scaler
+        return {} if scaler is None else scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scaler = None if self._engine is None else self._engine.scaler
+        if scaler is not None:
+            scaler.load_state_dict(state_dict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = self.state_dict()
+        if state:
+            checkpoint["MixedPrecision"] = state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ in checkpoint:
+            return
+        for name in _FOREIGN_SCALES:
+            if checkpoint.get(name):
+                self.load_state_dict(checkpoint[name])
+                return
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An engine cannot be copied or pickled; the copy is attached anew by the next setup.
+        return {**vars(self), "_engine": None}
+
+    def __reduce__(self) -> Any:
+        # The classes of both trees have one name, under which checkpoints have the scale.
+        return _plain_plugin, (self._tree.name,), self.__getstate__()
+
+
+_classes: dict[str, type] = {}  # by the name of their tree
+
+
+def precision_class(tree: Tree) -> type:
+    """The precision plugin class of `tree`; made at the first call. Under this name checkpoints have the scale."""
+    if tree.name not in _classes:
+        bases = (EnginePrecision, tree.pl.plugins.Precision)
+        names = {"_tree": tree, "__module__": __name__, "__doc__": EnginePrecision.__doc__}
+        _classes[tree.name] = type("GeminiPrecision", bases, names)
+    return _classes[tree.name]
+
+
+def _plain_plugin(tree: str) -> Any:
+    """What is unpickled into; in a process that has no class of that tree yet, too."""
+    return precision_class(import_tree(tree))()
+
+
+def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype` when it is floating point, itself otherwise."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"strategy='gemini' does not support {what}. Supported: Trainer(precision=...) with"
+        f" {', '.join(repr(name) for name in SUPPORTED)}."
+    )
+
+
+def _is_default_scaler(scaler: Any) -> bool:
+    default = torch.amp.GradScaler(device="cpu")
+    if type(scaler) is not torch.amp.GradScaler and not isinstance(
+        scaler, torch.cuda.amp.GradScaler
+    ):
+        return False
+    ours, theirs = default.state_dict(), scaler.state_dict()
+    # A disabled scaler (no such device here) has an empty state.
+    return not theirs or all(theirs[name] == ours[name] for name in _SCALER_FIELDS)

@@ -1,0 +1,648 @@
+# The strategy: how one Lightning tree hands its LightningModule, optimizer and stages to an engine.
+#
+# `build_strategy(tree)` joins `Strategy` with the base of one tree; nothing here imports Lightning.
+#
+# Invariants
+#   1. The LightningModule is never wrapped: `strategy.model is strategy.lightning_module`, always.
+#   2. The strategy owns no engine: it finds the one that manages the module, so a strategy can be torn down, replaced
+#      or pickled while the engine lives on, and `trainer.save_checkpoint` works after `fit`.
+#   3. An engine is reused only if every parameter of the module is in it and it was made with the same configuration;
+#      otherwise it is closed to its fp32 masters and a new one starts from exactly those values.
+#   4. `configure_optimizers` always sees ordinary parameters (on the meta device where the module was built there), and
+#      its optimizer is the one that the engine takes over.
+#   5. Checkpoints hold plain keys, fp32 masters and Adam's own state form: files are interchangeable with those of
+#      Lightning's single-device and DDP strategies.
+#   6. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from types import FunctionType, ModuleType
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+import gemini_strategy as gs
+from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.lightning.logs import StepLogs
+from gemini_strategy.lightning.precision import cast_floating, precision_class
+from gemini_strategy.lightning.ranks import (
+    PROCESS_GROUP_BACKENDS,
+    Ranks,
+    is_mappable,
+    load_mapped,
+)
+from gemini_strategy.lightning.schedule import (
+    UPDATE_SCHEDULES,
+    StepSchedule,
+    saves_after_errors,
+)
+from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.weights.initial_values import silent_modules
+from gemini_strategy.weights.loading import Weights
+
+# Those of the strategy's arguments that manage() gets as they are.
+_ENGINE_ARGUMENTS = (
+    "device_budget",
+    "host_budget",
+    "placement_policy",
+    "chunk_size",
+    "block_size",
+    "chunk_search_range",
+    "chunk_search_n_grids",
+    "min_chunk_size",
+    "gpu_margin_mem_ratio",
+    "gradient_dtype",
+    "force_outputs_fp32",
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+    "threads",
+)
+
+# How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
+_configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
+# The modules that have taken their strategy's weights: what they hold since is worth more.
+_loaded: "WeakSet[nn.Module]" = WeakSet()
+
+
+class Strategy(StepLogs, StepSchedule, Ranks):
+    """Train, evaluate and predict with the model's state in chunks, on CUDA GPUs or on CPU hosts.
+
+    ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
+    policies of the same name. The engine stays with the LightningModule after a stage has ended;
+    ``strategy.engine.close()`` makes it an ordinary module with the trained weights.
+
+    With several devices (``Trainer(devices=N, num_nodes=M)``, torchrun, SLURM) each has a process, a rank, with
+    batches of its own and 1/N of every chunk. All ranks begin with rank 0's values. Gradients are averaged over
+    the ranks, in every micro-batch where they are accumulated. The ranks make a checkpoint together and rank 0
+    writes it: all of them must call ``trainer.save_checkpoint`` and ``lightning_module_state_dict``, which is
+    empty on the others. Buffers are rank 0's at the start and in checkpoints, and each rank's own in between.
+    With one device no launcher is used, so notebooks work.
+
+    Precision is the Trainer's: ``"32-true"`` (parameters made fp32), ``"bf16-true"``, ``"bf16-mixed"`` (weights
+    and compute in bf16, fp32 masters in the engine), ``"16-mixed"`` (fp16 with a loss scale). Parameters are
+    built in fp32 whatever the precision, so that the masters start from the values the model was made with.
+
+    Sizes are bytes, as an int or a string (``"64MiB"``, ``"24GB"``); budgets also a fraction of what there is, in
+    (0, 1].
+
+    Args:
+        use_chunk: must be True: parameters always live in chunks.
+        chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget, or searched for.
+        enable_distributed_storage: whether ranks share the chunks (True) or each keeps all (False). One device
+            holds every chunk either way, so both values are the same there.
+        placement_policy: ``"auto"`` (within the budget), ``"cuda"`` (everything on the device), ``"cpu"`` (a
+            unit's chunks leave the device when the unit has run: least device memory).
+        force_outputs_fp32: cast half-precision tensors to fp32 in what the module's ``forward`` and its
+            ``*_step`` methods return.
+        gpu_margin_mem_ratio: share, 0 to 1, of the device memory left beside all weights that optimizer states
+            may use; None: all of it. With ``placement_policy="auto"`` only.
+        chunk_search_range: how far above `min_chunk_size` chunk sizes are searched, bytes of weights. Giving this
+            or one of the next two asks for the search; what is then left None is 64 MiB, 4096 or 32 MiB.
+        chunk_search_n_grids: number of steps in that range.
+        min_chunk_size: smallest chunk size that the search considers, bytes of weights.
+        initial_scale: first loss scale (``"16-mixed"`` only, like the six that follow).
+        min_scale: the loss scale never falls below this.
+        growth_factor: factor of growth, more than 1.
+        backoff_factor: factor after an overflow, between 0 and 1.
+        growth_interval: steps without overflow before the scale grows.
+        hysteresis: overflows in a row that are forgiven before the scale shrinks (1: none).
+        max_scale: the loss scale never rises above this.
+        accelerator: the tree's ``CPUAccelerator`` or ``CUDAAccelerator``; normally ``Trainer(accelerator=...)``.
+        parallel_devices: this machine's devices; normally ``Trainer(devices=...)``.
+        cluster_environment: a cluster environment of the tree; None: the one that Lightning finds.
+        checkpoint_io: how checkpoint files are written and read.
+        precision_plugin: ``Precision``, ``MixedPrecision`` or ``HalfPrecision`` of the tree; it wins over
+            ``Trainer(precision=...)``.
+        device_budget: most memory on the device; None: what is there. On CUDA it counts everything this process
+            holds on the GPU, on a CPU host what the engine places on the host device.
+        host_budget: most host memory that the engine takes; None: what is there.
+        gradient_dtype: dtype in which gradients are kept and accumulated: None for the parameter's compute
+            dtype, or fp32 (``torch.float32`` or ``"float32"``).
+        block_size: size of a block of device memory; None lets the engine choose.
+        threads: threads for the update on the CPU; None: the cores this process may use, less two beside a GPU.
+        update_schedule: ``"auto"``: updates run inside the backward that ends a step when nothing needs its
+            gradients afterwards (no clipping, no loss scale, no hook of the module or a callback that may read
+            them), and under the next forward otherwise; ``"deferred"``: always under the next forward. The bits
+            are the same. An error inside a backward that updates closes the engine.
+        weights: a safetensors file or a Hugging Face folder that the module begins with, or such paths by the name
+            of the submodule that each is of; see ``gemini_strategy.manage``. A checkpoint comes after it. Best
+            with a module that ``configure_model`` builds on the meta device.
+        missing: ``"refuse"`` or ``"init"``: what a parameter on the meta device is that `weights` lack.
+        report: tell the table of the plan when there is one, and at the end what was planned beside what was
+            measured, at Lightning's log level INFO.
+        timeout: how long one collective between several devices may take, a timedelta or seconds. One device makes
+            none.
+        process_group_backend: what torch.distributed uses for the collectives of Lightning and the module, with
+            several devices: ``"nccl"``, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; None: as the devices are. The
+            engine's own collectives do not use it.
+        device_mesh: how several devices share the chunks: ``(replicas, shards)``, a ``DeviceMesh`` of one
+            dimension (shards) or two (replicas, shards), or ``"hybrid"`` for a replica on each machine, shared by
+            its devices. None: all devices share them.
+        checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning does not pass the one given to
+            ``fit``, ``validate``, ``test`` or ``predict``. None: torch's default, which loads nothing but
+            tensors and plain values; False for trusted files with other objects in them.
+
+    Raises:
+        ValueError, TypeError: an argument outside what is listed above.
+        MisconfigurationException: at construction of the Trainer, for other accelerators, and where the number of
+            processes or the mesh does not fit its devices.
+    """
+
+    strategy_name = "gemini"
+    _tree: Tree
+    _pl: ModuleType
+    _fabric: ModuleType
+    _warn: Callable[[str], None]  # the tree's rank_zero_warn
+    _misconfiguration: type[Exception]
+    _averaging: tuple[type, ...]  # callbacks that copy the module
+
+    def __init__(
+        self,
+        use_chunk: bool = True,
+        chunk_size: int | str | None = None,
+        enable_distributed_storage: bool = True,
+        placement_policy: Literal["auto", "cpu", "cuda"] = "auto",
+        force_outputs_fp32: bool = False,
+        gpu_margin_mem_ratio: float | None = None,
+        chunk_search_range: int | str | None = None,
+        chunk_search_n_grids: int | None = None,
+        min_chunk_size: int | str | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        device_budget: int | float | str | None = None,
+        host_budget: int | float | str | None = None,
+        gradient_dtype: torch.dtype | str | None = None,
+        block_size: int | str | None = None,
+        threads: int | None = None,
+        timeout: timedelta | float = timedelta(seconds=300),
+        process_group_backend: str | None = None,
+        checkpoint_weights_only: bool | None = None,
+        update_schedule: Literal["auto", "deferred"] = "auto",
+        report: bool = True,
+        weights: Weights | None = None,
+        missing: Literal["refuse", "init"] = "refuse",
+        device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
+    ) -> None:
+        if gradient_dtype == "float32":
+            gradient_dtype = torch.float32
+        given = dict(locals())
+        timeout = _checked(given)
+        plugins = self._fabric.plugins
+        self._tree.check("cluster_environment", cluster_environment, plugins.ClusterEnvironment)
+        self._tree.check("checkpoint_io", checkpoint_io, plugins.CheckpointIO)
+
+        self.enable_distributed_storage = enable_distributed_storage
+        self.force_outputs_fp32 = force_outputs_fp32
+        self.timeout = timeout
+        self.process_group_backend = process_group_backend
+        self.device_mesh = tuple(device_mesh) if isinstance(device_mesh, list) else device_mesh
+        self.checkpoint_weights_only = checkpoint_weights_only
+        self.update_schedule = update_schedule
+        self.report = report
+        self.weights = weights
+        self.missing = missing
+        self.engine_arguments = {name: given[name] for name in _ENGINE_ARGUMENTS}
+        super().__init__(
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if accelerator is not None:
+            self.accelerator = accelerator
+
+    def __repr__(self) -> str:
+        # Lightning prints this when a strategy is given to the other tree's Trainer, or to Fabric.
+        return (
+            f"<{type(self).__name__} for the Trainer of `{self._tree.name}`; Fabric is not supported in this version;"
+            " for another installation of Lightning see gemini_strategy.lightning.strategy_class>"
+        )
+
+    # -- what the Trainer sets while it is constructed ------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        accelerators = self._pl.accelerators
+        self._tree.check("accelerator", accelerator, accelerators.Accelerator)
+        known = (accelerators.CPUAccelerator, accelerators.CUDAAccelerator)
+        if accelerator is not None and not isinstance(accelerator, known):
+            raise self._misconfiguration(
+                f"strategy='gemini' does not run on {type(accelerator).__name__}. Supported:"
+                " Trainer(accelerator='cpu') and Trainer(accelerator='cuda')."
+            )
+        self._accelerator = accelerator
+
+    @property
+    def precision_plugin(self) -> Any:
+        if self._precision_plugin is None:
+            return precision_class(self._tree)()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Any) -> None:
+        if precision_plugin is not None:
+            precision_plugin = precision_class(self._tree).translate(precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    # -- a stage ---------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Any:
+        """The engine that manages the LightningModule, or None."""
+        module = self.lightning_module
+        found = None if module is None else gs.engine_of(module)
+        return found if found is not None and found.model is module else None
+
+    def setup_environment(self) -> None:
+        module = self.lightning_module
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, self._averaging):
+                raise self._misconfiguration(
+                    f"strategy='gemini' does not support the callback {type(callback).__name__}: it copies the"
+                    " module and its parameters, which are not all in memory at once. Train without it, or average"
+                    " the state_dict of several checkpoints after training."
+                )
+            if self.is_distributed and saves_after_errors(callback, self._pl.callbacks):
+                raise self._misconfiguration(
+                    "strategy='gemini' with several devices does not support that the callback"
+                    f" {type(callback).__name__} saves a checkpoint after an error: it would need all ranks, and an"
+                    " error is often one rank's. Save at intervals instead, with"
+                    " ModelCheckpoint(every_n_train_steps=...)."
+                )
+        if module._compiler_ctx is not None:
+            raise RuntimeError(
+                "strategy='gemini' does not support a compiled LightningModule: compile its submodules in"
+                " configure_model instead, for example self.block = torch.compile(self.block)."
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        module = self.lightning_module
+        self._has_started = False
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        training = trainer.state.fn == self._pl.trainer.states.TrainerFn.FITTING
+        engine = self._adopt(module, reuse=not training)
+        if training and self._layer_sync is not None and self.is_distributed:
+            # For good: taking it back would change modules that the engine manages. Without a process group, and in
+            # evaluation, the synchronised layers are the ordinary ones.
+            self.model = self._layer_sync.apply(self.model)
+        if self.weights is None:  # what manage() cannot give values to
+            _materialize(module, self._warn)
+        for metric in module.modules():
+            if isinstance(metric, Metric) and engine is None:
+                metric.to(self.root_device)
+        if training:
+            self.setup_optimizers(trainer)
+            optimizer = self._only_optimizer()
+            engine = self._manage(module, optimizer)
+            # Wrapped anew: the engine changed the optimizer's class.
+            self.optimizers = [optimizer]
+        elif engine is None:
+            engine = self._manage(module, None)
+        self.precision_plugin.attach(engine, self.root_device)
+        self._set_device_and_dtype(module)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    def model_to_device(self) -> None:
+        # The engine places the parameters and buffers.
+        return
+
+    def teardown(self) -> None:
+        # Called after every stage and after failures, however little of setup has run. The engine, the module and
+        # the optimizer stay as they are: users save and evaluate after `fit`.
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Never the GPU: the engine decides what goes there.
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining():
+            return self._outputs(super().training_step(*args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining():
+            return self._outputs(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining():
+            return self._outputs(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining():
+            return self._outputs(super().predict_step(*args, **kwargs))
+
+    def _outputs(self, outputs: Any) -> Any:
+        if not self.force_outputs_fp32:
+            return outputs
+        return apply_to_collection(outputs, Tensor, cast_floating, torch.float32)
+
+    # -- the engine ------------------------------------------------------------------------------------------
+
+    def _configuration(self) -> tuple[Any, ...]:
+        return (
+            self.root_device,
+            self.precision_plugin.precision,
+            tuple(sorted(self.engine_arguments.items(), key=lambda item: item[0])),
+            (self.world_size, self.device_mesh, self.enable_distributed_storage, self.timeout),
+        )
+
+    def _adopt(self, module: nn.Module, reuse: bool) -> Any:
+        """The engine of `module` when it can go on (invariant 3); every other engine over it is closed."""
+        engine = self.engine
+        managed = _engines_of_parts(module)
+        for found in managed:
+            if found not in _configurations:
+                raise gs.GeminiError(
+                    f"{type(module).__name__} holds a model that gemini_strategy.manage() manages already, and"
+                    " strategy='gemini' manages the whole LightningModule: call engine.close() first, or pass the"
+                    " unmanaged model."
+                )
+        if (
+            reuse
+            and engine is not None
+            and _configurations.get(engine) == self._configuration()
+            and _manages_all(engine, module)
+        ):
+            return engine
+        for found in managed:
+            found.close(dtype=torch.float32)
+        return None
+
+    def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
+        if next(module.parameters(), None) is None and optimizer is None:
+            module.to(self.root_device)
+            return None
+        half = sorted(
+            str(dtype)
+            for dtype in {parameter.dtype for parameter in module.parameters()}
+            if dtype in (torch.float16, torch.bfloat16)
+        )
+        if half and self.precision_plugin.precision == "32-true":
+            self._warn(
+                f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
+                " precision, with fp32 masters, use Trainer(precision='bf16-true')."
+            )
+        is_blank = any(parameter.is_meta for parameter in module.parameters())
+        with torch.inference_mode(False):
+            engine = gs.manage(
+                module,
+                optimizer,
+                weights=self.weights if is_blank or module not in _loaded else None,
+                missing=self.missing,
+                device=self.root_device,
+                precision=self.precision_plugin.precision,
+                convert_inputs=False,
+                report=False,  # told by StepLogs
+                **self.engine_arguments,
+                **self._rank_arguments(),
+            )
+        _configurations[engine] = self._configuration()
+        _loaded.add(module)
+        return engine
+
+    def _only_optimizer(self) -> Optimizer:
+        optimizers_of = self._pl.core.optimizer
+        optimizers = [
+            found.optimizer if isinstance(found, optimizers_of.LightningOptimizer) else found
+            for found in self.optimizers
+        ]
+        if len(optimizers) == 1 and not isinstance(optimizers[0], optimizers_of._MockOptimizer):
+            return optimizers[0]
+        names = ", ".join(
+            type(found).__name__
+            for found in optimizers
+            if not isinstance(found, optimizers_of._MockOptimizer)
+        )
+        self._reset_optimizers_and_schedulers()
+        raise self._misconfiguration(
+            f"strategy='gemini' trains with exactly one optimizer; configure_optimizers returned {names or 'none'}."
+            " Put all trainable parameters into one torch.optim.AdamW, torch.optim.Adam,"
+            " gemini_strategy.HybridAdam or gemini_strategy.CPUAdam, with a parameter group for each setting."
+        )
+
+    def _set_device_and_dtype(self, module: nn.Module) -> None:
+        for part in module.modules():
+            if isinstance(part, self._fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
+                part._device = self.root_device
+                part._dtype = self.precision_plugin.module_dtype
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        engine = self.engine
+        if engine is None:
+            return super().lightning_module_state_dict()
+        module = self.lightning_module
+        if type(module).state_dict is self._pl.LightningModule.state_dict:
+            return engine.model_state_dict(masters=True, rank0_only=self.is_distributed)
+        # The module has its own idea of what is saved: its keys and shapes, our masters.
+        state = dict(module.state_dict())
+        root = 0 if self.is_distributed else None
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = engine.slot_of(parameter).read_master(root)
+        return self._on_rank_zero(state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
+            optimizer = optimizer.optimizer
+        engine = self.engine
+        if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
+            return engine.optimizer_state_dict(rank0_only=self.is_distributed, with_lows=False)
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise RuntimeError(
+                f"The checkpoint holds the state of {len(states)} optimizers, but strategy='gemini' trains with"
+                f" {len(self.optimizers)}. To start with fresh optimizer state, load the weights only:"
+                " model = type(model).load_from_checkpoint(path)."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if weights_only is None:
+            weights_only = self.checkpoint_weights_only
+        is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
+        if self.is_distributed and is_plain and is_mappable(checkpoint_path):
+            return load_mapped(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+
+def _checked(given: dict[str, Any]) -> timedelta:
+    """Raises ValueError for an argument of the strategy that cannot be; gives the timeout."""
+    check_management("GeminiStrategy", given)
+    arguments = Arguments("GeminiStrategy", given)
+    arguments.check_number("min_scale", 0, None, is_exclusive=True)
+    is_true = given["use_chunk"] is True
+    arguments.check(is_true, "use_chunk", "True: parameters always live in chunks")
+    arguments.check_choice("process_group_backend", PROCESS_GROUP_BACKENDS)
+    arguments.check_choice("checkpoint_weights_only", (None, True, False))
+    arguments.check_choice("update_schedule", UPDATE_SCHEDULES)
+    arguments.check_bool("report")
+    mesh, timeout = given["device_mesh"], given["timeout"]
+    allowed = "None, (replicas, shards), 'hybrid' or a DeviceMesh of one or two dimensions"
+    arguments.check(_is_mesh(mesh), "device_mesh", allowed)
+    if mesh is not None and not given["enable_distributed_storage"]:
+        raise ValueError(
+            "GeminiStrategy(enable_distributed_storage=False, device_mesh=...): without shared chunks there is"
+            " nothing to share over a mesh; give one of the two."
+        )
+    if not isinstance(timeout, timedelta):
+        arguments.check_number("timeout", 0, 1e9, is_exclusive=True)
+        timeout = timedelta(seconds=timeout)
+    arguments.check(timeout > timedelta(0), "timeout", "a timedelta longer than 0, or seconds")
+    return timeout
+
+
+def _is_mesh(mesh: Any) -> bool:
+    if isinstance(mesh, tuple | list):
+        return len(mesh) == 2 and all(type(size) is int and size >= 1 for size in mesh)
+    if isinstance(mesh, DeviceMesh):
+        return mesh.ndim in (1, 2)
+    return mesh is None or mesh == "hybrid"
+
+
+def build_strategy(tree: Tree) -> type:
+    """The strategy class of `tree` (see :data:`gemini_strategy.lightning.GeminiStrategy`)."""
+    pl, rank_zero = tree.pl, tree.pl.utilities.rank_zero
+    averaging = ("StochasticWeightAveraging", "WeightAveraging")
+    parts = {
+        "__doc__": Strategy.__doc__,
+        "__init__": _init_for(tree),
+        "_tree": tree,
+        "_pl": pl,
+        "_fabric": tree.fabric,
+        "_say": staticmethod(rank_zero.rank_zero_info),
+        "_warn": staticmethod(rank_zero.rank_zero_warn),
+        "_misconfiguration": pl.utilities.exceptions.MisconfigurationException,
+        "_averaging": tuple(
+            getattr(pl.callbacks, name) for name in averaging if hasattr(pl.callbacks, name)
+        ),
+    }
+    return type("GeminiStrategy", (Strategy, pl.strategies.ParallelStrategy), parts)
+
+
+def _init_for(tree: Tree) -> FunctionType:
+    """Strategy's, annotated with the classes of `tree`, from which LightningCLI makes what a config file asks for."""
+    plain = Strategy.__init__
+    init = FunctionType(
+        plain.__code__, plain.__globals__, "__init__", plain.__defaults__, plain.__closure__
+    )
+    init.__annotations__ = plain.__annotations__ | {
+        "accelerator": tree.pl.accelerators.Accelerator | None,
+        "cluster_environment": tree.fabric.plugins.ClusterEnvironment | None,
+        "checkpoint_io": tree.fabric.plugins.CheckpointIO | None,
+        "precision_plugin": tree.pl.plugins.Precision | None,
+    }
+    return init
+
+
+def _engines_of_parts(module: nn.Module) -> list[Any]:
+    """Every engine that manages `module`, a part of it, or more than it."""
+    found = {
+        id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None
+    }
+    return list(found.values())
+
+
+def _manages_all(engine: Any, module: nn.Module) -> bool:
+    try:
+        for parameter in module.parameters():
+            engine.slot_of(parameter)
+    except gs.GeminiError:
+        return False
+    return True
+
+
+def _materialize(module: nn.Module, warn: Any) -> None:
+    """Give memory on the CPU to what is on the meta device and for which manage() would find no initial values.
+
+    Such modules keep uninitialised memory and are named in a warning: a checkpoint that holds every key makes up for
+    it. Tied parameters stay tied.
+    """
+    silent = silent_modules(module)
+    silent_ids = {id(part) for part in silent}
+    spoken_for = {
+        id(parameter)
+        for part in module.modules()
+        if id(part) not in silent_ids
+        for parameter in part._parameters.values()
+    }
+    made: dict[int, nn.Parameter] = {}
+    named = set()
+    for part in silent:
+        for name, tensor in part._parameters.items():
+            if tensor is None or not tensor.is_meta or id(tensor) in spoken_for:
+                continue
+            if id(tensor) not in made:
+                values = torch.empty_like(tensor, device="cpu")
+                made[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+            part._parameters[name] = made[id(tensor)]
+            named.add(type(part).__name__)
+        for name, tensor in part._buffers.items():
+            if tensor is not None and tensor.is_meta:
+                part._buffers[name] = torch.empty_like(tensor, device="cpu")
+                named.add(type(part).__name__)
+    if named:
+        warn(
+            "These modules were built without memory and have no reset_parameters(), so their parameters and buffers"
+            f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(named))}."
+        )

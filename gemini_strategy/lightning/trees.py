@@ -1,0 +1,77 @@
+# The installed distributions of Lightning: `lightning` and `pytorch_lightning`, whose classes are not each other's.
+#
+# Invariants
+#   1. Lightning's messages go where they went before: to the log of the tree that was imported first.
+
+import importlib
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from lightning_utilities.core import rank_zero
+
+# Tree -> (module of the Trainer, module of Fabric), in order of preference.
+MODULES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One of the distributions.
+
+    Attributes:
+        name: ``"lightning"`` or ``"pytorch_lightning"``.
+        pl: the module with ``Trainer`` in it.
+        fabric: the module with the ``Fabric`` of the same tree in it.
+        roots: names of the top-level packages that belong to this tree.
+        foreign: names of the top-level packages that belong to the other tree.
+    """
+
+    name: str
+    pl: ModuleType
+    fabric: ModuleType
+    roots: frozenset[str]
+    foreign: frozenset[str]
+
+    def check(self, argument: str, value: Any, wanted: type) -> None:
+        """Raise TypeError, naming the remedy, unless `value` is None or an instance of this tree's `wanted`."""
+        if value is None or isinstance(value, wanted):
+            return
+        got = type(value)
+        roots = {base.__module__.partition(".")[0] for base in got.__mro__}
+        if roots & self.foreign:
+            other = "pytorch_lightning" if self.name == "lightning" else "lightning"
+            raise TypeError(
+                f"GeminiStrategy({argument}=...): {got.__module__}.{got.__qualname__} belongs to `{other}`, but this"
+                f" strategy class belongs to `{self.name}`. Import everything from `{self.name}`, or take the other"
+                f" class with gemini_strategy.lightning.strategy_class({other!r})."
+            )
+        raise TypeError(
+            f"GeminiStrategy({argument}=...): expected None or an instance of"
+            f" {wanted.__module__}.{wanted.__qualname__}, got {got.__module__}.{got.__qualname__}."
+        )
+
+
+def import_tree(name: str) -> Tree:
+    """Each tree, when it is imported, takes the log of both for its own: the one that came first keeps it."""
+    is_first = not any(module in sys.modules for pair in MODULES.values() for module in pair)
+    log = rank_zero.log
+    trainer, fabric = (importlib.import_module(module) for module in MODULES[name])
+    if not is_first:
+        rank_zero.log = log
+    roots = {
+        n: frozenset(module.partition(".")[0] for module in pair) for n, pair in MODULES.items()
+    }
+    foreign = frozenset().union(*roots.values()) - roots[name]
+    return Tree(name, trainer, fabric, roots[name], foreign)
+
+
+def installed_trees() -> list[str]:
+    """What the program imported itself comes first."""
+    found = [name for name in MODULES if name in sys.modules or find_spec(name) is not None]
+    # Python's sort keeps the order of preference otherwise.
+    return sorted(found, key=lambda name: MODULES[name][0] not in sys.modules)

@@ -1,0 +1,1 @@
+"""Device memory that is not in chunks: torch's share of the budget."""

@@ -1,0 +1,139 @@
+"""Few segments of device memory out of which torch's caching allocator can serve a whole step.
+
+Left alone, that allocator asks for a segment of each tensor's own size, and later cuts what is free to serve
+smaller ones. In a pool that gives nothing back (torch_pool.py) the sizes add up: a step of OPT with 3.4 billion
+parameters holds 12.3 GB of tensors at most, out of segments of 16.0 GB. Out of two segments of 12.8 GB together,
+made beforehand, the same step is served whole. Which two is found by replaying the step's allocations.
+
+The replay knows of that allocator: the smallest free block that is large enough is taken, the lower address
+first; the rest stays free when it is larger than 1 MiB; neighbours that are free become one. Tensors of at most
+1 MiB live elsewhere. Where the replay errs, torch asks for one more segment, as it always does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["choose_segments", "events_of", "missing_bytes"]
+
+_GRANULE = 2 << 20
+_SMALL = 1 << 20
+_PARTS = 24  # sizes are tried in steps of the peak by this
+_MOST_SECONDS = 1.5
+
+Event = tuple[int, int]
+"""(tensor, bytes): it begins; (tensor, 0): it ends."""
+
+
+def events_of(entries: Iterable[dict[str, Any]], stream: int) -> list[Event]:
+    """What a recorded history of allocations says about the large tensors of one stream that have come and gone.
+
+    Args:
+        entries: of one device, from `torch.cuda.memory._snapshot()["device_traces"]`.
+        stream: the raw handle.
+    """
+    events: list[Event] = []
+    begun: dict[int, int] = {}
+    ended = set()
+    for entry in entries:
+        address, size = entry["addr"], entry["size"]
+        if entry["action"] == "alloc" and size > _SMALL and entry["stream"] == stream:
+            begun[address] = len(events)
+            events.append((len(events), -(-size // 512) * 512))
+        elif entry["action"] == "free_completed" and address in begun:
+            tensor = begun.pop(address)
+            ended.add(tensor)
+            events.append((tensor, 0))
+    return [event for event in events if event[0] in ended]
+
+
+class _Blocks:
+    """Free blocks, by size and by place."""
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[int, int, int]] = []  # (size, segment, offset)
+        self._size: dict[tuple[int, int], int] = {}  # (segment, offset) -> size
+        self._begin: dict[tuple[int, int], int] = {}  # (segment, end) -> offset
+
+    def _drop(self, segment: int, offset: int, size: int) -> None:
+        del self._size[segment, offset], self._begin[segment, offset + size]
+        del self._by_size[bisect.bisect_left(self._by_size, (size, segment, offset))]
+
+    def give(self, segment: int, offset: int, size: int) -> None:
+        if (segment, offset) in self._begin:
+            before = self._begin[segment, offset]
+            self._drop(segment, before, offset - before)
+            offset, size = before, size + offset - before
+        after = self._size.get((segment, offset + size))
+        if after is not None:
+            self._drop(segment, offset + size, after)
+            size += after
+        bisect.insort(self._by_size, (size, segment, offset))
+        self._size[segment, offset] = size
+        self._begin[segment, offset + size] = offset
+
+    def take(self, size: int) -> tuple[int, int, int] | None:
+        index = bisect.bisect_left(self._by_size, (size, -1, -1))
+        if index == len(self._by_size):
+            return None
+        whole, segment, offset = self._by_size[index]
+        self._drop(segment, offset, whole)
+        if whole - size > _SMALL:
+            self.give(segment, offset + size, whole - size)
+            whole = size
+        return segment, offset, whole
+
+
+def missing_bytes(events: list[Event], segments: list[int]) -> int:
+    """Bytes of the segments that torch would ask for beyond these."""
+    blocks = _Blocks()
+    for number, size in enumerate(segments):
+        blocks.give(number, 0, size)
+    held: dict[int, tuple[int, int, int]] = {}
+    missing, n_segments = 0, len(segments)
+    for tensor, size in events:
+        if size == 0:
+            blocks.give(*held.pop(tensor))
+            continue
+        place = blocks.take(size)
+        if place is None:
+            more = 10 * _GRANULE if size < 5 * _GRANULE else -(-size // _GRANULE) * _GRANULE
+            blocks.give(n_segments, 0, more)
+            n_segments, missing = n_segments + 1, missing + more
+            place = blocks.take(size)
+            assert place is not None
+        held[tensor] = place
+    return missing
+
+
+def _peak(events: list[Event]) -> int:
+    sizes: dict[int, int] = {}
+    now = most = 0
+    for tensor, size in events:
+        now += size or -sizes[tensor]
+        sizes[tensor] = size
+        most = max(most, now)
+    return most
+
+
+def choose_segments(events: list[Event]) -> list[int]:
+    """One or two segments that serve all events, the smallest found, largest first; [] if torch itself does as well.
+
+    The search ends after about a second.
+    """
+    peak, limit = _peak(events), missing_bytes(events, [])
+    end = time.monotonic() + _MOST_SECONDS
+    for total in range(_PARTS, 2 * _PARTS):
+        if peak * total // _PARTS >= limit:
+            break
+        for part in range(total // 2 + 1):
+            sizes = [peak * n // _PARTS for n in (total - part, part) if n]
+            sizes = [-(-size // _GRANULE) * _GRANULE for size in sizes]
+            if time.monotonic() > end:
+                return []
+            if missing_bytes(events, sizes) == 0:
+                return sizes
+    return []

@@ -1,0 +1,356 @@
+"""Taking over the user's optimizer: same object, same groups, same state_dict form; the engine steps.
+
+The object's class is swapped for a subclass that delegates, so that isinstance checks, LR schedulers
+(made before or after), hooks and class names keep working; `release` undoes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim.adam import CPUAdam, HybridAdam
+from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, saved_entry
+from gemini_strategy.parameters.slot import Slot
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = [
+    "check",
+    "hyperparameters",
+    "install",
+    "let_go",
+    "load_state_dict",
+    "mode",
+    "no_place",
+    "release",
+    "state_dict",
+]
+
+_SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
+_REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
+    """id() of the optimizer's parameters; refuses what the engine cannot do exactly.
+
+    Raises:
+        GeminiError: another kind of optimizer, an unsupported option, or parameters that are not the
+            model's.
+    """
+    if isinstance(optimizer, list | tuple):
+        raise GeminiError(
+            f"got {len(optimizer)} optimizers: one engine has one optimizer; put the parameters into "
+            "several groups of one AdamW"
+        )
+    if type(optimizer) not in _SUPPORTED:
+        raise GeminiError(
+            f"optimizer {type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "
+            "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
+        )
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    grouped: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise GeminiError(
+                    f"param group {number}: {option}=True is not supported; build the optimizer without it"
+                )
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise GeminiError(
+                    f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "the model's: build the optimizer from model.parameters()"
+                )
+            grouped.add(id(parameter))
+    for parameter, entry in optimizer.state.items():
+        name = names.get(id(parameter))
+        if id(parameter) not in grouped:
+            raise GeminiError(
+                f"the optimizer has a state for {name or 'a parameter'} of shape {tuple(parameter.shape)}, which "
+                "is in none of its groups: build a new optimizer"
+            )
+        check_entry(name, tuple(parameter.shape), entry)
+    return grouped
+
+
+def hyperparameters(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
+    """(lr, beta1, beta2, eps, weight_decay) as they stand now."""
+    beta1, beta2 = group["betas"]
+    return (
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+    )
+
+
+def mode(group: dict[str, Any]) -> tuple[bool, bool]:
+    """(decoupled weight decay, bias correction)."""
+    decoupled = group.get("adamw_mode", group.get("decoupled_weight_decay", False))
+    return bool(decoupled), bool(group.get("bias_correction", True))
+
+
+class _Managed:
+    """What a taken-over optimizer does instead of its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        return self._gm_engine._step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        engine = self._gm_engine
+        engine._check_open()
+        slots = [engine.slot_of(p) for g in self.param_groups for p in g["params"]]
+        engine.clear_grads(slots, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
+        return self._gm_engine.clip_grad_norm_(max_norm, norm_type, **kwargs)
+
+    @property
+    def state(self) -> States:
+        return self._gm_state
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._gm_state.replace(states)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({k: v for k, v in state.items() if k != "state"})
+        if "state" in state:
+            self.state = state["state"]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_group(self._gm_engine, param_group)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_dict(self._gm_engine, self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self._gm_engine, self, state_dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise GeminiError("a managed optimizer cannot be copied; copy optimizer.state_dict()")
+
+    def __reduce__(self) -> Any:
+        """As an ordinary optimizer with the states of now: what holds one (a Trainer) can be pickled."""
+        return object.__new__, (type(self).__mro__[2],), self.__getstate__()
+
+
+@functools.cache
+def _managed_class(plain: type) -> type:
+    # The name is the plain one's, and nobody who looks for optimizers by module and name finds it twice.
+    names = {"__module__": __name__, "__qualname__": f"{_Managed.__qualname__}.{plain.__name__}"}
+    return type(plain.__name__, (_Managed, plain), names)
+
+
+def no_place(slot: Slot) -> str:
+    """Why the engine has no states of a parameter."""
+    which = "in no param group" if slot.has_grad_home else "frozen"
+    return f"was {which} when the model was managed, and has no place for its states"
+
+
+def _check_group(engine: Engine, group: dict[str, Any]) -> None:
+    """Refuses parameters for whose states the engine has no place."""
+    for option in _REFUSED_OPTIONS:
+        if group.get(option):
+            raise GeminiError(f"add_param_group: {option}=True is not supported")
+    given = group["params"]
+    given = group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+    for item in given:
+        parameter = item[1] if isinstance(item, tuple) else item
+        slot = getattr(parameter, "_gm_slot", None)
+        if slot is not None and slot.engine is engine and slot.has_moments:
+            continue
+        what = f"a parameter of shape {tuple(parameter.shape)} is not the model's"
+        if slot is not None and slot.engine is engine:
+            what = f"{slot.name} {no_place(slot)}"
+        raise GeminiError(
+            f"add_param_group on a managed optimizer: {what}; engine.close(), add the group, and manage() again "
+            "(parameters that were in a group then may leave it and be added again)"
+        )
+
+
+def _rewrap_step(optimizer: torch.optim.Optimizer) -> None:
+    """An LR scheduler made earlier has wrapped the old class's step in the instance: wrap the new one.
+
+    The wrapper tells schedulers that a step was taken (their order check), like torch's own.
+    """
+    if "step" not in optimizer.__dict__:
+        return
+    del optimizer.__dict__["step"]
+    reference = weakref.ref(optimizer)
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        target._opt_called = True
+        return function.__get__(target, type(target))(*args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True
+    optimizer.step = wrapper
+
+
+def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
+    optimizer.__class__ = target
+    optimizer._patch_step_function()
+    _rewrap_step(optimizer)
+
+
+def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Moves the optimizer's state into the engine and swaps its class."""
+    states = States(engine, {})
+    for parameter, state in optimizer.state.items():
+        slot = engine.slot_of(parameter)
+        if not slot.has_moments:  # a frozen parameter's state stays as it is
+            states[parameter] = state
+        elif "exp_avg" in state:
+            states[parameter] = _with_true_low(slot, state)
+    for slot in engine._slots:
+        slot.loaded = slot.low = None
+    del optimizer.__dict__["state"]
+    optimizer._gm_state = states
+    optimizer._gm_engine = engine
+    _swap_class(optimizer, _managed_class(type(optimizer)))
+
+
+def _with_true_low(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+    """A state loaded before manage() may have what 16-bit weights lack; one that trained on in fp32 since, no more."""
+    low = state.get("remainder")
+    if not slot.has_low or slot.original_dtype is slot.dtype or not {*LOWS} & {*state}:
+        return state
+    if lack(slot, None)[2]:  # weights that lack something have not come from 16 bits
+        return {key: value for key, value in state.items() if key not in LOWS}
+    return state if low is None else {**state, "remainder": low.to(torch.int16)}
+
+
+def release(
+    engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool, with_states: bool
+) -> None:
+    """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing.
+
+    The state is on the host until `send_states`: the engine still has its memory on the device.
+    """
+    is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    lows: dict[nn.Parameter, torch.Tensor] = {}
+    for slot in engine._slots:
+        parameter = slot.parameter
+        gives_low = is_ours and slot.has_low and not is_fp32
+        if gives_low and not slot.has_state:
+            lows[parameter] = lack(slot, None)[1]
+        if with_states and slot.has_state:
+            state = states[parameter] = saved_entry(
+                slot, optimizer.state[parameter], gives_low, None
+            )
+            dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
+            state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
+    for parameter, low in lows.items():
+        parameter._gm_low = low
+    order = {id(p): i for i, p in enumerate(optimizer.state)}
+    let_go(optimizer)
+    optimizer.state.update(sorted(states.items(), key=lambda item: order[id(item[0])]))
+
+
+def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
+    """What `release` has given back follows the parameters to their devices; what has no room stays on the host."""
+    try:
+        for slot in slots:
+            parameter = slot.parameter
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key != "step":
+                    optimizer.state[parameter][key] = value.to(slot.original_device)
+            if hasattr(parameter, "_gm_low"):
+                parameter._gm_low = parameter._gm_low.to(slot.original_device)
+    except torch.OutOfMemoryError as error:
+        text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def let_go(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer its class back; what the engine has of its state stays there."""
+    rest = optimizer._gm_state.rest()
+    del optimizer._gm_engine, optimizer._gm_state
+    _swap_class(optimizer, type(optimizer).__mro__[2])
+    optimizer.state = defaultdict(dict, rest)
+
+
+def state_dict(
+    engine: Engine, optimizer: Any, root: int | None = None, with_lows: bool = True
+) -> dict[str, Any]:
+    """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
+
+    `with_lows`: with what 16-bit weights lack to be their masters, as HybridAdam has it: an int16 "remainder" beside
+    bf16, an fp32 "master" beside fp16. torch's optimizers load that, too, and do not look at it.
+    Of several ranks `root` alone gets the state, the others an empty dict; None: all get it.
+    """
+    is_mine = root is None or root == engine.ranks.rank
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    index = 0
+    for group in optimizer.param_groups:
+        packed = {k: v for k, v in group.items() if k != "params"}
+        packed["params"] = list(range(index, index + len(group["params"])))
+        groups.append(packed)
+        for parameter in group["params"]:
+            slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
+            if slot.has_moments:
+                entry = saved_entry(slot, entry, with_lows, root)
+            if is_mine and entry:
+                state[index] = entry
+            index += 1
+    if not is_mine:
+        return {}
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = hook(optimizer, result)
+        result = result if changed is None else changed
+    return result
+
+
+def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
+    """Loads groups as torch does, and moments into the engine; parameters without an entry are reset.
+
+    Raises:
+        ValueError: groups or shapes do not match; nothing has been changed then.
+    """
+    state = dict(state)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    saved, groups = state["param_groups"], optimizer.param_groups
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError(
+            f"loaded state dict has param groups of {[len(g['params']) for g in saved]} parameters, the "
+            f"optimizer of {[len(g['params']) for g in groups]}"
+        )
+    work = []
+    for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
+        for option in _REFUSED_OPTIONS:
+            if saved_group.get(option):
+                raise ValueError(
+                    f"param group {number} of the state dict: {option}=True is not supported"
+                )
+        for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+            slot, entry = engine.slot_of(parameter), state["state"].get(key)
+            check_entry(slot.name, slot.shape, entry or {})
+            work.append((parameter, entry))
+    for saved_group, group in zip(saved, groups, strict=True):
+        group.update(copy.deepcopy({k: v for k, v in saved_group.items() if k != "params"}))
+    optimizer.state = {parameter: entry for parameter, entry in work if entry}
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)

@@ -1,0 +1,381 @@
+"""`optimizer.state` of a managed optimizer: a mapping that shows, and takes, what the engine holds.
+
+Invariants
+    1. A parameter has an entry exactly when torch's Adam would have one: from its first update, or load, on.
+    2. The engine has all three of step, exp_avg and exp_avg_sq of a parameter, or none: zeros before update 1.
+    3. What the entry shows is live; what is taken out of it (pop, copies) is ordinary. No tensor keeps the engine.
+    4. What a 16-bit weight lacks to be its master is the fourth, as in HybridAdam's state: checkpoints take what they
+       find here. No write to it changes the weight: a program that sets all states to zero does not mean weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot, checked_step, split_low
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["LOWS", "States", "check_entry", "lack", "load_entry", "saved_entry"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KEYS = ("step", *_MOMENTS)
+LOWS = ("remainder", "master")  # bf16, fp16: see slot.split_low
+
+
+class _Home(absent.Home):
+    """A moment of one parameter, or what its weight lacks, for the tensor that shows it."""
+
+    def __init__(self, entry: _Entry, key: str) -> None:
+        self._entry = weakref.ref(entry)
+        self._key = key
+        self.name = f"{entry.slot.name}: {key}"
+
+    def _slot(self) -> Slot:
+        entry = self._entry()
+        if entry is None or not entry.is_live or entry.slot.engine.closed:
+            raise GeminiError(
+                f"{self.name} was dropped, with its engine or with its entry in optimizer.state; clone it to keep it"
+            )
+        return entry.slot
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        slot = self._slot()
+        strides = slot.parameter.stride()
+        values = lack(slot, None)[1] if self._key in LOWS else slot.read_moment(self._index)
+        values = values.to(slot.device)
+        if values.stride() == strides:
+            return values
+        return torch.empty_strided(
+            slot.shape, strides, dtype=values.dtype, device=slot.device
+        ).copy_(values)
+
+    def write(self, values: torch.Tensor) -> None:
+        slot = self._slot()
+        if self._key in LOWS:
+            slot.set_low(values.to("cpu", copy=True).contiguous())
+        else:
+            slot.write_moment(self._index, values)
+
+    @property
+    def _index(self) -> int:
+        return _MOMENTS.index(self._key)
+
+
+class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
+    """A dict whose content is not only in it: no method of dict itself reads it."""
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | dict(other)
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+
+class _Entry(_Shown):
+    """`optimizer.state[p]`. What others put beside the states of Adam is in the dict itself."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__()
+        self.slot = slot
+        self.is_dropped = False
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._keys = (*_KEYS, *_low_keys(slot))
+
+    @property
+    def is_live(self) -> bool:
+        return self.slot.has_state and not self.is_dropped
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self._keys or not self.is_live:
+            return dict.__getitem__(self, key)
+        slot = self.slot
+        if key == "step":
+            return slot.shown_step()
+        if key not in self._tensors:
+            dtype = torch.int16 if key == "remainder" else torch.float32
+            self._tensors[key] = absent.tensor(
+                _Home(self, key), slot.shape, slot.parameter.stride(), dtype, slot.device
+            )
+        return self._tensors[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        slot = self.slot
+        if self.is_dropped or key not in (*_KEYS, *LOWS):
+            dict.__setitem__(self, key, value)
+        elif key == "step":
+            slot.adam_step = checked_step(slot.name, value)
+            slot.has_state = True
+        elif value is self._tensors.get(key):
+            pass
+        elif key in LOWS:
+            _load_low(slot, {key: value})
+        else:
+            _check_moment(slot.name, slot.shape, key, value)
+            slot.write_moment(_MOMENTS.index(key), _plain(value))
+            slot.has_state = True
+
+    def __delitem__(self, key: Any) -> None:
+        if key in self._keys and self.is_live:
+            raise GeminiError(
+                f"{self.slot.name}: step, exp_avg and exp_avg_sq of a managed optimizer go together: "
+                "del optimizer.state[p] (or optimizer.state[p].clear()), or write the one"
+            )
+        dict.__delitem__(self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._keys if self.is_live else ()
+        yield from dict.__iter__(self)
+
+    def __len__(self) -> int:
+        return (len(self._keys) if self.is_live else 0) + dict.__len__(self)
+
+    def __contains__(self, key: Any) -> bool:
+        return (key in self._keys and self.is_live) or dict.__contains__(self, key)
+
+    def clear(self) -> None:
+        if self.is_live:
+            self.slot.forget_state()
+        self._tensors.clear()
+        dict.clear(self)
+
+    def copy(self) -> dict[Any, Any]:
+        """Beside the engine: an ordinary dict with the tensors of this one."""
+        return {key: self[key] for key in self}
+
+    def taken(self) -> dict[Any, Any]:
+        """An ordinary dict with the values of now."""
+        return {k: v.detach().clone() if k in self._keys else v for k, v in self.items()}
+
+    def drop(self) -> None:
+        if self.is_live:
+            self.slot.forget_state()
+        self.is_dropped = True
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """`optimizer.state[p] = values`: checked before."""
+        if isinstance(values, _Entry) and values.slot is not self.slot:
+            values = values.taken()  # it may be written next
+        rest = {k: v for k, v in values.items() if k not in (*_KEYS, *LOWS)}
+        if "exp_avg" in values:
+            load_entry(self.slot, values)
+        elif self.is_live:
+            self.slot.forget_state()
+        dict.clear(self)
+        dict.update(self, rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.taken(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.taken(),)
+
+
+class States(_Shown, defaultdict[Any, Any]):
+    """`optimizer.state`: entries of parameters whose states the engine has, and whatever else there is.
+
+    True where there are any: torch.distributed.checkpoint's get_state_dict asks, and makes a first step with gradients
+    of zero if not; in a run that has states that would be a step too many.
+    """
+
+    def __init__(self, engine: Engine, rest: Mapping[Any, Any]) -> None:
+        super().__init__(dict)
+        self._engine = weakref.ref(engine)
+        dict.update(self, rest)
+
+    def _slot_of(self, key: Any) -> Slot | None:
+        """Of a parameter whose states the engine has."""
+        slot = getattr(key, "_gm_slot", None)
+        engine = self._engine()
+        is_ours = slot is not None and slot.engine is engine and slot.has_moments
+        return slot if is_ours and engine is not None and not engine.closed else None
+
+    def __getitem__(self, key: Any) -> Any:
+        if not dict.__contains__(self, key):
+            slot = self._slot_of(key)
+            dict.__setitem__(self, key, {} if slot is None else _Entry(slot))
+        return dict.__getitem__(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        slot = self._slot_of(key)
+        if slot is None:
+            dict.__setitem__(self, key, value)
+        else:
+            check_entry(slot.name, slot.shape, value)
+            self[key].assign(value)
+
+    def __delitem__(self, key: Any) -> None:
+        entry = dict.__getitem__(self, key)
+        if isinstance(entry, _Entry):
+            entry.drop()
+        dict.__delitem__(self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        return dict.__len__(self)
+
+    def __contains__(self, key: Any) -> bool:
+        return dict.__contains__(self, key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return dict.pop(self, key, *default)
+        entry = self[key]
+        entry = entry.taken() if isinstance(entry, _Entry) else entry
+        del self[key]
+        return entry
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def copy(self) -> defaultdict[Any, Any]:
+        """An ordinary defaultdict with these entries."""
+        return defaultdict(dict, {key: self[key] for key in self})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return defaultdict(
+            dict, {copy.deepcopy(k, memo): copy.deepcopy(v, memo) for k, v in self.items()}
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self.copy()))
+
+    def rest(self) -> dict[Any, Any]:
+        """What is not of the engine."""
+        return {k: v for k, v in self.items() if not isinstance(v, _Entry)}
+
+    def replace(self, states: Any) -> None:
+        """`optimizer.state = states`: its values; what it has no entry for begins anew."""
+        if states is self:
+            return
+        if not isinstance(states, Mapping):
+            raise TypeError(f"optimizer.state is a mapping, not {type(states).__name__}")
+        given = dict(states.items())
+        for key, value in given.items():
+            slot = self._slot_of(key)
+            if slot is not None:
+                check_entry(slot.name, slot.shape, value)
+        for key in [key for key in self if key not in given]:
+            del self[key]
+        for key, value in given.items():
+            self[key] = value
+
+
+# ---- entries ----
+
+
+def _check_moment(name: str | None, shape: tuple[int, ...], key: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {key} in the optimizer state is no tensor, but {value!r}")
+    if value.is_meta:
+        raise GeminiError(
+            f"{name}: its optimizer state is on the meta device: build a new optimizer, or load its state first"
+        )
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"{name}: {key} in the optimizer state has shape {tuple(value.shape)}, expected {shape}"
+        )
+
+
+def check_entry(name: str | None, shape: tuple[int, ...], entry: Mapping[str, Any]) -> None:
+    """Refuses what cannot be a state of Adam of this parameter."""
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"{name}: optimizer.state[p] is a dict, not {type(entry).__name__}")
+    missing = [key for key in _KEYS if key not in entry]
+    if len(missing) == len(_KEYS):
+        return
+    if missing:
+        raise ValueError(f"{name}: its optimizer state lacks {' and '.join(missing)}")
+    checked_step(name, entry["step"])
+    for key in _MOMENTS:
+        _check_moment(name, shape, key, entry[key])
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    """A copy on the host: `values` may be a tensor without bytes."""
+    return values.detach().to("cpu", torch.float32, copy=True)
+
+
+def load_entry(slot: Slot, entry: Mapping[str, Any]) -> None:
+    """Sets the state of one parameter; `entry` has been checked."""
+    moments = [_plain(entry[key]) for key in _MOMENTS]
+    slot.write_moments(*moments, checked_step(slot.name, entry["step"]))
+    slot.has_state = True
+    _load_low(slot, entry)
+
+
+def _low_keys(slot: Slot) -> tuple[str, ...]:
+    if not slot.has_low:
+        return ()
+    return ("remainder",) if slot.dtype is torch.bfloat16 else ("master",)
+
+
+def _load_low(slot: Slot, entry: Mapping[str, Any]) -> None:
+    """What the weight lacks, unless it is of another weight than this one."""
+    key = next((key for key in _low_keys(slot) if entry.get(key) is not None), None)
+    if key is None:
+        return
+    low = entry[key]
+    _check_moment(slot.name, slot.shape, key, low)
+    # A torch.optim.AdamW that has loaded it keeps it, and trains on: a remainder is then no int16 any more.
+    if low.dtype is not (torch.int16 if key == "remainder" else torch.float32):
+        return
+    slot.load_low(low.detach().to("cpu", copy=True).contiguous())
+
+
+def lack(slot: Slot, root: int | None) -> tuple[str, torch.Tensor, bool]:
+    """(key, what the weight lacks to be its master, whether that is anything)."""
+    weight, master = slot.read_weight(root), slot.read_master(root)
+    key, low = split_low(weight, master)
+    nothing = weight.float() if key == "master" else torch.zeros_like(low)
+    bits = torch.int32 if key == "master" else torch.int16
+    return key, low, not torch.equal(low.view(bits), nothing.view(bits))
+
+
+def saved_entry(slot: Slot, entry: Mapping[str, Any], with_low: bool, root: int | None) -> Any:
+    """What a state dict has of one parameter; None: nothing.
+
+    A weight that was never updated has an entry when it lacks something: what torch's Adam would begin with.
+    """
+    low = None
+    if with_low and slot.has_low:
+        key, low, is_any = lack(slot, root)
+    if not slot.has_state and (low is None or not is_any):
+        return None
+    saved: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step), device="cpu")}
+    if slot.has_state:
+        saved |= zip(_MOMENTS, slot.read_moments(root), strict=True)
+    else:
+        saved |= {key: torch.zeros(slot.shape, device="cpu") for key in _MOMENTS}
+    if low is not None:
+        saved[key] = low
+    return saved | {k: v for k, v in entry.items() if k not in (*_KEYS, *LOWS)}

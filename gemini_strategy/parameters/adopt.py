@@ -1,0 +1,285 @@
+"""Adopting a model: which modules are units, what each parameter becomes, and moving it into its chunk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import _C
+from gemini_strategy.errors import GeminiError, GeminiMemoryError
+from gemini_strategy.parameters import order
+from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
+from gemini_strategy.parameters.parameter import managed_class
+from gemini_strategy.parameters.slot import FORMATS, Slot
+from gemini_strategy.precision import weight_dtypes
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+    from gemini_strategy.parameters.original import Original
+    from gemini_strategy.weights.loading import Loading
+
+__all__ = ["Adoption"]
+
+
+@dataclass
+class _FoundUnit:
+    """A module that directly owns parameters, before it is managed."""
+
+    name: str
+    module: nn.Module
+    owned: list[tuple[str, nn.Parameter]]
+
+
+def _find_units(model: nn.Module) -> list[_FoundUnit]:
+    """The modules that directly own parameters, in registration order.
+
+    nn.MultiheadAttention uses its out_proj's weight itself, so the two are one unit. A compiled module is
+    one unit with everything in it: hooks have no place inside a graph.
+    """
+    units = []
+    absorbed: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in absorbed:
+            continue
+        prefix = f"{name}." if name else ""
+        if is_compiled(module):
+            absorbed.update(id(child) for child in module.modules())
+            named = module.named_parameters(remove_duplicate=False)
+            owned = [(prefix + n, p) for n, p in named]
+            units += [_FoundUnit(name, module, owned)] if owned else []
+            continue
+        owned = [(prefix + n, p) for n, p in module._parameters.items() if p is not None]
+        if isinstance(module, nn.MultiheadAttention):
+            absorbed.add(id(module.out_proj))
+            projection = module.out_proj._parameters.items()
+            owned += [(f"{prefix}out_proj.{n}", p) for n, p in projection if p is not None]
+        if owned:
+            units.append(_FoundUnit(name, module, owned))
+    return units
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if parameter.is_complex():
+        raise GeminiError(
+            f"{name} is {parameter.dtype}: complex parameters are not supported; keep such a module "
+            "outside the managed model"
+        )
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise GeminiError(f"{name} is not initialized yet: run one forward pass before manage()")
+    if parameter.is_inference():
+        raise GeminiError(
+            f"{name} was made under torch.inference_mode(): such parameters cannot be trained; build or "
+            "load the model outside it"
+        )
+    if parameter.layout is not torch.strided:
+        raise GeminiError(
+            f"{name} has layout {parameter.layout}: only dense parameters are supported"
+        )
+    if not order.is_dense(parameter):
+        raise GeminiError(
+            f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: its elements do not fill "
+            f"memory of their own, each once; make them with {name}.data = {name}.data.contiguous() before manage()"
+        )
+    if parameter.device.type not in ("cpu", "meta", device.type):
+        raise GeminiError(
+            f"{name} is on {parameter.device}, the engine on {device}: move the model to the CPU first, or "
+            f'give device="{parameter.device.type}"'
+        )
+    if device.type == "cuda" and parameter.device.type == "cuda" and parameter.device != device:
+        raise GeminiError(
+            f"{name} is on {parameter.device}, the engine on {device}: use one device"
+        )
+    if getattr(parameter, "_gm_slot", None) is not None:
+        raise GeminiError(
+            f"{name} is managed already: call close() on its engine (gemini_strategy.engine_of(model)) "
+            "before managing the model again"
+        )
+    if type(parameter).__torch_function__ is not torch._C._disabled_torch_function_impl:
+        raise GeminiError(
+            f"{name} is a {type(parameter).__name__} with a __torch_function__ of its own; only plain "
+            "nn.Parameter and subclasses without one can be managed"
+        )
+
+
+class Adoption:
+    """One model on its way into an engine. Nothing of the model changes before `attach`."""
+
+    def __init__(self, engine: Engine, groups: set[int]) -> None:
+        self._engine = engine
+        self._units = _find_units(engine.model)
+        self.slots: list[Slot] = []
+        self._index: dict[int, int] = {}  # id(parameter) -> slot id
+        dtypes = weight_dtypes(engine.model, engine.precision)
+        for unit in self._units:
+            for name, parameter in unit.owned:
+                if id(parameter) in self._index:
+                    self.slots[self._index[id(parameter)]].names.append(name)
+                    continue
+                _check_parameter(name, parameter, engine.device)
+                self._index[id(parameter)] = len(self.slots)
+                is_grouped = id(parameter) in groups
+                self.slots.append(self._new_slot(name, parameter, dtypes[parameter], is_grouped))
+
+    def _new_slot(
+        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, is_grouped: bool
+    ) -> Slot:
+        slot = Slot(self._engine, len(self.slots), name, parameter)
+        slot.dtype = dtype
+        slot.format = FORMATS.get(dtype, 0)
+        slot.device = self._engine.device
+        is_trained = parameter.requires_grad and self._engine.optimizer is not None
+        if parameter.requires_grad and dtype not in FORMATS:
+            raise GeminiError(
+                f"{name} is {dtype} and trainable: fp32, bf16 and fp16 are supported; give a precision, "
+                "or freeze it"
+            )
+        if dtype is torch.float16 and is_trained and parameter.grad is not None:
+            raise GeminiError(
+                f"{name} has a gradient already, without the loss scale of fp16: zero_grad() first"
+            )
+        slot.has_low = parameter.requires_grad and dtype is not torch.float32
+        slot.has_moments = is_trained and is_grouped
+        slot.has_grad_home = is_trained
+        return slot
+
+    def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
+        """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param)."""
+        return [
+            (
+                math.prod(slot.shape),
+                slot.dtype.itemsize,
+                FORMATS.get(slot.dtype, 0),
+                slot.has_low,
+                slot.has_moments,
+                slot.has_grad_home,
+            )
+            for slot in self.slots
+        ]
+
+    def unit_tables(self) -> tuple[list[int], list[int]]:
+        """(parameter ids unit after unit, where each unit begins)."""
+        params: list[int] = []
+        begins = [0]
+        for unit in self._units:
+            params += [self._index[id(p)] for _, p in unit.owned]
+            begins.append(len(params))
+        return params, begins
+
+    def check_floor(self, budget: int, available: int) -> int:
+        """Every module must fit together with the modules around it that own parameters, and with the gradients
+        that wait for their sum over ranks.
+
+        Returns:
+            The bytes that the largest of them leaves of `available`.
+
+        Raises:
+            GeminiMemoryError: naming the module, its largest parameter and the budget that suffices.
+        """
+        core = self._engine.core
+        wanted, unit = self._most_at_once()
+        waiting = max((core.chunk(slot.id)[3] for slot in self.slots), default=0)
+        if unit is not None and wanted + waiting > available:
+            largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
+            beside = f" and {waiting} bytes for gradients beside them" if waiting else ""
+            raise GeminiMemoryError(
+                f"DEVICE: module {unit.name!r} with the modules around it needs {wanted} bytes of "
+                f"weights at once{beside}, device_budget leaves {available} (largest parameter: {largest}, "
+                f"{parameter.numel()} elements): raise device_budget to at least "
+                f"{budget + wanted + waiting - available}, or give a smaller chunk_size"
+            )
+        if waiting:
+            room = self._engine.ranks.gather("room for gradients", available - wanted)
+            core.limit_unreduced(min(room))
+        return available - wanted - waiting
+
+    def _most_at_once(self) -> tuple[int, _FoundUnit | None]:
+        """The most bytes that units entered inside one another hold, and the innermost of those units.
+
+        A module that several modules have runs inside each of them, whatever its name says.
+        """
+        chunk = self._engine.core.chunk
+        units = {id(unit.module): unit for unit in self._units}
+        chunks = {
+            key: frozenset(chunk(self._index[id(p)]) for _, p in unit.owned)
+            for key, unit in units.items()
+        }
+        most: tuple[int, _FoundUnit | None] = (0, None)
+        waiting: list[tuple[nn.Module, frozenset[tuple[int, int, int, int]]]] = [
+            (self._engine.model, frozenset())
+        ]
+        seen = set()
+        while waiting:
+            module, around = waiting.pop()
+            held = around | chunks.get(id(module), frozenset())
+            if (id(module), held) in seen:
+                continue
+            seen.add((id(module), held))
+            wanted = sum(shown for _, shown, _, _ in held)
+            wanted += max((gathering for _, _, gathering, _ in held), default=0)
+            if id(module) in units and wanted > most[0]:
+                most = wanted, units[id(module)]
+            waiting += [(m, held) for m in reversed(module._modules.values()) if m is not None]
+        return most
+
+    def attach(self, loading: Loading, original: Original) -> tuple[list[Unit], list[Any]]:
+        """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""
+        handles = []
+        for slot in self.slots:
+            self._attach_slot(slot, loading, original)
+            if slot.has_grad_home:
+                handles.append(slot.parameter.register_post_accumulate_grad_hook(_C.take_grad))
+                # First of all: the user's own hooks then find the gradient where it is kept.
+                hooks = slot.parameter._post_accumulate_grad_hooks
+                items = list(hooks.items())
+                hooks.clear()
+                hooks.update([items[-1], *items[:-1]])
+        unit_class = MarkedUnit if wants_marks(self._engine) else Unit
+        units = []
+        for index, found in enumerate(self._units):
+            slots = list(dict.fromkeys(self.slots[self._index[id(p)]] for _, p in found.owned))
+            unit = unit_class(self._engine, index, found.name, slots)
+            is_renormed = isinstance(found.module, nn.Embedding | nn.EmbeddingBag)
+            unit.watches_writes = is_renormed and found.module.max_norm is not None
+            unit.install(found.module)
+            units.append(unit)
+        loading.commit(original)
+        device = self._engine.device
+        self._share_buffers(original)
+        for module in self._engine.model.modules():
+            for key, tensor in module._buffers.items():
+                if tensor is not None and tensor.device != device:
+                    module._buffers[key] = tensor.to(device)
+        return units, handles
+
+    def _share_buffers(self, original: Original) -> None:
+        """The ranks begin with rank 0's."""
+        ranks = self._engine.ranks
+        for name, tensor in self._engine.model.named_buffers() if ranks.size > 1 else ():
+            values = tensor.detach().to("cpu", copy=True).contiguous()
+            ranks.share(values, 0, values.numel(), f"first values of buffer {name}")
+            if ranks.rank:
+                original.keep_values(tensor)
+                with torch.no_grad():
+                    tensor.copy_(values)
+
+    def _attach_slot(self, slot: Slot, loading: Loading, original: Original) -> None:
+        parameter = slot.parameter
+        low = parameter.__dict__.pop("_gm_low", None)
+        if not loading.has(parameter):
+            slot.fill(parameter.detach(), low)
+        grad = parameter.grad
+        parameter.grad = None
+        if parameter.is_meta:
+            loading.show(parameter, slot.hide(), original)
+        else:
+            original.keep_data(parameter)
+            parameter.data = slot.hide()
+        slot.managed_class = managed_class(slot.plain_class)
+        parameter._gm_slot = slot
+        parameter.__class__ = slot.managed_class
+        if grad is not None:
+            slot.set_grad(grad.to(slot.device, slot.dtype))

@@ -1,0 +1,343 @@
+"""Module hooks that enter and leave units, and the net that catches what autograd saves.
+
+[Note: backward without backward hooks]
+    Inside a unit's forward, autograd's saved-tensor hooks are ours. A saved tensor that shows managed
+    bytes is kept as a token; when a backward node unpacks it, the chunk is fetched and pinned until
+    another node of the same backward unpacks: autograd runs the nodes of a device one after the
+    other. A node written in Python may run a backward of its own (re-entrant checkpointing); its pins
+    last through that, because the nested one is a graph task of its own. So a node finds the right
+    bytes whatever way its module's outputs took: returned, stored on the side, or hidden in an object.
+
+[Note: storages that stay]
+    All units and nodes that use a parameter show the one tensor `slot.shown`. When its last user goes while somebody
+    still has its storage (a cache, an output, `self.w_t`, what a differentiated backward has saved), that storage takes
+    a pin of its own, which ends with it (csrc/engine/lease.c), and the next user gets a new tensor. Nobody asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import types
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_map
+
+from gemini_strategy import _C
+from gemini_strategy.errors import GuardError
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = [
+    "MarkedUnit",
+    "RootForward",
+    "SavedTensorNet",
+    "Unit",
+    "is_compiled",
+    "keep_nets_on_top",
+    "wants_marks",
+]
+
+_OF_CODE = ("__code__", "__globals__", "__name__")
+_MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation: {}."
+
+
+def keep_nets_on_top() -> None:
+    """Makes the caller's `saved_tensors_hooks` go below the nets, wherever they start.
+
+    Such hooks (save_on_cpu, checkpointing) would get weights: one that returns its tensor would keep their chunks.
+    And a forward that checkpointing repeats in part, outside its unit, has to save what it saved inside. The nets
+    delegate everything else to them. Done once per process, by the first manage(); without an engine nothing changes.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    if hasattr(hooks, "_gm_enter"):
+        return
+    hooks._gm_enter, hooks._gm_exit = hooks.__enter__, hooks.__exit__
+
+    def enter(self: Any) -> Any:
+        result = hooks._gm_enter(self)
+        net = next(iter(absent.nets()), None)  # any: the one on top packs for all
+        self._gm_net = None if net is None else (net, net.push())
+        return result
+
+    def leave(self: Any, *args: object) -> Any:
+        net, depth = self.__dict__.pop("_gm_net", None) or (None, None)
+        if depth is not None:
+            net.pop_to(depth)
+        return hooks._gm_exit(self, *args)
+
+    hooks.__enter__, hooks.__exit__ = enter, leave
+
+
+class SavedTensorNet(_C.Net):
+    """Packs and unpacks saved tensors; see [Note: backward without backward hooks].
+
+    The core's Net does it; here is what it calls when something is unusual.
+    """
+
+    def __init__(self, engine: Engine, slots: list[Slot]) -> None:
+        core, device = engine.core, engine.device
+        shown = sorted((s for s in slots if s.parameter.numel()), key=lambda s: core.address(s.id))
+        ordinal = device.index if device.type == "cuda" else -1
+        mark = _mark_touch if wants_marks(engine) else None
+        self.start(engine, core, tuple(shown), ordinal, mark)
+        for slot in slots:
+            slot.net = self
+        for unit in engine._units:
+            unit.start(self, tuple(unit.slots))
+        absent.add_net(self)
+
+    def is_absent(self, tensor: torch.Tensor) -> bool:
+        return absent.is_absent(tensor)
+
+    def refuse_modified(
+        self, tensor: torch.Tensor | None, slot: Slot | None, now: int, then: int
+    ) -> None:
+        if slot is not None:
+            raise RuntimeError(_MODIFIED.format(f"{slot.name} (parameter)"))
+        assert tensor is not None
+        kind = f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+        raise RuntimeError(
+            _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
+        )
+
+    def begin_task(self) -> None:
+        """A graph task unpacks for the first time. Nothing else would say when it ends."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_task)
+
+    def make_room(self, slot: Slot) -> bool:
+        return _make_room(slot.engine)
+
+    def no_room(self, slot: Slot, error: MemoryError) -> None:
+        raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
+
+
+def _make_room(engine: Engine) -> bool:
+    """A chunk finds no room: whether torch could give something back; what it held until now is no need then."""
+    if not engine._memory.give_cached():
+        return False
+    engine.core.forget_outside()
+    return True
+
+
+def wants_marks(engine: Engine) -> bool:
+    """Whether units and backward nodes show in NVTX: GEMINI_NVTX=1, or `engine.nvtx`."""
+    return getattr(engine, "nvtx", False) or os.environ.get("GEMINI_NVTX") == "1"
+
+
+def _mark_touch(slot: Slot) -> None:
+    torch.cuda.nvtx.mark(f"backward {slot.name}")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs a compiled graph (torch.compile(module) or module.compile())."""
+    # torch.compile's wrapper is known by its child: importing its class costs over a second.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+class Unit(_C.Unit):
+    """A module that directly owns managed parameters, or a compiled module with all of its own.
+
+    Entering and leaving are the core's Unit's; here is what it calls when something is unusual.
+    """
+
+    def __init__(self, engine: Engine, index: int, name: str, slots: list[Slot]) -> None:
+        self.engine = engine
+        self.id = index
+        self.name = name
+        self.slots = slots
+        self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
+        self._handles: list[Any] = []
+
+    def install(self, module: nn.Module) -> None:
+        self.is_compiled = is_compiled(module)
+        if module._compiled_call_impl is not None:  # it would compile hooks too: enter around it
+            module._compiled_call_impl = _CompiledCall(self, module._compiled_call_impl)
+            self._handles = [_Restore(module)]
+            return
+        self._handles = [
+            module.register_forward_pre_hook(_Enter(self), prepend=True),
+            module.register_forward_hook(_Leave(self), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def watch(self) -> list[torch.Tensor]:
+        """Leases that find by comparison what this forward writes."""
+        return [s.lease() for s in self.slots if s.has_low]
+
+    def make_room(self, slot: Slot) -> bool:
+        return _make_room(slot.engine)
+
+    def no_room(self, slot: Slot, error: MemoryError) -> None:
+        raise self.engine.room_error(slot, f"module {self.name!r}", error) from None
+
+
+class MarkedUnit(Unit):
+    """A unit whose time shows in NVTX, from enter to leave."""
+
+    def enter(self) -> None:
+        torch.cuda.nvtx.range_push(self.name)
+        super().enter()
+
+    def leave(self) -> None:
+        try:
+            super().leave()
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+class _CompiledCall:
+    """A compiled `module.__call__` with its unit entered around it."""
+
+    def __init__(self, unit: Unit, call: Any) -> None:
+        self.unit = unit
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.unit.enter()
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self.unit.leave()
+
+
+class _Restore:
+    """Takes a _CompiledCall away again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def remove(self) -> None:
+        if isinstance(self.module._compiled_call_impl, _CompiledCall):
+            self.module._compiled_call_impl = self.module._compiled_call_impl.call
+
+
+class _UntraceableError(GuardError, AttributeError):
+    """An attribute that only somebody asks for who wants the code of a managed model."""
+
+
+def refuse_tracing(name: str) -> NoReturn:
+    raise _UntraceableError(
+        f"{name}: a managed model has no code that could be scripted, traced or exported: close the engine first "
+        "(engine.close() makes the model ordinary again)"
+    )
+
+
+def _is_traced() -> bool:
+    """Whether this call runs to be written down, for calls in which no engine takes part."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return get_proxy_mode() is not None or detect_fake_mode() is not None
+
+
+class _UnitHook:
+    """A hook object that copies as nothing: a deep copy of a managed model is unmanaged."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self.unit = unit
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CODE:
+            refuse_tracing("hooks of a module")
+        raise AttributeError(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+class _Enter(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.unit is not None:
+            may_be = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            if (may_be or torch._C._get_tracing_state() is not None) and _is_traced():
+                refuse_tracing(self.unit.name or type(module).__name__)
+            self.unit.enter()
+
+
+class _Leave(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.unit is not None:
+            self.unit.leave()
+
+
+class RootForward:
+    """The model's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
+
+    An instance attribute over the class's method, not hooks: torch runs no hook when KeyboardInterrupt
+    passes, and autocast must not stay on.
+    """
+
+    def __init__(
+        self, engine: Engine, model: nn.Module, convert_inputs: bool, force_outputs_fp32: bool
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.convert_inputs = convert_inputs
+        self.force_outputs_fp32 = force_outputs_fp32
+        self._had_own = "forward" in model.__dict__
+        self._forward = model.forward
+        functools.update_wrapper(self, self._forward, updated=())
+        model.forward = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CODE:
+            refuse_tracing(type(self.model).__name__)
+        raise AttributeError(name)
+
+    def remove(self) -> None:
+        if self._had_own:
+            self.model.forward = self._forward
+        else:
+            self.model.__dict__.pop("forward", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine._memory.recover():
+            self.engine.core.forget_outside()
+        plan = self.engine.precision_plan
+        context: Any = contextlib.nullcontext()
+        if self.convert_inputs:
+            args, kwargs = plan.convert_inputs((args, kwargs))
+            context = plan.forward_context(self.engine.device.type)
+        try:
+            with (
+                self.engine.meter.counting((args, kwargs)),
+                context,
+                self.engine.ranks.explaining(),
+            ):
+                output = self._forward(*args, **kwargs)
+        except Exception:
+            raise  # torch has run the units' leave hooks
+        except BaseException:
+            self.engine.recover()
+            raise
+        return tree_map(_to_fp32, output) if self.force_outputs_fp32 else output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of the model is unmanaged: its forward is its class's (or the copied own) again."""
+        if self._had_own:
+            return copy.deepcopy(self._forward, memo)
+        return types.MethodType(type(self.model).forward, memo[id(self.model)])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.model, "forward")
+
+
+def _to_fp32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value

@@ -1,0 +1,555 @@
+"""A slot: what the engine knows of one managed parameter, and its fields wherever their bytes are.
+
+A parameter has as many names as it is tied to, but one slot, found as `parameter._gm_slot`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import _C
+from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.parameters import absent, order
+
+if TYPE_CHECKING:
+    from gemini_strategy.engine import Engine
+
+__all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
+
+# As csrc/base/base.h numbers them.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine/engine.h numbers fields
+_NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
+_PART = 1 << 20  # elements that are written at once
+
+
+class Slot(_C.Slot):
+    """What the engine knows of one managed parameter; `parameter._gm_slot`.
+
+    Of the core's Slot, which units and backward nodes use, are:
+
+    * engine, net, parameter, id; dtype: the compute dtype, once managed; format: its number.
+    * plain_class, managed_class: of the parameter before and after it is managed, and while.
+    * open_count: units that have entered and not left; touch_count: backward nodes that may still run.
+    * strides: of its elements, as torch counts them; dense, whatever their order.
+    * version: of the parameter, when it was opened or last looked at.
+    * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
+    * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
+    * is_watched: what is written through `shown` is looked for when its last user goes.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_grad",
+        "_shown_lease",
+        "device",
+        "has_grad_home",
+        "has_low",
+        "has_moments",
+        "has_state",
+        "loaded",
+        "low",
+        "n_same",
+        "name",
+        "names",
+        "original_device",
+        "original_dtype",
+        "saved",
+        "shape",
+        "step_count",
+        "step_tensor",
+        "strides",
+    )
+
+    def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
+        self.engine = engine
+        self.id = index
+        self.name = name
+        self.names = [name]
+        self.parameter = parameter
+        self.plain_class = type(parameter)
+        self.shape = tuple(parameter.shape)
+        self.strides = parameter.stride()
+        self.dtype = parameter.dtype
+        self.device = parameter.device
+        self.original_device = parameter.device
+        self.original_dtype = parameter.dtype
+        self.has_low = self.has_moments = self.has_grad_home = False
+        self.has_state = False  # whether optimizer.state has an entry
+        self.step_count, self.step_tensor = 0, None  # see adam_step
+        self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
+        self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
+        self.n_same = 0  # writes of what was there
+        self.saved: Any = None  # a weak reference to its latest entry of a state dict
+        self.shown = self.absent = None
+        self._shown_lease = 0
+        self._grad: torch.Tensor | None = None
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie in memory as in a contiguous tensor."""
+        return order.is_same(self.shape, self.strides, order.row_major(self.shape))
+
+    def blob(self, lease: int) -> torch.Tensor:
+        """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
+        kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
+        with torch.inference_mode(False), absent.plainly():
+            return torch.ops.gemini.blob(lease, self.shape, self.strides, self.dtype, kind, index)
+
+    def lease(self, is_watched: bool = True) -> torch.Tensor:
+        """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
+        core, stream = self.engine.core, self.engine.stream()
+        lease = core.lease(self.id)
+        tensor = self.blob(lease)
+        try:
+            core.lease_pin(lease, stream)
+        except MemoryError as error:
+            raise self.engine.room_error(self, "using it outside its module", error) from None
+        if is_watched:
+            core.lease_watch(lease, stream)
+        return tensor
+
+    # ---- showing: called by units and backward nodes, which have the chunk pinned ----
+
+    def hide(self) -> torch.Tensor:
+        """What the parameter's data is while no unit is entered."""
+        home = _Weight(self)
+        self.absent = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
+        return self.absent
+
+    def show(self) -> None:
+        """Makes `shown`."""
+        self._shown_lease = self.engine.core.lease(self.id)
+        self.shown = self.blob(self._shown_lease)
+        self.shown_storage = torch._C._storage_address(self.shown)
+        self.shown_count = torch._C._storage_Use_Count(self.shown_storage)
+
+    def view(
+        self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
+    ) -> torch.Tensor:
+        """A view of `shown`, of any dtype."""
+        flat = self.shown
+        if dtype != self.dtype:
+            flat = flat.as_strided((flat.untyped_storage().nbytes() // self.dtype.itemsize,), (1,))
+            flat = flat.view(dtype)
+        offset = address - self.engine.core.address(self.id)
+        return flat.as_strided(shape, strides, offset // dtype.itemsize)
+
+    def let_go(self) -> None:
+        """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
+        core, stream = self.engine.core, self.engine.stream()
+        core.lease_watch(self._shown_lease, stream)
+        core.lease_pin(self._shown_lease, stream)
+        self.is_watched = False
+        self.shown = None
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """Memory of `tensor`, which shows the parameter, is given away: what is written there counts for no version."""
+        if self.shown is not None and torch._C._storage_address(tensor) == self.shown_storage:
+            self.engine.core.lease_watch(self._shown_lease, self.engine.stream())
+            self.is_watched = True
+
+    def unwatch(self) -> None:
+        """The last user has gone: what was written is found now."""
+        self.engine.core.lease_unwatch(self._shown_lease, self.engine.stream())
+        self.is_watched = False
+
+    def note_change(self, is_same: bool = False) -> None:
+        """The weight was written: graphs that have saved it must not go on. is_same: with what it was."""
+        torch.autograd.graph.increment_version(self.parameter)
+        self.n_same += is_same
+
+    @property
+    def value_version(self) -> int:
+        """Another one when the weight's values have changed, whoever wrote them."""
+        return self.parameter._version - self.n_same
+
+    def assign(self, value: torch.Tensor) -> None:
+        """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
+        if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
+            raise GuardError(
+                f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
+                f"{self.dtype}, got {tuple(value.shape)} and {value.dtype}; to change either, "
+                "engine.close(), change the model, and manage() it again"
+            )
+        if value.device.type != self.device.type:
+            raise GuardError(
+                f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
+                f"{value.device}; engine.close() makes the model ordinary again"
+            )
+        home = absent.home_of(value) if absent.is_absent(value) else None
+        if isinstance(home, _Weight) and home.slot is not self:
+            raise GuardError(
+                f"{self.name}: `.data` would be the memory of {home.name}, which ties them: register one parameter in "
+                "both places before manage(), or use p.data.copy_() to take its values"
+            )
+        # A copy first: `value` may be absent itself, or overlap with the target.
+        source = value.detach().clone()
+        with torch.no_grad():
+            self.lease().copy_(source)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """`p.grad`: the gradient that the engine holds, as a tensor that reads and writes it."""
+        if not self.has_grad_home:
+            return torch._C.TensorBase.grad.__get__(self.parameter)
+        if not self.engine.core.has_grad(self.id):
+            return None
+        if self._grad is None:
+            home = _Grad(self)
+            self._grad = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
+        return self._grad
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        """`p.grad = value`."""
+        if not self.has_grad_home:
+            torch._C.TensorBase.grad.__set__(self.parameter, value)
+        elif value is None:
+            self.drop_grad()
+        elif value is self._grad:
+            pass  # `p.grad = p.grad`
+        elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
+            raise GuardError(
+                f"{self.name}: its gradient has shape {self.shape} and {self.dtype}, got "
+                f"{tuple(value.shape)} and {value.dtype}"
+            )
+        else:
+            self.write_grad(value.detach().clone())
+
+    def drop_grad(self) -> None:
+        """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
+        self.engine.ending.check_change(self)
+        if self._grad is not None:
+            absent.forget(
+                self._grad,
+                "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it",
+            )
+            self._grad = None
+        self.engine.written.forget_grad(self)
+        self.engine.core.grad_drop(self.id)
+
+    # ---- fields ----
+    #
+    # A field's elements lie in the order of the parameter's own memory (its strides), and so do those of every tensor
+    # that is given out. Of several ranks each has a part, counted in that order. Reading is a collective: all ranks get
+    # the whole, or `root` alone. Writing is not: every rank writes its part of the same values.
+
+    def part(self) -> tuple[int, int]:
+        """(first, n): the elements that this rank has."""
+        if self.engine.ranks.shard.size == 1:
+            return 0, math.prod(self.shape)
+        return self.engine.core.part(self.id)
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """On the host, for a field to be read into."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype)
+
+    def _ordered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """On the host, as a field is written; may be `values` itself."""
+        return order.ordered(values.detach().to("cpu", dtype), self.strides)
+
+    def fill_whole(self, values: torch.Tensor) -> None:
+        """fill_part with all of the values, which have the parameter's shape."""
+        values = order.flat(order.ordered(values, self.strides))
+        for first in range(0, values.numel(), _PART):
+            self.fill_part(first, values[first : first + _PART])
+
+    def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
+        core, ranks = self.engine.core, self.engine.ranks
+        values = self._empty(dtype)
+        core.read(self.id, field, values.data_ptr())
+        if ranks.shard.size > 1:
+            core.catch_up()
+            what = f"{_NAMES[field]} of {self.name} (every rank has to read it)"
+            ranks.assemble(order.flat(values), *self.part(), what, root)
+        return values
+
+    def read_own(self, is_master: bool) -> torch.Tensor:
+        """The master or the weight as far as this rank has it; NaN (0 for integers) elsewhere."""
+        is_fp32 = is_master and self.has_low
+        dtype = torch.float32 if is_fp32 else self.dtype
+        filler = float("nan") if dtype.is_floating_point else 0
+        values = self._empty(dtype).fill_(filler)
+        self.engine.core.read(self.id, _MASTER if is_fp32 else _WEIGHT, values.data_ptr())
+        return values
+
+    def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
+        """The first bytes: from rank 0's parameter, with the rest that cast_model_ has kept."""
+        ranks, core = self.engine.ranks, self.engine.core
+        field = _WEIGHT
+        if self.dtype not in FORMATS:
+            plain = self._ordered(values, self.dtype)
+        else:
+            field = _MASTER
+            if low is None:
+                plain = self._ordered(values, torch.float32)
+            else:
+                plain = self._ordered(merge(values.to("cpu"), low.to("cpu")), torch.float32)
+        if ranks.size > 1:
+            plain = plain.clone() if plain.data_ptr() == values.data_ptr() else plain
+            ranks.share(order.flat(plain), *self.part(), f"first values of {self.name}")
+        core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+
+    def fill_part(self, first: int, values: torch.Tensor) -> None:
+        """The first bytes, part by part: flat `values` of the elements from `first` on, in the order of memory."""
+        begin, n = self.part()
+        values = values[max(begin - first, 0) : max(begin + n - first, 0)]
+        first = max(begin, first)
+        if values.numel() == 0:
+            return
+        values = values.to("cpu", self.original_dtype)  # what an ordinary parameter would hold
+        is_float = self.dtype in FORMATS
+        plain = values.to(torch.float32 if is_float else self.dtype).contiguous()
+        field = _MASTER if is_float else _WEIGHT
+        stream = self.engine.stream()
+        self.engine.core.fill(self.id, field, first, plain.numel(), plain.data_ptr(), stream)
+
+    def read_weight(self, root: int | None = None) -> torch.Tensor:
+        """A CPU copy of the weight, in its dtype."""
+        return self._read(_WEIGHT, self.dtype, root)
+
+    def read_master(self, root: int | None = None) -> torch.Tensor:
+        """A CPU copy: fp32 for what is trained, the weight itself for what is not."""
+        if not (self.has_low or self.dtype is torch.float32):
+            return self.read_weight(root)
+        return self._read(_MASTER, torch.float32, root)
+
+    def write_master(self, values: torch.Tensor) -> None:
+        """Sets weight and master from values of any floating-point dtype (weight dtype if frozen)."""
+        if tuple(values.shape) != self.shape:
+            raise ValueError(f"{self.name} has shape {self.shape}, got {tuple(values.shape)}")
+        is_float = self.has_low or self.dtype is torch.float32
+        plain = self._ordered(values, torch.float32 if is_float else self.dtype)
+        field = _MASTER if is_float else _WEIGHT
+        self.engine.written.note(self, _NAMES[field], plain)
+        self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+        self.note_change()
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """The weight of a master with these values."""
+        plain = self._ordered(values, torch.float32)
+        weight = self._empty(self.dtype)
+        low = self._empty(torch.float32)  # wide enough for either
+        addresses = (plain.data_ptr(), weight.data_ptr(), low.data_ptr())
+        _C.split_host(self.format, *addresses, plain.numel())
+        return weight
+
+    def read_grad(self) -> torch.Tensor:
+        """A copy on the engine's device, in the weight's dtype."""
+        self.engine.ending.check_read((self,))
+        return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
+
+    def clamp_grad(self, bound: float) -> None:
+        """Each rank its part: no collective but the reduction that may be due."""
+        dtype = self.engine.grad_dtype(self)
+        values = self._empty(dtype).zero_()
+        self.engine.core.read(self.id, _GRAD, values.data_ptr())
+        values = values.to(self.device, self.dtype).clamp_(-bound, bound)
+        self._put_grad(self._ordered(values, dtype))
+
+    def write_grad(self, values: torch.Tensor) -> None:
+        plain = self._ordered(values, self.engine.grad_dtype(self))
+        self.engine.written.note_grad(self, plain)
+        self._put_grad(plain)
+
+    def zero_grad(self) -> None:
+        self.engine.written.forget_grad(self)
+        self._put_grad(self._empty(self.engine.grad_dtype(self)).zero_())
+
+    def _put_grad(self, plain: torch.Tensor) -> None:
+        self.engine.ending.check_change(self)
+        self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
+        self.engine.forget_norm()
+
+    def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
+        return self._read(_M, torch.float32, root), self._read(_V, torch.float32, root)
+
+    def write_moments(self, m: torch.Tensor, v: torch.Tensor, step: int) -> None:
+        for field, values in ((_M, m), (_V, v)):
+            if tuple(values.shape) != self.shape:
+                raise ValueError(
+                    f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
+                )
+            plain = self._ordered(values, torch.float32)
+            self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
+            self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+        self.adam_step = step
+
+    # ---- the optimizer's state, and what a 16-bit weight lacks ----
+
+    @property
+    def adam_step(self) -> int:
+        """Updates so far. Once they have been shown as a tensor, that tensor has the count."""
+        tensor = self.step_tensor
+        return self.step_count if tensor is None else checked_step(self.name, tensor)
+
+    @adam_step.setter
+    def adam_step(self, count: int) -> None:
+        self.step_count = count
+        if self.step_tensor is not None:
+            self.step_tensor.fill_(count)
+
+    def shown_step(self) -> torch.Tensor:
+        """The count as torch's Adam has it; whoever changes it changes the count."""
+        if self.step_tensor is None:
+            self.step_tensor = torch.tensor(
+                float(self.step_count), dtype=torch.float32, device="cpu"
+            )
+        return self.step_tensor
+
+    def count_update(self) -> bool:
+        """An update was made; gives whether it was the first."""
+        if self.step_tensor is None:
+            self.step_count += 1
+        else:
+            self.adam_step += 1
+        self.loaded = self.low = None
+        is_first, self.has_state = not self.has_state, True
+        return is_first
+
+    def forget_state(self) -> None:
+        """The next update is the first."""
+        zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
+        self.step_tensor = None  # whoever has it keeps the count of now
+        self.write_moments(zeros, zeros, 0)
+        self.has_state = False
+
+    def read_moment(self, index: int) -> torch.Tensor:
+        """A CPU copy of exp_avg (0) or exp_avg_sq (1)."""
+        return self._read((_M, _V)[index], torch.float32)
+
+    def write_moment(self, index: int, values: torch.Tensor) -> None:
+        pair = list(self.read_moments())
+        pair[index] = values
+        self.write_moments(*pair, self.adam_step)
+
+    def load_low(self, low: torch.Tensor) -> None:
+        """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
+        if self.loaded == "master":
+            return  # the weight came whole
+        is_whole = self.set_low(low)
+        self.low = None if is_whole or self.loaded == "weight" else low.clone()
+        self.loaded = "both" if self.loaded == "weight" else "low"
+
+    def set_low(self, low: torch.Tensor) -> bool:
+        """The weight stays: where it is not the rounding of its master with `low`, it lacks nothing then.
+
+        Gives whether that is so nowhere.
+        """
+        weight = self.read_weight()
+        master = low if low.dtype is torch.float32 else merge(weight, low)
+        fits = self.rounded(master).view(torch.int16) == weight.view(torch.int16)
+        self.write_master(torch.where(fits, master, weight.float()))
+        return bool(fits.all())
+
+    def load_weight(self, value: torch.Tensor) -> torch.Tensor:
+        """Takes a weight of a state dict, and gives its rounding.
+
+        fp32 is the master. 16 bits go with a low part that was loaded before them; else they are a write like any
+        other: where they are another weight than now they are its master, elsewhere the master stays.
+        """
+        value = value.detach().to("cpu", copy=True).contiguous()
+        if value.dtype is not self.dtype:
+            self.write_master(value)
+            self.loaded, self.low = "master", None
+            return self.rounded(value)
+        weight, master = self.read_own(False), self.read_own(True)
+        is_same = value.view(torch.int16) == weight.view(torch.int16)
+        own = slice(self.part()[0], sum(self.part()))
+        if self.loaded == "low":
+            low = split_low(weight, master)[1] if self.low is None else self.low
+            master = merge(value, low)
+            self.loaded = "both"
+        else:
+            master = torch.where(is_same, master, value.float())
+            same = order.flat(order.ordered(is_same, self.strides))[own]
+            if self.loaded is None or not bool(same.all()):
+                self.loaded = "weight"  # what came with its low before is gone
+        self.low = None
+        plain = self._ordered(master, torch.float32)
+        self.engine.written.note(self, "loaded weight", value)
+        self.engine.core.write(self.id, _MASTER, plain.data_ptr(), self.engine.stream())
+        self.note_change()
+        return value
+
+
+def checked_step(name: str | None, step: object) -> int:
+    """The number of updates in a state of Adam."""
+    count = float(step)  # type: ignore[arg-type]
+    if not (count >= 0 and count.is_integer()):
+        raise ValueError(
+            f"{name}: its optimizer state says step {count}: it must be a whole number"
+        )
+    return int(count)
+
+
+class SlotHome(absent.Home):
+    """A home that is a field of a slot, which it does not keep."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.name = slot.name
+        self._slot = weakref.ref(slot)
+
+    @property
+    def slot(self) -> Slot:
+        slot = self._slot()
+        if slot is None:
+            raise GuardError(
+                f"{self.name}: the model that it was a part of is gone, and its bytes with it"
+            )
+        return slot
+
+
+class _Weight(SlotHome):
+    """The chunk, for as long as the tensor that is opened lives."""
+
+    is_copy = False
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        slot = self.slot
+        if not slot.engine.closed:
+            return slot.lease(is_watched=is_written)
+        now, then = (
+            slot.parameter.detach(),
+            slot.absent,
+        )  # the model is ordinary again, and its parameter is this
+        if (now.dtype, now.device, now.stride()) != (then.dtype, then.device, then.stride()):
+            raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
+        return now
+
+    def note_same(self) -> None:
+        self.slot.n_same += 1
+
+
+class _Grad(SlotHome):
+    def open(self, is_written: bool) -> torch.Tensor:
+        return self.slot.read_grad()
+
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.write_grad(values)
+
+
+def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a 16-bit weight and its low part (csrc/arith/arith.h); CPU tensors.
+
+    An fp16 weight that is not its master's rounding was written since, and is the master.
+    """
+    if low.dtype is torch.float32:
+        is_rounding = low.half().view(torch.int16) == weight.view(torch.int16)
+        return torch.where(is_rounding, low, weight.float())
+    bits = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (bits + low.to(torch.int32)).view(torch.float32)
+
+
+def split_low(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """(key in HybridAdam's state, what `weight` lacks to be `master`): the inverse of merge."""
+    if weight.dtype is torch.float16:
+        return "master", master
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return "remainder", (master.view(torch.int32) - bits).to(torch.int16)

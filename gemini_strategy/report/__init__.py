@@ -1,0 +1,1 @@
+"""What is told to people: tables of plans and results, and timelines of steps."""

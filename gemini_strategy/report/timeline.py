@@ -1,0 +1,266 @@
+"""The timeline of some steps, for people: recorded by the core, written as a Chrome trace and as a picture.
+
+Entries are what csrc/binding/plan.c makes of csrc/memory/timeline.h, in issue order. A tick has kind "tick", stream,
+tick (its position in the pass), tick_kind ("enter", "touch" or "grad"), id, start, end (seconds), device (bytes by
+class) and host (bytes). Everything else has kind, stream, tick, chunk, piece, bytes, start, end. The kinds "held" and
+"dropped" are marks without length; a last entry of kind "lost" says in n how many found the log full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.report import tables
+from gemini_strategy.report.svg import export_svg
+
+__all__ = ["Recording", "Reporting", "export_chrome", "export_svg", "record"]
+
+Entry = Mapping[str, Any]
+
+_STREAMS = ("compute", "fetch", "state", "evict", "state_out", "update", "host", "comm")
+_STREAM_NAMES = {
+    "compute": "compute: ticks",
+    "fetch": "fetch: weights H2D",
+    "state": "state: states and gradients H2D",
+    "evict": "evict: gradients and weights D2H",
+    "state_out": "state_out: states D2H",
+    "update": "update: device Adam",
+    "host": "host: CPU Adam",
+    "comm": "comm: gathers and reductions",
+}
+_CAPACITY_MIN, _CAPACITY_MAX = 1 << 12, 1 << 17  # entries
+_ENTRIES_PER_CHUNK = 64  # in one step: ticks and operations, with room for micro-batches
+
+
+class Recording:
+    """A timeline that is being recorded; see `Engine.timeline`."""
+
+    def __init__(
+        self, engine: Any, path: str | Path, svg: str | Path | None, steps: int | None
+    ) -> None:
+        self._engine = engine
+        self._path = Path(path)
+        self._svg = None if svg is None else Path(svg)
+        self._left = steps
+        self._is_done = False
+        wanted = _ENTRIES_PER_CHUNK * (steps or 1) * (engine.core.stats()["chunks"] + 64)
+        engine.core.timeline_begin(min(max(wanted, _CAPACITY_MIN), _CAPACITY_MAX))
+
+    def after_step(self) -> None:
+        """The engine has issued an optimizer step."""
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self.finish()
+
+    def finish(self) -> None:
+        """Ends the recording and writes the files; the host waits for the device. Idempotent."""
+        if self._is_done:
+            return
+        self._is_done = True
+        self._engine.recording = None
+        entries = self._engine.core.timeline_end()
+        export_chrome(entries, self._path)
+        if self._svg is not None:
+            export_svg(entries, layout_of(self._engine), self._svg)
+
+    def __enter__(self) -> Recording:
+        self._left = None  # the block says how long
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+            return
+        with contextlib.suppress(GeminiError, OSError):  # the first error is the one to see
+            self.finish()
+
+
+def record(
+    engine: Any, path: str | Path, svg: str | Path | None = None, steps: int = 1
+) -> Recording:
+    """Records the next `steps` optimizer steps, or the body of a `with` statement.
+
+    From one `step()` to the next, hence the passes of a step with what they hide: the updates of the step before
+    (deferred) or their own (immediate).
+
+    Args:
+        engine: has core.timeline_begin(capacity), core.timeline_end() -> entries, and the attribute `recording`.
+        path: where the Chrome trace is written (Perfetto, chrome://tracing).
+        svg: where the picture is written; None: nowhere.
+        steps: how many; ignored by `with`.
+
+    Raises:
+        ValueError: steps is less than 1.
+        FileNotFoundError: a file's folder does not exist.
+        GeminiError: a recording is under way.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps!r} must be at least 1")
+    if engine.recording is not None:
+        raise GeminiError(
+            "a timeline is being recorded already: let its steps pass, or call finish() on it"
+        )
+    for file in (path, svg):
+        if file is not None and not Path(file).resolve().parent.is_dir():
+            raise FileNotFoundError(f"timeline: the folder of {file} does not exist: make it first")
+    engine.recording = Recording(engine, path, svg, steps)
+    return engine.recording
+
+
+class Reporting:
+    """What an engine says of itself: a base of Engine.
+
+    Of the engine it uses core, device and _settings.report: True, the first plan and, at close(), the result are
+    printed; None, with GEMINI_REPORT=1; False, never.
+
+    Attributes:
+        meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
+        recording: the timeline that is being recorded, or None.
+    """
+
+    def __init__(self) -> None:
+        self.meter = tables.StepMeter()
+        self.recording: Recording | None = None
+        self._has_plan = False  # the first one has been told, or would have been
+        self._total_peak_bytes = 0
+        self._host_before_bytes = tables.host_resident_bytes()  # with the model as it came
+
+    def _note_step(self, stats: Mapping[str, Any]) -> None:
+        """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
+        plan = self.core.plan_info()
+        self.meter.step(stats, None if plan is None else plan["compute_seconds"])
+        if plan is not None and not self._has_plan:
+            self._has_plan = True
+            self._announce(tables.plan_table)
+        if self.recording is not None:
+            self.recording.after_step()
+
+    def _announce(self, table: Callable[[Any], str]) -> None:
+        wanted = self._settings.report
+        if wanted is not False and self.ranks.rank == 0:
+            tables.announce(self, wanted is True, table)
+
+    def _sample_device(self) -> None:
+        """Before anything is given back between steps: what the passes have left is about their peak."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        self._total_peak_bytes = max(self._total_peak_bytes, total - free)
+
+    def _figures(self) -> dict[str, float]:
+        """What stats() says beside counts: see there."""
+        figures: dict[str, float] = self.meter.figures()
+        if self._total_peak_bytes:
+            figures["total_peak_bytes"] = self._total_peak_bytes
+        plan = self.core.plan_info()
+        if plan is not None:
+            core = self.core.stats()
+            figures |= {
+                "predicted_step_seconds": plan["step_seconds"],
+                "predicted_bound_seconds": plan["bound_seconds"],
+                "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
+                "predicted_host_peak_bytes": self._host_peak_bytes(plan, core),
+                "compute_seconds": plan["compute_seconds"],
+            }
+        return figures
+
+    def _host_peak_bytes(self, plan: Mapping[str, Any], core: Mapping[str, Any]) -> int:
+        """Of the whole process: manage() takes the homes while the model's own tensors are still there."""
+        device_bytes = plan["device_bytes"] if self.device.type == "cpu" else 0
+        return self._host_before_bytes + core["host_bytes"] + device_bytes
+
+    def report(self) -> str:
+        """The table of the plan and, once there have been steps, what was planned beside what was measured."""
+        return tables.report(self)
+
+    def timeline(
+        self, path: str | Path, svg: str | Path | None = None, steps: int = 1
+    ) -> Recording:
+        """Records the next `steps` optimizer steps, or the body of a `with` statement; see `record`."""
+        return record(self, path, svg, steps)
+
+
+def layout_of(engine: Any) -> dict[str, Any]:
+    """What the picture says beside the entries; keys as export_svg takes them."""
+    about = tables.about(engine)
+    stats = engine.core.stats()
+    plan = tables.plan_of(engine)
+    return {
+        "title": f"{about['model']} on {about['device']}",
+        "n_chunks": stats["chunks"],
+        "classes": None if plan is None else plan["classes"],
+        "when": "on demand" if plan is None else plan["when"],
+        "step_seconds": None if plan is None else plan["step_seconds"],
+        "device_budget": stats["device_budget_bytes"],
+        "host_budget": about["host_budget"],
+        "policy": about["policy"],
+    }
+
+
+def _chrome_name(entry: Entry) -> str:
+    if entry["kind"] == "tick":
+        what = "unit" if entry["tick_kind"] == "enter" else "chunk"
+        return f"{entry['tick_kind']} {what} {entry['id']}"
+    return f"{entry['kind']} {entry['chunk']}"
+
+
+def chrome_events(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Trace events: durations per stream, counters of memory per tick, marks as instants; microseconds."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "Gemini"}}
+    ]
+    for thread, stream in enumerate(_STREAMS, 1):
+        common = {"ph": "M", "pid": 1, "tid": thread}
+        events.append({**common, "name": "thread_name", "args": {"name": _STREAM_NAMES[stream]}})
+        events.append({**common, "name": "thread_sort_index", "args": {"sort_index": thread}})
+    for entry in entries:
+        if entry["kind"] == "lost":
+            continue
+        event: dict[str, Any] = {
+            "pid": 1,
+            "tid": _STREAMS.index(entry["stream"]) + 1,
+            "name": _chrome_name(entry),
+            "cat": entry["kind"],
+            "ts": round(entry["start"] * 1e6, 3),
+        }
+        if entry["kind"] in ("held", "dropped"):
+            events.append({**event, "ph": "i", "s": "t", "args": {"piece": entry["piece"]}})
+            continue
+        seconds = entry["end"] - entry["start"]
+        args: dict[str, Any] = {"tick": entry["tick"]}
+        if entry["kind"] != "tick":
+            args |= {"chunk": entry["chunk"], "piece": entry["piece"], "bytes": entry["bytes"]}
+            if seconds > 0:
+                args["GB/s"] = round(entry["bytes"] / seconds / 1e9, 2)
+        events.append({**event, "ph": "X", "dur": round(seconds * 1e6, 3), "args": args})
+        if entry["kind"] == "tick":
+            counter = {"ph": "C", "pid": 1, "tid": 0, "ts": event["ts"]}
+            events.append({**counter, "name": "device bytes", "args": dict(entry["device"])})
+            events.append({**counter, "name": "host bytes", "args": {"host": entry["host"]}})
+    return events
+
+
+def export_chrome(entries: Sequence[Entry], path: str | Path) -> None:
+    """Writes entries as a Chrome trace (JSON), one thread per stream, for Perfetto or chrome://tracing.
+
+    Format: "Trace Event Format", JSON object form; unknown top-level keys are kept as metadata by readers.
+    """
+    lost = sum(entry["n"] for entry in entries if entry["kind"] == "lost")
+    trace = {
+        "traceEvents": chrome_events(entries),
+        "displayTimeUnit": "ms",
+        "otherData": {"entries that found the log full": lost},
+    }
+    Path(path).write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What several tests share: models, references, ranks, random scenarios, processes."""
