@@ -99,8 +99,8 @@ def manage(
             model; None for inference (parameters then keep torch's own `.grad`).
         weights: a safetensors file, its index, or a Hugging Face folder whose values the model takes, as
             load_state_dict would give them; or such paths by the name of the submodule that each is of.
-        missing: what a parameter on the meta device is that the weights lack: "refuse", by name, or "init":
-            its module's own initial values. Buffers that are never saved are always made anew.
+        missing: a parameter on the meta device may have no name in the weights. "refuse" refuses it by name;
+            "init" gives it its module's own initial values. Buffers that are never saved are always made anew.
         device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
             everything this process holds there counts, activations included; on the host device what
             the engine places there. None: what the device has.

@@ -139,7 +139,8 @@ class Strategy(StepLogs, StepSchedule, Ranks):
         weights: a safetensors file or a Hugging Face folder that the module begins with, or such paths by the name
             of the submodule that each is of; see ``gemini_strategy.manage``. A checkpoint comes after it. Best
             with a module that ``configure_model`` builds on the meta device.
-        missing: ``"refuse"`` or ``"init"``: what a parameter on the meta device is that `weights` lack.
+        missing: a parameter on the meta device that `weights` do not name is refused (``"refuse"``) or gets its
+            module's own initial values (``"init"``).
         report: tell the table of the plan when there is one, and at the end what was planned beside what was
             measured, at Lightning's log level INFO.
         timeout: how long one collective between several devices may take, a timedelta or seconds. One device makes

@@ -1,0 +1,271 @@
+"""What the documentation says is run: its programs as printed, its commands as far as a CPU can, and its facts that a
+program can look up.
+
+Every fence of README.md, CONTRIBUTING.md and docs/*.md names its language: python, sh, or text for what is not run. A
+python fence is a program of its own. What its reader is supposed to have is named in a comment before it,
+`<!-- needs: model, loader -->`, and NEEDS says what stands for it here; `torchrun: 2` there starts it on two ranks.
+No program sees a GPU: the engine's host device takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemini_strategy as gs
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# What the reader of a program has, by the word in `needs:`. The programs themselves are not changed.
+NEEDS = {
+    "gpu": "import torch\ntorch.cuda.set_device = lambda device: None  # the host device has no number\n",
+    "model": """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 1))
+""",
+    "loader": """
+import torch
+loader = torch.utils.data.DataLoader(torch.randn(32, 64), batch_size=8)
+""",
+    "batches": "import torch\nbatches = [torch.randn(8, 64) for _ in range(8)]\n",
+    "module": """
+import lightning
+import torch
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 1))
+    def training_step(self, batch):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+module = Module()
+""",
+    "my-model": """
+import os
+from transformers import AutoModelForCausalLM, LlamaConfig
+if not os.path.exists("my-model"):
+    AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )).save_pretrained("my-model")
+""",
+    "tokens": """
+import torch
+batches = list(torch.randint(0, 64, (4, 2, 16)))
+loader = torch.utils.data.DataLoader(torch.randint(0, 64, (8, 16)), batch_size=2)
+""",
+    "engine": """
+import torch
+import gemini_strategy as gs
+if "RANK" in os.environ:
+    torch.distributed.init_process_group()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+engine = gs.manage(model, optimizer, device_budget="1MB")
+""",
+}
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    line: int
+    language: str
+    text: str
+    needs: tuple[str, ...]
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def fences(page: Path) -> Iterator[Fence]:
+    found = re.finditer(
+        r"(?:^<!-- (needs[^\n]*?) -->\n)?^```(\w*)\n(.*?)^```$",
+        page.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    for match in found:
+        fields = dict(re.findall(r"(\w+): ([^;]+)", match[1] or ""))
+        assert set(fields) <= {"needs", "torchrun"}, match[1]
+        needs = tuple(word.strip() for word in fields.get("needs", "").split(",") if word.strip())
+        line = page.read_text()[: match.start(2)].count("\n") + 1
+        yield Fence(page, line, match[2], match[3], needs, int(fields.get("torchrun", 0)))
+
+
+FENCES = [fence for page in PAGES for fence in fences(page)]
+PROGRAMS = [fence for fence in FENCES if fence.language == "python"]
+COMMANDS = [
+    (fence, command)
+    for fence in FENCES
+    if fence.language == "sh"
+    for command in (line.partition("#")[0].strip() for line in fence.text.splitlines())
+    if command
+]
+
+
+def test_every_fence_is_of_a_kind_that_is_known() -> None:
+    marks = sum(page.read_text().count("\n```") for page in PAGES)
+    assert marks == 2 * len(FENCES)
+    assert sum(page.read_text().count("<!-- needs") for page in PAGES) == sum(
+        bool(fence.needs) for fence in FENCES
+    )
+    for fence in FENCES:
+        assert fence.language in ("python", "sh", "text"), fence
+        assert set(fence.needs) <= set(NEEDS), fence
+    assert {need for fence in PROGRAMS for need in fence.needs} == set(NEEDS)
+
+
+@pytest.mark.parametrize("fence", PROGRAMS, ids=str)
+def test_program(fence: Fence, tmp_path: Path) -> None:
+    stands_for = "".join(NEEDS[need] for need in fence.needs)
+    (tmp_path / "train.py").write_text(f"import os\n{stands_for}\n{fence.text}")
+    command = [sys.executable, "train.py"]
+    if fence.ranks:
+        launcher = "torch.distributed.run"
+        command = [sys.executable, "-m", launcher, f"--nproc-per-node={fence.ranks}", "train.py"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{fence}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_torchrun_is_said_where_a_program_needs_it() -> None:
+    for fence in PROGRAMS:
+        for said in re.findall(r"^# torchrun --nproc-per-node=(\d+) train.py$", fence.text, re.M):
+            assert int(said) == fence.ranks, fence
+
+
+def targets(*words: str) -> None:
+    """make knows these targets; nothing is made."""
+    done = subprocess.run(
+        ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("fence", "command"), COMMANDS, ids=str)
+def test_command(fence: Fence, command: str) -> None:
+    words = shlex.split(command)
+    while "=" in words[0]:
+        words.pop(0)
+    if words[0] == "make":
+        targets(*words[1:])
+        return
+    assert words[0] in ("python", ".venv/bin/python"), f"{fence}: no test for {command}"
+    if words[1] == "-m":
+        assert words[2] == "pytest", f"{fence}: no test for {command}"
+        assert (ROOT / words[3]).is_file(), f"{fence}: {command}"
+        return
+    # A benchmark's options are read from left to right, and --help ends it before it does anything.
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{fence}: {done.stderr}"
+    for option in (word for word in words if word.startswith("--")):
+        assert option in done.stdout, f"{fence}: {option} is no option of {words[1]}"
+
+
+def test_targets_that_the_text_names() -> None:
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"`make\s([a-z][a-z-]*)[^`]*`", page.read_text())
+    }
+    assert {"demo", "test", "test-gpu"} <= named
+    targets(*sorted(named))
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    said = [command for fence, command in COMMANDS if fence.page == README]
+    runs = re.findall(r"^timed (make [\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert said == ["make demo", "make test"] == runs[:2]
+
+
+def test_readme_is_short_and_lines_are_not_long() -> None:
+    assert len(README.read_text().splitlines()) <= 180
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            is_table = line.startswith("|")
+            assert is_table or len(line) <= 100, f"{page.name}:{number}: {len(line)} columns"
+
+
+def test_design_is_short() -> None:
+    assert len((ROOT / "docs" / "design.md").read_text().splitlines()) <= 150
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_environment_variables() -> None:
+    """Those that the code asks for are documented, and no others."""
+    source = [*(ROOT / "gemini_strategy").rglob("*.py"), *(ROOT / "csrc").rglob("*.c")]
+    calls = r'(?:getenv\(|environ\.get\(|environ\[)"(GEMINI_\w+)"'
+    asked = {name for path in source for name in re.findall(calls, path.read_text())}
+    text = "\n".join(page.read_text() for page in PAGES)
+    build = set(re.findall(r"GEMINI_\w+", (ROOT / "setup.py").read_text()))
+    named = set(re.findall(r"GEMINI_\w+", text))
+    assert asked <= named
+    assert named <= asked | build
+
+
+def test_measured_table() -> None:
+    """README's table is what the kept lines give."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/table.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    table = re.search(r"<!-- measured -->\n(.*)<!-- /measured -->", README.read_text(), re.DOTALL)
+    assert table is not None
+    assert table[1] == done.stdout, "python benchmarks/table.py --write"
+    assert len(done.stdout.splitlines()) == 2 + 6
+
+
+def test_figures_that_the_text_names() -> None:
+    """The keys of the table in docs/tuning.md are keys of engine.stats()."""
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    table = re.search(r"^\| `engine\.stats\(\)` \|.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    rows = table[0].strip().splitlines()[2:]
+    keys = {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    for _ in range(3):
+        model(torch.randn(2, 8)).sum().backward()
+        engine.step()
+        engine.zero_grad()
+    stats = engine.stats()
+    engine.close()
+    on_cuda_only = {"total_peak_bytes"}
+    assert len(keys) > 20
+    assert keys <= {*stats} | on_cuda_only
