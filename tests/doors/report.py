@@ -53,6 +53,14 @@ class Walker:
         (ended,) = self._forks.run("walk:walk", door, setup, self.device, is_managed)
         return ended.value, ended.how
 
+    def walk_in_turn(
+        self, rows: list[tuple[str, str]], is_managed: bool
+    ) -> list[dict[str, Any] | None]:
+        """Outcomes of programs that share a process; all None if it dies."""
+        job = "walk:walk_in_turn"
+        (ended,) = self._forks.run(job, rows, self.device, is_managed, timeout=240.0)
+        return [None] * len(rows) if ended.value is None else ended.value
+
     def verdict(self, door: str, setup: str) -> str | None:
         """Why a program under a set-up is wrong, or None."""
         key = (door, self._warm[setup])

@@ -8,6 +8,7 @@ managed program raised, the text has to name a parameter or its module, and trai
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import math
 import re
@@ -22,7 +23,7 @@ from torch import Tensor
 import gemini_strategy as gs
 from programs import SETUPS, TABLE, Door, Run, names_of, start
 
-__all__ = ["difference", "doors", "walk"]
+__all__ = ["difference", "doors", "judge", "walk", "walk_in_turn"]
 
 WAY_OUT = re.compile(
     r"\bstate_dict\(\)|\bclos(e|ing)\b[^\n]*\bengine\b|\bengine\b[^\n]*\bclos(e|ing)\b",
@@ -136,6 +137,22 @@ def walk(name: str, setup_name: str, device: str, is_managed: bool) -> dict[str,
         return outcome
     except Exception as error:
         return {"error": _described(row, run, error)}
+
+
+def walk_in_turn(
+    rows: list[tuple[str, str]], device: str, is_managed: bool
+) -> list[dict[str, Any] | None]:
+    """Outcomes of programs and their set-ups in one process; None: the program left none."""
+    outcomes: list[dict[str, Any] | None] = []
+    for name, setup_name in rows:
+        try:
+            outcomes.append(walk(name, setup_name, device, is_managed))
+        except Exception:
+            outcomes.append(None)
+        for engine in [one for one in gc.get_objects() if type(one) is gs.Engine]:
+            engine.close()
+        gc.collect()
+    return outcomes
 
 
 def _go_on(run: Run) -> dict[str, Any]:
