@@ -1,6 +1,6 @@
 """Time of entering and leaving units, and of the hooks of backward: microseconds per unit.
 
-    python benchmarks/bench_units.py [--units 200] [--repeats 30] [--device cpu|cuda]
+    python benchmarks/bench_units.py [--units 200] [--repeats 30] [--parameters 1|2] [--device cpu|cuda]
 
 A model of many Linears that compute nearly nothing runs managed, with everything resident, and plain; what
 the managed one takes longer is the engine's host time. Prints one JSON line, microseconds:
@@ -33,9 +33,10 @@ import gemini_strategy as gs
 WIDTH = 8
 
 
-def linears(n: int, device: str) -> nn.Sequential:
+def linears(n: int, parameters: int, device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(n))).to(device)
+    layers = (nn.Linear(WIDTH, WIDTH, bias=parameters == 2) for _ in range(n))
+    return nn.Sequential(*layers).to(device)
 
 
 def hooked(model: nn.Module) -> nn.Module:
@@ -76,15 +77,15 @@ class Timed:
             parameter.grad = None
 
 
-def measure(n: int, repeats: int, device: str) -> dict[str, float]:
+def measure(n: int, parameters: int, repeats: int, device: str) -> dict[str, float]:
     """The figures of the module's docstring, in microseconds per unit (or pack, touch, gradient)."""
-    managed = linears(n, device)
+    managed = linears(n, parameters, device)
     optimizer = gs.HybridAdam(managed.parameters())
     engine = gs.manage(managed, optimizer, device=device)
     runs = [
         Timed(managed, device),
-        Timed(linears(n, device), device),
-        Timed(hooked(linears(n, device)), device),
+        Timed(linears(n, parameters, device), device),
+        Timed(hooked(linears(n, parameters, device)), device),
     ]
     for _ in range(repeats):
         for run in runs:
@@ -97,7 +98,7 @@ def measure(n: int, repeats: int, device: str) -> dict[str, float]:
         "enter_leave": per_unit["eval"],
         "pack": (per_unit["forward"] - per_unit["eval"]) / 2,
         "touch": per_unit["input_grad"],
-        "gradient": (per_unit["backward"] - per_unit["input_grad"]) / 2,
+        "gradient": (per_unit["backward"] - per_unit["input_grad"]) / parameters,
         "forward": per_unit["forward"],
         "backward": per_unit["backward"],
         "plain_forward": plain["forward"] / n * 1e6,
@@ -109,13 +110,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--units", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--parameters", type=int, default=2, choices=(1, 2), help="of each unit")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures = measure(args.units, args.repeats, args.device)
+    figures = measure(args.units, args.parameters, args.repeats, args.device)
     about = {
         "bench": "units",
         "units": args.units,
+        "parameters": args.parameters,
         "device": args.device,
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
