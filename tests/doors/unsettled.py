@@ -9,7 +9,6 @@ UNSETTLED = {
     "grad/dlpack": "refused by name: what is written there would be lost",
     "grad/safetensors": "refused by name: it takes an address",
     "layer/old spectral_norm": "refused at manage(): the layer keeps a tensor on the memory of weight_orig",
-    "manage/of an interrupted install": "what the program reaches for is gone once manage() has put everything back",
     "optimizer/state_dict written": "a managed optimizer's state_dict() has copies of the moments",
     "read/safetensors of parameters": "each takes an address and keeps its chunk: no room at the least budget",
     "read/tensor of a list of elements": "torch.tensor imported by name before the first manage(): NaN on the host",
