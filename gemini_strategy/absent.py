@@ -55,7 +55,6 @@ __all__ = [
 _KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-_BYTES = (1 << 63) - 1
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.data.__set__
 _address = torch._C._storage_address
 
