@@ -68,17 +68,13 @@ _PASSED = """
 """
 # They write arguments that their schemas call read.
 _WRITES_UNSAID = {
-    f"aten::{name}"
-    for name in (
-        *(
-            "batch_norm",
-            "native_batch_norm",
-            "cudnn_batch_norm",
-            "miopen_batch_norm",
-            "instance_norm",
-        ),
-        *("_batch_norm_impl_index", "fused_moving_avg_obs_fake_quant"),
-    )
+    "aten::batch_norm",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::instance_norm",
+    "aten::_batch_norm_impl_index",
+    "aten::fused_moving_avg_obs_fake_quant",
 }
 _REFUSED = {
     "aten::set_": "its storage is the engine's; use copy_() or p.data = value",
@@ -125,9 +121,8 @@ class _Keyed(torch.Tensor):
         return NotImplemented
 
 
-_homes: dict[
-    int, tuple[Home, torch.Tensor]
-] = {}  # by the storage's address; the tensor keeps the storage
+# By the storage's address; the tensor keeps the storage.
+_homes: dict[int, tuple[Home, torch.Tensor]] = {}
 _n_live = 0  # of them, when last counted
 _nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
 
