@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -138,7 +139,10 @@ def tensor(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A tensor whose bytes are `home`'s, for as long as any tensor has its storage. `home` must not keep its engine."""
+    """A tensor whose bytes are `home`'s, for as long as any tensor has its storage.
+
+    `home` must not keep its engine; the strides are dense.
+    """
     _sweep()
     with torch.inference_mode(False), torch.no_grad(), plainly():
         keyed = torch.Tensor._make_wrapper_subclass(
@@ -147,12 +151,7 @@ def tensor(
         if home.memory is not None:
             storage = home.memory.untyped_storage()
         elif device.type == "cpu":
-            span = (
-                1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-                if 0 not in shape
-                else 0
-            )
-            size = span * dtype.itemsize
+            size = math.prod(shape) * dtype.itemsize
             storage = torch._C._construct_storage_from_data_pointer(
                 _C.absent_range(size), device, size
             )
