@@ -36,7 +36,7 @@ import torch
 from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gemini_strategy import _C
+from gemini_strategy import _C, order
 from gemini_strategy.errors import GeminiError, GuardError
 
 __all__ = [
@@ -209,8 +209,8 @@ def plainly() -> Iterator[None]:
 def _like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     """`base`, the whole of a home, in the geometry of a view of its absent tensor."""
     if shown.dtype != base.dtype:
-        size = base.untyped_storage().nbytes() // base.dtype.itemsize
-        base = base.as_strided((size,), (1,), 0).view(shown.dtype)
+        n = shown.element_size() // math.gcd(shown.element_size(), base.element_size())
+        base = order.flat(base)[: base.numel() // n * n].view(shown.dtype)
     elif (
         shown.shape == base.shape
         and shown.stride() == base.stride()
@@ -310,9 +310,8 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
             return shown_as[id(value)]
         if id(value) in kept or not torch._C._has_storage(value) or _address(value) not in of_base:
             return value
-        whole = _homes[of_base[_address(value)]][1]  # a view: absent, too
-        whole = whole if value.dtype == whole.dtype else whole.view(-1).view(value.dtype)
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        anchor = _homes[of_base[_address(value)]][1]
+        return _like(anchor.detach(), value)  # a view: absent, too
 
     with plainly():
         result = tree_map(settle, result)
