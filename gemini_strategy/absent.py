@@ -394,13 +394,28 @@ def _door(original: Any, name: str) -> Any:
     return method
 
 
+def _value_door(original: Any) -> Any:
+    """A method that gives values as Python's own. torch.tensor turns the key off and asks each element of a list so."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any) -> Any:
+        if not is_absent(self):
+            return original(self, *args)
+        with plainly(), torch.no_grad():
+            plain = _like(home_of(self).open(False), self)
+        return original(plain.requires_grad_(self.requires_grad), *args)
+
+    method._gm_original = original
+    return method
+
+
 def _kin_door(original: Any) -> Any:
     """A method that makes another tensor of the same dtype and device."""
 
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
-        return _list_door(original)(kin, *args, **kwargs)
+        return original(kin, *args, **kwargs)
 
     method._gm_original = original
     return method
@@ -424,24 +439,6 @@ def _loop_door(original: Any) -> Any:
 
     method._gm_original = original
     return method
-
-
-def _list_door(original: Any) -> Any:
-    """A constructor that reads the elements of lists past the dispatcher."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return value.clone() if is_absent(value) else value
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return original(*(plain(a) if isinstance(a, list | tuple) else a for a in args), **kwargs)
-
-    function._gm_original = original
-    if not isinstance(original, type(torch.Tensor.add)):
-        torch.jit._builtins._register_builtin(function, f"aten::{original.__name__}")  # for scripts
-    return function
 
 
 def _parameter_door(original: Any) -> Any:
@@ -513,9 +510,12 @@ def _dlpack_door(original: Any) -> Any:
 _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     *(
         (torch.Tensor, name, functools.partial(_door, name=name))
-        for name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__")
+        for name in ("numpy", "data_ptr", "untyped_storage", "__dlpack__")
     ),
-    *((torch, name, _list_door) for name in ("tensor", "as_tensor", "asarray")),
+    *(
+        (torch.Tensor, name, _value_door)
+        for name in ("tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")
+    ),
     *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
     *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
     (torch.nn.Parameter, "__new__", _parameter_door),

@@ -9,5 +9,4 @@ UNSETTLED = {
     "grad/safetensors": "refused by name: it takes an address",
     "optimizer/state_dict written": "a managed optimizer's state_dict() has copies of the moments",
     "read/safetensors of parameters": "each takes an address and keeps its chunk: no room at the least budget",
-    "read/tensor of a list of elements": "torch.tensor imported by name before the first manage(): NaN on the host",
 }
