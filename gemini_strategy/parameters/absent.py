@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ import torch
 from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gemini_strategy import _C
+from gemini_strategy import _C, order
 from gemini_strategy.errors import GeminiError, GuardError
 
 __all__ = [
@@ -55,7 +56,6 @@ __all__ = [
 _KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-_BYTES = (1 << 63) - 1
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.data.__set__
 _address = torch._C._storage_address
 
@@ -69,17 +69,13 @@ _PASSED = """
 """
 # They write arguments that their schemas call read.
 _WRITES_UNSAID = {
-    f"aten::{name}"
-    for name in (
-        *(
-            "batch_norm",
-            "native_batch_norm",
-            "cudnn_batch_norm",
-            "miopen_batch_norm",
-            "instance_norm",
-        ),
-        *("_batch_norm_impl_index", "fused_moving_avg_obs_fake_quant"),
-    )
+    "aten::batch_norm",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::instance_norm",
+    "aten::_batch_norm_impl_index",
+    "aten::fused_moving_avg_obs_fake_quant",
 }
 _REFUSED = {
     "aten::set_": "its storage is the engine's; use copy_() or p.data = value",
@@ -129,9 +125,8 @@ class _Keyed(torch.Tensor):
         return NotImplemented
 
 
-_homes: dict[
-    int, tuple[Home, torch.Tensor]
-] = {}  # by the storage's address; the tensor keeps the storage
+# By the storage's address; the tensor keeps the storage.
+_homes: dict[int, tuple[Home, torch.Tensor]] = {}
 _n_live = 0  # of them, when last counted
 _nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
 
@@ -147,7 +142,10 @@ def tensor(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A tensor whose bytes are `home`'s, for as long as any tensor has its storage. `home` must not keep its engine."""
+    """A tensor whose bytes are `home`'s, for as long as any tensor has its storage.
+
+    `home` must not keep its engine; the strides are dense.
+    """
     _sweep()
     with torch.inference_mode(False), torch.no_grad(), plainly():
         keyed = torch.Tensor._make_wrapper_subclass(
@@ -156,12 +154,7 @@ def tensor(
         if home.memory is not None:
             storage = home.memory.untyped_storage()
         elif device.type == "cpu":
-            span = (
-                1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-                if 0 not in shape
-                else 0
-            )
-            size = span * dtype.itemsize
+            size = math.prod(shape) * dtype.itemsize
             storage = torch._C._construct_storage_from_data_pointer(
                 _C.absent_range(size), device, size
             )
@@ -219,8 +212,8 @@ def plainly() -> Iterator[None]:
 def _like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     """`base`, the whole of a home, in the geometry of a view of its absent tensor."""
     if shown.dtype != base.dtype:
-        size = base.untyped_storage().nbytes() // base.dtype.itemsize
-        base = base.as_strided((size,), (1,), 0).view(shown.dtype)
+        n = shown.element_size() // math.gcd(shown.element_size(), base.element_size())
+        base = order.flat(base)[: base.numel() // n * n].view(shown.dtype)
     elif (
         shown.shape == base.shape
         and shown.stride() == base.stride()
@@ -329,9 +322,8 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
             return shown_as[id(value)]
         if id(value) in kept or not torch._C._has_storage(value) or _address(value) not in of_base:
             return value
-        whole = _homes[of_base[_address(value)]][1]  # a view: absent, too
-        whole = whole if value.dtype == whole.dtype else whole.view(-1).view(value.dtype)
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        anchor = _homes[of_base[_address(value)]][1]
+        return _like(anchor.detach(), value)  # a view: absent, too
 
     with plainly():
         result = tree_map(settle, result)
@@ -414,13 +406,28 @@ def _door(original: Any, name: str) -> Any:
     return method
 
 
+def _value_door(original: Any) -> Any:
+    """A method that gives values as Python's own. torch.tensor turns the key off and asks each element of a list so."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any) -> Any:
+        if not is_absent(self):
+            return original(self, *args)
+        with plainly(), torch.no_grad():
+            plain = _like(home_of(self).open(False), self)
+        return original(plain.requires_grad_(self.requires_grad), *args)
+
+    method._gm_original = original
+    return method
+
+
 def _kin_door(original: Any) -> Any:
     """A method that makes another tensor of the same dtype and device."""
 
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
-        return _list_door(original)(kin, *args, **kwargs)
+        return original(kin, *args, **kwargs)
 
     method._gm_original = original
     return method
@@ -444,24 +451,6 @@ def _loop_door(original: Any) -> Any:
 
     method._gm_original = original
     return method
-
-
-def _list_door(original: Any) -> Any:
-    """A constructor that reads the elements of lists past the dispatcher."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return value.clone() if is_absent(value) else value
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return original(*(plain(a) if isinstance(a, list | tuple) else a for a in args), **kwargs)
-
-    function._gm_original = original
-    if not isinstance(original, type(torch.Tensor.add)):
-        torch.jit._builtins._register_builtin(function, f"aten::{original.__name__}")  # for scripts
-    return function
 
 
 def _parameter_door(original: Any) -> Any:
@@ -533,9 +522,12 @@ def _dlpack_door(original: Any) -> Any:
 _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     *(
         (torch.Tensor, name, functools.partial(_door, name=name))
-        for name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__")
+        for name in ("numpy", "data_ptr", "untyped_storage", "__dlpack__")
     ),
-    *((torch, name, _list_door) for name in ("tensor", "as_tensor", "asarray")),
+    *(
+        (torch.Tensor, name, _value_door)
+        for name in ("tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")
+    ),
     *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
     *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
     (torch.nn.Parameter, "__new__", _parameter_door),

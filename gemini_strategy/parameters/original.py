@@ -23,7 +23,6 @@ from torch import nn
 
 __all__ = ["Original"]
 
-_plain_torch = torch._C.DisableTorchFunctionSubclass
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -56,7 +55,7 @@ class _Parameter:
         self.parameter = parameter
         self._class = type(parameter)
         self._attributes = _Table(parameter.__dict__)
-        with _plain_torch():
+        with torch._C.DisableTorchFunctionSubclass():
             self._grad = parameter.grad if parameter.is_leaf else None
             self._requires_grad = parameter.requires_grad
             hooks = [(name, getattr(parameter, name)) for name in _HOOKS]
@@ -64,7 +63,7 @@ class _Parameter:
         self.data: torch.Tensor | None = None  # once it is about to change
 
     def keep_data(self) -> None:
-        with _plain_torch():
+        with torch._C.DisableTorchFunctionSubclass():
             self.data = self.parameter.detach()
 
     def restore(self) -> None:
@@ -72,7 +71,7 @@ class _Parameter:
         if type(parameter) is not self._class:
             parameter.__class__ = self._class
         self._attributes.restore()
-        with _plain_torch():
+        with torch._C.DisableTorchFunctionSubclass():
             if self.data is not None:
                 parameter.grad = None  # it may have another dtype than the data that comes
                 parameter.data = self.data
@@ -82,9 +81,12 @@ class _Parameter:
                 if parameter.requires_grad != self._requires_grad:
                     parameter.requires_grad_(self._requires_grad)
             for name, table, items in self._hooks:
+                now = getattr(parameter, name)
                 if items is not None:
                     items.restore()
-                if getattr(parameter, name) is not table:
+                elif now is not None:
+                    now.clear()  # torch keeps calling what is in it
+                if now is not table:
                     setattr(parameter, name, table)
 
 

@@ -23,8 +23,6 @@ from gemini_strategy.errors import GeminiError
 
 __all__ = ["check_sharing"]
 
-_plain_torch = torch._C.DisableTorchFunctionSubclass
-
 
 @dataclass
 class _Shown:
@@ -157,7 +155,7 @@ def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _overlaps(tensor: torch.Tensor, items: list[_Shown]) -> bool:
-    with _plain_torch():
+    with torch._C.DisableTorchFunctionSubclass():
         span = _span(tensor)
     return span is not None and any(
         item.is_parameter and span[0] < item.end and item.begin < span[1] for item in items
@@ -168,7 +166,9 @@ def _refusal(model: nn.Module, shown: list[_Shown], parameter: _Shown, count: in
     own = {id(item.tensor) for item in shown}
     key = parameter.tensor.untyped_storage()._cdata
     tensors = [t for t in _visible(key, own) if _overlaps(t, shown)]
-    with _plain_torch():  # views first: what they were taken from lives because of them
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # views first: what they were taken from lives because of them
         tensors.sort(key=lambda tensor: tensor._base is None)
     attributes = [
         f"{f'{name}.' if name else ''}{attribute}"

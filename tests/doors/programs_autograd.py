@@ -69,7 +69,7 @@ def _(run: Run) -> Any:
     return [grad.detach(), product]
 
 
-@door("autograd/backward with create_graph", "1", served=True, needs_all=True)
+@door("autograd/backward with create_graph", "1", needs_all=True)
 def _(run: Run) -> Any:
     run.loss().backward(create_graph=True)
     total = sum(p.grad.square().sum() for p in run.model.parameters())

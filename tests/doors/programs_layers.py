@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+import gemini_strategy as gs
 from programs import Run, Six, door
 
 
@@ -297,7 +298,6 @@ PARTS: dict[str, tuple[str, Any]] = {
     "weight_norm": ("19", _weight_norm),
     "pruned": ("14", _pruned),
     "old weight_norm": ("19", lambda: nn.utils.weight_norm(nn.Linear(32, 32))),
-    "old spectral_norm": ("19", lambda: nn.utils.spectral_norm(nn.Linear(32, 32))),
     "orthogonal": ("19", lambda: parametrizations.orthogonal(nn.Linear(32, 32))),
     "skip_init": (
         "",
@@ -327,6 +327,24 @@ def _body(make: Any) -> Any:
 
 for _name, (_item, _make) in PARTS.items():
     door(f"layer/{_name}", _item, model=_body(_make), served=True)(_train)
+
+
+@door("layer/old spectral_norm", "19", model=None)
+def _(run: Run) -> Any:
+    """Until its first forward the layer keeps a tensor on the memory of its parameter, which manage() refuses."""
+    model = Six()
+    nn.utils.spectral_norm(model.layers[3])
+    run.manage(model, gs.HybridAdam(model.parameters(), lr=2e-3))
+    return run.step(3)
+
+
+@door("layer/old spectral_norm, after a forward", "19", model=None, served=True)
+def _(run: Run) -> Any:
+    model = Six()
+    nn.utils.spectral_norm(model.layers[3])
+    model(run.x().cpu())
+    run.manage(model, gs.HybridAdam(model.parameters(), lr=2e-3))
+    return run.step(3)
 
 
 # ---- strides -------------------------------------------------------------------------------------
@@ -396,6 +414,15 @@ def _(run: Run) -> Any:
     with torch.no_grad():
         w.t().view(-1)[:5] = 1.0
     return [w.t().is_contiguous(), w.detach().clone(), w.t().reshape(-1).sum()]
+
+
+@door("strides/a transposed weight as complex numbers", "12", model=Transposed, served=True)
+def _(run: Run) -> Any:
+    wide = run.param("wide.weight").detach()  # of an odd number of elements
+    numbers = torch.view_as_complex(wide.as_strided((257, 64, 2), (2, 514, 1)))
+    with torch.no_grad():
+        numbers[3:5] *= 2j
+    return [torch.view_as_real(numbers).clone(), wide.clone()]
 
 
 # ---- reparametrisation after manage() ------------------------------------------------------------

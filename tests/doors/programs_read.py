@@ -102,6 +102,15 @@ rows(
         "x.new_tensor(p)": lambda r: torch.ones(1, device=r.device).new_tensor(r.w),
         "tensor by name": lambda r: tensor_by_name(r.w),
         "tensor of a list of elements": lambda r: tensor_by_name([r.w[0, 0], r.w[1, 1]]),
+        "tensor of a list of single elements": lambda r: tensor_by_name([r.b[:1], r.w[2, 3:4]]),
+        "tensor of lists of elements": lambda r: tensor_by_name([list(r.b[:3]), list(r.w[1, :3])]),
+        "tensor of complex elements": lambda r: torch.view_as_real(
+            tensor_by_name([r.w[0, 0], r.b[0]], dtype=torch.complex64)
+        ),
+        "as_tensor of elements": lambda r: torch.as_tensor([r.w[0, 0], (r.b[1])]),
+        "new_tensor of elements": lambda r: torch.ones(1).new_tensor([r.w[0, 0], r.w[1, 1]]),
+        "DoubleTensor of elements": lambda r: torch.DoubleTensor([r.w[0, 0], r.w[1, 1]]),
+        "numbers": lambda r: [float(r.w[0, 0]), int(r.w[0, 1]), bool(r.b[0]), complex(r.b[1]).real],
         "as_tensor": lambda r: torch.as_tensor(r.w) + 0,
         "asarray": lambda r: torch.asarray(r.w) + 0,
         "asarray copy": lambda r: torch.asarray(r.w, copy=True),

@@ -296,6 +296,13 @@ def _traced(w: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(x @ w.t())
 
 
+def _traced_closure(w: Tensor, run: Run) -> Any:
+    function = torch.jit.trace(lambda x: x @ w, (run.h(),))
+    first = function(run.h(1))
+    run.step(1)
+    return [first, function(run.h(1))]
+
+
 def _in_place(run: Run) -> Any:
     with torch.no_grad():
         _scripted_update(run.w, run.h())
@@ -317,9 +324,7 @@ rows(
         "traced with p": lambda r: torch.jit.trace(_traced, (r.w.detach(), r.h()))(
             r.w.detach(), r.h()
         ),
-        "traced closure": lambda r: torch.jit.trace(lambda x: x @ r.w.detach(), (r.h(),))(
-            r.h(1)
-        ).detach(),
+        "traced closure": lambda r: _traced_closure(r.w.detach(), r),
         "tied head": lambda r: _scripted_sum(r.param("stem.weight").t(), r.x()).detach(),
         "scripted module that takes p": lambda r: (
             torch.jit.script(nn.Bilinear(32, 32, 2)).to(r.device)(r.w, r.w).sum().isfinite()

@@ -1,17 +1,12 @@
 """Programs that are not right yet, and what is known of each. `make test` leaves them out, report.py does not."""
 
 UNSETTLED = {
-    "autograd/backward with create_graph": "refused by name: the engine keeps gradients as numbers",
     "flow/several threads evaluate": "one thread at a time: hooks are each thread's own, a net's frames are not",
     "func/linearize": "torch 2.11: the program runs under a mode that knows parameters by their class",
     "export/make_fx of p": "ends after a minute",
     "grad write/numpy": "the array is read-only, and NumPy's error names no parameter",
     "grad/dlpack": "refused by name: what is written there would be lost",
     "grad/safetensors": "refused by name: it takes an address",
-    "layer/old spectral_norm": "refused at manage(): the layer keeps a tensor on the memory of weight_orig",
-    "manage/of an interrupted install": "what the program reaches for is gone once manage() has put everything back",
     "optimizer/state_dict written": "a managed optimizer's state_dict() has copies of the moments",
     "read/safetensors of parameters": "each takes an address and keeps its chunk: no room at the least budget",
-    "read/tensor of a list of elements": "torch.tensor imported by name before the first manage(): NaN on the host",
-    "script/traced closure": "torch refuses the unmanaged program",
 }
