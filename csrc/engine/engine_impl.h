@@ -61,7 +61,7 @@ typedef struct gm_chunk_state {
     uint64_t unreduced_since;       /* the first of these, in the order of all */
     uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
-    /* The gathered weights, as all ranks see them; see shard.c. */
+    /* The gathered weights, as all ranks see them; see weights.c. */
     bool is_gathered, is_doomed;
     uint8_t *spilled;           /* these, where the device had no room; NULL: they are there */
     uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
@@ -107,7 +107,7 @@ struct gm_engine {
     gm_piece shown;        /* what tensors show: GM_WEIGHT or GM_GATHERED */
     gm_stream comm_stream; /* of every collective */
     uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
-    gm_event wished[2]; /* see agree.c */
+    gm_event wished[2]; /* see ranks.c */
     uint64_t n_wishes;
     uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
     size_t unreduced_bytes, unreduced_limit; /* of blocks: now, and at most */
@@ -181,13 +181,19 @@ struct gm_engine {
     gm_runs runs;
     bool wants_plan;
     uint64_t n_plans, n_deviations, n_replay_waits, n_breaks;
-    struct gm_tick_timer *timer; /* see pass.c */
+    struct gm_tick_timer *timer; /* see timer.c */
     struct gm_stage *stage;      /* see stage.c; NULL: no chunk's states are streamed */
     gm_timeline *timeline;       /* NULL: off */
 
     gm_status dead; /* GM_OK, or the first error inside a step */
     char dead_text[512];
 };
+
+/* With several ranks gradients go through GM_UNREDUCED. */
+static inline bool gm_has_ranks(const gm_engine *engine)
+{
+    return engine->n_shards * engine->n_replicas > 1;
+}
 
 static inline gm_dtype gm_grad_dtype(const gm_engine *engine, const gm_engine_param *spec)
 {
@@ -223,7 +229,7 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
 #define GM_NO_OP    UINT32_MAX
 
 enum { GM_STAGING_BYTES = 16 << 20 };
-/* Behind the sums of parameters, for numbers that ranks agree on (agree.c): as many more gm_sumsq. */
+/* Behind the sums of parameters, for numbers that ranks agree on (ranks.c): as many more gm_sumsq. */
 enum { GM_AGREE_SUMS = 8 };
 
 static inline size_t gm_sums_bytes(const gm_engine *engine)
@@ -231,46 +237,63 @@ static inline size_t gm_sums_bytes(const gm_engine *engine)
     return ((size_t)engine->n_params + 1 + GM_AGREE_SUMS) * sizeof(gm_sumsq);
 }
 
+/* From here down every file calls what is above it, and nothing below. */
+
 /* engine.c */
-gm_status gm_engine_begin_call(gm_engine *engine); /* locks; drains ended leases */
-gm_status gm_engine_end_call(gm_engine *engine,
-                             gm_status status); /* unlocks; passes the status on */
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
-/* Pins what tensors show of the chunk.  is_use: by a unit or a backward node, which all ranks begin and end alike;
- * leases end when they like. */
-gm_status gm_engine_pin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
-gm_status gm_engine_unpin_shown(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
-/* Makes one piece resident and pins it, with whatever it takes to find room. */
-gm_status gm_engine_pin_piece(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
                               gm_piece piece);           /* as bytes */
 uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
-size_t
-gm_engine_chunk_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
 
-/* pass.c */
-gm_status gm_pass_new(gm_engine *engine);
-void gm_pass_free(gm_engine *engine);
-gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
-/* Whether the tick is that of a call that was refused just now; it is then no longer. */
-bool gm_pass_is_retry(gm_engine *engine, gm_tick_kind kind, uint32_t id);
-void gm_pass_start_timer(gm_engine *engine, gm_stream stream); /* the tick's own work begins */
-gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
-void gm_pass_end(gm_engine *engine);
-/* Measured times go into the traces; the host waits. */
-void gm_pass_resolve_times(gm_engine *engine);
+/* sums.c */
+gm_status gm_sums_new(gm_engine *engine);
+void gm_sums_free(gm_engine *engine);
 
-/* replay.c */
-/* The operations of a tick from number `first` on; one that finds no room is the next_op of a retry. */
-gm_status gm_replay_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first);
-/* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
-void gm_replay_learn(gm_engine *engine, const gm_trace *trace);
-gm_status gm_replay_leave_plan(gm_engine *engine); /* waits; keeps what is resident */
-/* After a step: plans and adopts, if there is something to plan. */
-gm_status gm_replay_plan(gm_engine *engine);
+/* timer.c */
+gm_status gm_timer_new(gm_engine *engine);
+void gm_timer_free(gm_engine *engine);
+/* A pass begins, which may follow this trace; it is timed if that is due. */
+void gm_timer_begin(gm_engine *engine, const gm_trace *trace);
+void gm_timer_start(gm_engine *engine, gm_stream stream);    /* the tick's own work begins */
+void gm_timer_stop(gm_engine *engine, gm_stream stream);     /* it ends */
+void gm_timer_end(gm_engine *engine, const gm_trace *trace); /* the pass was this; NULL: unknown */
+/* Measured times go into the traces; the host waits.  True: a plan should be made from them. */
+bool gm_timer_resolve(gm_engine *engine);
+
+/* ranks.c */
+gm_status gm_ranks_new(gm_engine *engine);
+void gm_ranks_free(gm_engine *engine);
+void gm_ranks_leave(gm_engine *engine);
+gm_status gm_ranks_check_joined(const gm_engine *engine);
+/* What the collectives that follow are for, in texts about ranks that do different things. */
+typedef enum gm_purpose {
+    GM_FOR_GATHER = 1,
+    GM_FOR_REDUCE,
+    GM_FOR_NORM,
+    GM_FOR_PLAN,
+    GM_FOR_WISH,
+    GM_N_PURPOSES
+} gm_purpose;
+void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
+/* Whether all ranks have issued the same so far: a collective that nobody waits for. */
+gm_status gm_ranks_compare(gm_engine *engine);
+/* A failure of the communicators that showed after a collective was issued. */
+gm_status gm_ranks_check(const gm_engine *engine);
+/* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
+gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n);
+/* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
+gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out);
+/* *sum becomes the sum over the ranks; the host waits. */
+gm_status gm_ranks_sum(gm_engine *engine, gm_sumsq *sum);
+
+/* stage.c */
+gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */
+void gm_stage_free(gm_engine *engine);
+/* For a class that streams states: weights and gradient are on the device, the states at home. */
+gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* window.c */
 void gm_window_free(gm_engine *engine);
@@ -285,88 +308,6 @@ bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hop
 /* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
 void gm_window_believe(gm_engine *engine, double seen);
 
-/* update.c */
-gm_status gm_update_new(gm_engine *engine);
-void gm_update_free(gm_engine *engine);
-gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
-gm_status gm_update_issue_all(gm_engine *engine);             /* every pending update */
-gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream);
-void gm_update_forget_all(gm_engine *engine); /* those that wait; those that run are waited for */
-/* Backward needs the weights: the engine dies if that backward has updated them. */
-gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
-/* Somebody else wants a part of the chunk: an error between its update inside backward and the step. */
-gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk);
-
-/* stage.c */
-gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */
-void gm_stage_free(gm_engine *engine);
-/* For a class that streams states: weights and gradient are on the device, the states at home. */
-gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
-
-/* gather.c */
-gm_status gm_gather_new(gm_engine *engine);
-void gm_gather_free(gm_engine *engine);
-/* Sets or adds elements of the chunk's gradient, in the engine's dtype and with the sum of squares: the parameter's
- * part, from device memory. */
-gm_status gm_gather_put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
-                        float divisor, gm_stream stream);
-void gm_gather_note_held(gm_engine *engine, gm_param *p); /* GM_GRAD holds its gradient */
-
-/* shard.c */
-gm_status gm_shard_new(gm_engine *engine);
-void gm_shard_free(gm_engine *engine);
-bool gm_shard_has_unreduced(const gm_engine *engine); /* gradients go through GM_UNREDUCED */
-gm_status gm_shard_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
-gm_status gm_shard_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
-/* The use will be tried again: what was gathered for it is not gathered twice. */
-gm_status gm_shard_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream);
-/* Gathers now what a plan wants soon. */
-gm_status gm_shard_prefetch(gm_engine *engine, uint32_t chunk);
-/* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
-gm_status gm_shard_adopt(gm_engine *engine, gm_plan *plan);
-gm_status gm_shard_forget_all(gm_engine *engine);
-/* A gradient of this pass, before the sum over ranks. */
-gm_status gm_shard_take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
-                             gm_stream stream);
-gm_status gm_shard_drop_grad(gm_engine *engine, gm_param *p);
-/* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
-gm_status gm_shard_reduce(gm_engine *engine, uint32_t chunk);
-gm_status gm_shard_reduce_all(gm_engine *engine);
-/* What the collectives that follow are for, in texts about ranks that do different things. */
-typedef enum gm_purpose {
-    GM_FOR_GATHER = 1,
-    GM_FOR_REDUCE,
-    GM_FOR_NORM,
-    GM_FOR_PLAN,
-    GM_FOR_WISH,
-    GM_N_PURPOSES
-} gm_purpose;
-void gm_shard_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
-/* Whether all ranks have issued the same so far: a collective that nobody waits for. */
-gm_status gm_shard_compare(gm_engine *engine);
-/* A failure of the communicators that showed after a collective was issued. */
-gm_status gm_shard_check(const gm_engine *engine);
-/* *sum becomes the sum over the ranks; the host waits. */
-gm_status gm_shard_sum(gm_engine *engine, gm_sumsq *sum);
-/* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
-gm_status gm_shard_take_back(gm_engine *engine, const gm_param *p, const void *old,
-                             const void *weight, gm_stream stream);
-
-/* spill.c */
-/* Takes gathered weights that nobody uses now off the device; *out false: there are none. */
-gm_status gm_spill_one(gm_engine *engine, bool *out);
-gm_status gm_spill_back(gm_engine *engine,
-                        uint32_t chunk); /* onto the device, if they are not there */
-void gm_spill_forget(gm_engine *engine, uint32_t chunk);
-
-/* agree.c */
-gm_status gm_agree_new(gm_engine *engine);
-void gm_agree_free(gm_engine *engine);
-/* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
-gm_status gm_agree_max(gm_engine *engine, uint64_t *values, size_t n);
-/* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
-gm_status gm_agree_wish(gm_engine *engine, bool wish, bool *out);
-
 /* field.c */
 typedef struct gm_slice {
     gm_piece piece;
@@ -377,21 +318,136 @@ typedef struct gm_slice {
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field);
 /* Where the whole weight lies in what tensors show. */
 gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p);
+/* Bytes of one element of a field, as the caller has it. */
+size_t gm_field_width(const gm_engine *engine, const gm_param *p, gm_field field);
+gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field,
+                        void *dst); /* of the part */
+gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
+                         gm_stream stream); /* src: whole */
+/* Elements [first, first + n) of the part's weights, with their low part where `field` is MASTER. */
+gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                        uint64_t n, const void *src, gm_stream stream);
 /* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows. */
 gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
                              const void *weight, gm_stream stream);
+/* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
+gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream);
 
-/* view.c */
-/* What holds between any two calls of an engine that is not dead; with assertions, every call ends with it. */
-gm_status gm_engine_check_state(const gm_engine *engine);
-
-/* lease.c */
-gm_status gm_lease_process_ended(gm_engine *engine);
-/* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
-void gm_lease_note_pass_end(gm_engine *engine);
-/* Finds what was written through watched leases since the last look. */
-gm_status gm_lease_poll_watched(gm_engine *engine);
+/* watch.c */
+bool gm_watch_is_on(const gm_lease *lease);
+bool gm_watch_is_any(const gm_engine *engine);
+gm_status gm_watch_begin(gm_lease *lease, gm_stream stream);
+gm_status gm_watch_end(gm_lease *lease);
+/* Finds what was written through the lease's tensor since the last look. */
+gm_status gm_watch_look(gm_engine *engine, gm_lease *lease);
+/* Likewise through every watched lease. */
+gm_status gm_watch_poll(gm_engine *engine);
 /* The engine itself has written weights: later looks compare with what is there now. */
-gm_status gm_lease_renew_snapshots(gm_engine *engine);
+gm_status gm_watch_renew(gm_engine *engine);
+void gm_watch_note_use(gm_engine *engine, const gm_lease *lease);
+/* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
+void gm_watch_note_pass_end(gm_engine *engine);
+
+/* spill.c */
+/* Takes gathered weights that nobody uses now off the device; *out false: there are none. */
+gm_status gm_spill_one(gm_engine *engine, bool *out);
+gm_status gm_spill_write_back(gm_engine *engine, uint32_t chunk); /* pinned, and spilled */
+void gm_spill_forget(gm_engine *engine, uint32_t chunk);
+
+/* room.c */
+size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
+/* On demand from here on, with what is resident and the whole budget; waits. */
+gm_status gm_room_drop_plan(gm_engine *engine);
+gm_status gm_room_leave_plan(gm_engine *engine); /* likewise, and a plan is made after this step */
+/* Makes one piece resident and pins it, with whatever it takes to find room. */
+gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
+
+/* update.c */
+gm_status gm_update_new(gm_engine *engine);
+void gm_update_free(gm_engine *engine);
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
+gm_status gm_update_issue_some(gm_engine *engine, uint32_t most);
+gm_status gm_update_issue_all(gm_engine *engine); /* every pending update */
+/* Tasks for every chunk that has any of the updates (sorted by parameter): pending, or armed. */
+gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm);
+void gm_update_make_pending(gm_engine *engine, uint32_t chunk);
+void gm_update_disarm(gm_engine *engine);
+void gm_update_forget_all(gm_engine *engine); /* those that wait; those that run are waited for */
+bool gm_update_is_done(const gm_engine *engine, uint32_t chunk); /* inside the armed backward */
+/* Backward needs the weights: the engine dies if that backward has updated them. */
+gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
+/* Somebody else wants a part of the chunk: an error between its update inside backward and the step. */
+gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk);
+
+/* weights.c */
+void gm_weights_free(gm_engine *engine);
+/* Pins what tensors show of the chunk.  is_use: by a unit or a backward node, which all ranks begin and end alike;
+ * leases end when they like. */
+gm_status gm_weights_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+gm_status gm_weights_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
+/* The use will be tried again: what was gathered for it is not gathered twice. */
+gm_status gm_weights_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream);
+/* Gathers now what a plan wants soon. */
+gm_status gm_weights_prefetch(gm_engine *engine, uint32_t chunk);
+/* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
+gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan);
+gm_status gm_weights_forget_all(gm_engine *engine);
+
+/* gradient.c */
+void gm_gradient_new(gm_engine *engine);
+void gm_gradient_limit(gm_engine *engine, size_t bytes); /* of unreduced ones */
+/* A gradient of this pass, of this rank. */
+gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                           gm_stream stream);
+gm_status gm_gradient_drop(gm_engine *engine, gm_param *p); /* what waits for the sum over ranks */
+/* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
+gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk);
+gm_status gm_gradient_reduce_all(gm_engine *engine);
+
+/* check.c */
+/* With assertions, every call ends with it. */
+gm_status gm_check_state(const gm_engine *engine);
+
+/* call.c */
+gm_status gm_call_begin(gm_engine *engine);                 /* locks; drains ended leases */
+gm_status gm_call_end(gm_engine *engine, gm_status status); /* unlocks; passes the status on */
+
+/* inputs.c */
+typedef struct gm_inputs {
+    gm_plan_input plan;
+    gm_plan_chunk *chunks;
+    const gm_trace *traces[GM_TRACES_KEPT];
+    uint32_t n_runs[GM_TRACES_KEPT];
+    gm_trace *copies; /* several ranks: of the traces, with what all ranks know */
+    gm_tick *ticks;
+    bool has_left;
+} gm_inputs;
+
+gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in);
+void gm_inputs_free(gm_inputs *in);
+/* Blocks that a plan may have: what the budget and the device leave beside everything else at its peak. */
+size_t gm_inputs_device_bytes(gm_engine *engine);
+
+/* planner_ranks.c */
+/* With several ranks, after a step: plans and adopts, if there is something to plan.  An error is one of the ranks',
+ * and ends the run; where there is no plan, there is no error. */
+gm_status gm_planner_ranks_run(gm_engine *engine);
+
+/* planner.c */
+/* After a step: plans and adopts, if there is something to plan. */
+gm_status gm_planner_run(gm_engine *engine);
+/* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
+void gm_planner_learn(gm_engine *engine, const gm_trace *trace);
+
+/* pass.c */
+gm_status gm_pass_new(gm_engine *engine);
+void gm_pass_free(gm_engine *engine);
+gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
+gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
+void gm_pass_end(gm_engine *engine);
+/* Around a call that follows the plan: what it waits for is counted. */
+gm_status gm_pass_begin_call(gm_engine *engine, gm_stream stream);
+gm_status gm_pass_end_call(gm_engine *engine, gm_status status);
 
 #endif

@@ -1,4 +1,4 @@
-/* field.c - the fields of one parameter (weight, master, moments, gradient), wherever their bytes are.
+/* field.c - the bytes of one parameter's fields (weight, master, moments, gradient), wherever they are.
  *
  * A master is (weight, low part); whatever changes one of the two goes through here, so that they never
  * disagree.  All calls may wait for the device. */
@@ -81,6 +81,12 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
     free(weight);
     free(low);
     return status;
+}
+
+gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, void *dst)
+{
+    return field == GM_FIELD_MASTER ? read_master(engine, p, dst)
+                                    : read_slice(engine, p, field, dst);
 }
 
 static bool is_spilled(const gm_engine *engine, const gm_param *p)
@@ -177,88 +183,25 @@ static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *
 }
 
 /* Bytes of one element of a field, as the caller has it. */
-static size_t field_width(const gm_engine *engine, const gm_param *p, gm_field field)
+size_t gm_field_width(const gm_engine *engine, const gm_param *p, gm_field field)
 {
     return field == GM_FIELD_WEIGHT ? p->spec.weight_bytes
            : field == GM_FIELD_GRAD ? gm_dtype_bytes(gm_grad_dtype(engine, &p->spec))
                                     : 4;
 }
 
-static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
+gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
+                         gm_stream stream)
 {
-    bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
-    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
-        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id,
-                       is_moment ? "moments" : "gradient");
-    }
-    return GM_OK;
-}
-
-static gm_status check_grad(const gm_param *p, uint32_t id, gm_field field)
-{
-    return field == GM_FIELD_GRAD && p->is_used_up
-               ? GM_FAIL(GM_ERR_STATE,
-                         "the gradient of parameter %u was used up by the update inside "
-                         "backward(step=True); read it after a backward without step=True",
-                         id)
-               : GM_OK;
-}
-
-gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *dst)
-{
-    GM_TRY(gm_engine_check_param(engine, id));
-    const gm_param *p = &engine->params[id];
-    GM_TRY(check_field(p, id, field));
-    GM_TRY(gm_engine_begin_call(engine));
-    engine->window.is_spoiled = true; /* the host waits */
-    gm_status status = check_grad(p, id, field);
-    status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
-    if (status == GM_OK && field != GM_FIELD_GRAD) {
-        status = gm_lease_poll_watched(engine);
-        status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
-    } else if (status == GM_OK) {
-        status = gm_shard_reduce(engine, p->place.chunk);
-    }
-    if (status == GM_OK && p->part_numel > 0) {
-        void *part = (uint8_t *)dst + p->part_first * field_width(engine, p, field);
-        status = field == GM_FIELD_MASTER ? read_master(engine, p, part)
-                                          : read_slice(engine, p, field, part);
-    }
-    return gm_engine_end_call(engine, status);
-}
-
-gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
-                          gm_stream stream)
-{
-    GM_TRY(gm_engine_check_param(engine, id));
-    gm_param *p = &engine->params[id];
-    GM_TRY(check_field(p, id, field));
-    GM_TRY(gm_engine_begin_call(engine));
-    gm_status status = gm_update_check_between(engine, p->place.chunk);
-    status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
-    status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
-    if (status == GM_OK && field == GM_FIELD_GRAD) {
-        status = gm_shard_drop_grad(engine, p);
-        p->sums = 0;
-    }
-    if (status == GM_OK && p->spec.numel > 0) {
-        const void *part = (const uint8_t *)src + p->part_first * field_width(engine, p, field);
-        status = field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)
-                 : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src, stream)
-                                            : write_slice(engine, p, field, part, stream);
-    }
-    if (status == GM_OK && field == GM_FIELD_GRAD) {
-        engine->chunk_states[p->place.chunk].n_held += !p->is_held;
-        p->has_grad = p->is_held = true;
-        p->has_sum = p->is_used_up = false;
-    }
-    status = status == GM_OK ? gm_lease_renew_snapshots(engine) : status;
-    return gm_engine_end_call(engine, status);
+    const void *part = (const uint8_t *)src + p->part_first * gm_field_width(engine, p, field);
+    return field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)
+           : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src, stream)
+                                      : write_slice(engine, p, field, part, stream);
 }
 
 /* Elements [first, first + n) of the part's weights, with their low part where `field` is MASTER. */
-static gm_status write_part(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
-                            uint64_t n, const void *src, gm_stream stream)
+gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                        uint64_t n, const void *src, gm_stream stream)
 {
     gm_chunks *chunks = engine->chunks;
     uint32_t chunk = p->place.chunk;
@@ -284,105 +227,35 @@ static gm_status write_part(gm_engine *engine, const gm_param *p, gm_field field
     return status;
 }
 
-gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_t first, uint64_t n,
-                         const void *src, gm_stream stream)
+gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *old,
+                             const void *weight, gm_stream stream)
 {
-    GM_TRY(gm_engine_check_param(engine, id));
-    const gm_param *p = &engine->params[id];
-    if (first > p->spec.numel || n > p->spec.numel - first) {
-        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of parameter %u, which has %llu of them",
-                       (unsigned long long)first, (unsigned long long)(first + n), id,
-                       (unsigned long long)p->spec.numel);
+    if (p->part_numel == 0) {
+        return GM_OK;
     }
-    if (field != GM_FIELD_MASTER && (field != GM_FIELD_WEIGHT || p->spec.has_low)) {
-        return GM_FAIL(GM_ERR_ARG, "field %d of parameter %u cannot be filled in parts", (int)field,
-                       id);
-    }
-    GM_TRY(gm_engine_begin_call(engine));
-    uint64_t begin = first > p->part_first ? first : p->part_first;
-    uint64_t end =
-        p->part_first + p->part_numel < first + n ? p->part_first + p->part_numel : first + n;
-    gm_status status = GM_OK;
-    if (begin < end) {
-        const uint8_t *from =
-            (const uint8_t *)src + (begin - first) * field_width(engine, p, field);
-        status = write_part(engine, p, field, begin - p->part_first, end - begin, from, stream);
-    }
-    engine->chunk_states[p->place.chunk].version++;
-    return gm_engine_end_call(engine, status);
-}
-
-/* A unit has written gathered weights: what the shard still holds is the old bytes. */
-static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream stream)
-{
-    gm_slice s = gm_field_shown(engine, p);
-    const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-    if (state->gathered != state->version) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "gathered weights were written after a step had made them old; "
-                       "write them inside their unit, or through the engine");
-    }
-    uint8_t *weight = malloc(2 * s.bytes + 1);
-    if (!weight) {
+    size_t width = p->spec.weight_bytes, at = p->part_first * width;
+    const uint8_t *before = (const uint8_t *)old + at, *after = (const uint8_t *)weight + at;
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    uint8_t *present = malloc(2 * s.bytes);
+    if (!present) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
     }
-    uint8_t *old = weight + s.bytes;
+    uint8_t *wanted = present + s.bytes;
     gm_status status =
-        engine->device->ops->stream_sync(engine->device, stream); /* the write itself */
-    if (status == GM_OK) {
-        status = gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes,
-                                       weight);
-    }
-    if (status == GM_OK && p->part_numel > 0) {
-        status = read_slice(engine, p, GM_FIELD_WEIGHT, old + p->part_first * p->spec.weight_bytes);
-    }
-    status = status == GM_OK ? gm_shard_take_back(engine, p, old, weight, stream) : status;
-    free(weight);
-    return status;
-}
-
-gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
-{
-    GM_TRY(gm_engine_check_param(engine, id));
-    gm_param *p = &engine->params[id];
-    GM_TRY(gm_engine_begin_call(engine));
-    uint32_t chunk = p->place.chunk;
-    if (p->spec.numel == 0) {
-        return gm_engine_end_call(engine, GM_OK);
-    }
-    if (engine->shown == GM_GATHERED) {
-        return gm_engine_end_call(engine, take_back(engine, p, stream));
-    }
-    if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
-        gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
-        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
-        return gm_engine_end_call(engine, noted);
-    }
-    if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
-        return gm_engine_end_call(
-            engine,
-            GM_FAIL(GM_ERR_STATE,
-                    "a 16-bit weight was written in place inside its unit while its chunk had no "
-                    "current home, so its fp32 master cannot follow"));
-    }
-    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
-    uint8_t *weight = malloc(s.bytes);
-    gm_status status =
-        weight ? engine->device->ops->stream_sync(engine->device, stream) /* the write itself */
-               : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
-    if (status == GM_OK) {
-        status = gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight);
-    }
-    if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
-        status = gm_chunks_claim_home(engine->chunks, chunk, GM_WEIGHT);
-    }
-    if (status == GM_OK) {
-        uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
-        status = gm_field_reset_low(engine, p, home, weight, stream);
-        if (status == GM_OK) {
-            memcpy(home, weight, s.bytes);
+        gm_chunks_read(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, present);
+    if (status == GM_OK) { /* what nobody wrote may be newer in the shard than in the tensor */
+        memcpy(wanted, present, s.bytes);
+        for (size_t i = 0; i < s.bytes; i += width) {
+            if (memcmp(before + i, after + i, width) != 0) {
+                memcpy(wanted + i, after + i, width);
+            }
         }
+        status = gm_field_reset_low(engine, p, present, wanted, stream);
     }
-    free(weight);
-    return gm_engine_end_call(engine, status);
+    if (status == GM_OK) {
+        status = gm_chunks_write(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes,
+                                 wanted, stream);
+    }
+    free(present);
+    return status;
 }

@@ -1,14 +1,14 @@
 /* spill.c - gathered weights that nobody uses now, on the host until they are used again or forgotten.
  *
  * Under a plan gathered weights stay until another chunk is gathered over them, which is decided for all ranks alike
- * (shard.c, invariant 1).  A rank that has left the plan's placement may need their blocks before: it keeps the bytes
+ * (weights.c, invariant 1).  A rank that has left the plan's placement may need their blocks before: it keeps the bytes
  * here, and the others do not notice.
  *
- * The host waits in: gm_spill_one, gm_spill_back. */
+ * The host waits in: gm_spill_one, gm_spill_write_back. */
+#include "engine/engine_impl.h"
+
 #include <stdlib.h>
 #include <string.h>
-
-#include "engine/engine_impl.h"
 
 void gm_spill_forget(gm_engine *engine, uint32_t chunk)
 {
@@ -55,20 +55,11 @@ gm_status gm_spill_one(gm_engine *engine, bool *out)
     return GM_OK;
 }
 
-gm_status gm_spill_back(gm_engine *engine, uint32_t chunk)
+gm_status gm_spill_write_back(gm_engine *engine, uint32_t chunk)
 {
-    gm_stream stream = engine->comm_stream;
-    const uint8_t *copy = engine->chunk_states[chunk].spilled;
-    if (!copy) {
-        return GM_OK;
-    }
-    GM_TRY(gm_engine_pin_piece(engine, chunk, GM_GATHERED, stream));
-    gm_status status =
-        gm_chunks_write(engine->chunks, chunk, GM_GATHERED, 0,
-                        gm_engine_piece_bytes(engine, chunk, GM_GATHERED), copy, stream);
-    gm_chunks_unpin_ordered(engine->chunks, chunk, GM_GATHERED);
-    if (status == GM_OK) {
-        gm_spill_forget(engine, chunk);
-    }
-    return status;
+    GM_TRY(gm_chunks_write(engine->chunks, chunk, GM_GATHERED, 0,
+                           gm_engine_piece_bytes(engine, chunk, GM_GATHERED),
+                           engine->chunk_states[chunk].spilled, engine->comm_stream));
+    gm_spill_forget(engine, chunk);
+    return GM_OK;
 }

@@ -1,20 +1,17 @@
-/* update.c - the optimizer's step, chunk by chunk: prepared as tasks, issued when the plan says so or when somebody
+/* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so or when somebody
  * needs the result, run on the device or on the host, ordered by fences alone.
  *
  * Invariants
  *   1. A chunk with a pending update is updated before anything reads its weights or states, or writes its gradient.
- *   2. Everything that can be refused is refused before the first task is prepared.
- *   3. A task is rewritten only when its last run has ended.
- *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
+ *   2. A task is rewritten only when its last run has ended.
+ *   3. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
  *      new weights where the gradient of the old ones is meant.  If it happens the engine dies with that text.
  *
  * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "engine/engine_impl.h"
 
-enum { ISSUED_AT_ONCE = 8 }; /* pending updates that step() itself issues: the pipeline starts */
+#include <stdlib.h>
+#include <string.h>
 
 static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
@@ -225,7 +222,7 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
 
-static gm_status issue_some(gm_engine *engine, uint32_t most)
+gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
     const uint32_t *order = engine->plan ? gm_plan_update_order(engine->plan) : NULL;
@@ -241,7 +238,7 @@ gm_status gm_update_issue_all(gm_engine *engine)
 {
     if (engine->n_pending > 0) {
         engine->next_pending = 0; /* the order may have changed with the plan */
-        GM_TRY(issue_some(engine, UINT32_MAX));
+        GM_TRY(gm_update_issue_some(engine, UINT32_MAX));
     }
     GM_ASSERT(engine->n_pending == 0);
     return GM_OK;
@@ -249,14 +246,14 @@ gm_status gm_update_issue_all(gm_engine *engine)
 
 /* ---- immediate updates ---- */
 
-static bool is_updated(const gm_engine *engine, uint32_t chunk)
+bool gm_update_is_done(const gm_engine *engine, uint32_t chunk)
 {
     return engine->is_armed && engine->chunk_states[chunk].updated == engine->n_passes;
 }
 
 gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
 {
-    return is_updated(engine, chunk)
+    return gm_update_is_done(engine, chunk)
                ? GM_FAIL(GM_ERR_STATE,
                          "backward(step=True) has updated these weights already, and others not "
                          "yet: call "
@@ -266,7 +263,7 @@ gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
 
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
 {
-    if (is_updated(engine, chunk)) {
+    if (gm_update_is_done(engine, chunk)) {
         return gm_engine_die(
             engine,
             GM_FAIL(GM_ERR_STATE,
@@ -277,7 +274,9 @@ gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
     return GM_OK;
 }
 
-static void make_pending(gm_engine *engine, uint32_t chunk)
+/* ---- tasks ---- */
+
+void gm_update_make_pending(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
     GM_ASSERT(!state->is_pending);
@@ -286,60 +285,7 @@ static void make_pending(gm_engine *engine, uint32_t chunk)
     engine->n_pending++;
 }
 
-gm_status gm_update_grad_complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
-{
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
-     * updated by the step itself. */
-    if (!state->is_armed || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
-        GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
-        gm_pass_start_timer(engine, stream);
-        return GM_OK;
-    }
-    make_pending(engine, chunk);
-    state->version++;
-    state->updated = engine->n_passes;
-    atomic_fetch_add(&state->n_immediate, 1);
-    GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
-    if (!engine
-             ->is_following) { /* else the plan has just issued it, or wants it under the next forward */
-        GM_TRY(gm_update_issue(engine, chunk));
-    }
-    for (uint32_t i = 0; i < state->n_params; i++) {
-        engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
-    }
-    if (!state->is_pending) {
-        GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
-    }
-    gm_pass_start_timer(engine, stream);
-    return GM_OK;
-}
-
-/* ---- the step ---- */
-
-static int compare_updates(const void *a, const void *b)
-{
-    uint32_t left = ((const gm_update *)a)->param, right = ((const gm_update *)b)->param;
-    return left < right ? -1 : left > right;
-}
-
-static gm_status check_updates(const gm_engine *engine, const gm_update *updates, uint32_t n,
-                               bool needs_grads)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        GM_TRY(gm_engine_check_param(engine, updates[i].param));
-        const gm_param *p = &engine->params[updates[i].param];
-        if (!p->spec.has_moments || (needs_grads && !p->has_grad)) {
-            return GM_FAIL(GM_ERR_ARG, "parameter %u has no %s", updates[i].param,
-                           p->spec.has_moments ? "gradient" : "moments");
-        }
-        gm_adam_scalars scalars;
-        GM_TRY(gm_adam_scalars_init(&updates[i].hyper, &scalars));
-    }
-    return GM_OK;
-}
-
-/* The task of the coming step, empty.  Invariant 3. */
+/* The task of the coming step, empty.  Invariant 2. */
 static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
 {
     gm_task *task = &engine->chunk_states[chunk].task[engine->n_steps & 1];
@@ -364,7 +310,7 @@ static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper
 
 /* Tasks for every chunk that has any of the updates (sorted by parameter); those that an immediate update has
  * done already are left out. */
-static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
+gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
 {
     for (uint32_t i = 0; i < n;
          i++) { /* empty first: a chunk's parameters need not be neighbours */
@@ -373,7 +319,7 @@ static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint
         gm_task *task;
         if (!p->is_used_up && !state->is_pending && !state->is_armed) {
             GM_TRY(prepare_task(engine, p->place.chunk, &task));
-            make_pending(engine, p->place.chunk);
+            gm_update_make_pending(engine, p->place.chunk);
             state->version += !arm;
         }
     }
@@ -393,7 +339,7 @@ static gm_status prepare_tasks(gm_engine *engine, const gm_update *updates, uint
     return GM_OK;
 }
 
-static void disarm(gm_engine *engine)
+void gm_update_disarm(gm_engine *engine)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_armed = false;
@@ -403,162 +349,11 @@ static void disarm(gm_engine *engine)
 
 void gm_update_forget_all(gm_engine *engine)
 {
-    disarm(engine);
+    gm_update_disarm(engine);
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_pending = false;
     }
     engine->n_pending = 0;
     (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
-}
-
-static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
-{
-    if (engine->is_armed) {
-        disarm(
-            engine); /* what was not complete in backward becomes pending now, with the same numbers */
-    } else {
-        GM_TRY(
-            gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
-        engine->n_steps++;
-    }
-    GM_TRY(prepare_tasks(engine, updates, n, false));
-    engine->next_pending = 0;
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        if (gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) { /* shown: read without asking */
-            GM_TRY(gm_update_issue(engine, chunk));
-        }
-    }
-    bool is_planned = engine->plan != NULL;
-    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
-        is_planned = is_planned && !(lease->is_pinned && atomic_load(&lease->is_watched));
-    }
-    GM_TRY(issue_some(engine, is_planned ? ISSUED_AT_ONCE : UINT32_MAX));
-    return gm_lease_renew_snapshots(engine);
-}
-
-static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **out)
-{
-    *out = malloc((n ? n : 1) * sizeof **out);
-    if (!*out) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
-    }
-    if (n) {
-        memcpy(*out, updates, n * sizeof **out);
-        qsort(*out, n, sizeof **out, compare_updates);
-    }
-    for (uint32_t i = 1; i < n; i++) { /* a task has room for each parameter once */
-        if ((*out)[i].param == (*out)[i - 1].param) {
-            uint32_t id = (*out)[i].param;
-            free(*out);
-            return GM_FAIL(GM_ERR_ARG, "parameter %u is in the step twice", id);
-        }
-    }
-    return GM_OK;
-}
-
-/* Gradients that an immediate update has used up cannot be stepped a second time. */
-static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
-{
-    for (uint32_t i = 0; !engine->is_armed && i < n; i++) {
-        if (engine->params[updates[i].param].is_used_up) {
-            return GM_FAIL(GM_ERR_STATE,
-                           "the gradient of parameter %u was used up by the update inside "
-                           "backward(step=True): call zero_grad() and backward before this step",
-                           updates[i].param);
-        }
-    }
-    return GM_OK;
-}
-
-gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
-{
-    gm_update *sorted;
-    GM_TRY(check_updates(engine, updates, n, true));
-    GM_TRY(sort_updates(updates, n, &sorted));
-    gm_status status = gm_engine_begin_call(engine);
-    if (status == GM_OK) { /* nothing is written before these have passed */
-        engine->stream = stream;
-        status = check_not_used_up(engine, sorted, n);
-        status = status == GM_OK ? gm_shard_reduce_all(engine) : status;
-        engine->n_step_calls++;
-        status = status == GM_OK ? gm_lease_poll_watched(engine) : status;
-        if (status == GM_OK) {
-            status = run_step(engine, sorted, n);
-            if (status != GM_OK && engine->dead == GM_OK) {
-                status = gm_engine_die(engine, status);
-            }
-        }
-        if (status == GM_OK) {
-            gm_pass_end(engine);
-            gm_status planned =
-                gm_replay_plan(engine); /* without one the engine goes on, on demand */
-            if (engine->comm_stream && planned != GM_OK) {
-                status = gm_engine_die(engine, planned);
-            }
-        }
-#ifdef GM_DEBUG
-        GM_ASSERT(status != GM_OK || gm_chunks_check_bytes(engine->chunks) == GM_OK);
-#endif
-        (void)gm_engine_end_call(engine, status);
-    }
-    free(sorted);
-    return status;
-}
-
-gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
-{
-    gm_update *sorted;
-    *out = false;
-    GM_TRY(check_updates(engine, updates, n, false));
-    GM_TRY(sort_updates(updates, n, &sorted));
-    gm_status status = gm_engine_begin_call(engine);
-    if (status == GM_OK) {
-        engine->wants_immediate = !engine->has_repeats;
-        bool has_watched = false;
-        /* An update does not touch what tensors show. */
-        bool is_apart = engine->shown == GM_GATHERED;
-        status = is_apart ? gm_lease_poll_watched(engine) : GM_OK;
-        for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
-            has_watched |= !is_apart && lease->is_pinned && atomic_load(&lease->is_watched);
-        }
-        /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
-        /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
-        const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
-        *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
-               !engine->is_armed;
-        *out = *out && status == GM_OK;
-        if (*out) {
-            status = gm_update_issue_all(engine);
-            engine->n_steps++;
-            status = status == GM_OK ? prepare_tasks(engine, sorted, n, true) : status;
-            if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */
-                status = gm_engine_die(engine, status);
-            }
-            engine->is_armed = status == GM_OK;
-            engine->n_passes++; /* arrivals are counted from here */
-        }
-        (void)gm_engine_end_call(engine, status);
-    }
-    free(sorted);
-    return status;
-}
-
-gm_status gm_engine_disarm(gm_engine *engine)
-{
-    GM_TRY(gm_engine_begin_call(engine));
-    bool has_updated = false;
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        has_updated |= is_updated(engine, chunk);
-    }
-    gm_status status = GM_OK;
-    if (has_updated) {
-        status = gm_engine_die(
-            engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
-                                          "the weights"));
-    } else if (engine->is_armed) {
-        disarm(engine);
-        engine->n_steps--;
-    }
-    return gm_engine_end_call(engine, status);
 }

@@ -73,7 +73,7 @@ const gm_plan *gm_engine_plan(const gm_engine *engine)
 
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
 {
-    GM_TRY(gm_engine_begin_call(engine));
+    GM_TRY(gm_call_begin(engine));
     engine->window.is_spoiled = true;
     gm_status status = engine->timeline
                            ? GM_FAIL(GM_ERR_STATE, "a timeline is being recorded already")
@@ -81,19 +81,19 @@ gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
     if (status == GM_OK) {
         gm_chunks_set_timeline(engine->chunks, engine->timeline);
     }
-    return gm_engine_end_call(engine, status);
+    return gm_call_end(engine, status);
 }
 
 gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
 {
-    GM_TRY(gm_engine_begin_call(engine));
+    GM_TRY(gm_call_begin(engine));
     engine->window.is_spoiled = true;
     *out = engine->timeline;
     engine->timeline = NULL;
     gm_chunks_set_timeline(engine->chunks, NULL);
     gm_status status =
         *out ? gm_timeline_finish(*out) : GM_FAIL(GM_ERR_STATE, "no timeline is being recorded");
-    return gm_engine_end_call(engine, status);
+    return gm_call_end(engine, status);
 }
 
 uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t id)
@@ -103,73 +103,10 @@ uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t id)
                : 0;
 }
 
-/* ---- invariants ---- */
-
-/* What is counted of a chunk is what its parameters say, and its update waits once. */
-static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
-{
-    const gm_chunk_state *state = &engine->chunk_states[chunk];
-    uint32_t n_held = 0, n_unreduced = 0;
-    for (uint32_t i = 0; i < state->n_params; i++) {
-        const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
-        n_held += p->is_held;
-        n_unreduced += p->is_unreduced;
-        if (p->has_sum && !p->is_held) {
-            return GM_FAIL(GM_ERR_STATE, "chunk %u: a norm of a gradient that is not there", chunk);
-        }
-    }
-    if (n_held != state->n_held || n_unreduced != state->n_unreduced) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk,
-                       n_held, n_unreduced, state->n_held, state->n_unreduced);
-    }
-    return state->is_pending && state->is_armed
-               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for its gradient and has it",
-                         chunk)
-               : GM_OK;
-}
-
-/* Whatever tensors may read is pinned: what was touched, and what leases show. */
-static gm_status check_pins(const gm_engine *engine)
-{
-    for (uint32_t i = 0; i < engine->n_touched; i++) {
-        uint32_t chunk = engine->touched[i];
-        if (!engine->is_touched[chunk] ||
-            gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
-            return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
-        }
-    }
-    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
-        uint32_t chunk = engine->params[lease->param].place.chunk;
-        if (lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
-            return GM_FAIL(GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
-        }
-    }
-    return GM_OK;
-}
-
-gm_status gm_engine_check_state(const gm_engine *engine)
-{
-    uint32_t n_pending = 0;
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        GM_TRY(check_counts(engine, chunk));
-        n_pending += engine->chunk_states[chunk].is_pending;
-    }
-    if (n_pending != engine->n_pending) {
-        return GM_FAIL(GM_ERR_STATE, "%u updates are pending, %u counted", n_pending,
-                       engine->n_pending);
-    }
-    if ((engine->plan != NULL) != gm_chunks_has_placement(engine->chunks)) {
-        return GM_FAIL(GM_ERR_STATE, "a plan without its places, or places without a plan");
-    }
-    GM_TRY(check_pins(engine));
-    return gm_chunks_check(engine->chunks);
-}
-
 gm_status gm_engine_check(gm_engine *engine)
 {
-    GM_TRY(gm_engine_begin_call(engine));
-    gm_status status = gm_engine_check_state(engine);
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = gm_check_state(engine);
     status = status == GM_OK ? gm_chunks_check_bytes(engine->chunks) : status;
-    return gm_engine_end_call(engine, status);
+    return gm_call_end(engine, status);
 }

@@ -4,7 +4,7 @@
  * A window is whole after STEPS_SKIPPED steps that are not timed and STEPS_MEASURED that are.  One in which something
  * else ran is begun again.  The host waits where one ends: a few times, early in a run.
  *
- * With several ranks (replay.c joins what they have seen)
+ * With several ranks (planner_ranks.c joins what they have seen)
  *   1. what each rank has seen stays its own until it is judged: gm_window_judge and gm_window_believe get the same
  *      numbers on all ranks, at the same step, so tuner and rates are the same on all;
  *   2. a rank whose windows are never whole holds nobody up: the others' count.  It says so once; when all ranks have,

@@ -1,7 +1,7 @@
 """Random training by several ranks, and the reference that gives its bits on one.
 
 The reference computes each rank's gradients in turn, in ordinary torch memory, and joins them as the engine
-says it does (csrc/engine/shard.c, csrc/comm/host.c): each is divided by the power of two in the number of ranks and
+says it does (csrc/engine/gradient.c, csrc/comm/host.c): each is divided by the power of two in the number of ranks and
 kept in its dtype; the sum is taken in fp32 in the order of the ranks and rounded once; it is divided by the rest
 of the number of ranks and added to what earlier micro-batches left.
 """

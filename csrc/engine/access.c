@@ -1,0 +1,177 @@
+/* access.c - reading and writing the fields of one parameter from outside.  All calls may wait for the device. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
+{
+    bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
+    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
+        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id,
+                       is_moment ? "moments" : "gradient");
+    }
+    return GM_OK;
+}
+
+static gm_status check_grad(const gm_param *p, uint32_t id, gm_field field)
+{
+    return field == GM_FIELD_GRAD && p->is_used_up
+               ? GM_FAIL(GM_ERR_STATE,
+                         "the gradient of parameter %u was used up by the update inside "
+                         "backward(step=True); read it after a backward without step=True",
+                         id)
+               : GM_OK;
+}
+
+gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *dst)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    GM_TRY(check_field(p, id, field));
+    GM_TRY(gm_call_begin(engine));
+    engine->window.is_spoiled = true; /* the host waits */
+    gm_status status = check_grad(p, id, field);
+    status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
+    if (status == GM_OK && field != GM_FIELD_GRAD) {
+        status = gm_watch_poll(engine);
+        status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
+    } else if (status == GM_OK) {
+        status = gm_gradient_reduce(engine, p->place.chunk);
+    }
+    if (status == GM_OK && p->part_numel > 0) {
+        void *part = (uint8_t *)dst + p->part_first * gm_field_width(engine, p, field);
+        status = gm_field_read(engine, p, field, part);
+    }
+    return gm_call_end(engine, status);
+}
+
+gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
+                          gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    gm_param *p = &engine->params[id];
+    GM_TRY(check_field(p, id, field));
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = gm_update_check_between(engine, p->place.chunk);
+    status = status == GM_OK ? gm_watch_poll(engine) : status;
+    status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
+    if (status == GM_OK && field == GM_FIELD_GRAD) {
+        status = gm_gradient_drop(engine, p);
+        p->sums = 0;
+    }
+    if (status == GM_OK && p->spec.numel > 0) {
+        status = gm_field_write(engine, p, field, src, stream);
+    }
+    if (status == GM_OK && field == GM_FIELD_GRAD) {
+        engine->chunk_states[p->place.chunk].n_held += !p->is_held;
+        p->has_grad = p->is_held = true;
+        p->has_sum = p->is_used_up = false;
+    }
+    status = status == GM_OK ? gm_watch_renew(engine) : status;
+    return gm_call_end(engine, status);
+}
+
+gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_t first, uint64_t n,
+                         const void *src, gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    const gm_param *p = &engine->params[id];
+    if (first > p->spec.numel || n > p->spec.numel - first) {
+        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of parameter %u, which has %llu of them",
+                       (unsigned long long)first, (unsigned long long)(first + n), id,
+                       (unsigned long long)p->spec.numel);
+    }
+    if (field != GM_FIELD_MASTER && (field != GM_FIELD_WEIGHT || p->spec.has_low)) {
+        return GM_FAIL(GM_ERR_ARG, "field %d of parameter %u cannot be filled in parts", (int)field,
+                       id);
+    }
+    GM_TRY(gm_call_begin(engine));
+    uint64_t begin = first > p->part_first ? first : p->part_first;
+    uint64_t end =
+        p->part_first + p->part_numel < first + n ? p->part_first + p->part_numel : first + n;
+    gm_status status = GM_OK;
+    if (begin < end) {
+        const uint8_t *from =
+            (const uint8_t *)src + (begin - first) * gm_field_width(engine, p, field);
+        status = gm_field_fill(engine, p, field, begin - p->part_first, end - begin, from, stream);
+    }
+    engine->chunk_states[p->place.chunk].version++;
+    return gm_call_end(engine, status);
+}
+
+/* A unit has written gathered weights: what the shard still holds is the old bytes. */
+static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream stream)
+{
+    gm_slice s = gm_field_shown(engine, p);
+    const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+    if (state->gathered != state->version) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "gathered weights were written after a step had made them old; "
+                       "write them inside their unit, or through the engine");
+    }
+    uint8_t *weight = malloc(2 * s.bytes + 1);
+    if (!weight) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
+    }
+    uint8_t *old = weight + s.bytes;
+    gm_status status =
+        engine->device->ops->stream_sync(engine->device, stream); /* the write itself */
+    if (status == GM_OK) {
+        status = gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes,
+                                       weight);
+    }
+    if (status == GM_OK && p->part_numel > 0) {
+        status =
+            gm_field_read(engine, p, GM_FIELD_WEIGHT, old + p->part_first * p->spec.weight_bytes);
+    }
+    status = status == GM_OK ? gm_field_take_back(engine, p, old, weight, stream) : status;
+    free(weight);
+    return status;
+}
+
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    gm_param *p = &engine->params[id];
+    GM_TRY(gm_call_begin(engine));
+    uint32_t chunk = p->place.chunk;
+    if (p->spec.numel == 0) {
+        return gm_call_end(engine, GM_OK);
+    }
+    if (engine->shown == GM_GATHERED) {
+        return gm_call_end(engine, take_back(engine, p, stream));
+    }
+    if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
+        gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
+        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
+        return gm_call_end(engine, noted);
+    }
+    if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
+        return gm_call_end(
+            engine,
+            GM_FAIL(GM_ERR_STATE,
+                    "a 16-bit weight was written in place inside its unit while its chunk had no "
+                    "current home, so its fp32 master cannot follow"));
+    }
+    gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
+    uint8_t *weight = malloc(s.bytes);
+    gm_status status =
+        weight ? engine->device->ops->stream_sync(engine->device, stream) /* the write itself */
+               : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+    if (status == GM_OK) {
+        status = gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight);
+    }
+    if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
+        status = gm_chunks_claim_home(engine->chunks, chunk, GM_WEIGHT);
+    }
+    if (status == GM_OK) {
+        uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
+        status = gm_field_reset_low(engine, p, home, weight, stream);
+        if (status == GM_OK) {
+            memcpy(home, weight, s.bytes);
+        }
+    }
+    free(weight);
+    return gm_call_end(engine, status);
+}

@@ -1,0 +1,207 @@
+/* arrive.c - gradients as they arrive from autograd, updates inside the backward that brings them, and their exact norm.
+ *
+ * The host may wait in: gm_engine_sumsq. */
+#include "engine/engine_impl.h"
+
+#include <string.h>
+
+/* Counts the arrival; *out_complete says that it was the last one of its chunk in this pass. */
+static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
+{
+    gm_chunk_state *chunk = &engine->chunk_states[p->place.chunk];
+    if (chunk->arrival != engine->n_passes) {
+        chunk->arrival = engine->n_passes;
+        chunk->n_arrived = 0;
+    }
+    bool is_repeated = p->arrival == engine->n_passes;
+    engine->has_repeats |= is_repeated;
+    p->arrival = engine->n_passes;
+    chunk->n_arrived += !is_repeated;
+    p->has_grad = true;
+    *out_complete = !is_repeated && chunk->n_arrived == chunk->n_params;
+}
+
+/* All gradients of a chunk have come in this pass. */
+static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
+     * updated by the step itself. */
+    if (!state->is_armed || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
+        GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
+        gm_timer_start(engine, stream);
+        return GM_OK;
+    }
+    gm_update_make_pending(engine, chunk);
+    state->version++;
+    state->updated = engine->n_passes;
+    atomic_fetch_add(&state->n_immediate, 1);
+    GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
+    if (!engine
+             ->is_following) { /* else the plan has just issued it, or wants it under the next forward */
+        GM_TRY(gm_update_issue(engine, chunk));
+    }
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
+    }
+    if (!state->is_pending) {
+        GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
+    }
+    gm_timer_start(engine, stream);
+    return GM_OK;
+}
+
+static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                           gm_stream stream)
+{
+    if (p->is_used_up) {
+        return GM_FAIL(
+            GM_ERR_STATE,
+            "a gradient arrived for parameter %u, whose last one was used up by the update "
+            "inside backward(step=True); call optimizer.zero_grad() before the next backward",
+            (unsigned)(p - engine->params));
+    }
+    GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
+    GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
+    GM_TRY(gm_gradient_take(engine, p, grad, dtype, stream));
+    bool is_complete;
+    count_arrival(engine, p, &is_complete);
+    if (is_complete) {
+        GM_TRY(gm_gradient_reduce(engine, p->place.chunk));
+    }
+    return is_complete ? complete(engine, p->place.chunk, stream) : GM_OK;
+}
+
+gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, gm_dtype dtype,
+                             gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    GM_TRY(gm_call_begin(engine));
+    gm_param *p = &engine->params[id];
+    gm_status status = p->spec.has_grad ? take_grad(engine, p, grad, dtype, stream)
+                                        : GM_FAIL(GM_ERR_ARG, "parameter %u takes no gradient", id);
+    return gm_call_end(engine, status);
+}
+
+bool gm_engine_has_grad(const gm_engine *engine, uint32_t id)
+{
+    return id < engine->n_params && engine->params[id].has_grad;
+}
+
+gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    GM_TRY(gm_call_begin(engine));
+    gm_param *p = &engine->params[id];
+    gm_chunk_state *chunk = &engine->chunk_states[p->place.chunk];
+    gm_status status = gm_update_check_between(engine, p->place.chunk);
+    if (status != GM_OK) {
+        return gm_call_end(engine, status);
+    }
+    status = gm_gradient_drop(engine, p);
+    chunk->n_held -= p->is_held;
+    p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
+    p->sums = 0;
+    if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
+        status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
+    }
+    return gm_call_end(engine, status);
+}
+
+gm_status gm_engine_catch_up(gm_engine *engine)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = gm_gradient_reduce_all(engine);
+    if (status == GM_OK && gm_has_ranks(engine) && engine->device->is_host) {
+        status = engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+        status = status == GM_OK ? gm_ranks_check(engine) : status;
+    }
+    return gm_call_end(engine, status);
+}
+
+void gm_engine_sums(const gm_engine *engine, uint64_t *out)
+{
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        out[id] = engine->params[id].sums;
+    }
+}
+
+/* ---- the norm ---- */
+
+/* A gradient on the device whose sum was not left by its last kernel. */
+static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
+{
+    gm_device *device = engine->device;
+    uint32_t chunk = p->place.chunk;
+    gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
+    gm_sumsq *sum = &engine->sums[p - engine->params];
+    GM_TRY(gm_chunks_begin_read(engine->chunks, chunk, GM_GRAD, stream));
+    const void *data = (const void *)(gm_chunks_address(engine->chunks, chunk, GM_GRAD) +
+                                      p->part_offset * gm_dtype_bytes(dtype));
+    GM_TRY(device->ops->fill(device, (uintptr_t)sum, 0, sizeof *sum, stream));
+    GM_TRY(device->ops->sumsq(device, data, dtype, p->part_numel, sum, stream));
+    p->has_sum = true;
+    return gm_chunks_end_read(engine->chunks, chunk, GM_GRAD, stream);
+}
+
+static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
+                       gm_stream stream)
+{
+    gm_device *device = engine->device;
+    memset(out, 0, sizeof *out);
+    engine->wants_sums = true;
+    GM_TRY(gm_gradient_reduce_all(engine));
+    bool has_sums = false;
+    for (uint32_t i = 0; i < n; i++) {
+        gm_param *p = &engine->params[params[i]];
+        if (p->is_used_up) {
+            return GM_FAIL(
+                GM_ERR_STATE,
+                "gradients were used up by the update inside backward(step=True); a norm "
+                "needs backward(loss) without it");
+        }
+        if (!p->is_held || p->part_numel == 0) {
+            continue;
+        }
+        if (p->has_sum) { /* left by kernels of the stream that brought the gradient */
+            GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, GM_GRAD, stream));
+        } else if (gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD)) {
+            GM_TRY(sum_on_device(engine, p, stream));
+        }
+        has_sums |= p->has_sum;
+    }
+    if (has_sums && !device->is_host) {
+        GM_TRY(device->ops->copy_d2h(device, engine->sums_home, (uintptr_t)engine->sums,
+                                     engine->n_params * sizeof *engine->sums, stream));
+        GM_TRY(device->ops->stream_sync(device, stream));
+    } else if (has_sums) {
+        GM_TRY(device->ops->stream_sync(device, stream));
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const gm_param *p = &engine->params[params[i]];
+        if (!p->is_held || p->part_numel == 0) {
+            continue;
+        }
+        if (p->has_sum) {
+            gm_sumsq_merge(out, &engine->sums_home[params[i]]);
+            continue;
+        }
+        uint32_t chunk = p->place.chunk;
+        gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
+        GM_TRY(gm_chunks_write_back(engine->chunks, chunk, GM_GRAD));
+        gm_sumsq_host(gm_chunks_home(engine->chunks, chunk, GM_GRAD) +
+                          p->part_offset * gm_dtype_bytes(dtype),
+                      dtype, p->part_numel, out, engine->workers);
+    }
+    return gm_ranks_sum(engine, out);
+}
+
+gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
+                          gm_stream stream)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(gm_engine_check_param(engine, params[i]));
+    }
+    GM_TRY(gm_call_begin(engine));
+    return gm_call_end(engine, sumsq(engine, params, n, out, stream));
+}

@@ -1,0 +1,63 @@
+/* check.c - what holds between any two calls of an engine that is not dead. */
+#include "engine/engine_impl.h"
+
+/* What is counted of a chunk is what its parameters say, and its update waits once. */
+static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    uint32_t n_held = 0, n_unreduced = 0;
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        n_held += p->is_held;
+        n_unreduced += p->is_unreduced;
+        if (p->has_sum && !p->is_held) {
+            return GM_FAIL(GM_ERR_STATE, "chunk %u: a norm of a gradient that is not there", chunk);
+        }
+    }
+    if (n_held != state->n_held || n_unreduced != state->n_unreduced) {
+        return GM_FAIL(GM_ERR_STATE,
+                       "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk,
+                       n_held, n_unreduced, state->n_held, state->n_unreduced);
+    }
+    return state->is_pending && state->is_armed
+               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for its gradient and has it",
+                         chunk)
+               : GM_OK;
+}
+
+/* Whatever tensors may read is pinned: what was touched, and what leases show. */
+static gm_status check_pins(const gm_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->n_touched; i++) {
+        uint32_t chunk = engine->touched[i];
+        if (!engine->is_touched[chunk] ||
+            gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
+            return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
+        }
+    }
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        uint32_t chunk = engine->params[lease->param].place.chunk;
+        if (lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
+            return GM_FAIL(GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_check_state(const gm_engine *engine)
+{
+    uint32_t n_pending = 0;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        GM_TRY(check_counts(engine, chunk));
+        n_pending += engine->chunk_states[chunk].is_pending;
+    }
+    if (n_pending != engine->n_pending) {
+        return GM_FAIL(GM_ERR_STATE, "%u updates are pending, %u counted", n_pending,
+                       engine->n_pending);
+    }
+    if ((engine->plan != NULL) != gm_chunks_has_placement(engine->chunks)) {
+        return GM_FAIL(GM_ERR_STATE, "a plan without its places, or places without a plan");
+    }
+    GM_TRY(check_pins(engine));
+    return gm_chunks_check(engine->chunks);
+}

@@ -1,0 +1,312 @@
+/* gradient.c - the gradient of a chunk: packing what has arrived, and the sum over the ranks.
+ *
+ * A gradient is torch's memory and may be reused behind the work of the caller's stream: it is packed into the chunk's
+ * own gradient on that stream, and never crosses to another.  The same kernel leaves the exact sum of squares of
+ * what it wrote, once somebody has asked for the norm.
+ *
+ * Invariants, with several ranks
+ *   1. Every sum is issued on comm_stream, in an order that is the same on all ranks (invariants 1 and 2 of weights.c).
+ *   2. Unreduced gradients are pinned from the first one until their reduction: nobody evicts a transient piece.
+ *   3. A gradient that some rank has and another has not in the same reduction is lost to the one that has not.  So
+ *      each parameter keeps a hash of its reductions, which ranks compare before a step or a norm (agreement.py).
+ *   4. Gradients are divided by the power of two in the number of ranks before the sum, which is exact and keeps
+ *      16-bit sums in range, and by the rest after it.
+ *   5. Gradients that wait for others of their chunk take at most unreduced_limit bytes, a number that the ranks share: how
+ *      many chunks a backward has begun at a time is the model's business, and some gradients never come.
+ *
+ * The host may wait in: add_at_home (a gradient that is added to one at home, on demand); and on demand where a piece is
+ * released. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- this rank's part ---- */
+
+/* Device memory -> home through the staging area, converting and adding on the host, slice by slice. */
+static gm_status add_at_home(gm_engine *engine, uint32_t chunk, gm_grad_add_args *args,
+                             gm_stream stream)
+{
+    gm_device *device = engine->device;
+    size_t src_bytes = gm_dtype_bytes(args->src_dtype), dst_bytes = gm_dtype_bytes(args->dst_dtype);
+    size_t slice = GM_STAGING_BYTES / src_bytes, numel = args->numel;
+    uintptr_t src = (uintptr_t)args->src;
+    uint8_t *dst = args->dst;
+    GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_GRAD));
+    if (device->is_host && gm_has_ranks(engine)) { /* it comes of a collective */
+        GM_TRY(device->ops->stream_sync(device, stream));
+    }
+    for (size_t done = 0; done < numel; done += slice) {
+        args->numel = numel - done < slice ? numel - done : slice;
+        if (!device->is_host) {
+            GM_TRY(device->ops->copy_d2h(device, engine->staging, src + done * src_bytes,
+                                         args->numel * src_bytes, stream));
+            GM_TRY(device->ops->stream_sync(device, stream));
+        }
+        args->src = device->is_host ? (const void *)(src + done * src_bytes) : engine->staging;
+        args->dst = dst + done * dst_bytes;
+        gm_grad_add_host(args, engine->workers);
+    }
+    return GM_OK;
+}
+
+/* The chunk's gradient is on the device, or can be without waiting. */
+static gm_status is_on_device(gm_engine *engine, uint32_t chunk, gm_stream stream, bool *out)
+{
+    *out = gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD);
+    if (*out || !gm_chunks_has_placement(engine->chunks)) {
+        return GM_OK;
+    }
+    return engine->chunk_states[chunk].n_held > 0
+               ? gm_chunks_prefetch(engine->chunks, chunk, GM_GRAD, out)
+               : gm_chunks_claim(engine->chunks, chunk, GM_GRAD, stream, out);
+}
+
+static gm_status put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                     float divisor, gm_stream stream)
+{
+    gm_device *device = engine->device;
+    gm_chunks *chunks = engine->chunks;
+    gm_dtype home_dtype = gm_grad_dtype(engine, &p->spec);
+    size_t offset = p->part_offset * gm_dtype_bytes(home_dtype);
+    gm_grad_add_args args = {
+        .src = grad,
+        .dst_dtype = home_dtype,
+        .src_dtype = dtype,
+        .numel = p->part_numel,
+        .accumulate = p->is_held,
+        .divisor = divisor,
+    };
+    uint32_t chunk = p->place.chunk;
+    bool is_here;
+    GM_TRY(is_on_device(engine, chunk, stream, &is_here));
+    p->has_sum = false;
+    if (is_here) {
+        gm_sumsq *sum = engine->wants_sums ? &engine->sums[p - engine->params] : NULL;
+        GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GRAD, stream));
+        args.dst = (void *)(gm_chunks_address(chunks, chunk, GM_GRAD) + offset);
+        GM_TRY(device->ops->grad_add(device, &args, sum, stream));
+        p->has_sum = sum != NULL;
+        return gm_chunks_end_write(chunks, chunk, GM_GRAD, stream);
+    }
+    args.dst = gm_chunks_home(chunks, chunk, GM_GRAD) + offset;
+    if (device->is_host || p->is_held || dtype != home_dtype || gm_grad_is_divided(&args)) {
+        return add_at_home(engine, chunk, &args, stream);
+    }
+    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(device->ops->copy_d2h(device, args.dst, (uintptr_t)grad,
+                                 args.numel * gm_dtype_bytes(dtype), stream));
+    return gm_chunks_end_home_write(chunks, chunk, GM_GRAD, stream);
+}
+
+static void note_held(gm_engine *engine, gm_param *p)
+{
+    engine->chunk_states[p->place.chunk].n_held += !p->is_held;
+    p->is_held = true;
+}
+
+/* ---- several ranks ---- */
+
+void gm_gradient_new(gm_engine *engine)
+{
+    uint32_t n = engine->n_shards * engine->n_replicas;
+    engine->divisor_before = 1;
+    while (2 * engine->divisor_before <= (float)n) {
+        engine->divisor_before *= 2;
+    }
+    engine->divisor_after = (float)n / engine->divisor_before;
+}
+
+void gm_gradient_limit(gm_engine *engine, size_t bytes)
+{
+    for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+        size_t own = gm_engine_piece_blocks(engine, id, GM_UNREDUCED);
+        bytes = bytes > own ? bytes : own;
+    }
+    engine->unreduced_limit = bytes;
+}
+
+static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk)
+{
+    engine->unreduced_bytes -= gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    gm_chunks_unpin_ordered(engine->chunks, chunk, GM_UNREDUCED);
+    return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
+}
+
+/* Gradients that have not come count as zeros.  What lies between parameters is summed as it is: nobody reads it. */
+static gm_status fill_absent(gm_engine *engine, uint32_t chunk, size_t width)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    uintptr_t whole = gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED);
+    for (uint32_t i = 0; i < state->n_params && state->n_unreduced < state->n_params; i++) {
+        const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        if (!p->is_unreduced && p->spec.numel > 0) {
+            GM_TRY(engine->device->ops->fill(engine->device, whole + p->place.offset * width, 0,
+                                             p->spec.numel * width, engine->comm_stream));
+        }
+    }
+    return GM_OK;
+}
+
+/* The sum over ranks of this rank's shard, in its place. */
+static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine, gm_dtype dtype)
+{
+    gm_stream stream = engine->comm_stream;
+    uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
+    gm_ranks_label(engine, GM_FOR_REDUCE, chunk);
+    GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
+    GM_TRY(fill_absent(engine, chunk, gm_dtype_bytes(dtype)));
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
+                          gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
+    if (engine->n_shards > 1) {
+        GM_TRY(gm_comm_reduce_scatter(engine->shard_comm,
+                                      gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED), numel,
+                                      (gm_comm_dtype)dtype, stream));
+    }
+    if (engine->n_replicas > 1) {
+        GM_TRY(gm_comm_all_reduce(engine->replica_comm, mine, numel, (gm_comm_dtype)dtype,
+                                  GM_COMM_SUM, stream));
+    }
+    gm_timeline_end(engine->timeline, entry, stream);
+    engine->reduces++;
+    engine->reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
+    return gm_chunks_end_write(engine->chunks, chunk, GM_UNREDUCED, stream);
+}
+
+static gm_status reduce(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->comm_stream;
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    gm_dtype dtype = gm_grad_dtype(engine, gm_chunk_spec(engine, chunk));
+    uintptr_t mine = gm_chunks_address(chunks, chunk, GM_UNREDUCED) +
+                     engine->rank * gm_engine_piece_bytes(engine, chunk, GM_GRAD);
+    GM_TRY(issue_reduce(engine, chunk, mine, dtype));
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_UNREDUCED, stream));
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        if (!p->is_unreduced) {
+            continue;
+        }
+        if (p->part_numel > 0) {
+            GM_TRY(put(engine, p, (const void *)(mine + p->part_offset * gm_dtype_bytes(dtype)),
+                       dtype, engine->divisor_after, stream));
+        }
+        note_held(engine, p);
+        p->sums = gm_fnv1a(p->sums, engine->reduces);
+        p->is_unreduced = false;
+    }
+    state->n_unreduced = 0;
+    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_UNREDUCED, stream));
+    return forget_unreduced(engine, chunk);
+}
+
+gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk)
+{
+    if (engine->chunk_states[chunk].n_unreduced == 0) {
+        return GM_OK;
+    }
+    gm_status status = gm_ranks_check_joined(engine);
+    status = status == GM_OK ? reduce(engine, chunk) : status;
+    return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
+}
+
+/* Invariant 5.  Those that have waited longest go first: what they wait for may not come at all. */
+static gm_status make_room_for_unreduced(gm_engine *engine, size_t bytes)
+{
+    while (engine->unreduced_bytes > 0 &&
+           bytes > engine->unreduced_limit - engine->unreduced_bytes) {
+        uint32_t oldest = GM_NO_CHUNK;
+        for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+            const gm_chunk_state *state = &engine->chunk_states[id];
+            if (state->n_unreduced > 0 &&
+                (oldest == GM_NO_CHUNK ||
+                 state->unreduced_since < engine->chunk_states[oldest].unreduced_since)) {
+                oldest = id;
+            }
+        }
+        GM_TRY(gm_gradient_reduce(engine, oldest));
+    }
+    return GM_OK;
+}
+
+static gm_status begin_unreduced(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    size_t bytes = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    GM_TRY(make_room_for_unreduced(engine, bytes));
+    GM_TRY(gm_room_pin(engine, chunk, GM_UNREDUCED, stream));
+    engine->unreduced_bytes += bytes;
+    engine->chunk_states[chunk].unreduced_since = engine->n_unreduced++;
+    return GM_OK;
+}
+
+static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                                 gm_stream stream)
+{
+    gm_device *device = engine->device;
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    gm_dtype kept = gm_grad_dtype(engine, &p->spec);
+    uintptr_t whole = gm_chunks_address(chunks, chunk, GM_UNREDUCED);
+    if (state->n_unreduced == 0) {
+        GM_TRY(begin_unreduced(engine, chunk, stream));
+    }
+    gm_status status = gm_chunks_begin_write(chunks, chunk, GM_UNREDUCED, stream);
+    if (status == GM_OK && p->spec.numel > 0) {
+        gm_grad_add_args args = {
+            .dst = (void *)(whole + p->place.offset * gm_dtype_bytes(kept)),
+            .src = grad,
+            .dst_dtype = kept,
+            .src_dtype = dtype,
+            .numel = p->spec.numel,
+            .accumulate = p->is_unreduced,
+            .divisor = engine->divisor_before,
+        };
+        status = device->ops->grad_add(device, &args, NULL, stream);
+    }
+    gm_status ended = gm_chunks_end_write(chunks, chunk, GM_UNREDUCED, stream);
+    status = status == GM_OK ? ended : status;
+    if (status != GM_OK) {
+        return gm_engine_die(engine, status); /* the other ranks sum what this one does not have */
+    }
+    state->n_unreduced += !p->is_unreduced;
+    p->is_unreduced = true;
+    return GM_OK;
+}
+
+gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
+                           gm_stream stream)
+{
+    if (gm_has_ranks(engine)) {
+        return take_before_sum(engine, p, grad, dtype, stream);
+    }
+    if (p->part_numel > 0) {
+        GM_TRY(put(engine, p, grad, dtype, 1, stream));
+    }
+    note_held(engine, p);
+    return GM_OK;
+}
+
+gm_status gm_gradient_drop(gm_engine *engine, gm_param *p)
+{
+    if (!p->is_unreduced) {
+        return GM_OK;
+    }
+    p->is_unreduced = false;
+    return --engine->chunk_states[p->place.chunk].n_unreduced > 0
+               ? GM_OK
+               : forget_unreduced(engine, p->place.chunk);
+}
+
+gm_status gm_gradient_reduce_all(gm_engine *engine)
+{
+    if (!gm_has_ranks(engine)) {
+        return GM_OK;
+    }
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        GM_TRY(gm_gradient_reduce(engine, chunk));
+    }
+    return gm_ranks_check(engine);
+}

@@ -1,0 +1,114 @@
+/* inputs.c - what a plan is made from: chunks, the passes since the last step, and the bytes that it may have. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+
+enum { STAGE_BYTES = 80 << 20 }; /* of the stage, for each chunk that the plan lets pass at once */
+
+size_t gm_inputs_device_bytes(gm_engine *engine)
+{
+    size_t now = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
+    size_t peak = now, limit = SIZE_MAX, free_bytes, total_bytes;
+    for (uint32_t t = 0; t < gm_book_n_traces(engine->book); t++) {
+        const gm_trace *trace = gm_book_trace(engine->book, t);
+        for (uint32_t i = 0; trace && i < trace->n; i++) {
+            peak = trace->ticks[i].outside_bytes > peak ? trace->ticks[i].outside_bytes : peak;
+        }
+    }
+    size_t beside =
+        peak + engine->n_sums_blocks * engine->device->block_bytes + engine->slack_bytes;
+    engine->outside_peak_bytes = beside - engine->slack_bytes;
+    if (engine->budget != SIZE_MAX) {
+        limit = engine->budget > beside ? engine->budget - beside : 0;
+    }
+    if (!engine->device->is_host &&
+        engine->device->ops->memory(engine->device, &free_bytes, &total_bytes) == GM_OK) {
+        gm_chunks_stats stats;
+        gm_chunks_get_stats(engine->chunks, &stats);
+        size_t room = free_bytes + stats.device_bytes, growth = peak - now + engine->slack_bytes;
+        room = room > growth ? room - growth : 0;
+        limit = room < limit ? room : limit;
+    }
+    return limit;
+}
+
+static gm_status describe_chunks(gm_engine *engine, gm_inputs *in)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    in->chunks = calloc(n ? n : 1, sizeof *in->chunks);
+    if (!in->chunks) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u chunks", n);
+    }
+    size_t block_bytes = engine->device->block_bytes;
+    for (uint32_t id = 0; id < n; id++) {
+        gm_plan_chunk *chunk = &in->chunks[id];
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            chunk->bytes[piece] = gm_engine_piece_bytes(engine, id, (gm_piece)piece);
+            chunk->blocks[piece] =
+                (uint32_t)(gm_round_up(chunk->bytes[piece], block_bytes) / block_bytes);
+        }
+        const gm_chunk_shape *shape = gm_layout_chunk(engine->layout, id);
+        uint64_t most = shape->used < shape->shard_numel ? shape->used : shape->shard_numel;
+        chunk->numel = gm_chunk_spec(engine, id)->has_moments ? most : 0;
+        chunk->must_reside = gm_chunks_pins(engine->chunks, id, GM_WEIGHT) > 0;
+    }
+    in->plan.chunks = in->chunks;
+    in->plan.n_chunks = n;
+    return GM_OK;
+}
+
+/* The passes since the last step, then every other trace (evaluation), which does not decide; without those where
+ * only replicas plan together, of which each may evaluate alone. */
+static void list_traces(gm_engine *engine, gm_inputs *in)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < engine->runs.n; i++) {
+        const gm_trace *trace = gm_book_trace(engine->book, engine->runs.trace[i]);
+        if (trace && trace->hash == engine->runs.hash[i]) {
+            in->traces[n] = trace;
+            in->n_runs[n++] = engine->runs.count[i];
+        }
+    }
+    bool is_apart = engine->comm_stream && engine->n_shards == 1;
+    for (uint32_t t = 0; !is_apart && t < gm_book_n_traces(engine->book) && n < GM_TRACES_KEPT;
+         t++) {
+        const gm_trace *trace = gm_book_trace(engine->book, t);
+        bool is_known = !trace || trace->has_backward;
+        for (uint32_t i = 0; i < n && !is_known; i++) {
+            is_known = in->traces[i] == trace;
+        }
+        if (!is_known) {
+            in->traces[n] = trace;
+            in->n_runs[n++] = 1;
+        }
+    }
+    in->plan.traces = in->traces;
+    in->plan.n_runs = in->n_runs;
+    in->plan.n_traces = n;
+}
+
+gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in)
+{
+    in->plan.unit_chunks = engine->unit_chunks;
+    in->plan.unit_begin = engine->unit_begin;
+    in->plan.n_units = engine->n_units;
+    in->plan.when = engine->wants_immediate && !engine->has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
+    in->plan.policy = engine->policy;
+    in->plan.block_bytes = engine->device->block_bytes;
+    in->plan.stage_blocks = (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /
+                                       engine->device->block_bytes);
+    in->plan.state_share = engine->state_share;
+    in->plan.rates = engine->rates;
+    in->plan.n_ranks = engine->n_shards * engine->n_replicas;
+    GM_TRY(describe_chunks(engine, in));
+    list_traces(engine, in);
+    in->plan.device_bytes = gm_inputs_device_bytes(engine);
+    return GM_OK;
+}
+
+void gm_inputs_free(gm_inputs *in)
+{
+    free(in->chunks);
+    free(in->copies);
+    free(in->ticks);
+}

@@ -1,0 +1,362 @@
+/* life.c - making the engine and what it takes from the start, and its end. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+
+/* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
+static uint32_t kind_of(const gm_engine_param *spec)
+{
+    uint32_t flags =
+        (uint32_t)spec->has_low | (uint32_t)spec->has_moments << 1 | (uint32_t)spec->has_grad << 2;
+    if (flags) {
+        return (uint32_t)spec->format * 8 + flags;
+    }
+    uint32_t log2 = 0;
+    while (((uint32_t)1 << log2) < spec->weight_bytes) {
+        log2++;
+    }
+    return 32 + log2;
+}
+
+static void engine_free(gm_engine *engine)
+{
+    if (!engine) {
+        return;
+    }
+    if (engine->chunks) { /* nothing that still runs may lose its memory */
+        for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+            if (lease->is_pinned) {
+                (void)engine->device->ops->stream_sync(engine->device, lease->stream);
+            }
+        }
+    }
+    if (engine->comm_stream) { /* collectives write the sums */
+        (void)engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+    }
+    if (engine->chunks && engine->host_stream) { /* tasks read the engine */
+        (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+        (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
+    }
+    gm_chunks_free(engine->chunks);
+    if (engine->collectives != engine->plan) {
+        gm_plan_free(engine->collectives);
+    }
+    gm_plan_free(engine->plan);
+    while (engine->leases) {
+        gm_lease *lease = engine->leases;
+        engine->leases = lease->next;
+        free(lease->old);
+        free(lease);
+    }
+    gm_stage_free(engine);
+    gm_window_free(engine);
+    gm_timeline_free(engine->timeline);
+    gm_timer_free(engine);
+    gm_pass_free(engine);
+    gm_update_free(engine);
+    gm_sums_free(engine);
+    gm_ranks_free(engine);
+    gm_weights_free(engine);
+    if (engine->is_pinned_arena) {
+        engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
+    }
+    gm_arena_free(engine->arena);
+    gm_layout_free(engine->layout);
+    if (engine->device) {
+        engine->device->ops->free(engine->device);
+    }
+    free(engine->params);
+    free(engine->unit_chunks);
+    free(engine->unit_begin);
+    free(engine->touched);
+    free(engine->touched_stream);
+    free(engine->touched_tick);
+    free(engine->is_touched);
+    pthread_mutex_destroy(&engine->lock);
+    free(engine);
+}
+
+void gm_engine_finish_updates(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void gm_engine_leave_ranks(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    gm_ranks_leave(engine);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void gm_engine_ref(gm_engine *engine)
+{
+    atomic_fetch_add(&engine->references, 1);
+}
+
+void gm_engine_unref(gm_engine *engine)
+{
+    if (engine && atomic_fetch_sub(&engine->references, 1) == 1) {
+        engine_free(engine);
+    }
+}
+
+static gm_status copy_params(gm_engine *engine, const gm_engine_options *options)
+{
+    uint32_t n = options->n_params;
+    engine->n_params = n;
+    engine->params = calloc(n ? n : 1, sizeof *engine->params);
+    gm_param_spec *specs = calloc(n ? n : 1, sizeof *specs);
+    if (!engine->params || !specs) {
+        free(specs);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u parameters", n);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        engine->params[i].spec = options->params[i];
+        specs[i] = (gm_param_spec){
+            .numel = options->params[i].numel,
+            .kind = kind_of(&options->params[i]),
+            .weight_bytes = options->params[i].weight_bytes,
+        };
+    }
+    gm_status status =
+        gm_layout_new(specs, n, options->chunk_bytes, engine->n_shards, &engine->layout);
+    free(specs);
+    GM_TRY(status);
+    for (uint32_t i = 0; i < n; i++) {
+        gm_param *p = &engine->params[i];
+        p->place = *gm_layout_param(engine->layout, i);
+        uint64_t shard = gm_layout_chunk(engine->layout, p->place.chunk)->shard_numel;
+        uint64_t begin = engine->rank * shard, end = begin + shard; /* in the chunk */
+        uint64_t first = p->place.offset > begin ? p->place.offset : begin;
+        uint64_t last = p->place.offset + p->spec.numel;
+        last = last < end ? last : end;
+        if (first < last) {
+            p->part_first = first - p->place.offset;
+            p->part_numel = last - first;
+            p->part_offset = first - begin;
+        }
+    }
+    return GM_OK;
+}
+
+/* Which chunks each unit needs, each once. */
+static gm_status index_units(gm_engine *engine, const gm_engine_options *options)
+{
+    uint32_t n_links = options->n_units ? options->unit_begin[options->n_units] : 0;
+    engine->n_units = options->n_units;
+    engine->unit_begin = calloc((size_t)options->n_units + 1, sizeof *engine->unit_begin);
+    engine->unit_chunks = calloc(n_links ? n_links : 1, sizeof *engine->unit_chunks);
+    if (!engine->unit_begin || !engine->unit_chunks) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u units", options->n_units);
+    }
+    uint32_t end = 0;
+    for (uint32_t unit = 0; unit < options->n_units; unit++) {
+        uint32_t begin = end;
+        engine->unit_begin[unit] = begin;
+        for (uint32_t i = options->unit_begin[unit]; i < options->unit_begin[unit + 1]; i++) {
+            uint32_t chunk = engine->params[options->unit_params[i]].place.chunk;
+            bool is_known = false;
+            for (uint32_t k = begin; k < end && !is_known; k++) {
+                is_known = engine->unit_chunks[k] == chunk;
+            }
+            if (!is_known) {
+                engine->unit_chunks[end++] = chunk;
+            }
+        }
+    }
+    engine->unit_begin[options->n_units] = end;
+    return GM_OK;
+}
+
+/* The homes, pinned, with a staging area behind them; checked against the host budget before allocating. */
+static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_budget)
+{
+    size_t sums = gm_sums_bytes(engine);
+    size_t staging = engine->device->is_host ? 0 : GM_STAGING_BYTES + sums;
+    if (home_bytes > host_budget) {
+        return GM_FAIL(
+            GM_ERR_NOMEM,
+            "HOST: %zu bytes wanted for weights, states and gradients, host_budget is %zu: raise "
+            "host_budget, or freeze parameters",
+            home_bytes, host_budget);
+    }
+    double began = gm_seconds();
+    GM_TRY(gm_arena_new(home_bytes + staging, engine->workers, &engine->arena));
+    if (home_bytes + staging > 0) {
+        GM_TRY(engine->device->ops->pin(engine->device, gm_arena_base(engine->arena),
+                                        home_bytes + staging));
+        engine->is_pinned_arena = true;
+    }
+    engine->arena_seconds = gm_seconds() - began;
+    if (staging) {
+        engine->staging = (uint8_t *)gm_arena_base(engine->arena) + home_bytes;
+        engine->sums_home = (gm_sumsq *)(void *)(engine->staging + GM_STAGING_BYTES);
+    }
+    return GM_OK;
+}
+
+static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    size_t (*bytes)[GM_N_PIECES] = calloc(n ? n : 1, sizeof *bytes);
+    engine->touched = calloc(n ? n : 1, sizeof *engine->touched);
+    engine->touched_stream = calloc(n ? n : 1, sizeof *engine->touched_stream);
+    engine->touched_tick = calloc(n ? n : 1, sizeof *engine->touched_tick);
+    engine->is_touched = calloc(n ? n : 1, sizeof *engine->is_touched);
+    gm_status status = GM_OK;
+    if (!bytes || !engine->touched || !engine->touched_stream || !engine->touched_tick ||
+        !engine->is_touched) {
+        status = GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u chunks", n);
+        goto done;
+    }
+    size_t needed = 0;
+    for (uint32_t id = 0; id < n; id++) {
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            bytes[id][piece] = gm_engine_piece_bytes(engine, id, (gm_piece)piece);
+            needed += gm_engine_piece_blocks(engine, id, (gm_piece)piece);
+        }
+    }
+    size_t limit = gm_room_limit(engine);
+    bool has_homes = options->policy != GM_POLICY_CUDA;
+    if (!has_homes && needed > limit) {
+        status =
+            GM_FAIL(GM_ERR_NOMEM,
+                    "DEVICE: policy \"cuda\" keeps everything on the device: %zu bytes wanted, %zu "
+                    "available: raise device_budget or use placement_policy=\"auto\"",
+                    needed, limit);
+        goto done;
+    }
+    GM_TRY_GOTO(
+        status, done,
+        make_arena(engine,
+                   has_homes ? gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n) : 0,
+                   options->host_budget));
+    gm_chunks_options chunk_options = {
+        .device = engine->device,
+        .n_chunks = n,
+        .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes,
+        .has_homes = has_homes,
+        .homes = has_homes ? gm_arena_base(engine->arena) : NULL,
+        .device_limit = limit,
+    };
+    GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));
+    for (uint32_t id = 0; !has_homes && id < n; id++) {
+        GM_TRY_GOTO(status, done, gm_chunks_settle(engine->chunks, id));
+    }
+done:
+    free(bytes);
+    return status;
+}
+
+gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
+{
+    gm_engine *engine = calloc(1, sizeof *engine);
+    if (!engine) {
+        options->device->ops->free(options->device);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: engine: %zu bytes", sizeof *engine);
+    }
+    pthread_mutex_init(&engine->lock, NULL);
+    atomic_init(&engine->references, 1);
+    atomic_init(&engine->has_ended_lease, false);
+    atomic_init(&engine->host_adam_ns, 0);
+    atomic_init(&engine->host_adam_params, 0);
+    atomic_init(&engine->async_status, GM_OK);
+    engine->device = options->device;
+    engine->workers = options->workers;
+    engine->policy = options->policy;
+    engine->is_grad_f32 = options->is_grad_f32;
+    engine->rates = options->rates;
+    engine->is_tuned = options->is_tuned;
+    engine->state_share = options->state_share;
+    engine->slack_bytes = options->slack_bytes;
+    engine->budget = options->device_budget;
+    engine->shed_limit = engine->unreduced_limit = SIZE_MAX;
+    engine->next_op = GM_NO_OP;
+    engine->outside_bytes = options->outside_bytes;
+    engine->outside_context = options->outside_context;
+    engine->shard_comm = options->shard_comm;
+    engine->replica_comm = options->replica_comm;
+    engine->n_shards = options->shard_comm ? (uint32_t)gm_comm_size(options->shard_comm) : 1;
+    engine->rank = options->shard_comm ? (uint32_t)gm_comm_rank(options->shard_comm) : 0;
+    engine->n_replicas = options->replica_comm ? (uint32_t)gm_comm_size(options->replica_comm) : 1;
+    engine->shown = engine->n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
+    gm_status status;
+    GM_TRY_GOTO(status, fail, copy_params(engine, options));
+    GM_TRY_GOTO(status, fail, index_units(engine, options));
+    GM_TRY_GOTO(status, fail, gm_sums_new(engine));
+    GM_TRY_GOTO(status, fail, make_chunks(engine, options));
+    GM_TRY_GOTO(status, fail, gm_ranks_new(engine));
+    gm_gradient_new(engine);
+    GM_TRY_GOTO(status, fail, gm_update_new(engine));
+    GM_TRY_GOTO(status, fail, gm_timer_new(engine));
+    GM_TRY_GOTO(status, fail, gm_pass_new(engine));
+    *out = engine;
+    return GM_OK;
+fail:
+    engine_free(engine); /* every member is NULL, 0 or live; the device goes with it */
+    return status;
+}
+
+/* ---- before the first step ---- */
+
+gm_status gm_engine_forget_outside(gm_engine *engine)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_book_forget_outside(engine->book);
+    return gm_call_end(engine, GM_OK);
+}
+
+gm_status gm_engine_limit_unreduced(gm_engine *engine, size_t bytes)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_gradient_limit(engine, bytes);
+    return gm_call_end(engine, GM_OK);
+}
+
+/* Bytes of blocks that a unit's chunks take while they are used, beside their shards: the most of all units. */
+static size_t largest_transient(const gm_engine *engine)
+{
+    size_t largest = 0;
+    for (uint32_t unit = 0; unit < engine->n_units; unit++) {
+        size_t bytes = 0;
+        for (uint32_t i = engine->unit_begin[unit]; i < engine->unit_begin[unit + 1]; i++) {
+            bytes += gm_engine_piece_blocks(engine, engine->unit_chunks[i], GM_GATHERED) +
+                     gm_engine_piece_blocks(engine, engine->unit_chunks[i], GM_UNREDUCED);
+        }
+        largest = bytes > largest ? bytes : largest;
+    }
+    return largest;
+}
+
+gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = GM_OK;
+    size_t limit = gm_room_limit(engine), needed = reserve_bytes;
+    if (engine->policy != GM_POLICY_AUTO || engine->plan) {
+        return gm_call_end(engine, GM_OK);
+    }
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    for (uint32_t id = 0; id < n; id++) {
+        needed += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
+    }
+    needed += 2 * largest_transient(engine);
+    status = gm_chunks_set_limit(engine->chunks, limit, NULL);
+    for (uint32_t id = 0; id < n && status == GM_OK; id++) {
+        needed += gm_engine_piece_blocks(engine, id, GM_STATE) +
+                  gm_engine_piece_blocks(engine, id, GM_GRAD);
+        if (needed > limit) {
+            break;
+        }
+        if (gm_chunk_spec(engine, id)->has_moments) {
+            status = gm_chunks_settle(engine->chunks, id);
+            if (status == GM_ERR_NOMEM) { /* the device is fuller than the budget says */
+                status = GM_OK;
+                break;
+            }
+        }
+    }
+    return gm_call_end(engine, status);
+}

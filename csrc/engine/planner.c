@@ -1,0 +1,103 @@
+/* planner.c - when a plan is made of what was traced, adopting it, and learning from its steps.
+ *
+ * The host may wait in: gm_planner_run (between passes). */
+#include "engine/engine_impl.h"
+
+static gm_status make_plan(gm_engine *engine, gm_inputs *in, gm_plan **out)
+{
+    GM_TRY(gm_inputs_fill(engine, in));
+    GM_TRY(gm_plan_new(&in->plan, out));
+#ifdef GM_DEBUG
+    GM_ASSERT(gm_plan_check(*out, &in->plan) == GM_OK);
+#endif
+    return GM_OK;
+}
+
+void gm_planner_learn(gm_engine *engine, const gm_trace *trace)
+{
+    gm_inputs in = {0};
+    if (gm_inputs_fill(engine, &in) == GM_OK) {
+        engine->wants_plan |= gm_plan_add_trace(engine->plan, &in.plan, trace) != GM_OK;
+    }
+    gm_inputs_free(&in);
+}
+
+/* When another process has taken memory meanwhile, the plan is made again for what could be had. */
+static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
+{
+    enum { MOST_TRIES = 4 };
+    for (int i = 0;; i++) {
+        uint32_t n_blocks = 0;
+        size_t bytes = gm_plan_n_blocks(plan) * engine->device->block_bytes;
+        gm_status status = gm_chunks_set_limit(engine->chunks, bytes, NULL);
+        status = status == GM_OK ? gm_chunks_adopt(engine->chunks, plan, &n_blocks) : status;
+        status = status == GM_OK ? gm_stage_new(engine) : status;
+        if (status == GM_OK) {
+            engine->plan = plan;
+            engine->n_plans++;
+            gm_window_start(engine);
+            return GM_OK;
+        }
+        gm_plan_free(plan);
+        (void)gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL);
+        if (status != GM_ERR_NOMEM || i == MOST_TRIES) {
+            return status;
+        }
+        size_t had = n_blocks * engine->device->block_bytes, has = gm_inputs_device_bytes(engine);
+        in->plan.device_bytes = has < had ? has : had;
+        GM_TRY(gm_plan_new(&in->plan, &plan));
+    }
+}
+
+static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
+{
+    return engine->plan && gm_plan_get_info(engine->plan)->hash == gm_plan_get_info(plan)->hash;
+}
+
+gm_status gm_planner_run(gm_engine *engine)
+{
+    engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
+    engine->wants_plan |= gm_timer_resolve(engine); /* of the first steps only */
+    gm_window_watch(engine);
+    if (engine->comm_stream) {
+        gm_status planned = gm_planner_ranks_run(engine);
+        engine->runs.n = 0;
+        return planned;
+    }
+    if (gm_window_has_verdict(engine)) {
+        engine->wants_plan |= gm_window_judge(engine, engine->window.seconds, engine->window.seen,
+                                              engine->window.is_hopeless);
+    }
+    if (!engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
+        engine->runs.n = 0;
+        return GM_OK;
+    }
+    gm_plan *plan;
+    gm_inputs in = {0};
+    engine->wants_plan = false;
+    gm_window_believe(engine, gm_window_rate(engine));
+    gm_status status = make_plan(engine, &in, &plan);
+    engine->runs.n = 0;
+    if (status == GM_OK && has_same_plan(engine, plan)) {
+        gm_plan_free(engine->plan); /* same places and operations, newer predictions */
+        engine->plan = plan;
+        gm_window_start(engine);
+    } else if (status == GM_OK) {
+        status = gm_update_issue_all(engine); /* in the places they know */
+        gm_plan_free(engine->plan);
+        engine->plan = NULL;
+        if (status == GM_OK) {
+            status = adopt(engine, &in, plan);
+        } else {
+            gm_plan_free(plan);
+        }
+        if (status != GM_OK) {
+            (void)gm_room_drop_plan(engine);
+        }
+    } else if (engine->plan) { /* the old plan is too large for what there is now */
+        (void)gm_room_drop_plan(engine);
+    }
+    engine->window.is_asked = false; /* also where there is no such plan */
+    gm_inputs_free(&in);
+    return status;
+}

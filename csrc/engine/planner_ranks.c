@@ -1,0 +1,293 @@
+/* planner_ranks.c - one plan for several ranks: what each must know of the others before, and adopting it together. */
+#include "engine/engine_impl.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What ranks compare and join before they plan; each becomes the largest of all ranks. */
+typedef struct common {
+    uint64_t
+        cannot; /* something is shown that a plan may not move, or nothing is known to plan from */
+    uint64_t has_left;     /* the placement, for lack of memory */
+    uint64_t spared_bytes; /* complement of those that a plan may have */
+    uint64_t when, has_repeats;
+    uint64_t passes,
+        other_passes; /* a hash of what ran, and its complement: equal where all agree */
+    uint64_t n_ticks, other_n_ticks;
+    uint64_t is_wanted; /* a plan, for other reasons than a window */
+    uint64_t has_hope;  /* complement of all ranks' is_hopeless, see gm_window */
+    uint64_t
+        window_seconds; /* the bits of its double: the slowest rank's step; 0: no rank's window is whole */
+    uint64_t
+        slowness; /* complement of the bits of the host's rate: the slowest rank's; 0: too few to tell */
+} common;
+
+static bool is_anything_shown(const gm_engine *engine)
+{
+    bool is_shown = engine->n_touched > 0 || engine->n_entered > 0;
+    for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+        is_shown = is_shown || gm_chunks_pins(engine->chunks, id, engine->shown) > 0;
+    }
+    return is_shown;
+}
+
+static uint64_t bits_of(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static double double_of(uint64_t bits)
+{
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static void describe(const gm_engine *engine, const gm_inputs *in, common *out)
+{
+    const gm_window *window = &engine->window;
+    double seen = window->seconds > 0 ? window->seen : gm_window_rate(engine);
+    uint64_t hash = UINT64_C(0xcbf29ce484222325), n_ticks = 0;
+    for (uint32_t t = 0; t < in->plan.n_traces; t++) {
+        hash = gm_fnv1a(gm_fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);
+        n_ticks += in->traces[t]->n;
+    }
+    *out = (common){
+        .cannot = is_anything_shown(engine) || engine->rates.h2d <= 0 || engine->runs.n == 0,
+        .has_left = engine->plan == NULL,
+        .spared_bytes = ~(uint64_t)in->plan.device_bytes,
+        .when = in->plan.when,
+        .has_repeats = engine->has_repeats,
+        .passes = hash,
+        .other_passes = ~hash,
+        .n_ticks = n_ticks,
+        .other_n_ticks = ~n_ticks,
+        .is_wanted = engine->wants_plan || !engine->collectives,
+        .has_hope = !window->is_hopeless,
+        .window_seconds = bits_of(window->seconds),
+        .slowness = seen > 0 ? ~bits_of(seen) : 0,
+    };
+}
+
+/* The same on all ranks, from what all have shown.  True: a plan should be made anew. */
+static bool judge_together(gm_engine *engine, const common *all)
+{
+    double seen = all->slowness ? double_of(~all->slowness) : 0;
+    bool is_asked =
+        gm_window_judge(engine, double_of(all->window_seconds), seen, all->has_hope == 0);
+    if (all->is_wanted) {
+        gm_window_believe(engine, seen);
+    }
+    return is_asked || all->is_wanted;
+}
+
+/* A tick in one number, 0 behind the last one. */
+static uint64_t code_of(const gm_inputs *in, uint64_t number)
+{
+    for (uint32_t t = 0; t < in->plan.n_traces; number -= in->traces[t++]->n) {
+        if (number < in->traces[t]->n) {
+            const gm_tick *tick = &in->traces[t]->ticks[number];
+            return (uint64_t)(tick->kind + 1) << 32 | tick->id;
+        }
+    }
+    return 0;
+}
+
+static void say_tick(uint64_t code, char *out, size_t bytes)
+{
+    static const char *const kinds[] = {"nothing more", "unit %u is entered",
+                                        "the backward needs chunk %u",
+                                        "the gradients of chunk %u are complete"};
+    (void)snprintf(out, bytes, kinds[code >> 32], (uint32_t)code);
+}
+
+/* Names the first tick that is not the same on all ranks, of which one has `most`. */
+static gm_status refuse_passes(gm_engine *engine, const gm_inputs *in, uint64_t most)
+{
+    const char *before = "the ranks have run different passes since the last step";
+    const char *rule = "every rank must run the same units in the same order";
+    uint64_t *values = calloc(2 * most + 1, sizeof *values);
+    if (!values) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %s; %s", before, rule);
+    }
+    for (uint64_t i = 0; i < most; i++) {
+        values[2 * i] = code_of(in, i);
+        values[2 * i + 1] = ~values[2 * i];
+    }
+    gm_status status = gm_ranks_max(engine, values, 2 * most);
+    for (uint64_t i = 0; i < most && status == GM_OK; i++) {
+        uint64_t here = code_of(in, i), largest = values[2 * i], least = ~values[2 * i + 1];
+        if (largest != least) {
+            char mine[64], other[64];
+            say_tick(here, mine, sizeof mine);
+            say_tick(here == largest ? least : largest, other, sizeof other);
+            status = GM_FAIL(GM_ERR_STATE, "%s, from tick %llu on: here %s, on another rank %s; %s",
+                             before, (unsigned long long)i, mine, other, rule);
+        }
+    }
+    free(values);
+    return status != GM_OK
+               ? status
+               : GM_FAIL(GM_ERR_STATE, "%s, the same ones but not as often; %s", before, rule);
+}
+
+/* The traces with the longest times and the most memory of all ranks: copies, to be freed with `in`. */
+static gm_status join_traces(gm_engine *engine, gm_inputs *in, size_t n_ticks)
+{
+    enum { N = 3 };
+    uint64_t *values = calloc(N * n_ticks + 1, sizeof *values), *at = values;
+    in->copies = calloc(in->plan.n_traces + 1u, sizeof *in->copies);
+    in->ticks = calloc(n_ticks + 1, sizeof *in->ticks);
+    if (!values || !in->copies || !in->ticks) {
+        free(values);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %zu ticks", n_ticks);
+    }
+    gm_tick *tick = in->ticks;
+    for (uint32_t t = 0; t < in->plan.n_traces; t++) {
+        in->copies[t] = *in->traces[t];
+        in->copies[t].ticks = tick;
+        memcpy(tick, in->traces[t]->ticks, in->traces[t]->n * sizeof *tick);
+        for (uint32_t i = 0; i < in->traces[t]->n; i++, tick++, at += N) {
+            at[0] = bits_of(tick->seconds);
+            at[1] = tick->outside_bytes;
+            at[2] = tick->until;
+        }
+        in->traces[t] = &in->copies[t];
+    }
+    gm_status status = gm_ranks_max(engine, values, N * n_ticks);
+    for (size_t i = 0; i < n_ticks && status == GM_OK; i++) {
+        in->ticks[i].seconds = (float)double_of(values[N * i]);
+        in->ticks[i].outside_bytes = values[N * i + 1];
+        in->ticks[i].until = (uint32_t)values[N * i + 2];
+    }
+    free(values);
+    return status;
+}
+
+/* Makes the plan; *out is NULL where a rank cannot, on every rank. */
+static gm_status make_common_plan(gm_engine *engine, gm_inputs *in, gm_plan **out)
+{
+    gm_plan *plan = NULL;
+    gm_status made = gm_plan_new(&in->plan, &plan);
+#ifdef GM_DEBUG
+    GM_ASSERT(made != GM_OK || gm_plan_check(plan, &in->plan) == GM_OK);
+#endif
+    uint64_t hash = made == GM_OK ? gm_plan_get_info(plan)->hash : 0;
+    uint64_t values[3] = {made != GM_OK, hash, ~hash};
+    gm_status status = gm_ranks_max(engine, values, 3);
+    if (status == GM_OK && values[0] == 0 && values[1] != ~values[2]) {
+        status = GM_FAIL(GM_ERR_STATE, "the ranks have made different plans (here %016llx)",
+                         (unsigned long long)hash);
+    }
+    if (status != GM_OK || values[0]) {
+        gm_plan_free(plan);
+        plan = NULL;
+    }
+    *out = plan;
+    return status;
+}
+
+/* All ranks or none; *out_bytes is what a plan may have where this one did not fit a rank. */
+static gm_status adopt_together(gm_engine *engine, gm_plan *plan, bool *out, size_t *out_bytes)
+{
+    uint32_t n_blocks = 0;
+    size_t block_bytes = engine->device->block_bytes, bytes = gm_plan_n_blocks(plan) * block_bytes;
+    gm_status status = gm_chunks_set_limit(engine->chunks, bytes, NULL);
+    status = status == GM_OK ? gm_chunks_adopt(engine->chunks, plan, &n_blocks) : status;
+    status = status == GM_OK ? gm_stage_new(engine) : status;
+    status = status == GM_OK ? gm_weights_adopt(engine, plan) : status;
+    size_t had = n_blocks * block_bytes, has = gm_inputs_device_bytes(engine);
+    uint64_t values[2] = {status != GM_OK, ~(uint64_t)(has < had ? has : had)};
+    GM_TRY(gm_ranks_max(engine, values, 2));
+    *out = values[0] == 0;
+    *out_bytes = (size_t)~values[1];
+    engine->plan = *out ? plan : NULL;
+    engine->n_plans += *out;
+    if (*out) {
+        gm_window_start(engine);
+    }
+    return GM_OK;
+}
+
+/* Back to demand, on all ranks. */
+static gm_status part_from_plan(gm_engine *engine)
+{
+    gm_plan *old = engine->collectives;
+    GM_TRY(gm_room_drop_plan(engine)); /* which leaves it to this */
+    GM_TRY(gm_weights_forget_all(engine));
+    gm_plan_free(old);
+    return GM_OK;
+}
+
+static gm_status plan_from(gm_engine *engine, gm_inputs *in)
+{
+    enum { MOST_TRIES = 4 };
+    gm_plan *plan;
+    bool is_done = false;
+    for (int i = 0; i < MOST_TRIES && !is_done; i++) {
+        GM_TRY(make_common_plan(engine, in, &plan));
+        if (!plan) {
+            return part_from_plan(engine);
+        }
+        uint64_t hash = gm_plan_get_info(plan)->hash;
+        if (i == 0 && !in->has_left && engine->collectives && engine->common_hash == hash) {
+            gm_plan_free(engine->collectives); /* same places and order, newer predictions */
+            engine->plan = engine->collectives = plan;
+            gm_window_start(engine);
+            return GM_OK;
+        }
+        GM_TRY(gm_update_issue_all(engine)); /* in the places they know */
+        GM_TRY(part_from_plan(engine));
+        GM_TRY(adopt_together(engine, plan, &is_done, &in->plan.device_bytes));
+        engine->common_hash = hash;
+        if (!is_done) {
+            if (engine->collectives != plan) {
+                gm_plan_free(plan);
+            }
+            GM_TRY(part_from_plan(engine));
+        }
+    }
+    return GM_OK;
+}
+
+/* An error here is one of the ranks', and ends the run; that there is no plan is none. */
+gm_status gm_planner_ranks_run(gm_engine *engine)
+{
+    bool is_due = engine->collectives == NULL;
+    GM_TRY(gm_ranks_compare(engine));
+    if (!is_due) {
+        GM_TRY(gm_ranks_wish(engine, engine->wants_plan || gm_window_has_verdict(engine), &is_due));
+    }
+    if (!is_due) {
+        return GM_OK;
+    }
+    gm_inputs in = {0};
+    common here, all;
+    gm_status status;
+    GM_TRY_GOTO(status, done, gm_inputs_fill(engine, &in));
+    describe(engine, &in, &here);
+    all = here;
+    GM_TRY_GOTO(status, done,
+                gm_ranks_max(engine, (uint64_t *)&all, sizeof all / sizeof(uint64_t)));
+    if (all.passes != ~all.other_passes || all.n_ticks != ~all.other_n_ticks) {
+        status = refuse_passes(engine, &in, all.n_ticks);
+        goto done;
+    }
+    bool is_needed = judge_together(engine, &all);
+    engine->wants_plan = is_needed && all.cannot > 0;
+    if (is_needed && !all.cannot) {
+        in.plan.rates = engine->rates;
+        in.has_left = all.has_left > 0;
+        in.plan.device_bytes = (size_t)~all.spared_bytes;
+        in.plan.when = all.has_repeats ? GM_DEFERRED : (gm_when)all.when;
+        status = join_traces(engine, &in, here.n_ticks);
+        status = status == GM_OK ? plan_from(engine, &in) : status;
+        engine->window.is_asked = false; /* also where there is no such plan */
+    }
+done:
+    gm_inputs_free(&in);
+    return status;
+}

@@ -1,0 +1,176 @@
+/* step.c - the optimizer's step over all chunks, and arming the backward that ends one.
+ *
+ * Invariant: everything that can be refused is refused before the first task is prepared. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { ISSUED_AT_ONCE = 8 }; /* pending updates that step() itself issues: the pipeline starts */
+
+static int compare_updates(const void *a, const void *b)
+{
+    uint32_t left = ((const gm_update *)a)->param, right = ((const gm_update *)b)->param;
+    return left < right ? -1 : left > right;
+}
+
+static gm_status check_updates(const gm_engine *engine, const gm_update *updates, uint32_t n,
+                               bool needs_grads)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(gm_engine_check_param(engine, updates[i].param));
+        const gm_param *p = &engine->params[updates[i].param];
+        if (!p->spec.has_moments || (needs_grads && !p->has_grad)) {
+            return GM_FAIL(GM_ERR_ARG, "parameter %u has no %s", updates[i].param,
+                           p->spec.has_moments ? "gradient" : "moments");
+        }
+        gm_adam_scalars scalars;
+        GM_TRY(gm_adam_scalars_init(&updates[i].hyper, &scalars));
+    }
+    return GM_OK;
+}
+
+static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    if (engine->is_armed) {
+        gm_update_disarm(
+            engine); /* what was not complete in backward becomes pending now, with the same numbers */
+    } else {
+        GM_TRY(
+            gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+        engine->n_steps++;
+    }
+    GM_TRY(gm_update_prepare(engine, updates, n, false));
+    engine->next_pending = 0;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        if (gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) { /* shown: read without asking */
+            GM_TRY(gm_update_issue(engine, chunk));
+        }
+    }
+    bool is_planned = engine->plan && !gm_watch_is_any(engine);
+    GM_TRY(gm_update_issue_some(engine, is_planned ? ISSUED_AT_ONCE : UINT32_MAX));
+    return gm_watch_renew(engine);
+}
+
+static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **out)
+{
+    *out = malloc((n ? n : 1) * sizeof **out);
+    if (!*out) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
+    }
+    if (n) {
+        memcpy(*out, updates, n * sizeof **out);
+        qsort(*out, n, sizeof **out, compare_updates);
+    }
+    for (uint32_t i = 1; i < n; i++) { /* a task has room for each parameter once */
+        if ((*out)[i].param == (*out)[i - 1].param) {
+            uint32_t id = (*out)[i].param;
+            free(*out);
+            return GM_FAIL(GM_ERR_ARG, "parameter %u is in the step twice", id);
+        }
+    }
+    return GM_OK;
+}
+
+/* Gradients that an immediate update has used up cannot be stepped a second time. */
+static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    for (uint32_t i = 0; !engine->is_armed && i < n; i++) {
+        if (engine->params[updates[i].param].is_used_up) {
+            return GM_FAIL(GM_ERR_STATE,
+                           "the gradient of parameter %u was used up by the update inside "
+                           "backward(step=True): call zero_grad() and backward before this step",
+                           updates[i].param);
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+{
+    gm_update *sorted;
+    GM_TRY(check_updates(engine, updates, n, true));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_call_begin(engine);
+    if (status == GM_OK) { /* nothing is written before these have passed */
+        engine->stream = stream;
+        status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? gm_gradient_reduce_all(engine) : status;
+        engine->n_step_calls++;
+        status = status == GM_OK ? gm_watch_poll(engine) : status;
+        if (status == GM_OK) {
+            status = run_step(engine, sorted, n);
+            if (status != GM_OK && engine->dead == GM_OK) {
+                status = gm_engine_die(engine, status);
+            }
+        }
+        if (status == GM_OK) {
+            gm_pass_end(engine);
+            gm_status planned =
+                gm_planner_run(engine); /* without one the engine goes on, on demand */
+            if (engine->comm_stream && planned != GM_OK) {
+                status = gm_engine_die(engine, planned);
+            }
+        }
+#ifdef GM_DEBUG
+        GM_ASSERT(status != GM_OK || gm_chunks_check_bytes(engine->chunks) == GM_OK);
+#endif
+        (void)gm_call_end(engine, status);
+    }
+    free(sorted);
+    return status;
+}
+
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
+{
+    gm_update *sorted;
+    *out = false;
+    GM_TRY(check_updates(engine, updates, n, false));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_call_begin(engine);
+    if (status == GM_OK) {
+        engine->wants_immediate = !engine->has_repeats;
+        /* An update does not touch what tensors show. */
+        bool is_apart = engine->shown == GM_GATHERED;
+        status = is_apart ? gm_watch_poll(engine) : GM_OK;
+        bool has_watched = !is_apart && gm_watch_is_any(engine);
+        /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
+        /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
+        const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
+        *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
+               !engine->is_armed;
+        *out = *out && status == GM_OK;
+        if (*out) {
+            status = gm_update_issue_all(engine);
+            engine->n_steps++;
+            status = status == GM_OK ? gm_update_prepare(engine, sorted, n, true) : status;
+            if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */
+                status = gm_engine_die(engine, status);
+            }
+            engine->is_armed = status == GM_OK;
+            engine->n_passes++; /* arrivals are counted from here */
+        }
+        (void)gm_call_end(engine, status);
+    }
+    free(sorted);
+    return status;
+}
+
+gm_status gm_engine_disarm(gm_engine *engine)
+{
+    GM_TRY(gm_call_begin(engine));
+    bool has_updated = false;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        has_updated |= gm_update_is_done(engine, chunk);
+    }
+    gm_status status = GM_OK;
+    if (has_updated) {
+        status = gm_engine_die(
+            engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
+                                          "the weights"));
+    } else if (engine->is_armed) {
+        gm_update_disarm(engine);
+        engine->n_steps--;
+    }
+    return gm_call_end(engine, status);
+}

@@ -1,0 +1,134 @@
+/* timer.c - how long each tick's own work takes.
+ *
+ * Timed events on the caller's stream bracket it: from after the engine's waits to the beginning of the next tick.  So
+ * copies and host waits do not count as compute. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+
+/* Of each trace, on demand and again under a plan.  On demand the device waits often and then computes faster than it
+ * will under a plan: a run under a plan replaces the times of those before it; without one the least counts. */
+enum { TIMED_RUNS = 2 };
+
+typedef struct gm_tick_timer {
+    gm_event *start, *end; /* (capacity,) */
+    uint32_t capacity;
+    uint32_t n;    /* ticks of the pass that is being timed, or was and waits to be resolved */
+    uint64_t hash; /* of its trace, which may leave the book before the times are resolved */
+    bool is_on, is_open; /* times the present pass; a start has been recorded */
+    bool is_planned;     /* that pass follows a plan, as far as it can */
+    bool has_result;
+} gm_tick_timer;
+
+gm_status gm_timer_new(gm_engine *engine)
+{
+    engine->timer = calloc(1, sizeof *engine->timer);
+    return engine->timer ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: a timer of ticks");
+}
+
+void gm_timer_free(gm_engine *engine)
+{
+    const gm_device_ops *ops = engine->device ? engine->device->ops : NULL;
+    for (uint32_t i = 0; engine->timer && i < engine->timer->capacity; i++) {
+        ops->event_free(engine->device, engine->timer->start[i]);
+        ops->event_free(engine->device, engine->timer->end[i]);
+    }
+    if (engine->timer) {
+        free(engine->timer->start);
+        free(engine->timer->end);
+    }
+    free(engine->timer);
+}
+
+/* Room for one more tick; only while a trace is new, or at most once per length. */
+static bool has_room(gm_engine *engine, gm_tick_timer *timer)
+{
+    if (timer->n < timer->capacity) {
+        return true;
+    }
+    uint32_t capacity = timer->capacity ? 2 * timer->capacity : 256;
+    gm_event *start = realloc(timer->start, capacity * sizeof *start);
+    timer->start = start ? start : timer->start;
+    gm_event *end = realloc(timer->end, capacity * sizeof *end);
+    timer->end = end ? end : timer->end;
+    if (!start || !end) {
+        return false;
+    }
+    const gm_device_ops *ops = engine->device->ops;
+    for (; timer->capacity < capacity; timer->capacity++) {
+        if (ops->event_new(engine->device, true, &start[timer->capacity]) != GM_OK) {
+            return false;
+        }
+        if (ops->event_new(engine->device, true, &end[timer->capacity]) != GM_OK) {
+            ops->event_free(engine->device, start[timer->capacity]);
+            return false;
+        }
+    }
+    return true;
+}
+
+void gm_timer_stop(gm_engine *engine, gm_stream stream)
+{
+    gm_tick_timer *timer = engine->timer;
+    if (timer->is_on && timer->is_open) {
+        timer->is_open = false;
+        (void)engine->device->ops->event_record(engine->device, timer->end[timer->n - 1], stream);
+    }
+}
+
+void gm_timer_start(gm_engine *engine, gm_stream stream)
+{
+    gm_tick_timer *timer = engine->timer;
+    if (!timer->is_on || timer->is_open || timer->n != engine->tick) {
+        return;
+    }
+    if (!has_room(engine, timer)) {
+        timer->is_on = false;
+        return;
+    }
+    timer->is_open =
+        engine->device->ops->event_record(engine->device, timer->start[timer->n], stream) == GM_OK;
+    timer->n++;
+}
+
+void gm_timer_begin(gm_engine *engine, const gm_trace *trace)
+{
+    gm_tick_timer *timer = engine->timer;
+    bool is_planned = engine->plan != NULL;
+    bool is_known = trace && !is_planned && trace->n_timed[1] > 0; /* better than on demand */
+    bool is_due = !trace || (!is_known && trace->n_timed[is_planned] < TIMED_RUNS);
+    timer->is_on = is_due && !timer->has_result; /* one result at a time waits for the step's end */
+    timer->n = timer->is_on ? 0 : timer->n;
+    timer->is_planned = timer->is_on ? is_planned : timer->is_planned;
+    timer->is_open = false;
+}
+
+void gm_timer_end(gm_engine *engine, const gm_trace *trace)
+{
+    gm_tick_timer *timer = engine->timer;
+    if (timer->is_on && trace && timer->n == trace->n) {
+        timer->hash = trace->hash;
+        timer->has_result = true;
+    }
+    timer->is_on = false;
+}
+
+bool gm_timer_resolve(gm_engine *engine)
+{
+    gm_tick_timer *timer = engine->timer;
+    if (!timer->has_result) {
+        return false;
+    }
+    timer->has_result = false;
+    bool has_backward = false;
+    uint32_t n_timed =
+        gm_book_count_timed(engine->book, timer->hash, timer->is_planned, &has_backward);
+    for (uint32_t i = 0; i < timer->n; i++) {
+        double seconds;
+        if (engine->device->ops->event_elapsed(engine->device, timer->start[i], timer->end[i],
+                                               &seconds) == GM_OK) {
+            gm_book_time(engine->book, timer->hash, i, seconds, timer->is_planned);
+        }
+    }
+    return timer->is_planned && has_backward && n_timed == TIMED_RUNS;
+}

@@ -1,0 +1,139 @@
+/* unit.c - entering and leaving units, and the chunks that backward nodes touch. */
+#include "engine/engine_impl.h"
+
+static gm_status check_unit(const gm_engine *engine, uint32_t unit)
+{
+    return unit < engine->n_units ? GM_OK : GM_FAIL(GM_ERR_ARG, "unit %u does not exist", unit);
+}
+
+/* Leases want to know since when the open pass uses the chunk. */
+static void note_taken(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    state->tick = engine->tick;
+    state->first_tick = state->first_tick == GM_NO_TICK ? engine->tick : state->first_tick;
+}
+
+static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bool in_backward)
+{
+    gm_status status = GM_OK;
+    uint32_t i = engine->unit_begin[unit];
+    for (; i < engine->unit_begin[unit + 1] && status == GM_OK; i++) {
+        uint32_t chunk = engine->unit_chunks[i];
+        status = in_backward ? gm_update_check_reuse(engine, chunk)
+                             : gm_update_check_between(engine, chunk);
+        status = status == GM_OK ? gm_weights_pin(engine, chunk, stream, true) : status;
+        note_taken(engine, chunk);
+    }
+    if (status != GM_OK) { /* all or nothing; the first error's text is what counts */
+        for (i--; i-- > engine->unit_begin[unit];) {
+            uint32_t chunk = engine->unit_chunks[i];
+            (void)gm_weights_unpin_for_retry(engine, chunk, stream);
+        }
+    }
+    return status;
+}
+
+/* The tick is recorded; the caller may try again at once, when there is room.  has_tick: what failed came after it. */
+static void note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, bool has_tick,
+                         gm_status status)
+{
+    engine->is_refused = status == GM_ERR_NOMEM && (has_tick || engine->next_op != GM_NO_OP);
+    engine->refused_kind = kind;
+    engine->refused_id = id;
+}
+
+gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)
+{
+    GM_TRY(check_unit(engine, unit));
+    GM_TRY(gm_pass_begin_call(engine, stream));
+    gm_status status = gm_pass_enter(engine, unit, stream, flags);
+    bool has_tick = status == GM_OK;
+    if (status == GM_OK) {
+        status = pin_unit(engine, unit, stream, (flags & GM_ENTER_IN_BACKWARD) != 0);
+    }
+    note_refusal(engine, GM_TICK_ENTER, unit, has_tick, status);
+    if (status == GM_OK) {
+        engine->n_entered++;
+        gm_timer_start(engine, stream);
+    }
+    return gm_pass_end_call(engine, status);
+}
+
+gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
+{
+    GM_TRY(check_unit(engine, unit));
+    GM_TRY(gm_pass_begin_call(engine, stream));
+    gm_status status = GM_OK;
+    for (uint32_t i = engine->unit_begin[unit]; i < engine->unit_begin[unit + 1]; i++) {
+        gm_status one = gm_weights_unpin(engine, engine->unit_chunks[i], stream, true);
+        status = status == GM_OK ? one : status;
+    }
+    engine->n_entered -= engine->n_entered > 0;
+    gm_book_release(engine->book, engine->unit_tick[unit]);
+    return gm_pass_end_call(engine, status);
+}
+
+/* The pin is there; it comes to end on this stream, behind the readers that it had on others. */
+static gm_status touch_again(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    uint32_t i = engine->n_touched;
+    while (engine->touched[--i] != chunk) {
+    }
+    if (engine->touched_stream[i] != stream) {
+        GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, engine->shown,
+                                      engine->touched_stream[i]));
+        engine->touched_stream[i] = stream;
+    }
+    return gm_chunks_wait_ready(engine->chunks, chunk, engine->shown, stream);
+}
+
+static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
+{
+    uint32_t chunk = gm_chunks_at(engine->chunks, address);
+    if (chunk == UINT32_MAX) {
+        return GM_FAIL(GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
+    }
+    GM_TRY(gm_update_check_reuse(engine, chunk));
+    if (engine->is_touched[chunk]) {
+        return touch_again(engine, chunk, stream);
+    }
+    gm_status status = gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream);
+    bool has_tick = status == GM_OK;
+    status = status == GM_OK ? gm_weights_pin(engine, chunk, stream, true) : status;
+    note_refusal(engine, GM_TICK_TOUCH, chunk, has_tick, status);
+    GM_TRY(status);
+    engine->is_touched[chunk] = true;
+    engine->touched_stream[engine->n_touched] = stream;
+    note_taken(engine, chunk);
+    engine->touched_tick[engine->n_touched] = engine->tick;
+    engine->touched[engine->n_touched++] = chunk;
+    gm_timer_start(engine, stream);
+    return GM_OK;
+}
+
+gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream)
+{
+    GM_TRY(gm_pass_begin_call(engine, stream));
+    return gm_pass_end_call(engine, touch(engine, address, stream));
+}
+
+uint32_t gm_engine_n_touched(const gm_engine *engine)
+{
+    return engine->n_touched;
+}
+
+gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = GM_OK;
+    while (engine->n_touched > n_keep) {
+        uint32_t chunk = engine->touched[--engine->n_touched];
+        gm_stream stream = engine->touched_stream[engine->n_touched];
+        engine->is_touched[chunk] = false;
+        gm_book_release(engine->book, engine->touched_tick[engine->n_touched]);
+        gm_status one = gm_weights_unpin(engine, chunk, stream, true);
+        status = status == GM_OK ? one : status;
+    }
+    return gm_call_end(engine, status);
+}

@@ -1,0 +1,136 @@
+/* watch.c - what is written through storages that show parameters, and how long a pass uses what they show. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+bool gm_watch_is_on(const gm_lease *lease)
+{
+    return lease->is_pinned && atomic_load(&lease->is_watched);
+}
+
+bool gm_watch_is_any(const gm_engine *engine)
+{
+    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        if (gm_watch_is_on(lease)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static gm_status snapshot(gm_engine *engine, gm_lease *lease)
+{
+    const gm_param *p = &engine->params[lease->param];
+    gm_slice s = gm_field_shown(engine, p);
+    return s.bytes == 0 ? GM_OK
+                        : gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset,
+                                                s.bytes, lease->old);
+}
+
+static gm_status reconcile(gm_engine *engine, gm_lease *lease)
+{
+    const gm_param *p = &engine->params[lease->param];
+    gm_slice s = gm_field_shown(engine, p);
+    if (s.bytes == 0) {
+        return GM_OK;
+    }
+    uint8_t *weight = malloc(s.bytes);
+    if (!weight) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+    }
+    gm_status status =
+        gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
+    if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
+        if (s.piece == GM_GATHERED) {
+            status = gm_field_take_back(engine, p, lease->old, weight, lease->stream);
+        } else {
+            status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
+            gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
+        }
+        memcpy(lease->old, weight, s.bytes);
+    }
+    free(weight);
+    return status;
+}
+
+/* Writes must have passed before bytes are compared: the tensor's stream's and the default one's. */
+static gm_status wait_for_writes(gm_engine *engine, const gm_lease *lease)
+{
+    GM_TRY(engine->device->ops->stream_sync(engine->device, lease->stream));
+    return engine->device->ops->stream_sync(engine->device, 0);
+}
+
+gm_status gm_watch_look(gm_engine *engine, gm_lease *lease)
+{
+    GM_TRY(wait_for_writes(engine, lease));
+    return reconcile(engine, lease);
+}
+
+gm_status gm_watch_poll(gm_engine *engine)
+{
+    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        if (gm_watch_is_on(lease)) {
+            GM_TRY(gm_watch_look(engine, lease));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_watch_renew(gm_engine *engine)
+{
+    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        if (gm_watch_is_on(lease)) {
+            GM_TRY(snapshot(engine, lease));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
+{
+    const gm_engine *engine = lease->engine;
+    const gm_param *p = &engine->params[lease->param];
+    if (atomic_load(&lease->is_watched)) {
+        return GM_OK;
+    }
+    size_t bytes = p->spec.numel * p->spec.weight_bytes + 1;
+    if (!lease->old && !(lease->old = malloc(bytes))) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a copy of %zu bytes to find writes", bytes - 1);
+    }
+    lease->stream = stream;
+    GM_TRY(engine->device->ops->stream_sync(engine->device, stream)); /* what others still write */
+    GM_TRY(snapshot(lease->engine, lease));
+    atomic_store(&lease->is_watched, true);
+    return GM_OK;
+}
+
+gm_status gm_watch_end(gm_lease *lease)
+{
+    gm_status status = GM_OK;
+    if (atomic_load(&lease->is_watched)) {
+        status = gm_watch_look(lease->engine, lease);
+        atomic_store(&lease->is_watched, false);
+    }
+    return status;
+}
+
+/* A chunk that a lease shows is in use, for longer than its unit was entered: the trace shall know, or a plan would give
+ * its blocks away.  Not so what is read between two ticks, when no plan acts.  A lease that was there before the pass took
+ * its chunk is known from that tick on. */
+void gm_watch_note_use(gm_engine *engine, const gm_lease *lease)
+{
+    if (lease->is_pinned && engine->is_pass_open && engine->tick != lease->born) {
+        uint32_t chunk = engine->params[lease->param].place.chunk;
+        uint32_t since = engine->chunk_states[chunk].first_tick;
+        gm_book_release(engine->book, lease->tick != GM_NO_TICK ? lease->tick : since);
+    }
+}
+
+void gm_watch_note_pass_end(gm_engine *engine)
+{
+    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+        gm_watch_note_use(engine, lease);
+        lease->tick = lease->born = GM_NO_TICK; /* of this pass */
+    }
+}

@@ -1,0 +1,220 @@
+/* weights.c - what tensors show of a chunk: its weights or, where each rank owns a part of them, the gathered weights of
+ * all ranks.
+ *
+ * Invariants
+ *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases that are made,
+ *      gradients, steps) and on the plan that the ranks share, which are the same on all ranks; never on memory, on
+ *      time, or on when a lease ends.  So is_gathered is kept apart from residence: it is set by a gathering, and
+ *      cleared on demand with the last use, under a plan when another chunk is gathered into the plan's blocks of
+ *      this one - also where this rank has left the plan's placement for lack of memory, and keeps to its order: what
+ *      it has no room for meanwhile is on the host (spill.c).
+ *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
+ *   3. Gathered weights are pinned while anybody needs them: nobody evicts a transient piece. */
+#include "engine/engine_impl.h"
+
+#include <stdlib.h>
+
+void gm_weights_free(gm_engine *engine)
+{
+    free(engine->gathered_owners);
+}
+
+/* The own shard goes to its place, the others' come. */
+static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->comm_stream;
+    size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
+    uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
+    gm_ranks_label(engine, GM_FOR_GATHER, chunk);
+    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
+    uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
+                                       GM_GATHERED, bytes * engine->n_shards, stream);
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->rank * bytes,
+                                         gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
+                                         stream));
+    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_comm_all_gather(engine->shard_comm, whole, bytes, stream));
+    gm_timeline_end(engine->timeline, entry, stream);
+    engine->gathers++;
+    engine->gathered_bytes += bytes * engine->n_shards;
+    return gm_chunks_end_write(chunks, chunk, GM_GATHERED, stream);
+}
+
+static bool is_valid(const gm_chunk_state *state)
+{
+    return state->is_gathered && state->gathered == state->version;
+}
+
+static gm_status forget(gm_engine *engine, uint32_t chunk)
+{
+    engine->chunk_states[chunk].is_gathered = engine->chunk_states[chunk].is_doomed = false;
+    gm_spill_forget(engine, chunk);
+    return gm_chunks_discard(engine->chunks, chunk,
+                             GM_GATHERED); /* unless a lease still shows it */
+}
+
+/* In the plan's blocks for gathered weights the chunk takes the place of others. */
+static gm_status take_place(gm_engine *engine, uint32_t chunk)
+{
+    if (!engine->collectives) {
+        return GM_OK;
+    }
+    const gm_place *place = gm_plan_place(engine->collectives, chunk, GM_GATHERED);
+    uint32_t n = (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
+                            engine->device->block_bytes);
+    for (uint32_t i = 0; place->length > 0 && i < n; i++) {
+        uint32_t *owner =
+            &engine->gathered_owners[place->base + (place->offset + i) % place->length];
+        if (*owner != chunk && *owner != GM_NO_CHUNK) {
+            gm_chunk_state *other = &engine->chunk_states[*owner];
+            other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
+            if (!other->is_doomed) {
+                GM_TRY(forget(engine, *owner));
+            }
+        }
+        *owner = chunk;
+    }
+    return GM_OK;
+}
+
+gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan)
+{
+    uint32_t n = gm_plan_n_blocks(plan);
+    uint32_t *owners = malloc((n + (size_t)1) * sizeof *owners);
+    if (!owners) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        owners[i] = GM_NO_CHUNK;
+    }
+    free(engine->gathered_owners);
+    engine->gathered_owners = owners;
+    engine->collectives = plan;
+    return GM_OK;
+}
+
+gm_status gm_weights_forget_all(gm_engine *engine)
+{
+    engine->collectives = NULL;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->is_doomed = state->n_uses > 0;
+        if (!state->is_doomed && engine->shown == GM_GATHERED) {
+            GM_TRY(forget(engine, chunk));
+        }
+    }
+    return GM_OK;
+}
+
+static gm_status gather(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks *chunks = engine->chunks;
+    GM_TRY(gm_ranks_check_joined(engine));
+    GM_TRY(take_place(engine, chunk));
+    bool is_shown = gm_chunks_pins(chunks, chunk, GM_GATHERED) > 0;
+    if (is_shown) { /* by leases: what was written through them is kept, and their readers come first */
+        GM_TRY(gm_watch_poll(engine));
+        GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_GATHERED, engine->stream));
+    }
+    gm_stream stream = engine->comm_stream;
+    GM_TRY(gm_room_pin(engine, chunk, GM_WEIGHT, stream));
+    gm_status status = gm_room_pin(engine, chunk, GM_GATHERED, stream);
+    if (status == GM_OK) {
+        status = issue_gather(engine, chunk);
+        gm_chunks_unpin_ordered(chunks, chunk, GM_GATHERED);
+    }
+    gm_chunks_unpin_ordered(chunks, chunk, GM_WEIGHT);
+    if (status == GM_OK && engine->policy == GM_POLICY_CPU && !engine->plan) {
+        status = gm_chunks_evict(chunks, chunk, GM_WEIGHT);
+    }
+    if (status == GM_OK) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        gm_spill_forget(engine, chunk);
+        state->is_gathered = true;
+        state->is_doomed = false;
+        state->gathered = state->version;
+        status = is_shown ? gm_watch_renew(engine) : GM_OK;
+    }
+    return status;
+}
+
+gm_status gm_weights_prefetch(gm_engine *engine, uint32_t chunk)
+{
+    if (engine->shown != GM_GATHERED || is_valid(&engine->chunk_states[chunk])) {
+        return GM_OK;
+    }
+    GM_TRY(gm_update_issue(engine, chunk));
+    return gather(engine, chunk);
+}
+
+/* Onto the device, if they are on the host. */
+static gm_status bring_back(gm_engine *engine, uint32_t chunk)
+{
+    if (!engine->chunk_states[chunk].spilled) {
+        return GM_OK;
+    }
+    GM_TRY(gm_room_pin(engine, chunk, GM_GATHERED, engine->comm_stream));
+    gm_status status = gm_spill_write_back(engine, chunk);
+    gm_chunks_unpin_ordered(engine->chunks, chunk, GM_GATHERED);
+    return status;
+}
+
+static gm_status pin_gathered(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    if (!is_valid(state)) {
+        GM_TRY(gather(engine, chunk));
+        state->is_gathered = is_use || engine->collectives || state->n_uses > 0;
+    }
+    GM_TRY(bring_back(engine, chunk));
+    GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
+    GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GATHERED, stream));
+    state->n_uses += is_use;
+    return GM_OK;
+}
+
+static gm_status unpin_gathered(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
+    GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    state->n_uses -= is_use;
+    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->collectives)) {
+        return forget(engine, chunk);
+    }
+    return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
+}
+
+gm_status gm_weights_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    GM_TRY(gm_update_issue(engine, chunk)); /* invariant 6 */
+    return engine->shown == GM_GATHERED ? pin_gathered(engine, chunk, stream, is_use)
+                                        : gm_room_pin(engine, chunk, GM_WEIGHT, stream);
+}
+
+gm_status gm_weights_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
+{
+    if (engine->shown == GM_GATHERED) {
+        return unpin_gathered(engine, chunk, stream, is_use);
+    }
+    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_WEIGHT, stream));
+    if (engine->policy == GM_POLICY_CPU && !engine->plan &&
+        gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0) {
+        return gm_chunks_evict(engine->chunks, chunk, GM_WEIGHT);
+    }
+    return GM_OK;
+}
+
+gm_status gm_weights_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    if (engine->shown != GM_GATHERED) {
+        return gm_weights_unpin(engine, chunk, stream, true);
+    }
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
+    state->n_uses--;
+    state->is_doomed |= !engine->collectives; /* it goes with its next last use */
+    return GM_OK;
+}
