@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini_strategy import _torch
+
 __all__ = ["Original"]
 
-_plain_torch = torch._C.DisableTorchFunctionSubclass
+_plain_torch = _torch.DisableTorchFunctionSubclass
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PACKAGE = __name__.partition(".")[0]
 

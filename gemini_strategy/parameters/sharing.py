@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 
 __all__ = ["check_sharing"]
 
-_plain_torch = torch._C.DisableTorchFunctionSubclass
+_plain_torch = _torch.DisableTorchFunctionSubclass
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _find_others(shown: list[_Shown]) -> tuple[_Shown, int] | None:
 def _references(tensor: torch.Tensor) -> int:
     """How many tensors, graphs and Python objects refer to its storage, more or less a constant."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+    return _torch.storage_use_count(storage._cdata) + sys.getrefcount(storage)
 
 
 def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
@@ -149,7 +150,7 @@ def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
         if not issubclass(type(item), torch.Tensor) or id(item) in known:
             continue
         try:
-            is_on_it = torch._C._storage_address(item) == storage
+            is_on_it = _torch.storage_address(item) == storage
         except Exception:  # it has none
             continue
         if is_on_it:
