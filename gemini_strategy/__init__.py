@@ -7,6 +7,7 @@ to the same bits as if it had fitted. See README.md.
 
 import torch  # noqa: F401  (the core looks functions up in the libtorch that this loads)
 
+from gemini_strategy import _torch  # noqa: F401  (before all else: whether this torch will do)
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 
 from gemini_strategy import _C  # isort: skip

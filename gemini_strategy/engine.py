@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, agreement, close, state
+from gemini_strategy import _C, _torch, agreement, close, state
 from gemini_strategy.arguments import POLICIES
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.memory.budget import DeviceMemory
@@ -196,7 +196,7 @@ class Engine(Reporting):
         """The raw handle of torch's current stream; 0 on the host device."""
         if self.device.type == "cpu":
             return 0
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+        return _torch.current_raw_stream(self.device.index)
 
     def begin_pass(self) -> None:
         """Lets go of what earlier backward nodes no longer need."""

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from gemini_strategy import _torch
+from gemini_strategy._torch import tree_map
 from gemini_strategy.arguments import check_loss_scaling
 
 __all__ = ["PRECISIONS", "LossScaler", "Precision", "weight_dtype", "weight_dtypes"]
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 
-_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
+_RUNNING_STATISTICS = (_torch.BatchNormBase,)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 

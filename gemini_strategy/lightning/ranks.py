@@ -33,6 +33,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
 PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
@@ -173,7 +174,7 @@ class Ranks:
             device_id=None if device.type == "cpu" else device,
         )
         if not was_initialized and self.timeout < START_PATIENCE:
-            dist.distributed_c10d._set_pg_timeout(self.timeout)
+            _torch.set_process_group_timeout(self.timeout)
         here = (dist.get_rank(), dist.get_world_size())
         if here != (self._rank, self._n_ranks):
             raise GeminiError(

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from gemini_strategy import _C
+from gemini_strategy import _C, _torch
 from gemini_strategy._version import __version__
 from gemini_strategy.ranks.ranks import Ranks
 
@@ -179,7 +179,7 @@ def _cpu() -> str:
 def _driver() -> str:
     """The GPU driver's version, or that of the CUDA that it offers."""
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text("/proc/driver/nvidia/version"))
-    return found.group(1) if found else str(torch._C._cuda_getDriverVersion())
+    return found.group(1) if found else str(_torch.driver_version())
 
 
 def _text(path: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.memory.segments import choose_segments, events_of
 from gemini_strategy.memory.torch_pool import TorchPool
@@ -42,30 +43,30 @@ class _History:
     """Torch's record of its allocations, kept while an engine is open, unless somebody keeps one already."""
 
     def __init__(self) -> None:
-        self._is_ours = not torch._C._cuda_isHistoryEnabled()
+        self._is_ours = not _torch.is_history_enabled()
         self._start()
 
     def _start(self) -> None:
         if self._is_ours:
-            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, context=None)
+            _torch.record_memory_history(max_entries=_HISTORY, context=None)
 
     def end(self) -> None:
         """Idempotent."""
         if self._is_ours:
             self._is_ours = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            _torch.record_memory_history(enabled=None)
 
     def forget(self) -> None:
         """What was until now says nothing about what comes."""
         if self._is_ours:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            _torch.record_memory_history(enabled=None)
             self._start()
 
     def segments(self, device: torch.device) -> list[int]:
         """Sizes of segments that serve what is remembered; [] where torch's own do as well, or not known."""
         if not self._is_ours:
             return []
-        traces = torch.cuda.memory._snapshot()["device_traces"]
+        traces = _torch.memory_snapshot()["device_traces"]
         entries = traces[device.index] if device.index < len(traces) else []
         return choose_segments(events_of(entries, torch.cuda.current_stream(device).cuda_stream))
 

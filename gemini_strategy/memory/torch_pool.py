@@ -23,7 +23,7 @@ import functools
 
 import torch
 
-from gemini_strategy import _C
+from gemini_strategy import _C, _torch
 
 
 @functools.cache
@@ -76,15 +76,15 @@ class TorchPool:
     def begin(self) -> None:
         """Starts routing, for all threads.  No-op when begun."""
         if not self._has_begun:
-            torch._C._cuda_beginAllocateToPool(self.index, self._pool.id)
+            _torch.begin_allocate_to_pool(self.index, self._pool.id)
             self._has_begun = True
 
     def end(self) -> None:
         """Stops routing.  Tensors stay valid; their memory counts until torch gives it back."""
         if self._has_begun:
             self._has_begun = False
-            torch._C._cuda_endAllocateToPool(self.index, self._pool.id)
-            torch._C._cuda_releasePool(self.index, self._pool.id)
+            _torch.end_allocate_to_pool(self.index, self._pool.id)
+            _torch.release_pool(self.index, self._pool.id)
 
     def trim(self) -> None:
         """Gives the segments that torch only caches back to the device; waits for the device.

@@ -33,11 +33,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _device
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gemini_strategy import _C, order
+from gemini_strategy import _C, _torch
+from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.parameters import order
 
 __all__ = [
     "Home",
@@ -53,11 +53,11 @@ __all__ = [
     "tensor",
 ]
 
-_KEY = torch._C._dispatch_key_parse("Fake")
-_KEYS = torch._C.DispatchKeySet(_KEY)
-_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.data.__set__
-_address = torch._C._storage_address
+_KEY = _torch.dispatch_key("Fake")
+_KEYS = _torch.DispatchKeySet(_KEY)
+_MODES = _torch.DispatchKeySet(_torch.DispatchKey.Python)
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = _torch.TensorBase.data.__set__
+_address = _torch.storage_address
 
 # Views, changes of metadata, and what asks for metadata alone.
 _PASSED = """
@@ -132,7 +132,7 @@ _nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
 
 
 def is_absent(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and torch._C._dispatch_keys(value).has(_KEY)
+    return isinstance(value, torch.Tensor) and _torch.dispatch_keys(value).has(_KEY)
 
 
 def tensor(
@@ -148,28 +148,26 @@ def tensor(
     """
     _sweep()
     with torch.inference_mode(False), torch.no_grad(), plainly():
-        keyed = torch.Tensor._make_wrapper_subclass(
+        keyed = _torch.make_wrapper_subclass(
             _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
         )
         if home.memory is not None:
             storage = home.memory.untyped_storage()
         elif device.type == "cpu":
             size = math.prod(shape) * dtype.itemsize
-            storage = torch._C._construct_storage_from_data_pointer(
-                _C.absent_range(size), device, size
-            )
+            storage = _torch.storage_from_address(_C.absent_range(size), device, size)
         else:
             storage = None
             text = (
                 f"{home.name} is not here: its module is not running (p.clone() gives its values)"
             )
-            torch._C._set_storage_data_ptr_access_error_msg(_address(keyed), text)
+            _torch.refuse_access(_address(keyed), text)
         if storage is not None:
             torch.ops.aten.set_.source_Storage_storage_offset(keyed, storage, 0, shape, strides)
         result = torch.empty(0, dtype=dtype, device=device)
         set_data(result, keyed)
     if home.memory is None and device.type == "cpu":
-        torch._C._set_throw_on_mutable_data_ptr(result)
+        _torch.refuse_writing(result)
     _homes[_address(result)] = (home, result.detach())
     return result
 
@@ -184,7 +182,7 @@ def _sweep() -> None:
     """Now and then lets go of storages that nobody has any more."""
     global _n_live
     if len(_homes) > 2 * _n_live + 16:
-        for address in [a for a in _homes if torch._C._storage_Use_Count(a) <= 1]:
+        for address in [a for a in _homes if _torch.storage_use_count(a) <= 1]:
             del _homes[address]
         _n_live = len(_homes)
 
@@ -205,7 +203,7 @@ def home_of(value: torch.Tensor) -> Home:
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Without this module and without the caller's modes (FakeTensorMode and the like)."""
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS | _MODES):
+    with _torch.ExcludeDispatchKeyGuard(_KEYS | _MODES):
         yield
 
 
@@ -291,7 +289,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _one_by_one(op, args, kwargs)
     if name in _REFUSED and absent[0][0] == 0:
         raise GuardError(f"{_home_at(absent[0][2]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if _torch.dispatch_mode(_torch.DispatchModeKey.FAKE) is not None:
         raise GuardError(
             f"{_home_at(absent[0][2]).name}: a fake mode has no use for managed values: engine.close() first"
         )
@@ -320,7 +318,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         if id(value) in shown_as:
             return shown_as[id(value)]
-        if id(value) in kept or not torch._C._has_storage(value) or _address(value) not in of_base:
+        if id(value) in kept or not _torch.has_storage(value) or _address(value) not in of_base:
             return value
         anchor = _homes[of_base[_address(value)]][1]
         return _like(anchor.detach(), value)  # a view: absent, too
@@ -376,7 +374,7 @@ def _door(original: Any, name: str) -> Any:
                 _expose(self)
             return original(self, *args, **kwargs)
         home = home_of(self)
-        if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
+        if sys._getframe(1).f_globals.get("__name__") == _torch.META_CONVERTER:
             raise GuardError(
                 f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
                 "module: give it p.clone(), or call the function inside the module that owns the parameter"
@@ -460,7 +458,7 @@ def _parameter_door(original: Any) -> Any:
     def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
         is_managed = hasattr(data, "_gm_slot")
         return original(
-            cls, torch._C.TensorBase.data.__get__(data) if is_managed else data, requires_grad
+            cls, _torch.TensorBase.data.__get__(data) if is_managed else data, requires_grad
         )
 
     new._gm_original = original
@@ -479,7 +477,7 @@ def _norm_door(original: Any) -> Any:
         return original(*args, **kwargs)
 
     function._gm_original = original
-    torch.jit._builtins._register_builtin(function, f"aten::{original.__name__}")  # for scripts
+    _torch.register_builtin(function, f"aten::{original.__name__}")  # for scripts
     return function
 
 
@@ -543,7 +541,7 @@ _libraries: list[torch.library.Library] = []
 def _serve_under_modes(library: torch.library.Library) -> None:
     """Where the key comes before the caller's modes (torch < 2.13), torch has no way to call a fallback under one."""
     passed = {f"aten::{name}" for name in _PASSED.split()}
-    for full in torch._C._dispatch_get_all_op_names():
+    for full in _torch.all_operator_names():
         if full.startswith("aten::") and full not in passed:
             name, _, overload = full.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
@@ -563,18 +561,18 @@ def install() -> None:
     """
     if _libraries:
         return
-    if torch._C._dispatch_has_backend_fallback(_KEY):
+    if _torch.has_backend_fallback(_KEY):
         raise GeminiError(
             f"torch {torch.__version__} uses the dispatch key Fake itself, by which managed parameters are served"
         )
     # `with torch.device(...)` remembers by identity, at its first use, the functions that it gives a device.
-    _device._device_constructors()
+    _torch.device_constructors()
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_serve, "Fake")
     passed = torch.library.Library("aten", "IMPL")
     for name in _PASSED.split():
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
-    if _KEY.__int__() > torch._C.DispatchKey.Python.value:
+    if _KEY.__int__() > _torch.DispatchKey.Python.value:
         _serve_under_modes(passed)
     _libraries.extend([everything, passed])
     for owner, name, make in _DOORS:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C
+from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.parameters import order
 from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
@@ -98,7 +98,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
             f"{name} is managed already: call close() on its engine (gemini_strategy.engine_of(model)) "
             "before managing the model again"
         )
-    if type(parameter).__torch_function__ is not torch._C._disabled_torch_function_impl:
+    if type(parameter).__torch_function__ is not _torch.disabled_torch_function:
         raise GeminiError(
             f"{name} is a {type(parameter).__name__} with a __torch_function__ of its own; only plain "
             "nn.Parameter and subclasses without one can be managed"

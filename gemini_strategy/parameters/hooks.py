@@ -25,11 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._pytree import tree_map
 
-from gemini_strategy import _C
+from gemini_strategy import _C, _torch
+from gemini_strategy._torch import detect_fake_mode, get_proxy_mode, tree_map
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot
@@ -112,7 +110,7 @@ class SavedTensorNet(_C.Net):
 
     def begin_task(self) -> None:
         """A graph task unpacks for the first time. Nothing else would say when it ends."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_task)
+        _torch.execution_engine.queue_callback(self.end_task)
 
     def make_room(self, slot: Slot) -> bool:
         return _make_room(slot.engine)
@@ -238,7 +236,7 @@ def refuse_tracing(name: str) -> NoReturn:
 
 def _is_traced() -> bool:
     """Whether this call runs to be written down, for calls in which no engine takes part."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or _torch.tracing_state() is not None:
         return True
     return get_proxy_mode() is not None or detect_fake_mode() is not None
 
@@ -264,8 +262,8 @@ class _UnitHook:
 class _Enter(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.unit is not None:
-            may_be = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            if (may_be or torch._C._get_tracing_state() is not None) and _is_traced():
+            may_be = torch.compiler.is_compiling() or _torch.dispatch_mode_count() > 0
+            if (may_be or _torch.tracing_state() is not None) and _is_traced():
                 refuse_tracing(self.unit.name or type(module).__name__)
             self.unit.enter()
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini_strategy import _torch
+
 __all__ = ["Original"]
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -55,7 +57,7 @@ class _Parameter:
         self.parameter = parameter
         self._class = type(parameter)
         self._attributes = _Table(parameter.__dict__)
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             self._grad = parameter.grad if parameter.is_leaf else None
             self._requires_grad = parameter.requires_grad
             hooks = [(name, getattr(parameter, name)) for name in _HOOKS]
@@ -63,7 +65,7 @@ class _Parameter:
         self.data: torch.Tensor | None = None  # once it is about to change
 
     def keep_data(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             self.data = self.parameter.detach()
 
     def restore(self) -> None:
@@ -71,7 +73,7 @@ class _Parameter:
         if type(parameter) is not self._class:
             parameter.__class__ = self._class
         self._attributes.restore()
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             if self.data is not None:
                 parameter.grad = None  # it may have another dtype than the data that comes
                 parameter.data = self.data

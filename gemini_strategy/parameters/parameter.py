@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental import proxy_tensor
 
+from gemini_strategy import _torch
+from gemini_strategy._torch import proxy_tensor
 from gemini_strategy.errors import GuardError
 
 __all__ = ["managed_class"]
 
-_base = torch._C.TensorBase
+_base = _torch.TensorBase
 
 
 def _refuse(name: str, way_out: str) -> Any:
@@ -29,7 +30,7 @@ def _refuse(name: str, way_out: str) -> Any:
 
 class _Managed:
     __slots__ = ()
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _torch.disabled_torch_function
 
     @property
     def data(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 
 __all__ = ["check_sharing"]
@@ -138,7 +139,7 @@ def _find_others(shown: list[_Shown]) -> tuple[_Shown, int] | None:
 def _references(tensor: torch.Tensor) -> int:
     """How many tensors, graphs and Python objects refer to its storage, more or less a constant."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+    return _torch.storage_use_count(storage._cdata) + sys.getrefcount(storage)
 
 
 def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
@@ -147,7 +148,7 @@ def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
         if not issubclass(type(item), torch.Tensor) or id(item) in known:
             continue
         try:
-            is_on_it = torch._C._storage_address(item) == storage
+            is_on_it = _torch.storage_address(item) == storage
         except Exception:  # it has none
             continue
         if is_on_it:
@@ -155,7 +156,7 @@ def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _overlaps(tensor: torch.Tensor, items: list[_Shown]) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with _torch.DisableTorchFunctionSubclass():
         span = _span(tensor)
     return span is not None and any(
         item.is_parameter and span[0] < item.end and item.begin < span[1] for item in items
@@ -167,7 +168,7 @@ def _refusal(model: nn.Module, shown: list[_Shown], parameter: _Shown, count: in
     key = parameter.tensor.untyped_storage()._cdata
     tensors = [t for t in _visible(key, own) if _overlaps(t, shown)]
     with (
-        torch._C.DisableTorchFunctionSubclass()
+        _torch.DisableTorchFunctionSubclass()
     ):  # views first: what they were taken from lives because of them
         tensors.sort(key=lambda tensor: tensor._base is None)
     attributes = [

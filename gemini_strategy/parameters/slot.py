@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C
+from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent, order
 
@@ -126,8 +126,8 @@ class Slot(_C.Slot):
         """Makes `shown`."""
         self._shown_lease = self.engine.core.lease(self.id)
         self.shown = self.blob(self._shown_lease)
-        self.shown_storage = torch._C._storage_address(self.shown)
-        self.shown_count = torch._C._storage_Use_Count(self.shown_storage)
+        self.shown_storage = _torch.storage_address(self.shown)
+        self.shown_count = _torch.storage_use_count(self.shown_storage)
 
     def view(
         self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
@@ -150,7 +150,7 @@ class Slot(_C.Slot):
 
     def expose(self, tensor: torch.Tensor) -> None:
         """Memory of `tensor`, which shows the parameter, is given away: what is written there counts for no version."""
-        if self.shown is not None and torch._C._storage_address(tensor) == self.shown_storage:
+        if self.shown is not None and _torch.storage_address(tensor) == self.shown_storage:
             self.engine.core.lease_watch(self._shown_lease, self.engine.stream())
             self.is_watched = True
 
@@ -197,7 +197,7 @@ class Slot(_C.Slot):
     def grad(self) -> torch.Tensor | None:
         """`p.grad`: the gradient that the engine holds, as a tensor that reads and writes it."""
         if not self.has_grad_home:
-            return torch._C.TensorBase.grad.__get__(self.parameter)
+            return _torch.TensorBase.grad.__get__(self.parameter)
         if not self.engine.core.has_grad(self.id):
             return None
         if self._grad is None:
@@ -208,7 +208,7 @@ class Slot(_C.Slot):
     def set_grad(self, value: torch.Tensor | None) -> None:
         """`p.grad = value`."""
         if not self.has_grad_home:
-            torch._C.TensorBase.grad.__set__(self.parameter, value)
+            _torch.TensorBase.grad.__set__(self.parameter, value)
         elif value is None:
             self.drop_grad()
         elif value is self._grad:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from gemini_strategy._torch import tree_map
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.weights.transformers import is_transformer
 

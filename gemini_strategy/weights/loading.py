@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.slot import Slot
@@ -100,7 +101,7 @@ class Loading:
 
     def _check_blank(self, blank: set[int]) -> None:
         for key in blank & self._parameters:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.DisableTorchFunctionSubclass():
                 if self._tensors[key].grad is not None:
                     raise GeminiError(
                         f"{self._names[key]} is on the meta device and has a gradient: zero_grad() first"
@@ -264,8 +265,8 @@ class Loading:
 
     def show(self, parameter: nn.Parameter, data: torch.Tensor, original: Original) -> None:
         """Makes a parameter on the meta device one on `data`: the same object, with its hooks."""
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-            home = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+        with torch.inference_mode(False), _torch.DisableTorchFunctionSubclass():
+            home = _torch.make_subclass(type(parameter), data, parameter.requires_grad)
 
             def take_back() -> None:
                 if not parameter.is_meta:
@@ -300,7 +301,7 @@ class Loading:
 
 def _swap(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges what two tensors are; each object stays who it is, with its hooks."""
-    torch._C._swap_tensor_impl(parameter, other)
+    _torch.swap_tensor_impl(parameter, other)
     for name in _HOOKS:  # torch keeps them in both places
         hooks = getattr(parameter, name)
         if hooks is not None:

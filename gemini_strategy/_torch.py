@@ -1,0 +1,100 @@
+"""The names of torch that are not public: all that this package uses stand here, and are looked up at its import.
+
+What comes from torch.fx.experimental, torch.utils._pytree and torch._guards is of this kind, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+_missing: list[str] = []
+
+
+def _private(path: str) -> Any:
+    """What torch has under a dotted path, a module of its own included."""
+    try:
+        return functools.reduce(getattr, path.split(".")[1:], torch)
+    except AttributeError:
+        pass
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        _missing.append(path)
+        return None
+
+
+def _cuda_private(path: str) -> Any:
+    """The same for a name that builds for the CPU may lack; nothing asks for it there."""
+    return _private(path) if torch.version.cuda is not None else None
+
+
+# ---- tensors and their storages ----
+
+TensorBase: Any = _private("torch._C.TensorBase")
+make_subclass = _private("torch.Tensor._make_subclass")
+make_wrapper_subclass = _private("torch.Tensor._make_wrapper_subclass")
+swap_tensor_impl = _private("torch._C._swap_tensor_impl")
+has_storage = _private("torch._C._has_storage")
+storage_address = _private("torch._C._storage_address")
+storage_use_count = _private("torch._C._storage_Use_Count")
+storage_from_address = _private("torch._C._construct_storage_from_data_pointer")
+refuse_writing = _private("torch._C._set_throw_on_mutable_data_ptr")
+refuse_access = _cuda_private("torch._C._set_storage_data_ptr_access_error_msg")
+
+# ---- dispatch ----
+
+DispatchKey: Any = _private("torch._C.DispatchKey")
+DispatchKeySet: Any = _private("torch._C.DispatchKeySet")
+ExcludeDispatchKeyGuard: Any = _private("torch._C._ExcludeDispatchKeyGuard")
+DispatchModeKey: Any = _private("torch._C._TorchDispatchModeKey")
+dispatch_key = _private("torch._C._dispatch_key_parse")
+dispatch_keys = _private("torch._C._dispatch_keys")
+dispatch_mode = _private("torch._C._get_dispatch_mode")
+dispatch_mode_count = _private("torch._C._len_torch_dispatch_stack")
+has_backend_fallback = _private("torch._C._dispatch_has_backend_fallback")
+all_operator_names = _private("torch._C._dispatch_get_all_op_names")
+DisableTorchFunctionSubclass: Any = _private("torch._C.DisableTorchFunctionSubclass")
+disabled_torch_function = _private("torch._C._disabled_torch_function_impl")
+
+# ---- tracing, scripting, autograd ----
+
+tracing_state = _private("torch._C._get_tracing_state")
+detect_fake_mode = _private("torch._guards.detect_fake_mode")
+proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
+get_proxy_mode = _private("torch.fx.experimental.proxy_tensor.get_proxy_mode")
+META_CONVERTER = (
+    "torch._subclasses.meta_utils"  # the module that asks for addresses to make fake tensors
+)
+register_builtin = _private("torch.jit._builtins._register_builtin")
+execution_engine: Any = _private("torch.autograd.Variable._execution_engine")
+device_constructors = _private("torch.utils._device._device_constructors")
+
+# ---- trees of values, modules, processes ----
+
+tree_flatten = _private("torch.utils._pytree.tree_flatten")
+tree_map = _private("torch.utils._pytree.tree_map")
+tree_unflatten = _private("torch.utils._pytree.tree_unflatten")
+BatchNormBase: Any = _private("torch.nn.modules.batchnorm._NormBase")
+set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg_timeout")
+
+# ---- CUDA ----
+
+current_raw_stream = _cuda_private("torch._C._cuda_getCurrentRawStream")
+begin_allocate_to_pool = _cuda_private("torch._C._cuda_beginAllocateToPool")
+end_allocate_to_pool = _cuda_private("torch._C._cuda_endAllocateToPool")
+release_pool = _cuda_private("torch._C._cuda_releasePool")
+is_history_enabled = _cuda_private("torch._C._cuda_isHistoryEnabled")
+record_memory_history = _cuda_private("torch.cuda.memory._record_memory_history")
+memory_snapshot = _cuda_private("torch.cuda.memory._snapshot")
+driver_version = _cuda_private("torch._C._cuda_getDriverVersion")
+
+if _missing:
+    raise ImportError(
+        f"torch {torch.__version__} lacks {', '.join(_missing)}, by which gemini_strategy manages parameters: install "
+        "another torch (2.11 has them)"
+    )

@@ -1,0 +1,88 @@
+"""The house rules of Python: torch's private names stand in one place, and no function is too long to be read."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "gemini_strategy"
+PY_FILES = sorted(PACKAGE.rglob("*.py")) + [ROOT / "setup.py"]
+
+# What torch's modules are called where they are imported.
+TORCH = {"torch", "nn", "dist"}
+# Modules of torch whose names are not public, besides those that begin with an underscore.
+NOT_PUBLIC = ("torch.fx.experimental",)
+LINES = 80  # of a function's statements, without its arguments and its docstring
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def is_private(dotted: str) -> bool:
+    parts = dotted.split(".")
+    hidden = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return hidden or dotted.startswith(NOT_PUBLIC)
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as text; "" for what is no chain of names."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def torch_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that a file asks of torch by name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            if dotted(node).partition(".")[0] in TORCH:
+                yield node.lineno, dotted(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if (start + alias.name).startswith("torch."):
+                    yield node.lineno, start + alias.name
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name)
+def test_private_names_of_torch_have_one_home(path: Path) -> None:
+    found = [f"{line}: {what}" for line, what in torch_names(path) if is_private(what)]
+    assert not found or path == PACKAGE / "_torch.py", f"{name(path)}: {found}"
+
+
+def test_a_torch_without_a_name_is_refused_by_both() -> None:
+    program = """
+import torch
+del torch._C._storage_address, torch._C._dispatch_keys
+try:
+    import gemini_strategy
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    text = done.stdout
+    assert "lacks torch._C._storage_address, torch._C._dispatch_keys" in text
+    assert text.startswith("torch 2.")
+
+
+def statements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement after the docstring to the last one."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("path", PY_FILES, ids=name)
+def test_no_function_is_long(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = statements(node)
+            assert lines <= LINES, f"{name(path)}:{node.lineno}: {node.name} has {lines} lines"
