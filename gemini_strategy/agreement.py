@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import operator
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -351,8 +353,8 @@ def unit_names(engine: Engine) -> Callable[[str], str]:
     return named
 
 
-def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> None:
-    """check_step, and the step would do the same on every rank."""
+def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> list[Slot]:
+    """check_step, and the step would do the same on every rank; gives what a tensor shows on some rank."""
     fields = {
         f"the hyperparameters of param group {number}": [
             *managed.hyperparameters(group),
@@ -362,11 +364,17 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
     }
     fields["the clip factor"] = [engine._clip_factor]
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
+    has_leases = engine.core.stats()["leases"] > 0
+    leased = [s.id for s in engine._slots if has_leases and engine.core.is_leased(s.id)]
+    fields["shown"] = sum(1 << number for number in leased)
     try:
-        check_same(check_step(engine, what, present, fields))
+        everyone = check_step(engine, what, present, fields)
+        shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])
+        check_same(everyone)
     except GeminiError as error:
         if engine.ending.give_up() is None:
             raise
         text = f"{error}; weights had been updated inside backward: {WAY_OUT}"
         engine.ranks.abort(text)
         raise type(error)(text) from error
+    return [slot for slot in engine._slots if shown >> slot.id & 1]

@@ -426,8 +426,10 @@ class Engine(Reporting):
                 loss = closure()
         self.recover()
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
+        shown: list[Slot] = []
         if self.ranks.size > 1:
-            agreement.check_hyperparameters(self, "optimizer step", [slot for slot, _ in work])
+            present = [slot for slot, _ in work]
+            shown = agreement.check_hyperparameters(self, "optimizer step", present)
         if not work:
             self.ending.give_up()
             return loss
@@ -451,6 +453,8 @@ class Engine(Reporting):
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
             # torch's get_state_dict() makes such a step behind the model's state dict.
             slot.note_change(is_same=float(group["lr"]) == 0.0)
+        for slot in shown if self.ranks.shard.size > 1 else ():
+            slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
         if self.scaler is not None:
             self.scaler.update(False)
         self._clip_factor = 1.0

@@ -419,6 +419,16 @@ static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_a
     return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
 }
 
+static PyObject *core_is_leased(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || gm_py_parse_numbers("is_leased", args, n_args, 1, v) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(gm_engine_is_leased(engine, (uint32_t)v[0]));
+}
+
 /* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
 static PyObject *core_chaos_faults(core *self, PyObject *unused)
 {
@@ -578,6 +588,7 @@ static PyMethodDef core_methods[] = {
     METHOD("part", core_part, METH_FASTCALL,
            "part(param) -> (first, n), the elements in this rank's shard"),
     METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
+    METHOD("is_leased", core_is_leased, METH_FASTCALL, "is_leased(param) -> bool"),
     METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
     METHOD("grad_sumsq", gm_py_grad_sumsq, METH_VARARGS,
            "grad_sumsq(params, stream) -> (sum, n_nonfinite)"),

@@ -56,6 +56,17 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
     pthread_mutex_unlock(&engine->lock);
 }
 
+bool gm_engine_is_leased(gm_engine *engine, uint32_t id)
+{
+    bool is_leased = false;
+    pthread_mutex_lock(&engine->lock);
+    for (const gm_lease *lease = engine->leases; lease && !is_leased; lease = lease->next) {
+        is_leased = lease->param == id && lease->is_pinned && !atomic_load(&lease->is_ended);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return is_leased;
+}
+
 void gm_engine_lock(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);

@@ -72,6 +72,7 @@ def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Pa
                 "peeks",
                 "bare",
                 "counts",
+                "keeps",
                 "shared",
             )
             + ("tied", "frozen")
@@ -92,6 +93,8 @@ def _parts(draw: random.Random, width: int, is_reentrant: bool) -> tuple[list[Pa
             made, first = f"Bare(W, {sizes})", f"p{i}.parts.1"
         elif kind == "counts":
             made = "Counts(W)"
+        elif kind == "keeps":
+            made = "Keeps(W)"
         elif kind == "shared" and linears:
             parts.append(Part("", f"h = torch.tanh(self.p{draw.choice(linears)}(h))"))
             continue
@@ -220,6 +223,8 @@ AVERAGES = (
 )
 
 KEPT = (
+    """
+run.see(*(view.clone() for m in run.model.modules() for view in getattr(m, 'views', ())))""",
     """
 if 'view' in run.kept:
     run.see(run.kept['view'].clone())""",

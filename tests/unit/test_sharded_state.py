@@ -159,6 +159,49 @@ def test_entries_that_are_kept(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_kept_entries))
 
 
+class Keeps(nn.Linear):
+    """Keeps what it sees of its weight in its first forward; rank 1 drops it again."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 24)
+        self.views: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.views = self.views or [self.weight.detach(), self.weight.data[3]]
+        return super().forward(x)
+
+
+def check_views_that_units_keep(rank: int, size: int) -> None:
+    """A tensor that shows a weight shows the new one after a step, on whichever ranks there is one."""
+
+    def run(is_managed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(Keeps(), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 4))
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        how = {"device": "cpu", "timeout": PATIENT, "chunk_size": 1024, "device_budget": 40_000}
+        engine = gs.manage(model, optimizer, **how) if is_managed else None
+        seen = []
+        for i in range(4):
+            loss = model(torch.randn(5, 24)).square().mean()
+            loss.backward() if engine is None else engine.backward(loss)
+            if rank == 1 and size == 2:
+                model[0].views.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [view.clone() for view in model[0].views]
+            if i == 2:
+                model[0].views.clear()
+        return seen
+
+    for got, want in zip(run(True), run(False), strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("size", (1, 2, 4))  # the mean of three equal gradients is rounded
+def test_views_that_units_keep(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, tmp_path, check_views_that_units_keep))
+
+
 def check_distributed_checkpoint(rank: int, size: int, folder: str) -> None:
     """Two ranks write with torch.distributed.checkpoint, another number reads."""
     for precision in ("bf16-true", "32-true"):
