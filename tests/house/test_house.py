@@ -123,6 +123,19 @@ def test_calls_have_no_circles() -> None:
     assert not found, " calls ".join(map(name, found))
 
 
+def test_parts_of_the_engine_are_written_by_their_own_file() -> None:
+    """`engine->pass.tick` is written in pass.c alone; others read it, or call what pass.c offers."""
+    part = r"engine->(\w+)\.\w+(?:\.\w+)*"
+    writes = rf"{part}\s*(?:[-+|&^]?=(?!=)|\+\+|--)|(?:\+\+|--){part}|atomic_(?:store|fetch_\w+|init)\(&{part}"
+    written = set()
+    for path in sorted((CSRC / "engine").glob("*.c")):
+        for found in re.finditer(writes, code(path)):
+            owner = next(filter(None, found.groups()))
+            assert owner == path.stem, f"{name(path)} writes: {found.group()}"
+            written.add(owner)
+    assert len(written) > 10
+
+
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_foreign_headers_have_one_home(path: Path) -> None:
     foreign = includes(path)[1]
