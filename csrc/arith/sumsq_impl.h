@@ -1,5 +1,5 @@
 /* sumsq_impl.h - the accumulator that the exact sum of squares uses while it runs.  Private to
- * sumsq.c and its vector form.
+ * sumsq_acc.c, sumsq.c and the vector form.
  *
  * The same fixed point as gm_sumsq (bit 0 weighs 2^-298), but with signed limbs, so that a rounded
  * part may be corrected downwards later. */
@@ -19,6 +19,8 @@ typedef struct gm_sumsq_acc {
 
 /* Adds value * 2^(position - 298), or subtracts it. */
 void gm_sumsq_deposit(gm_sumsq_acc *acc, unsigned position, uint64_t value, bool negative);
+/* Carries go on to the next limbs. */
+void gm_sumsq_settle(gm_sumsq_acc *acc);
 /* Elements [begin, end) into *acc, one at a time; any values; the reference. */
 void gm_sumsq_block_scalar(const void *data, gm_dtype dtype, size_t begin, size_t end,
                            gm_sumsq_acc *acc);

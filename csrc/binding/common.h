@@ -1,4 +1,4 @@
-/* common.h - what the binding files (py_*.c) share: the limited API, one translator from status
+/* common.h - what the binding files share: the limited API, one translator from status
  * to exception, and the method tables that module.c adds to the module `gemini_strategy._C`.
  * The binding holds no policy: parse arguments, call plain C, translate the result. */
 #ifndef GM_PY_COMMON_H
@@ -12,6 +12,7 @@
 
 /* Sets the Python exception for a failed status (text of gm_last_error()) and returns NULL. */
 PyObject *gm_py_raise(gm_status status);
+int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
 struct gm_workers;
 struct gm_workers *gm_py_workers(void);

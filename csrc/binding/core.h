@@ -1,4 +1,4 @@
-/* core.h - the Python type Core, for the py_*.c files that implement its methods. */
+/* core.h - the Python type Core, for the files that implement its methods. */
 #ifndef GM_PY_CORE_H
 #define GM_PY_CORE_H
 
@@ -25,6 +25,7 @@ typedef struct core {
     uint32_t n_params;
 } core;
 
+extern PyTypeObject *gm_py_core_type;   /* engine.c makes it */
 gm_engine *gm_py_engine_of(core *self); /* NULL with an exception after close() */
 /* A sequence of non-negative integers; *out has room for one more than *out_n. */
 int gm_py_parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n);

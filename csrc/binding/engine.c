@@ -25,31 +25,6 @@ static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
     return is_full ? gm_engine_shed(context, bytes) : gm_engine_reserve(context, bytes);
 }
 
-static PyTypeObject *core_type;
-
-gm_engine *gm_py_engine_of(core *self)
-{
-    if (!self->engine) {
-        (void)GM_FAIL(GM_ERR_STATE, "this engine is closed: call gemini_strategy.manage() again");
-        gm_py_raise(GM_ERR_STATE);
-    }
-    return self->engine;
-}
-
-bool gm_py_core_is_closed(PyObject *object)
-{
-    return !object || Py_TYPE(object) != core_type || !((core *)object)->engine;
-}
-
-gm_engine *gm_py_core_engine(PyObject *object)
-{
-    if (!object || Py_TYPE(object) != core_type) {
-        PyErr_SetString(PyExc_TypeError, "a Core is wanted");
-        return NULL;
-    }
-    return gm_py_engine_of((core *)object);
-}
-
 /* ---- construction ---- */
 
 /* params: sequence of (numel, weight_bytes, format, has_low, has_moments, has_grad). */
@@ -87,32 +62,6 @@ static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
     }
     *out_n = (uint32_t)n;
     return params;
-}
-
-/* A sequence of non-negative integers; *out has room for one more than *out_n. */
-int gm_py_parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n)
-{
-    Py_ssize_t n = PySequence_Size(sequence);
-    uint32_t *ids = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *ids);
-    if (!ids) {
-        if (n >= 0) {
-            PyErr_NoMemory();
-        }
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned long id = item ? PyLong_AsUnsignedLong(item) : 0;
-        Py_XDECREF(item);
-        if (!item || PyErr_Occurred()) {
-            free(ids);
-            return -1;
-        }
-        ids[i] = (uint32_t)id;
-    }
-    *out = ids;
-    *out_n = (uint32_t)n;
-    return 0;
 }
 
 static gm_status make_engine(core *self, gm_engine_options *options, int ordinal,
@@ -290,30 +239,6 @@ static void core_dealloc(core *self)
 }
 
 /* ---- calls with integer arguments ---- */
-
-int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
-                        Py_ssize_t n_wanted, unsigned long long *out)
-{
-    if (n_args != n_wanted) {
-        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, n_wanted, n_args);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n_args; i++) {
-        out[i] = PyLong_AsUnsignedLongLong(args[i]);
-        if (out[i] == (unsigned long long)-1 && PyErr_Occurred()) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-PyObject *gm_py_finish(gm_status status)
-{
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    Py_RETURN_NONE;
-}
 
 /* Calls that take only numbers: parsed, called without the GIL, translated. */
 typedef gm_status (*number_call)(gm_engine *engine, const unsigned long long *v);
@@ -655,8 +580,9 @@ static PyType_Spec core_spec = {
 
 int gm_py_engine_init(PyObject *module)
 {
-    core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
-    if (!core_type || PyModule_AddObjectRef(module, "Core", (PyObject *)core_type) < 0 ||
+    gm_py_core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
+    if (!gm_py_core_type ||
+        PyModule_AddObjectRef(module, "Core", (PyObject *)gm_py_core_type) < 0 ||
         PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;
     }

@@ -14,6 +14,8 @@
 #include "base/topology.h"
 #include "base/workers.h"
 
+static gm_workers *shared_workers; /* see gm_py_workers */
+
 static pthread_mutex_t share_lock = PTHREAD_MUTEX_INITIALIZER;
 static unsigned *share_cores; /* NULL: any */
 static size_t n_share_cores;
@@ -26,6 +28,17 @@ gm_status gm_py_workers_new(unsigned n_threads, gm_workers **out)
         gm_workers_new_on(share_cores, n_share_cores, n_threads ? n_threads : share_threads, out);
     pthread_mutex_unlock(&share_lock);
     return status;
+}
+
+gm_workers *gm_py_workers(void)
+{
+    if (!shared_workers) {
+        gm_status status = gm_py_workers_new(0, &shared_workers);
+        if (status != GM_OK) {
+            gm_py_raise(status);
+        }
+    }
+    return shared_workers;
 }
 
 /* ---- sequences ---- */

@@ -56,6 +56,20 @@ int gm_py_net_stream(gm_py_net *net, gm_stream *out)
     return gm_py_stream(net->ordinal, out);
 }
 
+/* Changes of the weight that a graph built before must not survive. */
+static int changes_of(const gm_py_slot *slot, long long *out)
+{
+    gm_py_net *net = (gm_py_net *)slot->net;
+    if (gm_py_version(slot->parameter, out) < 0) {
+        return -1;
+    }
+    if (net && (PyObject *)net != Py_None &&
+        !gm_py_net_is_closed(net)) { /* updates in a backward */
+        *out += (long long)gm_engine_n_immediate(gm_py_net_engine(net), (uint32_t)slot->id);
+    }
+    return 0;
+}
+
 /* Of the slots, the last that begins at or before `address`, which is within the weights. */
 static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
 {
@@ -211,7 +225,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
         is_checked = is_ok ? is_of_parameter(slot, tensor) : -1;
     }
     self->is_checked = is_checked > 0;
-    if (!is_ok || is_checked < 0 || (self->is_checked && gm_py_changes(slot, &self->version) < 0)) {
+    if (!is_ok || is_checked < 0 || (self->is_checked && changes_of(slot, &self->version) < 0)) {
         Py_DECREF((PyObject *)self);
         return NULL;
     }
@@ -381,7 +395,7 @@ static PyObject *unpack(gm_py_net *net, const saved *self)
     }
     long long now = self->version;
     if (self->kind == SAVED_TOKEN) {
-        if (self->is_checked && gm_py_changes((gm_py_slot *)self->owner, &now) < 0) {
+        if (self->is_checked && changes_of((gm_py_slot *)self->owner, &now) < 0) {
             return NULL;
         }
     } else if (self->version >= 0 && gm_py_version(self->tensor, &now) < 0) {

@@ -1,4 +1,4 @@
-/* unit.h - what unit.c, slot.c and net.c share: slots, the net that catches what autograd saves, and the
+/* unit.h - what torch.c, slot.c, net.c, grad.c and unit.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
  * functions of torch that both call for every unit and every backward node.
  *
  * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
@@ -51,11 +51,9 @@ int gm_py_node_key(
     long long *out); /* the running node's place in its thread's order; -1: outside backward */
 bool gm_py_is_checkpoint(PyObject *pack); /* a hook of torch's checkpointing */
 int gm_py_stream(int ordinal,
-                 gm_stream *out); /* torch's current one on a GPU; 0 on the host device */
-int gm_py_task(long long *out);   /* the graph task that runs */
-/* Changes of the weight that a graph built before must not survive. */
-int gm_py_changes(const gm_py_slot *slot, long long *out);
-int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */
+                 gm_stream *out);      /* torch's current one on a GPU; 0 on the host device */
+int gm_py_task(long long *out);        /* the graph task that runs */
+int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
 int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `shown` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
@@ -79,6 +77,7 @@ int gm_py_net_settle(gm_py_net *net);
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
+int gm_py_grad_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 

@@ -30,7 +30,7 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
     const gm_param *p = &engine->params[id];
     GM_TRY(check_field(p, id, field));
     GM_TRY(gm_call_begin(engine));
-    engine->window.is_spoiled = true; /* the host waits */
+    gm_window_spoil(engine); /* the host waits */
     gm_status status = check_grad(p, id, field);
     status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
     if (status == GM_OK && field != GM_FIELD_GRAD) {

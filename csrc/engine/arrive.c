@@ -9,13 +9,13 @@
 static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
 {
     gm_chunk_state *chunk = &engine->chunk_states[p->place.chunk];
-    if (chunk->arrival != engine->n_passes) {
-        chunk->arrival = engine->n_passes;
+    if (chunk->arrival != engine->pass.n) {
+        chunk->arrival = engine->pass.n;
         chunk->n_arrived = 0;
     }
-    bool is_repeated = p->arrival == engine->n_passes;
-    engine->has_repeats |= is_repeated;
-    p->arrival = engine->n_passes;
+    bool is_repeated = p->arrival == engine->pass.n;
+    engine->arrive.has_repeats |= is_repeated;
+    p->arrival = engine->pass.n;
     chunk->n_arrived += !is_repeated;
     p->has_grad = true;
     *out_complete = !is_repeated && chunk->n_arrived == chunk->n_params;
@@ -34,11 +34,11 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
     }
     gm_update_make_pending(engine, chunk);
     state->version++;
-    state->updated = engine->n_passes;
+    state->updated = engine->pass.n;
     atomic_fetch_add(&state->n_immediate, 1);
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
-    if (!engine
-             ->is_following) { /* else the plan has just issued it, or wants it under the next forward */
+    /* Else the plan has just issued it, or wants it under the next forward. */
+    if (!engine->pass.is_following) {
         GM_TRY(gm_update_issue(engine, chunk));
     }
     for (uint32_t i = 0; i < state->n_params; i++) {
@@ -113,7 +113,7 @@ gm_status gm_engine_catch_up(gm_engine *engine)
     GM_TRY(gm_call_begin(engine));
     gm_status status = gm_gradient_reduce_all(engine);
     if (status == GM_OK && gm_has_ranks(engine) && engine->device->is_host) {
-        status = engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+        status = engine->device->ops->stream_sync(engine->device, engine->ranks.stream);
         status = status == GM_OK ? gm_ranks_check(engine) : status;
     }
     return gm_call_end(engine, status);
@@ -134,7 +134,7 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
     gm_device *device = engine->device;
     uint32_t chunk = p->place.chunk;
     gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
-    gm_sumsq *sum = &engine->sums[p - engine->params];
+    gm_sumsq *sum = &engine->sums.there[p - engine->params];
     GM_TRY(gm_chunks_begin_read(engine->chunks, chunk, GM_GRAD, stream));
     const void *data = (const void *)(gm_chunks_address(engine->chunks, chunk, GM_GRAD) +
                                       p->part_offset * gm_dtype_bytes(dtype));
@@ -149,7 +149,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
 {
     gm_device *device = engine->device;
     memset(out, 0, sizeof *out);
-    engine->wants_sums = true;
+    engine->arrive.wants_sums = true;
     GM_TRY(gm_gradient_reduce_all(engine));
     bool has_sums = false;
     for (uint32_t i = 0; i < n; i++) {
@@ -171,8 +171,8 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
         has_sums |= p->has_sum;
     }
     if (has_sums && !device->is_host) {
-        GM_TRY(device->ops->copy_d2h(device, engine->sums_home, (uintptr_t)engine->sums,
-                                     engine->n_params * sizeof *engine->sums, stream));
+        GM_TRY(device->ops->copy_d2h(device, engine->sums.home, (uintptr_t)engine->sums.there,
+                                     engine->n_params * sizeof *engine->sums.there, stream));
         GM_TRY(device->ops->stream_sync(device, stream));
     } else if (has_sums) {
         GM_TRY(device->ops->stream_sync(device, stream));
@@ -183,7 +183,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
             continue;
         }
         if (p->has_sum) {
-            gm_sumsq_merge(out, &engine->sums_home[params[i]]);
+            gm_sumsq_merge(out, &engine->sums.home[params[i]]);
             continue;
         }
         uint32_t chunk = p->place.chunk;

@@ -4,44 +4,24 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static gm_status free_ended(gm_engine *engine)
-{
-    gm_lease **link = &engine->leases;
-    while (*link) {
-        gm_lease *lease = *link;
-        engine->n_leases_walked++;
-        if (!atomic_load(&lease->is_ended)) {
-            link = &lease->next;
-            continue;
-        }
-        uint32_t chunk = engine->params[lease->param].place.chunk;
-        if (gm_watch_is_on(lease)) {
-            GM_TRY(gm_watch_look(engine, lease));
-        }
-        gm_watch_note_use(engine, lease);
-        bool was_pinned = lease->is_pinned;
-        gm_stream stream = lease->stream;
-        *link = lease->next;
-        free(lease->old);
-        free(lease);
-        if (was_pinned) {
-            GM_TRY(gm_weights_unpin(engine, chunk, stream, false));
-        }
-    }
-    return GM_OK;
-}
-
 /* Every call asks; every parameter's storage is a lease: they are walked only after one has ended. */
-static gm_status process_ended_leases(gm_engine *engine)
+static gm_status free_ended_leases(gm_engine *engine)
 {
-    if (!atomic_load(&engine->has_ended_lease)) {
-        return GM_OK;
+    gm_status status = GM_OK;
+    gm_lease *lease, **at = gm_watch_first_ended(engine);
+    while (status == GM_OK && at) {
+        status = gm_watch_next_ended(engine, &at, &lease);
+        if (status == GM_OK && lease) {
+            uint32_t chunk = engine->params[lease->param].place.chunk;
+            bool was_pinned = lease->is_pinned;
+            gm_stream stream = lease->stream;
+            free(lease->old);
+            free(lease);
+            status = was_pinned ? gm_weights_unpin(engine, chunk, stream, false) : GM_OK;
+        }
     }
-    atomic_store(&engine->has_ended_lease,
-                 false); /* first: one that ends meanwhile is seen later */
-    gm_status status = free_ended(engine);
     if (status != GM_OK) {
-        atomic_store(&engine->has_ended_lease, true);
+        gm_watch_note_ended(engine);
     }
     return status;
 }
@@ -54,7 +34,7 @@ static gm_status fail_dead(const gm_engine *engine)
 /* A host update that has failed on its stream closes the engine, too. */
 static void notice_failed_update(gm_engine *engine)
 {
-    gm_status async = (gm_status)atomic_load(&engine->async_status);
+    gm_status async = (gm_status)atomic_load(&engine->update.async_status);
     if (async != GM_OK && engine->dead == GM_OK) {
         (void)gm_engine_die(engine, GM_FAIL(async, "an update on the host failed"));
     }
@@ -64,11 +44,18 @@ gm_status gm_call_begin(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     notice_failed_update(engine);
-    gm_status status = engine->dead == GM_OK ? process_ended_leases(engine) : fail_dead(engine);
+    gm_status status = engine->dead == GM_OK ? free_ended_leases(engine) : fail_dead(engine);
     if (status != GM_OK) {
         pthread_mutex_unlock(&engine->lock);
     }
     return status;
+}
+
+gm_status gm_call_begin_on(gm_engine *engine, gm_stream stream)
+{
+    GM_TRY(gm_call_begin(engine));
+    engine->call.stream = stream;
+    return GM_OK;
 }
 
 gm_status gm_call_end(gm_engine *engine, gm_status status)
@@ -88,8 +75,7 @@ bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
     if (was_dead) {
         snprintf(text, size, "%s", engine->dead_text);
         gm_update_forget_all(engine);
-        atomic_store(&engine->async_status, GM_OK); /* also of what ended just now */
-        engine->dead = GM_OK;
+        gm_engine_revive(engine);
     }
     pthread_mutex_unlock(&engine->lock);
     return was_dead;

@@ -28,14 +28,14 @@ static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
 /* Whatever tensors may read is pinned: what was touched, and what leases show. */
 static gm_status check_pins(const gm_engine *engine)
 {
-    for (uint32_t i = 0; i < engine->n_touched; i++) {
-        uint32_t chunk = engine->touched[i];
-        if (!engine->is_touched[chunk] ||
+    for (uint32_t i = 0; i < engine->unit.n_touched; i++) {
+        uint32_t chunk = engine->unit.touched[i];
+        if (!engine->unit.is_touched[chunk] ||
             gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
             return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
         }
     }
-    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+    for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         uint32_t chunk = engine->params[lease->param].place.chunk;
         if (lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
             return GM_FAIL(GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
@@ -51,11 +51,11 @@ gm_status gm_check_state(const gm_engine *engine)
         GM_TRY(check_counts(engine, chunk));
         n_pending += engine->chunk_states[chunk].is_pending;
     }
-    if (n_pending != engine->n_pending) {
+    if (n_pending != engine->update.n_pending) {
         return GM_FAIL(GM_ERR_STATE, "%u updates are pending, %u counted", n_pending,
-                       engine->n_pending);
+                       engine->update.n_pending);
     }
-    if ((engine->plan != NULL) != gm_chunks_has_placement(engine->chunks)) {
+    if ((engine->room.plan != NULL) != gm_chunks_has_placement(engine->chunks)) {
         return GM_FAIL(GM_ERR_STATE, "a plan without its places, or places without a plan");
     }
     GM_TRY(check_pins(engine));

@@ -89,3 +89,8 @@ gm_status gm_engine_die(gm_engine *engine, gm_status status)
     snprintf(engine->dead_text, sizeof engine->dead_text, "%s", gm_last_error());
     return status;
 }
+
+void gm_engine_revive(gm_engine *engine)
+{
+    engine->dead = GM_OK;
+}

@@ -1,7 +1,7 @@
 /* engine_impl.h - what the engine's files share: its body and the helpers that each offers the others.
  * Everything here expects the engine's lock to be held.
  *
- * Above the length budget because the engine is one state that seven files work on. */
+ * Above the length budget because the engine is one state behind one lock. */
 #ifndef GM_ENGINE_IMPL_H
 #define GM_ENGINE_IMPL_H
 
@@ -73,16 +73,29 @@ typedef struct gm_chunk_state {
     gm_task task[2];
 } gm_chunk_state;
 
-/* What happened since the last step, for the next plan. */
-typedef struct gm_runs {
-    uint32_t trace[GM_TRACES_KEPT];
-    uint64_t hash[GM_TRACES_KEPT];
-    uint32_t count[GM_TRACES_KEPT];
-    uint32_t n;
-} gm_runs;
+/* ---- what each file has of its own: no other file writes it (tests/house) ---- */
+
+/* The small numbers on the device (sums.c). */
+typedef struct gm_sums {
+    gm_sumsq *there; /* (n_params + 1 + GM_AGREE_SUMS,) device memory; the n_params'th is scratch */
+    gm_sumsq *home;  /* the same, pinned host memory */
+    gm_block *blocks;
+    size_t n_blocks;
+} gm_sums;
+
+typedef struct gm_ranks {
+    gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
+    uint32_t n_shards, rank, n_replicas;
+    gm_stream stream;   /* of every collective */
+    gm_event wished[2]; /* of the last two wishes */
+    uint64_t n_wishes;
+} gm_ranks;
 
 /* Steps under a plan that are timed; see window.c. */
 typedef struct gm_window {
+    gm_rates rates; /* as measured at start-up, and by steps since */
+    gm_tuner tuner;
+    bool is_tuned;                 /* steps correct the rates */
     gm_event begin, end;           /* 0: not yet made */
     unsigned n_steps;              /* under the present plan */
     unsigned long long ns, params; /* of updates on the host, before it */
@@ -95,104 +108,152 @@ typedef struct gm_window {
     bool has_said_so;     /* that it is hopeless, where it was judged */
 } gm_window;
 
+typedef struct gm_watch {
+    gm_lease *leases;
+    atomic_bool has_ended; /* one of them may have ended since they were last processed */
+    uint64_t n_walked;     /* looked at for that, so far */
+} gm_watch;
+
+typedef struct gm_room {
+    size_t budget;
+    size_t shed_limit; /* of blocks, until the next plan; SIZE_MAX: none */
+    size_t (*outside_bytes)(void *context);
+    void *outside_context;
+    gm_plan *plan; /* followed; NULL: on demand */
+    bool wants_plan;
+    uint64_t n_plans, n_breaks;
+} gm_room;
+
+typedef struct gm_updates {
+    gm_adam_range *ranges;            /* (2, n_params) behind the tasks */
+    uint32_t n_pending, next_pending; /* chunks pending; where the search for the next one starts */
+    bool is_armed;
+    gm_stream stream, host_stream;
+    atomic_ullong host_ns, host_params; /* of updates on the host, so far */
+    atomic_int async_status;
+} gm_updates;
+
+typedef struct gm_weights {
+    uint64_t n_gathers, gathered_bytes;
+    /* With more ranks than one: the plan that orders collectives.  It is the plan that is followed, unless this rank had
+     * to leave that. */
+    gm_plan *collectives;
+    uint32_t
+        *owners; /* (blocks of that plan,) chunk whose gathered weights are there, or GM_NO_CHUNK */
+} gm_weights;
+
+typedef struct gm_gradients {
+    uint64_t n_reduces, reduced_bytes;
+    size_t unreduced_bytes, unreduced_limit; /* of blocks: now, and at most */
+    uint64_t n_unreduced;                /* chunks so far that gradients have begun to wait in */
+    float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
+} gm_gradients;
+
+typedef struct gm_call {
+    gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
+} gm_call;
+
+/* What happened since the last step, for the next plan. */
+typedef struct gm_runs {
+    uint32_t trace[GM_TRACES_KEPT];
+    uint64_t hash[GM_TRACES_KEPT];
+    uint32_t count[GM_TRACES_KEPT];
+    uint32_t n;
+} gm_runs;
+
+typedef struct gm_plan_inputs {
+    gm_runs runs;
+    double state_share;
+    size_t slack_bytes, outside_peak_bytes;
+} gm_plan_inputs;
+
+typedef struct gm_planner_ranks {
+    uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
+} gm_planner_ranks;
+
+typedef struct gm_pass {
+    gm_book *book;
+    uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
+    bool is_open, is_grad, has_backward, is_following;
+    bool is_refused; /* the last enter or touch found no room for this: */
+    gm_tick_kind refused_kind;
+    uint32_t refused_id;
+    uint32_t next_op; /* of the tick, after one that found no room; GM_NO_OP: all were done */
+    uint32_t first_unit, tick;
+    uint64_t n, waits;
+    uint64_t n_deviations, n_replay_waits;
+} gm_pass;
+
+typedef struct gm_units {
+    uint32_t n_entered;
+    uint32_t *touched;         /* (n_chunks,) pinned by touch */
+    gm_stream *touched_stream; /* (n_chunks,) of each of these pins */
+    uint32_t *touched_tick;    /* (n_chunks,) */
+    uint32_t n_touched;
+    bool *is_touched; /* (n_chunks,) */
+} gm_units;
+
+typedef struct gm_steps {
+    uint64_t n;
+    uint64_t n_calls; /* the same on all ranks, armed or not: for labels */
+    bool wants_immediate;
+} gm_steps;
+
+typedef struct gm_arrivals {
+    bool wants_sums, has_repeats; /* of gradients, for their norm; a gradient came in parts */
+} gm_arrivals;
+
 struct gm_engine {
+    /* Made with the engine (life.c). */
     pthread_mutex_t lock;
     atomic_uint references;
     gm_device *device;
     gm_workers *workers;
     gm_layout *layout;
     gm_chunks *chunks;
-    gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
-    uint32_t n_shards, rank, n_replicas;
-    gm_piece shown;        /* what tensors show: GM_WEIGHT or GM_GATHERED */
-    gm_stream comm_stream; /* of every collective */
-    uint64_t gathers, reduces, gathered_bytes, reduced_bytes;
-    gm_event wished[2]; /* see ranks.c */
-    uint64_t n_wishes;
-    uint64_t common_hash; /* of `collectives` when all ranks had it; one rank's own may follow */
-    size_t unreduced_bytes, unreduced_limit; /* of blocks: now, and at most */
-    uint64_t n_unreduced;                /* chunks so far that gradients have begun to wait in */
-    float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
+    gm_piece shown; /* what tensors show: GM_WEIGHT or GM_GATHERED */
     gm_arena *arena;
     bool is_pinned_arena;
     double arena_seconds; /* that taking and pinning it took */
+    uint8_t *staging;     /* pinned, GM_STAGING_BYTES; NULL on the host device */
     gm_policy policy;
     bool is_grad_f32;
-    size_t budget;
-    size_t shed_limit; /* of blocks, until the next plan; SIZE_MAX: none */
-    size_t (*outside_bytes)(void *context);
-    void *outside_context;
-
     gm_param *params; /* (n_params,) */
     uint32_t n_params;
     uint32_t *unit_chunks; /* chunk ids, unit after unit, each chunk once per unit */
     uint32_t *unit_begin;  /* (n_units + 1,) */
     uint32_t n_units;
-    uint32_t *touched;         /* (n_chunks,) pinned by touch */
-    gm_stream *touched_stream; /* (n_chunks,) of each of these pins */
-    uint32_t *touched_tick;    /* (n_chunks,) */
-    uint32_t n_touched;
-    bool *is_touched; /* (n_chunks,) */
-    gm_lease *leases;
-    atomic_bool has_ended_lease; /* one of them may have ended since they were last processed */
-    uint64_t n_leases_walked;    /* looked at for that, so far */
+    gm_chunk_state *chunk_states; /* (n_chunks,) */
+    uint32_t *chunk_params;       /* (n_params,) chunk after chunk */
 
-    /* the step */
-    gm_chunk_state *chunk_states;     /* (n_chunks,) */
-    uint32_t *chunk_params;           /* (n_params,) chunk after chunk */
-    gm_adam_range *ranges;            /* (2, n_params) behind the tasks */
-    uint32_t n_pending, next_pending; /* chunks pending; where the search for the next one starts */
-    gm_stream update_stream, host_stream;
-    gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
-    uint64_t n_steps;
-    uint64_t n_step_calls; /* the same on all ranks, armed or not: for labels */
-    bool is_armed, wants_immediate, has_repeats;
-    atomic_ullong host_adam_ns, host_adam_params; /* of updates on the host, so far */
-    atomic_int async_status;
-
-    /* gradients and their norm */
-    bool wants_sums;
-    uint8_t *staging; /* pinned, GM_STAGING_BYTES; NULL on the host device */
-    gm_sumsq *sums; /* (n_params + 1 + GM_AGREE_SUMS,) device memory; the n_params'th is scratch */
-    gm_sumsq *sums_home; /* the same, pinned host memory */
-    gm_block *sums_blocks;
-    size_t n_sums_blocks;
-
-    /* passes, traces, the plan */
-    gm_book *book;
-    gm_plan *plan; /* followed; NULL: on demand */
-    /* With more ranks than one: the plan that orders collectives.  It is `plan`, unless this rank had to leave that. */
-    gm_plan *collectives;
-    uint32_t *gathered_owners; /* (blocks of that plan,) chunk, or GM_NO_CHUNK */
-    gm_rates rates;            /* as measured at start-up, and by steps since */
-    gm_tuner tuner;
-    gm_window window;
-    bool is_tuned; /* steps correct the rates */
-    double state_share;
-    size_t slack_bytes, outside_peak_bytes;
-    uint32_t *unit_tick; /* (n_units,) the tick at which the unit was entered last */
-    bool is_pass_open, is_pass_grad, has_pass_backward, is_following;
-    bool is_refused; /* the last enter or touch found no room for this: */
-    gm_tick_kind refused_kind;
-    uint32_t refused_id;
-    uint32_t next_op; /* of the tick, after one that found no room; GM_NO_OP: all were done */
-    uint32_t pass_first_unit, tick, n_entered;
-    uint64_t n_passes, pass_waits;
-    gm_runs runs;
-    bool wants_plan;
-    uint64_t n_plans, n_deviations, n_replay_waits, n_breaks;
-    struct gm_tick_timer *timer; /* see timer.c */
-    struct gm_stage *stage;      /* see stage.c; NULL: no chunk's states are streamed */
-    gm_timeline *timeline;       /* NULL: off */
-
-    gm_status dead; /* GM_OK, or the first error inside a step */
+    gm_status dead; /* engine.c: GM_OK, or the first error inside a step */
     char dead_text[512];
+    gm_timeline *timeline; /* view.c; NULL: off */
+
+    /* Named as the files. */
+    gm_sums sums;
+    struct gm_tick_timer *timer;
+    gm_ranks ranks;
+    gm_window window;
+    struct gm_stage *stage; /* NULL: no chunk's states are streamed */
+    gm_watch watch;
+    gm_room room;
+    gm_updates update;
+    gm_weights weights;
+    gm_gradients gradient;
+    gm_call call;
+    gm_plan_inputs inputs;
+    gm_planner_ranks planner_ranks;
+    gm_pass pass;
+    gm_units unit;
+    gm_steps step;
+    gm_arrivals arrive;
 };
 
 /* With several ranks gradients go through GM_UNREDUCED. */
 static inline bool gm_has_ranks(const gm_engine *engine)
 {
-    return engine->n_shards * engine->n_replicas > 1;
+    return engine->ranks.n_shards * engine->ranks.n_replicas > 1;
 }
 
 static inline gm_dtype gm_grad_dtype(const gm_engine *engine, const gm_engine_param *spec)
@@ -247,9 +308,11 @@ size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
 uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
+void gm_engine_revive(gm_engine *engine);
 
 /* sums.c */
 gm_status gm_sums_new(gm_engine *engine);
+void gm_sums_place_home(gm_engine *engine, void *home); /* gm_sums_bytes() of it */
 void gm_sums_free(gm_engine *engine);
 
 /* timer.c */
@@ -264,6 +327,7 @@ void gm_timer_end(gm_engine *engine, const gm_trace *trace); /* the pass was thi
 bool gm_timer_resolve(gm_engine *engine);
 
 /* ranks.c */
+void gm_ranks_init(gm_engine *engine, const gm_engine_options *options);
 gm_status gm_ranks_new(gm_engine *engine);
 void gm_ranks_free(gm_engine *engine);
 void gm_ranks_leave(gm_engine *engine);
@@ -296,10 +360,13 @@ void gm_stage_free(gm_engine *engine);
 gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* window.c */
+void gm_window_init(gm_engine *engine, const gm_engine_options *options);
 void gm_window_free(gm_engine *engine);
 /* A new plan is followed from here on, or the present one with newer predictions. */
 void gm_window_start(gm_engine *engine);
-void gm_window_watch(gm_engine *engine); /* a step has ended; waits where a window ends */
+void gm_window_watch(gm_engine *engine);      /* a step has ended; waits where a window ends */
+void gm_window_spoil(gm_engine *engine);      /* something else than steps runs now */
+void gm_window_end_asking(gm_engine *engine); /* its plan is made, or there is none */
 /* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
 double gm_window_rate(const gm_engine *engine);
 bool gm_window_has_verdict(const gm_engine *engine); /* there is something to judge */
@@ -335,6 +402,15 @@ gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *o
                              const void *weight, gm_stream stream);
 
 /* watch.c */
+void gm_watch_init(gm_engine *engine);
+void gm_watch_free(gm_engine *engine);
+void gm_watch_add(gm_engine *engine, gm_lease *lease);
+void gm_watch_wait(const gm_engine *engine); /* for what still uses what leases have pinned */
+void gm_watch_note_ended(gm_engine *engine); /* a lease, or more; takes no lock */
+/* Takes those that have ended off the list, one by one, after a last look at what was written: *at begins with
+ * first_ended() and is NULL at the end.  *out: NULL, or the caller's. */
+gm_lease **gm_watch_first_ended(gm_engine *engine);
+gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out);
 bool gm_watch_is_on(const gm_lease *lease);
 bool gm_watch_is_any(const gm_engine *engine);
 gm_status gm_watch_begin(gm_lease *lease, gm_stream stream);
@@ -356,6 +432,13 @@ gm_status gm_spill_write_back(gm_engine *engine, uint32_t chunk); /* pinned, and
 void gm_spill_forget(gm_engine *engine, uint32_t chunk);
 
 /* room.c */
+void gm_room_init(gm_engine *engine, const gm_engine_options *options);
+void gm_room_lift_limit(gm_engine *engine);            /* that shedding has set */
+void gm_room_want_plan(gm_engine *engine, bool wants); /* after this step, if any has wanted it */
+void gm_room_end_wish(gm_engine *engine);
+void gm_room_follow(gm_engine *engine, gm_plan *plan); /* whose places have been adopted */
+void gm_room_set_plan(gm_engine *engine,
+                      gm_plan *plan);          /* the same places and operations; or NULL */
 size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* On demand from here on, with what is resident and the whole budget; waits. */
 gm_status gm_room_drop_plan(gm_engine *engine);
@@ -392,10 +475,11 @@ gm_status gm_weights_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_strea
 gm_status gm_weights_prefetch(gm_engine *engine, uint32_t chunk);
 /* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
 gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan);
+void gm_weights_renew(gm_engine *engine, gm_plan *plan); /* the same places and operations */
 gm_status gm_weights_forget_all(gm_engine *engine);
 
 /* gradient.c */
-void gm_gradient_new(gm_engine *engine);
+void gm_gradient_init(gm_engine *engine);
 void gm_gradient_limit(gm_engine *engine, size_t bytes); /* of unreduced ones */
 /* A gradient of this pass, of this rank. */
 gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
@@ -410,7 +494,8 @@ gm_status gm_gradient_reduce_all(gm_engine *engine);
 gm_status gm_check_state(const gm_engine *engine);
 
 /* call.c */
-gm_status gm_call_begin(gm_engine *engine);                 /* locks; drains ended leases */
+gm_status gm_call_begin(gm_engine *engine); /* locks; drains ended leases */
+gm_status gm_call_begin_on(gm_engine *engine, gm_stream stream);
 gm_status gm_call_end(gm_engine *engine, gm_status status); /* unlocks; passes the status on */
 
 /* inputs.c */
@@ -424,6 +509,9 @@ typedef struct gm_inputs {
     bool has_left;
 } gm_inputs;
 
+void gm_inputs_init(gm_engine *engine, const gm_engine_options *options);
+void gm_inputs_note_run(gm_engine *engine, uint32_t trace); /* a pass has ended */
+void gm_inputs_forget_runs(gm_engine *engine);
 gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in);
 void gm_inputs_free(gm_inputs *in);
 /* Blocks that a plan may have: what the budget and the device leave beside everything else at its peak. */
@@ -446,8 +534,16 @@ void gm_pass_free(gm_engine *engine);
 gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
 gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
 void gm_pass_end(gm_engine *engine);
+/* The tick is recorded; the caller may try again at once, when there is room.  has_tick: what failed came after it. */
+void gm_pass_note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, bool has_tick,
+                          gm_status status);
+void gm_pass_begin_armed(gm_engine *engine); /* the backward's arrivals are counted from here */
 /* Around a call that follows the plan: what it waits for is counted. */
 gm_status gm_pass_begin_call(gm_engine *engine, gm_stream stream);
 gm_status gm_pass_end_call(gm_engine *engine, gm_status status);
+
+/* unit.c */
+gm_status gm_unit_new(gm_engine *engine);
+void gm_unit_free(gm_engine *engine);
 
 #endif

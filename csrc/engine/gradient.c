@@ -82,7 +82,7 @@ static gm_status put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype 
     GM_TRY(is_on_device(engine, chunk, stream, &is_here));
     p->has_sum = false;
     if (is_here) {
-        gm_sumsq *sum = engine->wants_sums ? &engine->sums[p - engine->params] : NULL;
+        gm_sumsq *sum = engine->arrive.wants_sums ? &engine->sums.there[p - engine->params] : NULL;
         GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GRAD, stream));
         args.dst = (void *)(gm_chunks_address(chunks, chunk, GM_GRAD) + offset);
         GM_TRY(device->ops->grad_add(device, &args, sum, stream));
@@ -107,14 +107,15 @@ static void note_held(gm_engine *engine, gm_param *p)
 
 /* ---- several ranks ---- */
 
-void gm_gradient_new(gm_engine *engine)
+void gm_gradient_init(gm_engine *engine)
 {
-    uint32_t n = engine->n_shards * engine->n_replicas;
-    engine->divisor_before = 1;
-    while (2 * engine->divisor_before <= (float)n) {
-        engine->divisor_before *= 2;
+    engine->gradient.unreduced_limit = SIZE_MAX;
+    uint32_t n = engine->ranks.n_shards * engine->ranks.n_replicas;
+    engine->gradient.divisor_before = 1;
+    while (2 * engine->gradient.divisor_before <= (float)n) {
+        engine->gradient.divisor_before *= 2;
     }
-    engine->divisor_after = (float)n / engine->divisor_before;
+    engine->gradient.divisor_after = (float)n / engine->gradient.divisor_before;
 }
 
 void gm_gradient_limit(gm_engine *engine, size_t bytes)
@@ -123,12 +124,12 @@ void gm_gradient_limit(gm_engine *engine, size_t bytes)
         size_t own = gm_engine_piece_blocks(engine, id, GM_UNREDUCED);
         bytes = bytes > own ? bytes : own;
     }
-    engine->unreduced_limit = bytes;
+    engine->gradient.unreduced_limit = bytes;
 }
 
 static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk)
 {
-    engine->unreduced_bytes -= gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    engine->gradient.unreduced_bytes -= gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
     gm_chunks_unpin_ordered(engine->chunks, chunk, GM_UNREDUCED);
     return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
 }
@@ -142,7 +143,7 @@ static gm_status fill_absent(gm_engine *engine, uint32_t chunk, size_t width)
         const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
         if (!p->is_unreduced && p->spec.numel > 0) {
             GM_TRY(engine->device->ops->fill(engine->device, whole + p->place.offset * width, 0,
-                                             p->spec.numel * width, engine->comm_stream));
+                                             p->spec.numel * width, engine->ranks.stream));
         }
     }
     return GM_OK;
@@ -151,7 +152,7 @@ static gm_status fill_absent(gm_engine *engine, uint32_t chunk, size_t width)
 /* The sum over ranks of this rank's shard, in its place. */
 static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine, gm_dtype dtype)
 {
-    gm_stream stream = engine->comm_stream;
+    gm_stream stream = engine->ranks.stream;
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
     gm_ranks_label(engine, GM_FOR_REDUCE, chunk);
     GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
@@ -159,29 +160,29 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
                           gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED), stream);
-    if (engine->n_shards > 1) {
-        GM_TRY(gm_comm_reduce_scatter(engine->shard_comm,
+    if (engine->ranks.n_shards > 1) {
+        GM_TRY(gm_comm_reduce_scatter(engine->ranks.shard_comm,
                                       gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED), numel,
                                       (gm_comm_dtype)dtype, stream));
     }
-    if (engine->n_replicas > 1) {
-        GM_TRY(gm_comm_all_reduce(engine->replica_comm, mine, numel, (gm_comm_dtype)dtype,
+    if (engine->ranks.n_replicas > 1) {
+        GM_TRY(gm_comm_all_reduce(engine->ranks.replica_comm, mine, numel, (gm_comm_dtype)dtype,
                                   GM_COMM_SUM, stream));
     }
     gm_timeline_end(engine->timeline, entry, stream);
-    engine->reduces++;
-    engine->reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
+    engine->gradient.n_reduces++;
+    engine->gradient.reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
     return gm_chunks_end_write(engine->chunks, chunk, GM_UNREDUCED, stream);
 }
 
 static gm_status reduce(gm_engine *engine, uint32_t chunk)
 {
     gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->comm_stream;
+    gm_stream stream = engine->ranks.stream;
     gm_chunk_state *state = &engine->chunk_states[chunk];
     gm_dtype dtype = gm_grad_dtype(engine, gm_chunk_spec(engine, chunk));
     uintptr_t mine = gm_chunks_address(chunks, chunk, GM_UNREDUCED) +
-                     engine->rank * gm_engine_piece_bytes(engine, chunk, GM_GRAD);
+                     engine->ranks.rank * gm_engine_piece_bytes(engine, chunk, GM_GRAD);
     GM_TRY(issue_reduce(engine, chunk, mine, dtype));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_UNREDUCED, stream));
     for (uint32_t i = 0; i < state->n_params; i++) {
@@ -191,10 +192,10 @@ static gm_status reduce(gm_engine *engine, uint32_t chunk)
         }
         if (p->part_numel > 0) {
             GM_TRY(put(engine, p, (const void *)(mine + p->part_offset * gm_dtype_bytes(dtype)),
-                       dtype, engine->divisor_after, stream));
+                       dtype, engine->gradient.divisor_after, stream));
         }
         note_held(engine, p);
-        p->sums = gm_fnv1a(p->sums, engine->reduces);
+        p->sums = gm_fnv1a(p->sums, engine->gradient.n_reduces);
         p->is_unreduced = false;
     }
     state->n_unreduced = 0;
@@ -215,8 +216,8 @@ gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk)
 /* Invariant 5.  Those that have waited longest go first: what they wait for may not come at all. */
 static gm_status make_room_for_unreduced(gm_engine *engine, size_t bytes)
 {
-    while (engine->unreduced_bytes > 0 &&
-           bytes > engine->unreduced_limit - engine->unreduced_bytes) {
+    while (engine->gradient.unreduced_bytes > 0 &&
+           bytes > engine->gradient.unreduced_limit - engine->gradient.unreduced_bytes) {
         uint32_t oldest = GM_NO_CHUNK;
         for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
             const gm_chunk_state *state = &engine->chunk_states[id];
@@ -236,8 +237,8 @@ static gm_status begin_unreduced(gm_engine *engine, uint32_t chunk, gm_stream st
     size_t bytes = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
     GM_TRY(make_room_for_unreduced(engine, bytes));
     GM_TRY(gm_room_pin(engine, chunk, GM_UNREDUCED, stream));
-    engine->unreduced_bytes += bytes;
-    engine->chunk_states[chunk].unreduced_since = engine->n_unreduced++;
+    engine->gradient.unreduced_bytes += bytes;
+    engine->chunk_states[chunk].unreduced_since = engine->gradient.n_unreduced++;
     return GM_OK;
 }
 
@@ -262,7 +263,7 @@ static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *gra
             .src_dtype = dtype,
             .numel = p->spec.numel,
             .accumulate = p->is_unreduced,
-            .divisor = engine->divisor_before,
+            .divisor = engine->gradient.divisor_before,
         };
         status = device->ops->grad_add(device, &args, NULL, stream);
     }

@@ -5,27 +5,57 @@
 
 enum { STAGE_BYTES = 80 << 20 }; /* of the stage, for each chunk that the plan lets pass at once */
 
+void gm_inputs_init(gm_engine *engine, const gm_engine_options *options)
+{
+    engine->inputs.state_share = options->state_share;
+    engine->inputs.slack_bytes = options->slack_bytes;
+}
+
+void gm_inputs_note_run(gm_engine *engine, uint32_t trace)
+{
+    gm_runs *runs = &engine->inputs.runs;
+    uint64_t hash = gm_book_trace(engine->pass.book, trace)->hash;
+    for (uint32_t i = 0; i < runs->n; i++) {
+        if (runs->trace[i] == trace && runs->hash[i] == hash) {
+            runs->count[i]++;
+            return;
+        }
+    }
+    if (runs->n < GM_TRACES_KEPT) {
+        runs->trace[runs->n] = trace;
+        runs->hash[runs->n] = hash;
+        runs->count[runs->n++] = 1;
+    }
+}
+
+void gm_inputs_forget_runs(gm_engine *engine)
+{
+    engine->inputs.runs.n = 0;
+}
+
 size_t gm_inputs_device_bytes(gm_engine *engine)
 {
-    size_t now = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
+    size_t now =
+        engine->room.outside_bytes ? engine->room.outside_bytes(engine->room.outside_context) : 0;
     size_t peak = now, limit = SIZE_MAX, free_bytes, total_bytes;
-    for (uint32_t t = 0; t < gm_book_n_traces(engine->book); t++) {
-        const gm_trace *trace = gm_book_trace(engine->book, t);
+    for (uint32_t t = 0; t < gm_book_n_traces(engine->pass.book); t++) {
+        const gm_trace *trace = gm_book_trace(engine->pass.book, t);
         for (uint32_t i = 0; trace && i < trace->n; i++) {
             peak = trace->ticks[i].outside_bytes > peak ? trace->ticks[i].outside_bytes : peak;
         }
     }
     size_t beside =
-        peak + engine->n_sums_blocks * engine->device->block_bytes + engine->slack_bytes;
-    engine->outside_peak_bytes = beside - engine->slack_bytes;
-    if (engine->budget != SIZE_MAX) {
-        limit = engine->budget > beside ? engine->budget - beside : 0;
+        peak + engine->sums.n_blocks * engine->device->block_bytes + engine->inputs.slack_bytes;
+    engine->inputs.outside_peak_bytes = beside - engine->inputs.slack_bytes;
+    if (engine->room.budget != SIZE_MAX) {
+        limit = engine->room.budget > beside ? engine->room.budget - beside : 0;
     }
     if (!engine->device->is_host &&
         engine->device->ops->memory(engine->device, &free_bytes, &total_bytes) == GM_OK) {
         gm_chunks_stats stats;
         gm_chunks_get_stats(engine->chunks, &stats);
-        size_t room = free_bytes + stats.device_bytes, growth = peak - now + engine->slack_bytes;
+        size_t room = free_bytes + stats.device_bytes,
+               growth = peak - now + engine->inputs.slack_bytes;
         room = room > growth ? room - growth : 0;
         limit = room < limit ? room : limit;
     }
@@ -62,17 +92,17 @@ static gm_status describe_chunks(gm_engine *engine, gm_inputs *in)
 static void list_traces(gm_engine *engine, gm_inputs *in)
 {
     uint32_t n = 0;
-    for (uint32_t i = 0; i < engine->runs.n; i++) {
-        const gm_trace *trace = gm_book_trace(engine->book, engine->runs.trace[i]);
-        if (trace && trace->hash == engine->runs.hash[i]) {
+    for (uint32_t i = 0; i < engine->inputs.runs.n; i++) {
+        const gm_trace *trace = gm_book_trace(engine->pass.book, engine->inputs.runs.trace[i]);
+        if (trace && trace->hash == engine->inputs.runs.hash[i]) {
             in->traces[n] = trace;
-            in->n_runs[n++] = engine->runs.count[i];
+            in->n_runs[n++] = engine->inputs.runs.count[i];
         }
     }
-    bool is_apart = engine->comm_stream && engine->n_shards == 1;
-    for (uint32_t t = 0; !is_apart && t < gm_book_n_traces(engine->book) && n < GM_TRACES_KEPT;
+    bool is_apart = engine->ranks.stream && engine->ranks.n_shards == 1;
+    for (uint32_t t = 0; !is_apart && t < gm_book_n_traces(engine->pass.book) && n < GM_TRACES_KEPT;
          t++) {
-        const gm_trace *trace = gm_book_trace(engine->book, t);
+        const gm_trace *trace = gm_book_trace(engine->pass.book, t);
         bool is_known = !trace || trace->has_backward;
         for (uint32_t i = 0; i < n && !is_known; i++) {
             is_known = in->traces[i] == trace;
@@ -92,14 +122,15 @@ gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in)
     in->plan.unit_chunks = engine->unit_chunks;
     in->plan.unit_begin = engine->unit_begin;
     in->plan.n_units = engine->n_units;
-    in->plan.when = engine->wants_immediate && !engine->has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
+    in->plan.when =
+        engine->step.wants_immediate && !engine->arrive.has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
     in->plan.policy = engine->policy;
     in->plan.block_bytes = engine->device->block_bytes;
     in->plan.stage_blocks = (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /
                                        engine->device->block_bytes);
-    in->plan.state_share = engine->state_share;
-    in->plan.rates = engine->rates;
-    in->plan.n_ranks = engine->n_shards * engine->n_replicas;
+    in->plan.state_share = engine->inputs.state_share;
+    in->plan.rates = engine->window.rates;
+    in->plan.n_ranks = engine->ranks.n_shards * engine->ranks.n_replicas;
     GM_TRY(describe_chunks(engine, in));
     list_traces(engine, in);
     in->plan.device_bytes = gm_inputs_device_bytes(engine);

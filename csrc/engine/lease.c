@@ -24,8 +24,7 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, gm_lease **out)
         return status;
     }
     atomic_fetch_add(&engine->references, 1);
-    lease->next = engine->leases;
-    engine->leases = lease;
+    gm_watch_add(engine, lease);
     *out = lease;
     return gm_call_end(engine, GM_OK);
 }
@@ -37,9 +36,9 @@ static gm_status pin(gm_lease *lease, gm_stream stream)
     bool is_in_use = gm_chunks_pins(engine->chunks, chunk, engine->shown) > 0;
     GM_TRY(gm_update_check_between(engine, chunk));
     GM_TRY(gm_weights_pin(engine, chunk, stream, false));
-    if (engine->is_pass_open) { /* else these are the last pass's ticks */
+    if (engine->pass.is_open) { /* else these are the last pass's ticks */
         lease->tick = engine->chunk_states[chunk].tick;
-        lease->born = is_in_use ? GM_NO_TICK : engine->tick;
+        lease->born = is_in_use ? GM_NO_TICK : engine->pass.tick;
     }
     lease->is_pinned = true;
     lease->stream = stream;
@@ -68,7 +67,7 @@ void gm_lease_end(gm_lease *lease)
 {
     gm_engine *engine = lease->engine; /* the lease may be freed once is_ended shows */
     atomic_store(&lease->is_ended, true);
-    atomic_store(&engine->has_ended_lease, true);
+    gm_watch_note_ended(engine);
     gm_engine_unref(engine);
 }
 

@@ -24,30 +24,21 @@ static void engine_free(gm_engine *engine)
         return;
     }
     if (engine->chunks) { /* nothing that still runs may lose its memory */
-        for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
-            if (lease->is_pinned) {
-                (void)engine->device->ops->stream_sync(engine->device, lease->stream);
-            }
-        }
+        gm_watch_wait(engine);
     }
-    if (engine->comm_stream) { /* collectives write the sums */
-        (void)engine->device->ops->stream_sync(engine->device, engine->comm_stream);
+    if (engine->ranks.stream) { /* collectives write the sums */
+        (void)engine->device->ops->stream_sync(engine->device, engine->ranks.stream);
     }
-    if (engine->chunks && engine->host_stream) { /* tasks read the engine */
-        (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
-        (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
+    if (engine->chunks && engine->update.host_stream) { /* tasks read the engine */
+        (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
+        (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
     }
     gm_chunks_free(engine->chunks);
-    if (engine->collectives != engine->plan) {
-        gm_plan_free(engine->collectives);
+    if (engine->weights.collectives != engine->room.plan) {
+        gm_plan_free(engine->weights.collectives);
     }
-    gm_plan_free(engine->plan);
-    while (engine->leases) {
-        gm_lease *lease = engine->leases;
-        engine->leases = lease->next;
-        free(lease->old);
-        free(lease);
-    }
+    gm_plan_free(engine->room.plan);
+    gm_watch_free(engine);
     gm_stage_free(engine);
     gm_window_free(engine);
     gm_timeline_free(engine->timeline);
@@ -57,6 +48,9 @@ static void engine_free(gm_engine *engine)
     gm_sums_free(engine);
     gm_ranks_free(engine);
     gm_weights_free(engine);
+    for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
+        gm_spill_forget(engine, i);
+    }
     if (engine->is_pinned_arena) {
         engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
     }
@@ -68,10 +62,9 @@ static void engine_free(gm_engine *engine)
     free(engine->params);
     free(engine->unit_chunks);
     free(engine->unit_begin);
-    free(engine->touched);
-    free(engine->touched_stream);
-    free(engine->touched_tick);
-    free(engine->is_touched);
+    gm_unit_free(engine);
+    free(engine->chunk_states);
+    free(engine->chunk_params);
     pthread_mutex_destroy(&engine->lock);
     free(engine);
 }
@@ -79,7 +72,7 @@ static void engine_free(gm_engine *engine)
 void gm_engine_finish_updates(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
-    (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
+    (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     pthread_mutex_unlock(&engine->lock);
 }
 
@@ -121,14 +114,14 @@ static gm_status copy_params(gm_engine *engine, const gm_engine_options *options
         };
     }
     gm_status status =
-        gm_layout_new(specs, n, options->chunk_bytes, engine->n_shards, &engine->layout);
+        gm_layout_new(specs, n, options->chunk_bytes, engine->ranks.n_shards, &engine->layout);
     free(specs);
     GM_TRY(status);
     for (uint32_t i = 0; i < n; i++) {
         gm_param *p = &engine->params[i];
         p->place = *gm_layout_param(engine->layout, i);
         uint64_t shard = gm_layout_chunk(engine->layout, p->place.chunk)->shard_numel;
-        uint64_t begin = engine->rank * shard, end = begin + shard; /* in the chunk */
+        uint64_t begin = engine->ranks.rank * shard, end = begin + shard; /* in the chunk */
         uint64_t first = p->place.offset > begin ? p->place.offset : begin;
         uint64_t last = p->place.offset + p->spec.numel;
         last = last < end ? last : end;
@@ -192,7 +185,7 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
     engine->arena_seconds = gm_seconds() - began;
     if (staging) {
         engine->staging = (uint8_t *)gm_arena_base(engine->arena) + home_bytes;
-        engine->sums_home = (gm_sumsq *)(void *)(engine->staging + GM_STAGING_BYTES);
+        gm_sums_place_home(engine, engine->staging + GM_STAGING_BYTES);
     }
     return GM_OK;
 }
@@ -201,13 +194,8 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
     size_t (*bytes)[GM_N_PIECES] = calloc(n ? n : 1, sizeof *bytes);
-    engine->touched = calloc(n ? n : 1, sizeof *engine->touched);
-    engine->touched_stream = calloc(n ? n : 1, sizeof *engine->touched_stream);
-    engine->touched_tick = calloc(n ? n : 1, sizeof *engine->touched_tick);
-    engine->is_touched = calloc(n ? n : 1, sizeof *engine->is_touched);
     gm_status status = GM_OK;
-    if (!bytes || !engine->touched || !engine->touched_stream || !engine->touched_tick ||
-        !engine->is_touched) {
+    if (!bytes) {
         status = GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u chunks", n);
         goto done;
     }
@@ -250,6 +238,32 @@ done:
     return status;
 }
 
+/* The parameters of each chunk, one chunk after the other. */
+static gm_status index_chunks(gm_engine *engine)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout), first = 0;
+    engine->chunk_states = calloc((size_t)n + 1, sizeof *engine->chunk_states);
+    engine->chunk_params = calloc((size_t)engine->n_params + 1, sizeof *engine->chunk_params);
+    if (!engine->chunk_states || !engine->chunk_params) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u chunks", n);
+    }
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        engine->chunk_states[engine->params[id].place.chunk].n_params++;
+    }
+    for (uint32_t chunk = 0; chunk < n; chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->first_param = first;
+        state->first_tick = state->tick = GM_NO_TICK;
+        first += state->n_params;
+        state->n_params = 0;
+    }
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        gm_chunk_state *state = &engine->chunk_states[engine->params[id].place.chunk];
+        engine->chunk_params[state->first_param + state->n_params++] = id;
+    }
+    return GM_OK;
+}
+
 gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
 {
     gm_engine *engine = calloc(1, sizeof *engine);
@@ -259,37 +273,26 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     }
     pthread_mutex_init(&engine->lock, NULL);
     atomic_init(&engine->references, 1);
-    atomic_init(&engine->has_ended_lease, false);
-    atomic_init(&engine->host_adam_ns, 0);
-    atomic_init(&engine->host_adam_params, 0);
-    atomic_init(&engine->async_status, GM_OK);
     engine->device = options->device;
     engine->workers = options->workers;
     engine->policy = options->policy;
     engine->is_grad_f32 = options->is_grad_f32;
-    engine->rates = options->rates;
-    engine->is_tuned = options->is_tuned;
-    engine->state_share = options->state_share;
-    engine->slack_bytes = options->slack_bytes;
-    engine->budget = options->device_budget;
-    engine->shed_limit = engine->unreduced_limit = SIZE_MAX;
-    engine->next_op = GM_NO_OP;
-    engine->outside_bytes = options->outside_bytes;
-    engine->outside_context = options->outside_context;
-    engine->shard_comm = options->shard_comm;
-    engine->replica_comm = options->replica_comm;
-    engine->n_shards = options->shard_comm ? (uint32_t)gm_comm_size(options->shard_comm) : 1;
-    engine->rank = options->shard_comm ? (uint32_t)gm_comm_rank(options->shard_comm) : 0;
-    engine->n_replicas = options->replica_comm ? (uint32_t)gm_comm_size(options->replica_comm) : 1;
-    engine->shown = engine->n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
+    gm_ranks_init(engine, options);
+    gm_gradient_init(engine);
+    gm_window_init(engine, options);
+    gm_inputs_init(engine, options);
+    gm_room_init(engine, options);
+    gm_watch_init(engine);
+    engine->shown = engine->ranks.n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
     gm_status status;
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
     GM_TRY_GOTO(status, fail, index_units(engine, options));
+    GM_TRY_GOTO(status, fail, index_chunks(engine));
     GM_TRY_GOTO(status, fail, gm_sums_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
     GM_TRY_GOTO(status, fail, gm_ranks_new(engine));
-    gm_gradient_new(engine);
     GM_TRY_GOTO(status, fail, gm_update_new(engine));
+    GM_TRY_GOTO(status, fail, gm_unit_new(engine));
     GM_TRY_GOTO(status, fail, gm_timer_new(engine));
     GM_TRY_GOTO(status, fail, gm_pass_new(engine));
     *out = engine;
@@ -304,7 +307,7 @@ fail:
 gm_status gm_engine_forget_outside(gm_engine *engine)
 {
     GM_TRY(gm_call_begin(engine));
-    gm_book_forget_outside(engine->book);
+    gm_book_forget_outside(engine->pass.book);
     return gm_call_end(engine, GM_OK);
 }
 
@@ -335,7 +338,7 @@ gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes)
     GM_TRY(gm_call_begin(engine));
     gm_status status = GM_OK;
     size_t limit = gm_room_limit(engine), needed = reserve_bytes;
-    if (engine->policy != GM_POLICY_AUTO || engine->plan) {
+    if (engine->policy != GM_POLICY_AUTO || engine->room.plan) {
         return gm_call_end(engine, GM_OK);
     }
     uint32_t n = gm_layout_n_chunks(engine->layout);

@@ -12,60 +12,46 @@
 
 gm_status gm_pass_new(gm_engine *engine)
 {
-    engine->unit_tick = calloc((size_t)engine->n_units + 1, sizeof *engine->unit_tick);
-    engine->n_passes = 1;
-    if (!engine->unit_tick) {
+    engine->pass.unit_tick = calloc((size_t)engine->n_units + 1, sizeof *engine->pass.unit_tick);
+    engine->pass.n = 1;
+    engine->pass.next_op = GM_NO_OP;
+    if (!engine->pass.unit_tick) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: ticks of %u units", engine->n_units);
     }
-    return gm_book_new(&engine->book);
+    return gm_book_new(&engine->pass.book);
 }
 
 void gm_pass_free(gm_engine *engine)
 {
-    free(engine->unit_tick);
-    gm_book_free(engine->book);
-}
-
-static void note_run(gm_engine *engine, uint32_t trace)
-{
-    gm_runs *runs = &engine->runs;
-    uint64_t hash = gm_book_trace(engine->book, trace)->hash;
-    for (uint32_t i = 0; i < runs->n; i++) {
-        if (runs->trace[i] == trace && runs->hash[i] == hash) {
-            runs->count[i]++;
-            return;
-        }
-    }
-    if (runs->n < GM_TRACES_KEPT) {
-        runs->trace[runs->n] = trace;
-        runs->hash[runs->n] = hash;
-        runs->count[runs->n++] = 1;
-    }
+    free(engine->pass.unit_tick);
+    gm_book_free(engine->pass.book);
 }
 
 void gm_pass_end(gm_engine *engine)
 {
-    if (!engine->is_pass_open) {
+    if (!engine->pass.is_open) {
         return;
     }
     uint32_t index;
-    gm_timer_stop(engine, engine->stream);
+    gm_timer_stop(engine, engine->call.stream);
     gm_watch_note_pass_end(engine);
-    engine->is_pass_open = engine->is_following = false;
-    if (gm_book_end(engine->book, &index) != GM_OK || index == GM_NO_TRACE) {
+    engine->pass.is_open = engine->pass.is_following = false;
+    if (gm_book_end(engine->pass.book, &index) != GM_OK || index == GM_NO_TRACE) {
         gm_timer_end(engine, NULL);
         return;
     }
-    const gm_trace *trace = gm_book_trace(engine->book, index);
-    engine->window.is_spoiled |= !trace->has_backward;
-    note_run(engine, index);
+    const gm_trace *trace = gm_book_trace(engine->pass.book, index);
+    if (!trace->has_backward) {
+        gm_window_spoil(engine);
+    }
+    gm_inputs_note_run(engine, index);
     gm_timer_end(engine, trace);
-    if (!engine->plan) {
-        engine->wants_plan = true;
-    } else if (!gm_plan_knows(engine->plan, trace->hash)) {
+    if (!engine->room.plan) {
+        gm_room_want_plan(engine, true);
+    } else if (!gm_plan_knows(engine->room.plan, trace->hash)) {
         /* A schedule without collectives is one rank's business; others are made by all, with the next plan. */
-        engine->wants_plan |= trace->has_backward || engine->n_shards > 1;
-        if (engine->n_shards == 1) {
+        gm_room_want_plan(engine, trace->has_backward || engine->ranks.n_shards > 1);
+        if (engine->ranks.n_shards == 1) {
             gm_planner_learn(engine, trace);
         }
     }
@@ -75,33 +61,35 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
 {
     gm_pass_end(engine);
     GM_TRY(gm_gradient_reduce_all(engine)); /* chunks of which not every gradient has come */
-    bool is_alone = !engine->comm_stream;
-    bool is_unplanned = is_alone ? !engine->plan && engine->wants_plan : !engine->collectives;
-    if (is_unplanned && engine->n_steps == 0 && engine->runs.n > 0 && engine->n_pending == 0) {
+    bool is_alone = !engine->ranks.stream;
+    bool is_unplanned =
+        is_alone ? !engine->room.plan && engine->room.wants_plan : !engine->weights.collectives;
+    if (is_unplanned && engine->step.n == 0 && engine->inputs.runs.n > 0 &&
+        engine->update.n_pending == 0) {
         /* evaluation or inference before any step, or without an optimizer */
         gm_status planned = gm_planner_run(engine);
         if (!is_alone && planned != GM_OK) { /* the other ranks may be at its collectives */
             return gm_engine_die(engine, planned);
         }
-        engine->pass_waits = gm_engine_count_waits(engine); /* it may wait */
+        engine->pass.waits = gm_engine_count_waits(engine); /* it may wait */
     }
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].first_tick = engine->chunk_states[chunk].tick = GM_NO_TICK;
     }
-    engine->is_pass_open = true;
-    engine->is_pass_grad = is_grad;
-    engine->has_pass_backward = false;
-    engine->pass_first_unit = unit;
-    engine->n_passes +=
-        !engine->is_armed; /* an armed backward counts its arrivals from its own start */
-    if (gm_book_begin(engine->book, is_grad) != GM_OK) {
+    engine->pass.is_open = true;
+    engine->pass.is_grad = is_grad;
+    engine->pass.has_backward = false;
+    engine->pass.first_unit = unit;
+    engine->pass.n +=
+        !engine->update.is_armed; /* an armed backward counts its arrivals from its own start */
+    if (gm_book_begin(engine->pass.book, is_grad) != GM_OK) {
         return GM_OK; /* unrecorded: on demand */
     }
-    uint32_t guess = gm_book_following(engine->book);
-    if (!engine->plan) {
-        engine->wants_plan |= gm_timer_resolve(engine); /* on demand the host may wait */
+    uint32_t guess = gm_book_following(engine->pass.book);
+    if (!engine->room.plan) {
+        gm_room_want_plan(engine, gm_timer_resolve(engine)); /* on demand the host may wait */
     }
-    gm_timer_begin(engine, guess == GM_NO_TRACE ? NULL : gm_book_trace(engine->book, guess));
+    gm_timer_begin(engine, guess == GM_NO_TRACE ? NULL : gm_book_trace(engine->pass.book, guess));
     return GM_OK;
 }
 
@@ -123,7 +111,7 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
                     : 0;
             live += bytes[piece];
         }
-        gm_class class = engine->plan          ? gm_plan_class(engine->plan, chunk)
+        gm_class class = engine->room.plan     ? gm_plan_class(engine->room.plan, chunk)
                          : bytes[GM_STATE] > 0 ? GM_CLASS_R
                                                : GM_CLASS_C2;
         memory.weights[class] += bytes[GM_WEIGHT];
@@ -134,14 +122,14 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
     }
     memory.free_blocks = stats.device_bytes > live ? stats.device_bytes - live : 0;
     memory.host = engine->arena ? gm_arena_bytes(engine->arena) : 0;
-    gm_timeline_tick(engine->timeline, engine->tick, kind, id, &memory, stream);
+    gm_timeline_tick(engine->timeline, engine->pass.tick, kind, id, &memory, stream);
 }
 
 static bool is_retry_of(gm_engine *engine, gm_tick_kind kind, uint32_t id)
 {
-    bool is_retry = engine->is_refused && engine->is_pass_open && engine->refused_kind == kind &&
-                    engine->refused_id == id;
-    engine->is_refused = false;
+    bool is_retry = engine->pass.is_refused && engine->pass.is_open &&
+                    engine->pass.refused_kind == kind && engine->pass.refused_id == id;
+    engine->pass.is_refused = false;
     return is_retry;
 }
 
@@ -168,12 +156,12 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
 static gm_status run_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first)
 {
     uint32_t n;
-    const gm_plan *plan = engine->plan ? engine->plan : engine->collectives;
+    const gm_plan *plan = engine->room.plan ? engine->room.plan : engine->weights.collectives;
     const gm_op *ops = gm_plan_ops(plan, trace->hash, tick, &n);
     for (uint32_t i = first; i < n; i++) {
         gm_status status = run_op(engine, &ops[i]);
         if (status != GM_OK) {
-            engine->next_op = i;
+            engine->pass.next_op = i;
             return status;
         }
     }
@@ -183,11 +171,11 @@ static gm_status run_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick
 /* What the tick had still to do when one of its operations found no room. */
 static gm_status resume(gm_engine *engine)
 {
-    uint32_t trace = gm_book_following(engine->book), first = engine->next_op;
-    engine->next_op = GM_NO_OP;
+    uint32_t trace = gm_book_following(engine->pass.book), first = engine->pass.next_op;
+    engine->pass.next_op = GM_NO_OP;
     return first == GM_NO_OP || trace == GM_NO_TRACE
                ? GM_OK
-               : run_ops(engine, gm_book_trace(engine->book, trace), engine->tick, first);
+               : run_ops(engine, gm_book_trace(engine->pass.book, trace), engine->pass.tick, first);
 }
 
 gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream)
@@ -195,59 +183,74 @@ gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_str
     if (is_retry_of(engine, kind, id)) {
         return resume(engine); /* it has its tick */
     }
-    if (!engine->is_pass_open) { /* a backward that is resumed after a step, for example */
+    if (!engine->pass.is_open) { /* a backward that is resumed after a step, for example */
         GM_TRY(begin_pass(engine, GM_NO_TICK, true));
     }
-    engine->has_pass_backward |= kind != GM_TICK_ENTER;
+    engine->pass.has_backward |= kind != GM_TICK_ENTER;
     gm_timer_stop(engine, stream);
     uint32_t trace = GM_NO_TRACE;
-    size_t outside = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
-    bool was_following = engine->is_following;
-    if (gm_book_tick(engine->book, kind, id, outside, &trace, &engine->tick) != GM_OK) {
+    size_t outside =
+        engine->room.outside_bytes ? engine->room.outside_bytes(engine->room.outside_context) : 0;
+    bool was_following = engine->pass.is_following;
+    if (gm_book_tick(engine->pass.book, kind, id, outside, &trace, &engine->pass.tick) != GM_OK) {
         trace = GM_NO_TRACE;
     }
     if (gm_timeline_is_open(engine->timeline)) {
         log_tick(engine, kind, id, outside, stream);
     }
-    engine->is_following = engine->plan && trace != GM_NO_TRACE;
-    engine->next_op = GM_NO_OP;
-    bool is_ordered = (engine->plan || engine->collectives) && trace != GM_NO_TRACE;
-    engine->n_deviations += was_following && !engine->is_following;
-    return is_ordered ? run_ops(engine, gm_book_trace(engine->book, trace), engine->tick, 0)
-                      : GM_OK;
+    engine->pass.is_following = engine->room.plan && trace != GM_NO_TRACE;
+    engine->pass.next_op = GM_NO_OP;
+    bool is_ordered = (engine->room.plan || engine->weights.collectives) && trace != GM_NO_TRACE;
+    engine->pass.n_deviations += was_following && !engine->pass.is_following;
+    return is_ordered
+               ? run_ops(engine, gm_book_trace(engine->pass.book, trace), engine->pass.tick, 0)
+               : GM_OK;
 }
 
 gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)
 {
     bool is_grad = (flags & GM_ENTER_GRAD) != 0;
     if (is_retry_of(engine, GM_TICK_ENTER, unit)) {
-        engine->unit_tick[unit] = engine->tick;
+        engine->pass.unit_tick[unit] = engine->pass.tick;
         return resume(engine);
     }
     if (!(flags & GM_ENTER_IN_BACKWARD)) {
-        bool is_again = engine->n_entered == 0 && unit == engine->pass_first_unit;
-        if (!engine->is_pass_open || engine->has_pass_backward || is_again ||
-            is_grad != engine->is_pass_grad) {
+        bool is_again = engine->unit.n_entered == 0 && unit == engine->pass.first_unit;
+        if (!engine->pass.is_open || engine->pass.has_backward || is_again ||
+            is_grad != engine->pass.is_grad) {
             GM_TRY(begin_pass(engine, unit, is_grad));
         }
     }
     GM_TRY(gm_pass_tick(engine, GM_TICK_ENTER, unit, stream));
-    engine->unit_tick[unit] = engine->tick;
+    engine->pass.unit_tick[unit] = engine->pass.tick;
     return GM_OK;
+}
+
+void gm_pass_note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, bool has_tick,
+                          gm_status status)
+{
+    engine->pass.is_refused =
+        status == GM_ERR_NOMEM && (has_tick || engine->pass.next_op != GM_NO_OP);
+    engine->pass.refused_kind = kind;
+    engine->pass.refused_id = id;
+}
+
+void gm_pass_begin_armed(gm_engine *engine)
+{
+    engine->pass.n++;
 }
 
 gm_status gm_pass_begin_call(gm_engine *engine, gm_stream stream)
 {
-    GM_TRY(gm_call_begin(engine));
-    engine->stream = stream;
-    engine->pass_waits = gm_engine_count_waits(engine);
+    GM_TRY(gm_call_begin_on(engine, stream));
+    engine->pass.waits = gm_engine_count_waits(engine);
     return GM_OK;
 }
 
 gm_status gm_pass_end_call(gm_engine *engine, gm_status status)
 {
-    if (engine->is_following) {
-        engine->n_replay_waits += gm_engine_count_waits(engine) - engine->pass_waits;
+    if (engine->pass.is_following) {
+        engine->pass.n_replay_waits += gm_engine_count_waits(engine) - engine->pass.waits;
     }
     return gm_call_end(engine, status);
 }

@@ -17,7 +17,7 @@ void gm_planner_learn(gm_engine *engine, const gm_trace *trace)
 {
     gm_inputs in = {0};
     if (gm_inputs_fill(engine, &in) == GM_OK) {
-        engine->wants_plan |= gm_plan_add_trace(engine->plan, &in.plan, trace) != GM_OK;
+        gm_room_want_plan(engine, gm_plan_add_trace(engine->room.plan, &in.plan, trace) != GM_OK);
     }
     gm_inputs_free(&in);
 }
@@ -33,9 +33,7 @@ static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
         status = status == GM_OK ? gm_chunks_adopt(engine->chunks, plan, &n_blocks) : status;
         status = status == GM_OK ? gm_stage_new(engine) : status;
         if (status == GM_OK) {
-            engine->plan = plan;
-            engine->n_plans++;
-            gm_window_start(engine);
+            gm_room_follow(engine, plan);
             return GM_OK;
         }
         gm_plan_free(plan);
@@ -51,41 +49,42 @@ static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
 
 static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
 {
-    return engine->plan && gm_plan_get_info(engine->plan)->hash == gm_plan_get_info(plan)->hash;
+    return engine->room.plan &&
+           gm_plan_get_info(engine->room.plan)->hash == gm_plan_get_info(plan)->hash;
 }
 
 gm_status gm_planner_run(gm_engine *engine)
 {
-    engine->shed_limit = SIZE_MAX; /* a plan looks for itself at what the device has */
-    engine->wants_plan |= gm_timer_resolve(engine); /* of the first steps only */
+    gm_room_lift_limit(engine); /* a plan looks for itself at what the device has */
+    gm_room_want_plan(engine, gm_timer_resolve(engine)); /* of the first steps only */
     gm_window_watch(engine);
-    if (engine->comm_stream) {
+    if (engine->ranks.stream) {
         gm_status planned = gm_planner_ranks_run(engine);
-        engine->runs.n = 0;
+        gm_inputs_forget_runs(engine);
         return planned;
     }
     if (gm_window_has_verdict(engine)) {
-        engine->wants_plan |= gm_window_judge(engine, engine->window.seconds, engine->window.seen,
-                                              engine->window.is_hopeless);
+        gm_room_want_plan(engine, gm_window_judge(engine, engine->window.seconds,
+                                                  engine->window.seen, engine->window.is_hopeless));
     }
-    if (!engine->wants_plan || engine->runs.n == 0 || engine->rates.h2d <= 0) {
-        engine->runs.n = 0;
+    if (!engine->room.wants_plan || engine->inputs.runs.n == 0 || engine->window.rates.h2d <= 0) {
+        gm_inputs_forget_runs(engine);
         return GM_OK;
     }
     gm_plan *plan;
     gm_inputs in = {0};
-    engine->wants_plan = false;
+    gm_room_end_wish(engine);
     gm_window_believe(engine, gm_window_rate(engine));
     gm_status status = make_plan(engine, &in, &plan);
-    engine->runs.n = 0;
+    gm_inputs_forget_runs(engine);
     if (status == GM_OK && has_same_plan(engine, plan)) {
-        gm_plan_free(engine->plan); /* same places and operations, newer predictions */
-        engine->plan = plan;
+        gm_plan_free(engine->room.plan); /* same places and operations, newer predictions */
+        gm_room_set_plan(engine, plan);
         gm_window_start(engine);
     } else if (status == GM_OK) {
         status = gm_update_issue_all(engine); /* in the places they know */
-        gm_plan_free(engine->plan);
-        engine->plan = NULL;
+        gm_plan_free(engine->room.plan);
+        gm_room_set_plan(engine, NULL);
         if (status == GM_OK) {
             status = adopt(engine, &in, plan);
         } else {
@@ -94,10 +93,10 @@ gm_status gm_planner_run(gm_engine *engine)
         if (status != GM_OK) {
             (void)gm_room_drop_plan(engine);
         }
-    } else if (engine->plan) { /* the old plan is too large for what there is now */
+    } else if (engine->room.plan) { /* the old plan is too large for what there is now */
         (void)gm_room_drop_plan(engine);
     }
-    engine->window.is_asked = false; /* also where there is no such plan */
+    gm_window_end_asking(engine); /* also where there is no such plan */
     gm_inputs_free(&in);
     return status;
 }

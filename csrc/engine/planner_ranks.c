@@ -25,7 +25,7 @@ typedef struct common {
 
 static bool is_anything_shown(const gm_engine *engine)
 {
-    bool is_shown = engine->n_touched > 0 || engine->n_entered > 0;
+    bool is_shown = engine->unit.n_touched > 0 || engine->unit.n_entered > 0;
     for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
         is_shown = is_shown || gm_chunks_pins(engine->chunks, id, engine->shown) > 0;
     }
@@ -56,16 +56,17 @@ static void describe(const gm_engine *engine, const gm_inputs *in, common *out)
         n_ticks += in->traces[t]->n;
     }
     *out = (common){
-        .cannot = is_anything_shown(engine) || engine->rates.h2d <= 0 || engine->runs.n == 0,
-        .has_left = engine->plan == NULL,
+        .cannot = is_anything_shown(engine) || engine->window.rates.h2d <= 0 ||
+                  engine->inputs.runs.n == 0,
+        .has_left = engine->room.plan == NULL,
         .spared_bytes = ~(uint64_t)in->plan.device_bytes,
         .when = in->plan.when,
-        .has_repeats = engine->has_repeats,
+        .has_repeats = engine->arrive.has_repeats,
         .passes = hash,
         .other_passes = ~hash,
         .n_ticks = n_ticks,
         .other_n_ticks = ~n_ticks,
-        .is_wanted = engine->wants_plan || !engine->collectives,
+        .is_wanted = engine->room.wants_plan || !engine->weights.collectives,
         .has_hope = !window->is_hopeless,
         .window_seconds = bits_of(window->seconds),
         .slowness = seen > 0 ? ~bits_of(seen) : 0,
@@ -204,10 +205,8 @@ static gm_status adopt_together(gm_engine *engine, gm_plan *plan, bool *out, siz
     GM_TRY(gm_ranks_max(engine, values, 2));
     *out = values[0] == 0;
     *out_bytes = (size_t)~values[1];
-    engine->plan = *out ? plan : NULL;
-    engine->n_plans += *out;
     if (*out) {
-        gm_window_start(engine);
+        gm_room_follow(engine, plan);
     }
     return GM_OK;
 }
@@ -215,7 +214,7 @@ static gm_status adopt_together(gm_engine *engine, gm_plan *plan, bool *out, siz
 /* Back to demand, on all ranks. */
 static gm_status part_from_plan(gm_engine *engine)
 {
-    gm_plan *old = engine->collectives;
+    gm_plan *old = engine->weights.collectives;
     GM_TRY(gm_room_drop_plan(engine)); /* which leaves it to this */
     GM_TRY(gm_weights_forget_all(engine));
     gm_plan_free(old);
@@ -233,18 +232,21 @@ static gm_status plan_from(gm_engine *engine, gm_inputs *in)
             return part_from_plan(engine);
         }
         uint64_t hash = gm_plan_get_info(plan)->hash;
-        if (i == 0 && !in->has_left && engine->collectives && engine->common_hash == hash) {
-            gm_plan_free(engine->collectives); /* same places and order, newer predictions */
-            engine->plan = engine->collectives = plan;
+        if (i == 0 && !in->has_left && engine->weights.collectives &&
+            engine->planner_ranks.common_hash == hash) {
+            gm_plan_free(
+                engine->weights.collectives); /* same places and order, newer predictions */
+            gm_weights_renew(engine, plan);
+            gm_room_set_plan(engine, plan);
             gm_window_start(engine);
             return GM_OK;
         }
         GM_TRY(gm_update_issue_all(engine)); /* in the places they know */
         GM_TRY(part_from_plan(engine));
         GM_TRY(adopt_together(engine, plan, &is_done, &in->plan.device_bytes));
-        engine->common_hash = hash;
+        engine->planner_ranks.common_hash = hash;
         if (!is_done) {
-            if (engine->collectives != plan) {
+            if (engine->weights.collectives != plan) {
                 gm_plan_free(plan);
             }
             GM_TRY(part_from_plan(engine));
@@ -256,10 +258,11 @@ static gm_status plan_from(gm_engine *engine, gm_inputs *in)
 /* An error here is one of the ranks', and ends the run; that there is no plan is none. */
 gm_status gm_planner_ranks_run(gm_engine *engine)
 {
-    bool is_due = engine->collectives == NULL;
+    bool is_due = engine->weights.collectives == NULL;
     GM_TRY(gm_ranks_compare(engine));
     if (!is_due) {
-        GM_TRY(gm_ranks_wish(engine, engine->wants_plan || gm_window_has_verdict(engine), &is_due));
+        GM_TRY(gm_ranks_wish(engine, engine->room.wants_plan || gm_window_has_verdict(engine),
+                             &is_due));
     }
     if (!is_due) {
         return GM_OK;
@@ -277,15 +280,16 @@ gm_status gm_planner_ranks_run(gm_engine *engine)
         goto done;
     }
     bool is_needed = judge_together(engine, &all);
-    engine->wants_plan = is_needed && all.cannot > 0;
+    gm_room_end_wish(engine);
+    gm_room_want_plan(engine, is_needed && all.cannot > 0);
     if (is_needed && !all.cannot) {
-        in.plan.rates = engine->rates;
+        in.plan.rates = engine->window.rates;
         in.has_left = all.has_left > 0;
         in.plan.device_bytes = (size_t)~all.spared_bytes;
         in.plan.when = all.has_repeats ? GM_DEFERRED : (gm_when)all.when;
         status = join_traces(engine, &in, here.n_ticks);
         status = status == GM_OK ? plan_from(engine, &in) : status;
-        engine->window.is_asked = false; /* also where there is no such plan */
+        gm_window_end_asking(engine); /* also where there is no such plan */
     }
 done:
     gm_inputs_free(&in);

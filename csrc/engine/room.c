@@ -4,23 +4,59 @@
  * Invariant 7 of engine.c is kept here and by the plan. */
 #include "engine/engine_impl.h"
 
+void gm_room_init(gm_engine *engine, const gm_engine_options *options)
+{
+    engine->room.budget = options->device_budget;
+    engine->room.shed_limit = SIZE_MAX;
+    engine->room.outside_bytes = options->outside_bytes;
+    engine->room.outside_context = options->outside_context;
+}
+
+void gm_room_lift_limit(gm_engine *engine)
+{
+    engine->room.shed_limit = SIZE_MAX;
+}
+
+void gm_room_want_plan(gm_engine *engine, bool wants)
+{
+    engine->room.wants_plan |= wants;
+}
+
+void gm_room_end_wish(gm_engine *engine)
+{
+    engine->room.wants_plan = false;
+}
+
+void gm_room_set_plan(gm_engine *engine, gm_plan *plan)
+{
+    engine->room.plan = plan;
+}
+
+void gm_room_follow(gm_engine *engine, gm_plan *plan)
+{
+    engine->room.plan = plan;
+    engine->room.n_plans++;
+    gm_window_start(engine);
+}
+
 size_t gm_room_limit(const gm_engine *engine)
 {
-    if (engine->budget == SIZE_MAX) {
-        return engine->shed_limit;
+    if (engine->room.budget == SIZE_MAX) {
+        return engine->room.shed_limit;
     }
-    size_t outside = engine->outside_bytes ? engine->outside_bytes(engine->outside_context) : 0;
-    outside += engine->n_sums_blocks * engine->device->block_bytes;
-    size_t limit = engine->budget > outside ? engine->budget - outside : 0;
-    return limit < engine->shed_limit ? limit : engine->shed_limit;
+    size_t outside =
+        engine->room.outside_bytes ? engine->room.outside_bytes(engine->room.outside_context) : 0;
+    outside += engine->sums.n_blocks * engine->device->block_bytes;
+    size_t limit = engine->room.budget > outside ? engine->room.budget - outside : 0;
+    return limit < engine->room.shed_limit ? limit : engine->room.shed_limit;
 }
 
 gm_status gm_room_drop_plan(gm_engine *engine)
 {
-    if (engine->plan != engine->collectives) {
-        gm_plan_free(engine->plan);
+    if (engine->room.plan != engine->weights.collectives) {
+        gm_plan_free(engine->room.plan);
     }
-    engine->plan = NULL;
+    engine->room.plan = NULL;
     GM_TRY(gm_chunks_leave_placement(engine->chunks)); /* waits: the stage is idle after it */
     gm_stage_free(engine);
     return gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL);
@@ -28,11 +64,11 @@ gm_status gm_room_drop_plan(gm_engine *engine)
 
 gm_status gm_room_leave_plan(gm_engine *engine)
 {
-    if (!engine->plan) {
+    if (!engine->room.plan) {
         return GM_OK;
     }
-    engine->wants_plan = true;
-    engine->n_breaks++;
+    engine->room.wants_plan = true;
+    engine->room.n_breaks++;
     return gm_room_drop_plan(engine);
 }
 
@@ -41,19 +77,19 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
     if (gm_chunks_is_resident(engine->chunks, chunk, piece)) {
         return gm_chunks_pin(engine->chunks, chunk, piece, stream);
     }
-    if (engine->plan) {
+    if (engine->room.plan) {
         gm_status status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
         if (status != GM_ERR_NOMEM) {
             return status;
         } /* its blocks are in use: this pass is not the one that was planned */
         GM_TRY(gm_room_leave_plan(engine));
-    } else if (engine->outside_bytes) {
+    } else if (engine->room.outside_bytes) {
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL));
     }
     gm_status status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
     if (status == GM_ERR_NOMEM &&
-        engine->shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
-        engine->shed_limit = SIZE_MAX;
+        engine->room.shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
+        engine->room.shed_limit = SIZE_MAX;
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL));
         status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
     }
@@ -89,10 +125,10 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     gm_chunks_stats stats;
     gm_chunks_get_stats(engine->chunks, &stats);
     size_t before = stats.device_bytes, held = before;
-    engine->shed_limit = before > bytes ? before - bytes : 0;
+    engine->room.shed_limit = before > bytes ? before - bytes : 0;
     bool is_done = gm_room_leave_plan(engine) == GM_OK &&
                    gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held) == GM_OK;
-    engine->shed_limit = held;
+    engine->room.shed_limit = held;
     pthread_mutex_unlock(&engine->lock);
     return is_done && held < before;
 }

@@ -59,7 +59,7 @@ gm_status gm_spill_write_back(gm_engine *engine, uint32_t chunk)
 {
     GM_TRY(gm_chunks_write(engine->chunks, chunk, GM_GATHERED, 0,
                            gm_engine_piece_bytes(engine, chunk, GM_GATHERED),
-                           engine->chunk_states[chunk].spilled, engine->comm_stream));
+                           engine->chunk_states[chunk].spilled, engine->ranks.stream));
     gm_spill_forget(engine, chunk);
     return GM_OK;
 }

@@ -152,7 +152,7 @@ static gm_status update_slice(gm_engine *engine, uint32_t chunk, const gm_task *
         {home + whole.m + 4 * begin, s->address + part.m, 4 * n},
         {home + whole.v + 4 * begin, s->address + part.v, 4 * n},
     };
-    gm_stream in, out, update = engine->update_stream;
+    gm_stream in, out, update = engine->update.stream;
     gm_chunks_state_streams(engine->chunks, &in, &out);
     if (s->has_out) {
         GM_TRY(device->ops->event_wait(device, s->out, in));
@@ -188,7 +188,7 @@ static gm_status update_slice(gm_engine *engine, uint32_t chunk, const gm_task *
 gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
-    gm_stream in, out, update = engine->update_stream;
+    gm_stream in, out, update = engine->update.stream;
     gm_chunks_state_streams(chunks, &in, &out);
     GM_ASSERT(!gm_chunks_is_resident(chunks, chunk, GM_STATE));
     GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_STATE, in));

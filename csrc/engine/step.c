@@ -32,22 +32,21 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
 
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
-    if (engine->is_armed) {
+    if (engine->update.is_armed) {
         gm_update_disarm(
             engine); /* what was not complete in backward becomes pending now, with the same numbers */
     } else {
         GM_TRY(
             gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
-        engine->n_steps++;
+        engine->step.n++;
     }
     GM_TRY(gm_update_prepare(engine, updates, n, false));
-    engine->next_pending = 0;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         if (gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) { /* shown: read without asking */
             GM_TRY(gm_update_issue(engine, chunk));
         }
     }
-    bool is_planned = engine->plan && !gm_watch_is_any(engine);
+    bool is_planned = engine->room.plan && !gm_watch_is_any(engine);
     GM_TRY(gm_update_issue_some(engine, is_planned ? ISSUED_AT_ONCE : UINT32_MAX));
     return gm_watch_renew(engine);
 }
@@ -75,7 +74,7 @@ static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **
 /* Gradients that an immediate update has used up cannot be stepped a second time. */
 static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
 {
-    for (uint32_t i = 0; !engine->is_armed && i < n; i++) {
+    for (uint32_t i = 0; !engine->update.is_armed && i < n; i++) {
         if (engine->params[updates[i].param].is_used_up) {
             return GM_FAIL(GM_ERR_STATE,
                            "the gradient of parameter %u was used up by the update inside "
@@ -91,12 +90,11 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     gm_update *sorted;
     GM_TRY(check_updates(engine, updates, n, true));
     GM_TRY(sort_updates(updates, n, &sorted));
-    gm_status status = gm_call_begin(engine);
+    gm_status status = gm_call_begin_on(engine, stream);
     if (status == GM_OK) { /* nothing is written before these have passed */
-        engine->stream = stream;
         status = check_not_used_up(engine, sorted, n);
         status = status == GM_OK ? gm_gradient_reduce_all(engine) : status;
-        engine->n_step_calls++;
+        engine->step.n_calls++;
         status = status == GM_OK ? gm_watch_poll(engine) : status;
         if (status == GM_OK) {
             status = run_step(engine, sorted, n);
@@ -108,7 +106,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
             gm_pass_end(engine);
             gm_status planned =
                 gm_planner_run(engine); /* without one the engine goes on, on demand */
-            if (engine->comm_stream && planned != GM_OK) {
+            if (engine->ranks.stream && planned != GM_OK) {
                 status = gm_engine_die(engine, planned);
             }
         }
@@ -129,26 +127,26 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     GM_TRY(sort_updates(updates, n, &sorted));
     gm_status status = gm_call_begin(engine);
     if (status == GM_OK) {
-        engine->wants_immediate = !engine->has_repeats;
+        engine->step.wants_immediate = !engine->arrive.has_repeats;
         /* An update does not touch what tensors show. */
         bool is_apart = engine->shown == GM_GATHERED;
         status = is_apart ? gm_watch_poll(engine) : GM_OK;
         bool has_watched = !is_apart && gm_watch_is_any(engine);
         /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
         /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
-        const gm_plan *plan = engine->comm_stream ? engine->collectives : engine->plan;
-        *out = plan && engine->n_steps > 0 && engine->wants_immediate && !has_watched &&
-               !engine->is_armed;
+        const gm_plan *plan =
+            engine->ranks.stream ? engine->weights.collectives : engine->room.plan;
+        *out = plan && engine->step.n > 0 && engine->step.wants_immediate && !has_watched &&
+               !engine->update.is_armed;
         *out = *out && status == GM_OK;
         if (*out) {
             status = gm_update_issue_all(engine);
-            engine->n_steps++;
+            engine->step.n++;
             status = status == GM_OK ? gm_update_prepare(engine, sorted, n, true) : status;
             if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */
                 status = gm_engine_die(engine, status);
             }
-            engine->is_armed = status == GM_OK;
-            engine->n_passes++; /* arrivals are counted from here */
+            gm_pass_begin_armed(engine); /* arrivals are counted from here */
         }
         (void)gm_call_end(engine, status);
     }
@@ -168,9 +166,9 @@ gm_status gm_engine_disarm(gm_engine *engine)
         status = gm_engine_die(
             engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
                                           "the weights"));
-    } else if (engine->is_armed) {
+    } else if (engine->update.is_armed) {
         gm_update_disarm(engine);
-        engine->n_steps--;
+        engine->step.n--;
     }
     return gm_call_end(engine, status);
 }

@@ -79,7 +79,7 @@ void gm_timer_stop(gm_engine *engine, gm_stream stream)
 void gm_timer_start(gm_engine *engine, gm_stream stream)
 {
     gm_tick_timer *timer = engine->timer;
-    if (!timer->is_on || timer->is_open || timer->n != engine->tick) {
+    if (!timer->is_on || timer->is_open || timer->n != engine->pass.tick) {
         return;
     }
     if (!has_room(engine, timer)) {
@@ -94,7 +94,7 @@ void gm_timer_start(gm_engine *engine, gm_stream stream)
 void gm_timer_begin(gm_engine *engine, const gm_trace *trace)
 {
     gm_tick_timer *timer = engine->timer;
-    bool is_planned = engine->plan != NULL;
+    bool is_planned = engine->room.plan != NULL;
     bool is_known = trace && !is_planned && trace->n_timed[1] > 0; /* better than on demand */
     bool is_due = !trace || (!is_known && trace->n_timed[is_planned] < TIMED_RUNS);
     timer->is_on = is_due && !timer->has_result; /* one result at a time waits for the step's end */
@@ -122,12 +122,12 @@ bool gm_timer_resolve(gm_engine *engine)
     timer->has_result = false;
     bool has_backward = false;
     uint32_t n_timed =
-        gm_book_count_timed(engine->book, timer->hash, timer->is_planned, &has_backward);
+        gm_book_count_timed(engine->pass.book, timer->hash, timer->is_planned, &has_backward);
     for (uint32_t i = 0; i < timer->n; i++) {
         double seconds;
         if (engine->device->ops->event_elapsed(engine->device, timer->start[i], timer->end[i],
                                                &seconds) == GM_OK) {
-            gm_book_time(engine->book, timer->hash, i, seconds, timer->is_planned);
+            gm_book_time(engine->pass.book, timer->hash, i, seconds, timer->is_planned);
         }
     }
     return timer->is_planned && has_backward && n_timed == TIMED_RUNS;

@@ -1,6 +1,29 @@
 /* unit.c - entering and leaving units, and the chunks that backward nodes touch. */
 #include "engine/engine_impl.h"
 
+#include <stdlib.h>
+
+gm_status gm_unit_new(gm_engine *engine)
+{
+    size_t n = (size_t)gm_layout_n_chunks(engine->layout) + 1;
+    engine->unit.touched = calloc(n, sizeof *engine->unit.touched);
+    engine->unit.touched_stream = calloc(n, sizeof *engine->unit.touched_stream);
+    engine->unit.touched_tick = calloc(n, sizeof *engine->unit.touched_tick);
+    engine->unit.is_touched = calloc(n, sizeof *engine->unit.is_touched);
+    return engine->unit.touched && engine->unit.touched_stream && engine->unit.touched_tick &&
+                   engine->unit.is_touched
+               ? GM_OK
+               : GM_FAIL(GM_ERR_NOMEM, "HOST: table of %zu chunks", n - 1);
+}
+
+void gm_unit_free(gm_engine *engine)
+{
+    free(engine->unit.touched);
+    free(engine->unit.touched_stream);
+    free(engine->unit.touched_tick);
+    free(engine->unit.is_touched);
+}
+
 static gm_status check_unit(const gm_engine *engine, uint32_t unit)
 {
     return unit < engine->n_units ? GM_OK : GM_FAIL(GM_ERR_ARG, "unit %u does not exist", unit);
@@ -10,8 +33,8 @@ static gm_status check_unit(const gm_engine *engine, uint32_t unit)
 static void note_taken(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    state->tick = engine->tick;
-    state->first_tick = state->first_tick == GM_NO_TICK ? engine->tick : state->first_tick;
+    state->tick = engine->pass.tick;
+    state->first_tick = state->first_tick == GM_NO_TICK ? engine->pass.tick : state->first_tick;
 }
 
 static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bool in_backward)
@@ -34,15 +57,6 @@ static gm_status pin_unit(gm_engine *engine, uint32_t unit, gm_stream stream, bo
     return status;
 }
 
-/* The tick is recorded; the caller may try again at once, when there is room.  has_tick: what failed came after it. */
-static void note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, bool has_tick,
-                         gm_status status)
-{
-    engine->is_refused = status == GM_ERR_NOMEM && (has_tick || engine->next_op != GM_NO_OP);
-    engine->refused_kind = kind;
-    engine->refused_id = id;
-}
-
 gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags)
 {
     GM_TRY(check_unit(engine, unit));
@@ -52,9 +66,9 @@ gm_status gm_engine_enter(gm_engine *engine, uint32_t unit, gm_stream stream, ui
     if (status == GM_OK) {
         status = pin_unit(engine, unit, stream, (flags & GM_ENTER_IN_BACKWARD) != 0);
     }
-    note_refusal(engine, GM_TICK_ENTER, unit, has_tick, status);
+    gm_pass_note_refusal(engine, GM_TICK_ENTER, unit, has_tick, status);
     if (status == GM_OK) {
-        engine->n_entered++;
+        engine->unit.n_entered++;
         gm_timer_start(engine, stream);
     }
     return gm_pass_end_call(engine, status);
@@ -69,21 +83,21 @@ gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
         gm_status one = gm_weights_unpin(engine, engine->unit_chunks[i], stream, true);
         status = status == GM_OK ? one : status;
     }
-    engine->n_entered -= engine->n_entered > 0;
-    gm_book_release(engine->book, engine->unit_tick[unit]);
+    engine->unit.n_entered -= engine->unit.n_entered > 0;
+    gm_book_release(engine->pass.book, engine->pass.unit_tick[unit]);
     return gm_pass_end_call(engine, status);
 }
 
 /* The pin is there; it comes to end on this stream, behind the readers that it had on others. */
 static gm_status touch_again(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
-    uint32_t i = engine->n_touched;
-    while (engine->touched[--i] != chunk) {
+    uint32_t i = engine->unit.n_touched;
+    while (engine->unit.touched[--i] != chunk) {
     }
-    if (engine->touched_stream[i] != stream) {
+    if (engine->unit.touched_stream[i] != stream) {
         GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, engine->shown,
-                                      engine->touched_stream[i]));
-        engine->touched_stream[i] = stream;
+                                      engine->unit.touched_stream[i]));
+        engine->unit.touched_stream[i] = stream;
     }
     return gm_chunks_wait_ready(engine->chunks, chunk, engine->shown, stream);
 }
@@ -95,19 +109,19 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
         return GM_FAIL(GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
     }
     GM_TRY(gm_update_check_reuse(engine, chunk));
-    if (engine->is_touched[chunk]) {
+    if (engine->unit.is_touched[chunk]) {
         return touch_again(engine, chunk, stream);
     }
     gm_status status = gm_pass_tick(engine, GM_TICK_TOUCH, chunk, stream);
     bool has_tick = status == GM_OK;
     status = status == GM_OK ? gm_weights_pin(engine, chunk, stream, true) : status;
-    note_refusal(engine, GM_TICK_TOUCH, chunk, has_tick, status);
+    gm_pass_note_refusal(engine, GM_TICK_TOUCH, chunk, has_tick, status);
     GM_TRY(status);
-    engine->is_touched[chunk] = true;
-    engine->touched_stream[engine->n_touched] = stream;
+    engine->unit.is_touched[chunk] = true;
+    engine->unit.touched_stream[engine->unit.n_touched] = stream;
     note_taken(engine, chunk);
-    engine->touched_tick[engine->n_touched] = engine->tick;
-    engine->touched[engine->n_touched++] = chunk;
+    engine->unit.touched_tick[engine->unit.n_touched] = engine->pass.tick;
+    engine->unit.touched[engine->unit.n_touched++] = chunk;
     gm_timer_start(engine, stream);
     return GM_OK;
 }
@@ -120,18 +134,18 @@ gm_status gm_engine_touch(gm_engine *engine, uintptr_t address, gm_stream stream
 
 uint32_t gm_engine_n_touched(const gm_engine *engine)
 {
-    return engine->n_touched;
+    return engine->unit.n_touched;
 }
 
 gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
 {
     GM_TRY(gm_call_begin(engine));
     gm_status status = GM_OK;
-    while (engine->n_touched > n_keep) {
-        uint32_t chunk = engine->touched[--engine->n_touched];
-        gm_stream stream = engine->touched_stream[engine->n_touched];
-        engine->is_touched[chunk] = false;
-        gm_book_release(engine->book, engine->touched_tick[engine->n_touched]);
+    while (engine->unit.n_touched > n_keep) {
+        uint32_t chunk = engine->unit.touched[--engine->unit.n_touched];
+        gm_stream stream = engine->unit.touched_stream[engine->unit.n_touched];
+        engine->unit.is_touched[chunk] = false;
+        gm_book_release(engine->pass.book, engine->unit.touched_tick[engine->unit.n_touched]);
         gm_status one = gm_weights_unpin(engine, chunk, stream, true);
         status = status == GM_OK ? one : status;
     }

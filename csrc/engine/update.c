@@ -15,55 +15,39 @@
 
 static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
-    return engine->plan ? gm_plan_place(engine->plan, chunk, piece) : NULL;
+    return engine->room.plan ? gm_plan_place(engine->room.plan, chunk, piece) : NULL;
 }
 
 gm_status gm_update_new(gm_engine *engine)
 {
-    uint32_t n = gm_layout_n_chunks(engine->layout), first = 0;
-    engine->chunk_states = calloc((size_t)n + 1, sizeof *engine->chunk_states);
-    engine->chunk_params = calloc((size_t)engine->n_params + 1, sizeof *engine->chunk_params);
-    engine->ranges = calloc(2 * (size_t)engine->n_params + 1, sizeof *engine->ranges);
-    if (!engine->chunk_states || !engine->chunk_params || !engine->ranges) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: tasks of %u chunks", n);
+    atomic_init(&engine->update.host_ns, 0);
+    atomic_init(&engine->update.host_params, 0);
+    atomic_init(&engine->update.async_status, GM_OK);
+    engine->update.ranges = calloc(2 * (size_t)engine->n_params + 1, sizeof *engine->update.ranges);
+    if (!engine->update.ranges) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: tasks of %u parameters", engine->n_params);
     }
-    for (uint32_t id = 0; id < engine->n_params; id++) {
-        engine->chunk_states[engine->params[id].place.chunk].n_params++;
-    }
-    for (uint32_t chunk = 0; chunk < n; chunk++) {
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
-        state->first_param = first;
-        state->first_tick = state->tick = GM_NO_TICK;
         for (int turn = 0; turn < 2; turn++) {
             state->task[turn].engine = engine;
             state->task[turn].ranges =
-                &engine->ranges[2 * first + (uint32_t)turn * state->n_params];
+                &engine->update.ranges[2 * state->first_param + (uint32_t)turn * state->n_params];
         }
-        first += state->n_params;
-        state->n_params = 0;
     }
-    for (uint32_t id = 0; id < engine->n_params; id++) {
-        gm_chunk_state *state = &engine->chunk_states[engine->params[id].place.chunk];
-        engine->chunk_params[state->first_param + state->n_params++] = id;
-    }
-    GM_TRY(engine->device->ops->stream_new(engine->device, &engine->update_stream));
-    return engine->device->ops->stream_new(engine->device, &engine->host_stream);
+    GM_TRY(engine->device->ops->stream_new(engine->device, &engine->update.stream));
+    return engine->device->ops->stream_new(engine->device, &engine->update.host_stream);
 }
 
 void gm_update_free(gm_engine *engine)
 {
-    if (engine->update_stream) {
-        engine->device->ops->stream_free(engine->device, engine->update_stream);
+    if (engine->update.stream) {
+        engine->device->ops->stream_free(engine->device, engine->update.stream);
     }
-    if (engine->host_stream) {
-        engine->device->ops->stream_free(engine->device, engine->host_stream);
+    if (engine->update.host_stream) {
+        engine->device->ops->stream_free(engine->device, engine->update.host_stream);
     }
-    for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
-        gm_spill_forget(engine, i);
-    }
-    free(engine->chunk_states);
-    free(engine->chunk_params);
-    free(engine->ranges);
+    free(engine->update.ranges);
 }
 
 /* ---- running one update ---- */
@@ -90,7 +74,7 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
 static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->update_stream;
+    gm_stream stream = engine->update.stream;
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_STATE, stream));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, stream));
@@ -111,11 +95,11 @@ static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *tas
 static gm_status update_on_device(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
-    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->stream));
+    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->call.stream));
     GM_TRY(gm_chunks_is_resident(chunks, chunk, GM_STATE) ? update_in_place(engine, chunk, task)
                                                           : gm_stage_update(engine, chunk, task));
     if (gm_chunks_pins(chunks, chunk, GM_WEIGHT) > 0) { /* who shows them may read on */
-        GM_TRY(gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->stream));
+        GM_TRY(gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->call.stream));
     }
     const gm_place *weight = place_of(engine, chunk, GM_WEIGHT);
     return weight && !weight->is_resident ? gm_chunks_send_home(chunks, chunk, GM_WEIGHT) : GM_OK;
@@ -127,14 +111,14 @@ static void run_host_task(void *context)
     gm_engine *engine = task->engine;
     double began = gm_seconds();
     gm_status status = gm_adam_host(&task->args, engine->workers);
-    atomic_fetch_add(&engine->host_adam_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
+    atomic_fetch_add(&engine->update.host_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
     unsigned long long n = 0;
     for (size_t i = 0; i < task->n_ranges; i++) {
         n += task->ranges[i].end - task->ranges[i].begin;
     }
-    atomic_fetch_add(&engine->host_adam_params, n);
+    atomic_fetch_add(&engine->update.host_params, n);
     if (status != GM_OK) {
-        atomic_store(&engine->async_status, (int)status);
+        atomic_store(&engine->update.async_status, (int)status);
     }
     atomic_store(&task->is_running, false);
 }
@@ -151,7 +135,7 @@ static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->host_stream;
+    gm_stream stream = engine->update.host_stream;
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
     }
@@ -176,16 +160,16 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
     GM_TRY(gm_chunks_discard(chunks, chunk,
                              GM_STATE)); /* stale; under a placement it goes for nothing */
-    GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->stream));
-    return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->stream);
+    GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
+    return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
 }
 
 /* Whether all three pieces are or can come onto the device, without waiting. */
 static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
 {
     gm_chunks *chunks = engine->chunks;
-    if (engine->plan) {
-        gm_class class = gm_plan_class(engine->plan, chunk);
+    if (engine->room.plan) {
+        gm_class class = gm_plan_class(engine->room.plan, chunk);
         *out = class == GM_CLASS_R || class == GM_CLASS_S1 || class == GM_CLASS_S2;
     } else {
         *out = gm_chunks_is_resident(chunks, chunk, GM_STATE) &&
@@ -208,8 +192,8 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     state->is_pending = false;
-    engine->n_pending--;
-    gm_task *task = &state->task[engine->n_steps & 1];
+    engine->update.n_pending--;
+    gm_task *task = &state->task[engine->step.n & 1];
     if (task->n_ranges == 0) {
         return GM_OK;
     }
@@ -225,9 +209,10 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
-    const uint32_t *order = engine->plan ? gm_plan_update_order(engine->plan) : NULL;
-    for (; engine->n_pending > 0 && engine->next_pending < n && most > 0; engine->next_pending++) {
-        uint32_t chunk = order ? order[engine->next_pending] : engine->next_pending;
+    const uint32_t *order = engine->room.plan ? gm_plan_update_order(engine->room.plan) : NULL;
+    for (; engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0;
+         engine->update.next_pending++) {
+        uint32_t chunk = order ? order[engine->update.next_pending] : engine->update.next_pending;
         most -= engine->chunk_states[chunk].is_pending;
         GM_TRY(gm_update_issue(engine, chunk));
     }
@@ -236,11 +221,11 @@ gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
 
 gm_status gm_update_issue_all(gm_engine *engine)
 {
-    if (engine->n_pending > 0) {
-        engine->next_pending = 0; /* the order may have changed with the plan */
+    if (engine->update.n_pending > 0) {
+        engine->update.next_pending = 0; /* the order may have changed with the plan */
         GM_TRY(gm_update_issue_some(engine, UINT32_MAX));
     }
-    GM_ASSERT(engine->n_pending == 0);
+    GM_ASSERT(engine->update.n_pending == 0);
     return GM_OK;
 }
 
@@ -248,7 +233,7 @@ gm_status gm_update_issue_all(gm_engine *engine)
 
 bool gm_update_is_done(const gm_engine *engine, uint32_t chunk)
 {
-    return engine->is_armed && engine->chunk_states[chunk].updated == engine->n_passes;
+    return engine->update.is_armed && engine->chunk_states[chunk].updated == engine->pass.n;
 }
 
 gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
@@ -282,13 +267,13 @@ void gm_update_make_pending(gm_engine *engine, uint32_t chunk)
     GM_ASSERT(!state->is_pending);
     state->is_armed = false;
     state->is_pending = true;
-    engine->n_pending++;
+    engine->update.n_pending++;
 }
 
 /* The task of the coming step, empty.  Invariant 2. */
 static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
 {
-    gm_task *task = &engine->chunk_states[chunk].task[engine->n_steps & 1];
+    gm_task *task = &engine->chunk_states[chunk].task[engine->step.n & 1];
     if (atomic_load(&task->is_running)) {
         GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_STATE));
     }
@@ -327,15 +312,17 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         if (!p->is_used_up) {
-            GM_TRY(add_range(&state->task[engine->n_steps & 1], p, &updates[i].hyper));
+            GM_TRY(add_range(&state->task[engine->step.n & 1], p, &updates[i].hyper));
         }
     }
     for (uint32_t i = 0; arm && i < n; i++) {
         gm_chunk_state *state = &engine->chunk_states[engine->params[updates[i].param].place.chunk];
-        engine->n_pending -= state->is_pending;
+        engine->update.n_pending -= state->is_pending;
         state->is_armed |= state->is_pending;
         state->is_pending = false;
     }
+    engine->update.next_pending = 0;
+    engine->update.is_armed = arm;
     return GM_OK;
 }
 
@@ -344,7 +331,7 @@ void gm_update_disarm(gm_engine *engine)
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_armed = false;
     }
-    engine->is_armed = false;
+    engine->update.is_armed = false;
 }
 
 void gm_update_forget_all(gm_engine *engine)
@@ -353,7 +340,8 @@ void gm_update_forget_all(gm_engine *engine)
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_pending = false;
     }
-    engine->n_pending = 0;
-    (void)engine->device->ops->stream_sync(engine->device, engine->host_stream);
-    (void)engine->device->ops->stream_sync(engine->device, engine->update_stream);
+    engine->update.n_pending = 0;
+    (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
+    (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
+    atomic_store(&engine->update.async_status, GM_OK); /* also of what ended just now */
 }

@@ -15,31 +15,31 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .mapping_seconds = stats.mapping_seconds,
         .device_bytes = stats.device_bytes,
         .device_peak_bytes = stats.device_peak_bytes,
-        .device_budget_bytes = engine->budget,
+        .device_budget_bytes = engine->room.budget,
         .host_pin_seconds = engine->arena_seconds,
         .host_bytes = engine->arena ? gm_arena_bytes(engine->arena) : 0,
         .n_chunks = n,
-        .rank = engine->rank,
-        .n_shards = engine->n_shards,
-        .n_replicas = engine->n_replicas,
-        .gathers = engine->gathers,
-        .reduces = engine->reduces,
-        .gathered_bytes = engine->gathered_bytes,
-        .reduced_bytes = engine->reduced_bytes,
+        .rank = engine->ranks.rank,
+        .n_shards = engine->ranks.n_shards,
+        .n_replicas = engine->ranks.n_replicas,
+        .gathers = engine->weights.n_gathers,
+        .reduces = engine->gradient.n_reduces,
+        .gathered_bytes = engine->weights.gathered_bytes,
+        .reduced_bytes = engine->gradient.reduced_bytes,
         .n_blocks = stats.n_blocks,
         .layout_hash = gm_layout_hash(engine->layout),
-        .host_adam_seconds = (double)atomic_load(&engine->host_adam_ns) * 1e-9,
-        .n_plans = engine->n_plans,
-        .n_breaks = engine->n_breaks,
-        .n_deviations = engine->n_deviations,
-        .n_replay_waits = engine->n_replay_waits,
-        .n_traces = gm_book_n_traces(engine->book),
-        .n_pending = engine->n_pending,
-        .n_leases_walked = engine->n_leases_walked,
-        .outside_peak_bytes = engine->outside_peak_bytes,
-        .is_planned = engine->plan != NULL,
-        .is_settling =
-            !engine->plan || engine->wants_plan || (engine->is_tuned && !engine->tuner.is_done),
+        .host_adam_seconds = (double)atomic_load(&engine->update.host_ns) * 1e-9,
+        .n_plans = engine->room.n_plans,
+        .n_breaks = engine->room.n_breaks,
+        .n_deviations = engine->pass.n_deviations,
+        .n_replay_waits = engine->pass.n_replay_waits,
+        .n_traces = gm_book_n_traces(engine->pass.book),
+        .n_pending = engine->update.n_pending,
+        .n_leases_walked = engine->watch.n_walked,
+        .outside_peak_bytes = engine->inputs.outside_peak_bytes,
+        .is_planned = engine->room.plan != NULL,
+        .is_settling = !engine->room.plan || engine->room.wants_plan ||
+                       (engine->window.is_tuned && !engine->window.tuner.is_done),
     };
     for (uint32_t id = 0; id < n; id++) {
         out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
@@ -50,7 +50,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         out->n_settled += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
                           gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
     }
-    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+    for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
     }
     pthread_mutex_unlock(&engine->lock);
@@ -79,13 +79,13 @@ void gm_engine_unlock(gm_engine *engine)
 
 const gm_plan *gm_engine_plan(const gm_engine *engine)
 {
-    return engine->plan;
+    return engine->room.plan;
 }
 
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
 {
     GM_TRY(gm_call_begin(engine));
-    engine->window.is_spoiled = true;
+    gm_window_spoil(engine);
     gm_status status = engine->timeline
                            ? GM_FAIL(GM_ERR_STATE, "a timeline is being recorded already")
                            : gm_timeline_new(engine->device, capacity, &engine->timeline);
@@ -98,7 +98,7 @@ gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
 gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
 {
     GM_TRY(gm_call_begin(engine));
-    engine->window.is_spoiled = true;
+    gm_window_spoil(engine);
     *out = engine->timeline;
     engine->timeline = NULL;
     gm_chunks_set_timeline(engine->chunks, NULL);

@@ -4,6 +4,36 @@
 #include <stdlib.h>
 #include <string.h>
 
+void gm_watch_init(gm_engine *engine)
+{
+    atomic_init(&engine->watch.has_ended, false);
+}
+
+void gm_watch_free(gm_engine *engine)
+{
+    while (engine->watch.leases) {
+        gm_lease *lease = engine->watch.leases;
+        engine->watch.leases = lease->next;
+        free(lease->old);
+        free(lease);
+    }
+}
+
+void gm_watch_add(gm_engine *engine, gm_lease *lease)
+{
+    lease->next = engine->watch.leases;
+    engine->watch.leases = lease;
+}
+
+void gm_watch_wait(const gm_engine *engine)
+{
+    for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
+        if (lease->is_pinned) {
+            (void)engine->device->ops->stream_sync(engine->device, lease->stream);
+        }
+    }
+}
+
 bool gm_watch_is_on(const gm_lease *lease)
 {
     return lease->is_pinned && atomic_load(&lease->is_watched);
@@ -11,7 +41,7 @@ bool gm_watch_is_on(const gm_lease *lease)
 
 bool gm_watch_is_any(const gm_engine *engine)
 {
-    for (const gm_lease *lease = engine->leases; lease; lease = lease->next) {
+    for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         if (gm_watch_is_on(lease)) {
             return true;
         }
@@ -69,7 +99,7 @@ gm_status gm_watch_look(gm_engine *engine, gm_lease *lease)
 
 gm_status gm_watch_poll(gm_engine *engine)
 {
-    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+    for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         if (gm_watch_is_on(lease)) {
             GM_TRY(gm_watch_look(engine, lease));
         }
@@ -79,7 +109,7 @@ gm_status gm_watch_poll(gm_engine *engine)
 
 gm_status gm_watch_renew(gm_engine *engine)
 {
-    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+    for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         if (gm_watch_is_on(lease)) {
             GM_TRY(snapshot(engine, lease));
         }
@@ -120,17 +150,53 @@ gm_status gm_watch_end(gm_lease *lease)
  * its chunk is known from that tick on. */
 void gm_watch_note_use(gm_engine *engine, const gm_lease *lease)
 {
-    if (lease->is_pinned && engine->is_pass_open && engine->tick != lease->born) {
+    if (lease->is_pinned && engine->pass.is_open && engine->pass.tick != lease->born) {
         uint32_t chunk = engine->params[lease->param].place.chunk;
         uint32_t since = engine->chunk_states[chunk].first_tick;
-        gm_book_release(engine->book, lease->tick != GM_NO_TICK ? lease->tick : since);
+        gm_book_release(engine->pass.book, lease->tick != GM_NO_TICK ? lease->tick : since);
     }
 }
 
 void gm_watch_note_pass_end(gm_engine *engine)
 {
-    for (gm_lease *lease = engine->leases; lease; lease = lease->next) {
+    for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         gm_watch_note_use(engine, lease);
         lease->tick = lease->born = GM_NO_TICK; /* of this pass */
     }
+}
+
+/* ---- those that have ended ---- */
+
+void gm_watch_note_ended(gm_engine *engine)
+{
+    atomic_store(&engine->watch.has_ended, true);
+}
+
+gm_lease **gm_watch_first_ended(gm_engine *engine)
+{
+    if (!atomic_load(&engine->watch.has_ended)) {
+        return NULL;
+    }
+    atomic_store(&engine->watch.has_ended,
+                 false); /* first: one that ends meanwhile is seen later */
+    return &engine->watch.leases;
+}
+
+gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
+{
+    gm_lease **link = *at, *lease;
+    for (; (lease = *link); link = &lease->next) {
+        engine->watch.n_walked++;
+        if (atomic_load(&lease->is_ended)) {
+            if (gm_watch_is_on(lease)) {
+                GM_TRY(gm_watch_look(engine, lease));
+            }
+            gm_watch_note_use(engine, lease);
+            *link = lease->next;
+            break;
+        }
+    }
+    *at = lease ? link : NULL;
+    *out = lease;
+    return GM_OK;
 }

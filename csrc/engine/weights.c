@@ -16,29 +16,29 @@
 
 void gm_weights_free(gm_engine *engine)
 {
-    free(engine->gathered_owners);
+    free(engine->weights.owners);
 }
 
 /* The own shard goes to its place, the others' come. */
 static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
 {
     gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->comm_stream;
+    gm_stream stream = engine->ranks.stream;
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
     gm_ranks_label(engine, GM_FOR_GATHER, chunk);
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
     uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
-                                       GM_GATHERED, bytes * engine->n_shards, stream);
+                                       GM_GATHERED, bytes * engine->ranks.n_shards, stream);
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->rank * bytes,
+    GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->ranks.rank * bytes,
                                          gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
                                          stream));
     GM_TRY(gm_chunks_end_read(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(gm_comm_all_gather(engine->shard_comm, whole, bytes, stream));
+    GM_TRY(gm_comm_all_gather(engine->ranks.shard_comm, whole, bytes, stream));
     gm_timeline_end(engine->timeline, entry, stream);
-    engine->gathers++;
-    engine->gathered_bytes += bytes * engine->n_shards;
+    engine->weights.n_gathers++;
+    engine->weights.gathered_bytes += bytes * engine->ranks.n_shards;
     return gm_chunks_end_write(chunks, chunk, GM_GATHERED, stream);
 }
 
@@ -58,15 +58,15 @@ static gm_status forget(gm_engine *engine, uint32_t chunk)
 /* In the plan's blocks for gathered weights the chunk takes the place of others. */
 static gm_status take_place(gm_engine *engine, uint32_t chunk)
 {
-    if (!engine->collectives) {
+    if (!engine->weights.collectives) {
         return GM_OK;
     }
-    const gm_place *place = gm_plan_place(engine->collectives, chunk, GM_GATHERED);
+    const gm_place *place = gm_plan_place(engine->weights.collectives, chunk, GM_GATHERED);
     uint32_t n = (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
                             engine->device->block_bytes);
     for (uint32_t i = 0; place->length > 0 && i < n; i++) {
         uint32_t *owner =
-            &engine->gathered_owners[place->base + (place->offset + i) % place->length];
+            &engine->weights.owners[place->base + (place->offset + i) % place->length];
         if (*owner != chunk && *owner != GM_NO_CHUNK) {
             gm_chunk_state *other = &engine->chunk_states[*owner];
             other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
@@ -89,15 +89,20 @@ gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan)
     for (uint32_t i = 0; i < n; i++) {
         owners[i] = GM_NO_CHUNK;
     }
-    free(engine->gathered_owners);
-    engine->gathered_owners = owners;
-    engine->collectives = plan;
+    free(engine->weights.owners);
+    engine->weights.owners = owners;
+    engine->weights.collectives = plan;
     return GM_OK;
+}
+
+void gm_weights_renew(gm_engine *engine, gm_plan *plan)
+{
+    engine->weights.collectives = plan;
 }
 
 gm_status gm_weights_forget_all(gm_engine *engine)
 {
-    engine->collectives = NULL;
+    engine->weights.collectives = NULL;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
         state->is_doomed = state->n_uses > 0;
@@ -116,9 +121,9 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
     bool is_shown = gm_chunks_pins(chunks, chunk, GM_GATHERED) > 0;
     if (is_shown) { /* by leases: what was written through them is kept, and their readers come first */
         GM_TRY(gm_watch_poll(engine));
-        GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_GATHERED, engine->stream));
+        GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_GATHERED, engine->call.stream));
     }
-    gm_stream stream = engine->comm_stream;
+    gm_stream stream = engine->ranks.stream;
     GM_TRY(gm_room_pin(engine, chunk, GM_WEIGHT, stream));
     gm_status status = gm_room_pin(engine, chunk, GM_GATHERED, stream);
     if (status == GM_OK) {
@@ -126,7 +131,7 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
         gm_chunks_unpin_ordered(chunks, chunk, GM_GATHERED);
     }
     gm_chunks_unpin_ordered(chunks, chunk, GM_WEIGHT);
-    if (status == GM_OK && engine->policy == GM_POLICY_CPU && !engine->plan) {
+    if (status == GM_OK && engine->policy == GM_POLICY_CPU && !engine->room.plan) {
         status = gm_chunks_evict(chunks, chunk, GM_WEIGHT);
     }
     if (status == GM_OK) {
@@ -155,7 +160,7 @@ static gm_status bring_back(gm_engine *engine, uint32_t chunk)
     if (!engine->chunk_states[chunk].spilled) {
         return GM_OK;
     }
-    GM_TRY(gm_room_pin(engine, chunk, GM_GATHERED, engine->comm_stream));
+    GM_TRY(gm_room_pin(engine, chunk, GM_GATHERED, engine->ranks.stream));
     gm_status status = gm_spill_write_back(engine, chunk);
     gm_chunks_unpin_ordered(engine->chunks, chunk, GM_GATHERED);
     return status;
@@ -166,7 +171,7 @@ static gm_status pin_gathered(gm_engine *engine, uint32_t chunk, gm_stream strea
     gm_chunk_state *state = &engine->chunk_states[chunk];
     if (!is_valid(state)) {
         GM_TRY(gather(engine, chunk));
-        state->is_gathered = is_use || engine->collectives || state->n_uses > 0;
+        state->is_gathered = is_use || engine->weights.collectives || state->n_uses > 0;
     }
     GM_TRY(bring_back(engine, chunk));
     GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
@@ -181,7 +186,7 @@ static gm_status unpin_gathered(gm_engine *engine, uint32_t chunk, gm_stream str
     GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
     gm_chunk_state *state = &engine->chunk_states[chunk];
     state->n_uses -= is_use;
-    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->collectives)) {
+    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->weights.collectives)) {
         return forget(engine, chunk);
     }
     return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
@@ -200,7 +205,7 @@ gm_status gm_weights_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, 
         return unpin_gathered(engine, chunk, stream, is_use);
     }
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_WEIGHT, stream));
-    if (engine->policy == GM_POLICY_CPU && !engine->plan &&
+    if (engine->policy == GM_POLICY_CPU && !engine->room.plan &&
         gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0) {
         return gm_chunks_evict(engine->chunks, chunk, GM_WEIGHT);
     }
@@ -215,6 +220,6 @@ gm_status gm_weights_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_strea
     gm_chunk_state *state = &engine->chunk_states[chunk];
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
     state->n_uses--;
-    state->is_doomed |= !engine->collectives; /* it goes with its next last use */
+    state->is_doomed |= !engine->weights.collectives; /* it goes with its next last use */
     return GM_OK;
 }

@@ -15,19 +15,35 @@ enum { LEAST_SEEN_NS = 10 * 1000 * 1000 };
 enum { STEPS_SKIPPED = 1, STEPS_MEASURED = 2 }; /* of a window */
 enum { MOST_SPOILED = 16 };                     /* windows that are begun again, in all */
 
+void gm_window_init(gm_engine *engine, const gm_engine_options *options)
+{
+    engine->window.rates = options->rates;
+    engine->window.is_tuned = options->is_tuned;
+}
+
+void gm_window_spoil(gm_engine *engine)
+{
+    engine->window.is_spoiled = true;
+}
+
+void gm_window_end_asking(gm_engine *engine)
+{
+    engine->window.is_asked = false;
+}
+
 static void start_counting(gm_engine *engine)
 {
-    engine->window.ns = atomic_load(&engine->host_adam_ns);
-    engine->window.params = atomic_load(&engine->host_adam_params);
+    engine->window.ns = atomic_load(&engine->update.host_ns);
+    engine->window.params = atomic_load(&engine->update.host_params);
 }
 
 double gm_window_rate(const gm_engine *engine)
 {
-    if (!engine->plan) {
+    if (!engine->room.plan) {
         return 0;
     }
-    unsigned long long ns = atomic_load(&engine->host_adam_ns) - engine->window.ns;
-    unsigned long long n = atomic_load(&engine->host_adam_params) - engine->window.params;
+    unsigned long long ns = atomic_load(&engine->update.host_ns) - engine->window.ns;
+    unsigned long long n = atomic_load(&engine->update.host_params) - engine->window.params;
     return ns > LEAST_SEEN_NS ? (double)n / ((double)ns * 1e-9) : 0;
 }
 
@@ -35,8 +51,8 @@ void gm_window_start(gm_engine *engine)
 {
     start_counting(engine);
     engine->window.n_steps = 0;
-    if (!engine->window.is_asked && !engine->tuner.is_done) {
-        gm_tuner_forget(&engine->tuner); /* the plan is another one for other reasons */
+    if (!engine->window.is_asked && !engine->window.tuner.is_done) {
+        gm_tuner_forget(&engine->window.tuner); /* the plan is another one for other reasons */
     }
     engine->window.is_asked = engine->window.is_spoiled = false;
     engine->window.seconds = 0;
@@ -81,20 +97,21 @@ static gm_status count_step(gm_engine *engine)
             GM_TRY(ops->event_new(engine->device, true, &window->end));
         }
         start_counting(engine);
-        return ops->event_record(engine->device, window->begin, engine->stream);
+        return ops->event_record(engine->device, window->begin, engine->call.stream);
     }
     if (window->n_steps < STEPS_SKIPPED + STEPS_MEASURED) {
         return GM_OK;
     }
-    GM_TRY(ops->event_record(engine->device, window->end, engine->stream));
+    GM_TRY(ops->event_record(engine->device, window->end, engine->call.stream));
     return end_window(engine);
 }
 
 void gm_window_watch(gm_engine *engine)
 {
     gm_window *window = &engine->window;
-    bool is_watched = engine->is_tuned && !engine->tuner.is_done && engine->plan &&
-                      !engine->wants_plan && window->seconds <= 0 && !window->is_hopeless;
+    bool is_watched = engine->window.is_tuned && !engine->window.tuner.is_done &&
+                      engine->room.plan && !engine->room.wants_plan && window->seconds <= 0 &&
+                      !window->is_hopeless;
     if (is_watched && count_step(engine) != GM_OK) {
         window->is_hopeless = true; /* without times there is nothing to learn */
     }
@@ -104,18 +121,19 @@ bool gm_window_has_verdict(const gm_engine *engine)
 {
     const gm_window *window = &engine->window;
     return window->seconds > 0 ||
-           (window->is_hopeless && !window->has_said_so && !engine->tuner.is_done);
+           (window->is_hopeless && !window->has_said_so && !engine->window.tuner.is_done);
 }
 
 bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless)
 {
     engine->window.seconds = 0;
     engine->window.has_said_so = engine->window.is_hopeless;
-    if (engine->is_tuned && !engine->tuner.is_done) {
+    if (engine->window.is_tuned && !engine->window.tuner.is_done) {
         if (seconds > 0) {
-            engine->window.is_asked = gm_tuner_next(&engine->tuner, seen, seconds, &engine->rates);
+            engine->window.is_asked =
+                gm_tuner_next(&engine->window.tuner, seen, seconds, &engine->window.rates);
         } else {
-            engine->tuner.is_done = is_hopeless; /* the present plan stays */
+            engine->window.tuner.is_done = is_hopeless; /* the present plan stays */
         }
     }
     return engine->window.is_asked;
@@ -123,7 +141,8 @@ bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hop
 
 void gm_window_believe(gm_engine *engine, double seen)
 {
-    if (engine->is_tuned && !engine->tuner.is_done && !engine->window.is_asked && seen > 0) {
-        gm_rates_set_host(&engine->rates, seen);
+    if (engine->window.is_tuned && !engine->window.tuner.is_done && !engine->window.is_asked &&
+        seen > 0) {
+        gm_rates_set_host(&engine->window.rates, seen);
     }
 }

@@ -1,5 +1,5 @@
 /* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the diagram and
- * chunk_impl.h for the fences.  Blocks and mapping are in pool.c and place.c.
+ * chunk_impl.h for the fences.  Blocks and mapping are in block.c and place.c.
  *
  * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks are made 3, and the
  * chaos device 4)
@@ -279,32 +279,7 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     return GM_OK;
 }
 
-/* ---- residence ---- */
-
-static gm_status fail_no_blocks(const gm_chunks *chunks, const piece *p)
-{
-    return GM_FAIL(GM_ERR_NOMEM,
-                   "DEVICE: %zu bytes wanted, and all blocks of the plan that they may use (of %zu "
-                   "bytes in all) are in use at this moment",
-                   (size_t)p->n_blocks * chunks->device->block_bytes,
-                   (size_t)chunks->n_blocks * chunks->device->block_bytes);
-}
-
-gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    if (!gm_is_resident(p)) {
-        bool is_done;
-        GM_TRY(gm_piece_make_resident(chunks, p, kind, true, stream, &is_done));
-        if (!is_done) {
-            return fail_no_blocks(chunks, p);
-        }
-    }
-    GM_TRY(wait_fence(chunks, &p->filled, stream));
-    p->pins++;
-    p->last_use = ++chunks->clock;
-    return GM_OK;
-}
+/* ---- pins ---- */
 
 gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
 {
@@ -338,22 +313,6 @@ void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
     if (p->state == CLEAN) {
         gm_piece_move(p, DIRTY);
     }
-}
-
-gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece kind, bool *out)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    *out = gm_is_resident(p);
-    return *out || !chunks->has_placement ? GM_OK
-                                          : gm_piece_make_resident(chunks, p, kind, true, 0, out);
-}
-
-gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream,
-                          bool *out)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(!gm_is_resident(p) && (chunks->has_placement || gm_is_transient(kind)));
-    return gm_piece_make_resident(chunks, p, kind, false, stream, out);
 }
 
 /* ---- work on pieces ---- */

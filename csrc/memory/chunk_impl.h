@@ -1,4 +1,4 @@
-/* chunk_impl.h - what chunk.c (moving bytes), pool.c (blocks, on demand) and place.c (a plan's) share.
+/* chunk_impl.h - what chunk.c (moving bytes), block.c (blocks, on demand), place.c (a plan's), residence.c and table.c share.
  *
  * Fences.  Each piece has four, and they say all that is ever needed about order:
  *     filled     the last write of its device bytes, hence also the last copy that read its home for that
@@ -118,17 +118,19 @@ gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stre
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 
-/* pool.c */
-/* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.  is_fetched: the bytes
- * are fetched, else they are undefined and `stream` may write them. */
-gm_status gm_piece_make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
-                                 gm_stream stream, bool *out);
+/* block.c */
+extern const gm_log_kind gm_log_of_fetch[GM_N_OWN_PIECES];
 /* The range shows blocks[]. */
-gm_status gm_pool_map(gm_chunks *chunks, piece *p);
-bool gm_pool_may_grow(const gm_chunks *chunks);
-gm_status gm_pool_grow(gm_chunks *chunks); /* one free block more */
+gm_status gm_block_map(gm_chunks *chunks, piece *p);
+bool gm_block_may_grow(const gm_chunks *chunks);
+gm_status gm_block_grow(gm_chunks *chunks); /* one free block more */
 /* Gives the memory of one free block back to the device. */
-gm_status gm_pool_shrink(gm_chunks *chunks);
+gm_status gm_block_shrink(gm_chunks *chunks);
+/* Evicts the piece that is needed last: the least recently used weights of a chunk that is not settled;
+ * then (the last settled first) the states and gradient of a chunk.  *out is false if nothing can go. */
+gm_status gm_block_evict_one(gm_chunks *chunks, bool *out);
+/* Without a placement: the piece gets blocks, by creating or by evicting, and its bytes. */
+gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);
 
 /* place.c */
 /* Takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */

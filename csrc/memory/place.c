@@ -106,12 +106,12 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
             continue;
         }
         if (chunks->n_free == 0) {
-            if (!gm_pool_may_grow(chunks)) {
+            if (!gm_block_may_grow(chunks)) {
                 return GM_FAIL(GM_ERR_NOMEM,
                                "DEVICE: a plan of %u blocks of %zu bytes exceeds %zu bytes", n,
                                chunks->device->block_bytes, chunks->limit);
             }
-            GM_TRY(gm_pool_grow(chunks));
+            GM_TRY(gm_block_grow(chunks));
         }
         physical[i] = chunks->free_blocks[--chunks->n_free];
     }
@@ -164,7 +164,7 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
                 }
             }
             if (!is_same) {
-                GM_TRY(gm_pool_map(chunks, p));
+                GM_TRY(gm_block_map(chunks, p));
             }
         }
     }
@@ -208,7 +208,7 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
     GM_TRY_GOTO(status, done, map_placement(chunks, plan, physical));
     GM_TRY_GOTO(status, done, map_stage(chunks, plan, physical));
     while (status == GM_OK && chunks->n_free > 0) {
-        status = gm_pool_shrink(chunks);
+        status = gm_block_shrink(chunks);
     }
     chunks->has_placement = status == GM_OK;
     GM_ASSERT(status != GM_OK || chunks->n_blocks == n); /* the plan's sum is all there is */

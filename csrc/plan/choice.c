@@ -285,3 +285,28 @@ gm_status gm_choose(const gm_problem *problem, const gm_dials *dials, gm_choice 
     gm_plan_free(f.plan);
     return status;
 }
+
+gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out)
+{
+    gm_plan *plan;
+    *out = NULL;
+    GM_TRY(gm_plan_alloc(problem, &plan));
+    gm_status status = gm_plan_place_all(problem, choice, plan);
+    if (status != GM_OK || plan->n_blocks > problem->n_blocks) {
+        gm_plan_free(plan);
+        return status;
+    }
+    for (uint32_t k = 0; k < problem->n_courses && status == GM_OK; k++) {
+        status = gm_schedule_new(problem, plan, &problem->courses[k], &plan->schedules[k]);
+        plan->n_schedules += status == GM_OK;
+    }
+    if (status == GM_OK) {
+        status = gm_plan_time(problem, plan);
+    }
+    if (status != GM_OK) {
+        gm_plan_free(plan);
+        return status;
+    }
+    *out = plan;
+    return GM_OK;
+}

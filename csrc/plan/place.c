@@ -24,28 +24,6 @@ typedef struct gm_ring {
     gm_needs *needs; /* (n_courses,) once the gathered weights have their places */
 } gm_ring;
 
-gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out)
-{
-    size_t n = problem->n;
-    gm_plan *plan = calloc(1, sizeof *plan);
-    if (plan) {
-        *plan = (gm_plan){.n = problem->n,
-                          .class_of = calloc(n, 1),
-                          .is_late = calloc(n, sizeof(bool)),
-                          .places = calloc(n * GM_N_PIECES, sizeof(gm_place)),
-                          .order = calloc(n, sizeof(uint32_t)),
-                          .schedules = calloc(problem->n_courses, sizeof(gm_schedule))};
-    }
-    if (!plan || !plan->class_of || !plan->is_late || !plan->places || !plan->order ||
-        !plan->schedules) {
-        gm_plan_free(plan);
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room for a plan of %zu chunks", n);
-    }
-    memcpy(plan->order, problem->order, n * sizeof(uint32_t));
-    *out = plan;
-    return GM_OK;
-}
-
 static uint32_t blocks_of(const gm_ring *ring, uint32_t chunk)
 {
     return gm_plan_blocks(ring->problem->input, chunk, ring->piece, false);

@@ -1,9 +1,8 @@
-/* plan.c - the plan as others see it: made by a search, then only read.
- *
- * 1. A plan depends on its input alone: equal inputs give equal places, operations and hash. */
+/* plan.c - the plan as others see it: once it is made it is only read. */
 #include "plan/plan.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "plan/plan_impl.h"
 
@@ -22,107 +21,26 @@ void gm_plan_free(gm_plan *plan)
     }
 }
 
-gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out)
+gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out)
 {
-    gm_plan *plan;
-    *out = NULL;
-    GM_TRY(gm_plan_alloc(problem, &plan));
-    gm_status status = gm_plan_place_all(problem, choice, plan);
-    if (status != GM_OK || plan->n_blocks > problem->n_blocks) {
+    size_t n = problem->n;
+    gm_plan *plan = calloc(1, sizeof *plan);
+    if (plan) {
+        *plan = (gm_plan){.n = problem->n,
+                          .class_of = calloc(n, 1),
+                          .is_late = calloc(n, sizeof(bool)),
+                          .places = calloc(n * GM_N_PIECES, sizeof(gm_place)),
+                          .order = calloc(n, sizeof(uint32_t)),
+                          .schedules = calloc(problem->n_courses, sizeof(gm_schedule))};
+    }
+    if (!plan || !plan->class_of || !plan->is_late || !plan->places || !plan->order ||
+        !plan->schedules) {
         gm_plan_free(plan);
-        return status;
+        return GM_FAIL(GM_ERR_NOMEM, "host: no room for a plan of %zu chunks", n);
     }
-    for (uint32_t k = 0; k < problem->n_courses && status == GM_OK; k++) {
-        status = gm_schedule_new(problem, plan, &problem->courses[k], &plan->schedules[k]);
-        plan->n_schedules += status == GM_OK;
-    }
-    if (status == GM_OK) {
-        status = gm_plan_time(problem, plan);
-    }
-    if (status != GM_OK) {
-        gm_plan_free(plan);
-        return status;
-    }
+    memcpy(plan->order, problem->order, n * sizeof(uint32_t));
     *out = plan;
     return GM_OK;
-}
-
-static uint64_t hash_of(const gm_plan *plan)
-{
-    uint64_t hash = gm_fnv1a(UINT64_C(0xcbf29ce484222325), plan->n_blocks);
-    for (uint32_t c = 0; c < plan->n; c++) {
-        hash = gm_fnv1a(hash, ((uint64_t)plan->class_of[c] << 1 | plan->is_late[c]) << 32 |
-                                  plan->order[c]);
-    }
-    for (uint32_t i = 0; i < plan->n * GM_N_PIECES; i++) {
-        const gm_place *place = &plan->places[i];
-        hash = gm_fnv1a(hash, (uint64_t)place->base << 32 | place->length);
-        hash = gm_fnv1a(hash, (uint64_t)place->offset << 1 | place->is_resident);
-    }
-    for (uint32_t i = 0; i < plan->n_schedules; i++) {
-        const gm_schedule *schedule = &plan->schedules[i];
-        hash = gm_fnv1a(hash, schedule->hash);
-        for (uint32_t t = 0; t < schedule->n_ticks; t++) {
-            hash = gm_fnv1a(hash, schedule->begin[t + 1]);
-        }
-        for (uint32_t j = 0; j < schedule->begin[schedule->n_ticks]; j++) {
-            hash = gm_fnv1a(hash, (uint64_t)schedule->ops[j].kind << 32 | schedule->ops[j].chunk);
-        }
-    }
-    return hash;
-}
-
-static void describe(const gm_problem *problem, gm_plan *plan)
-{
-    const gm_plan_input *input = problem->input;
-    gm_plan_info *info = &plan->info;
-    uint64_t ring_blocks = 0, ring_chunks = 0;
-    for (uint32_t c = 0; c < plan->n; c++) {
-        uint32_t cls = plan->class_of[c];
-        const gm_place *grad = &plan->places[c * GM_N_PIECES + GM_GRAD];
-        info->n_of_class[cls]++;
-        info->bytes_of_class[cls] += input->chunks[c].bytes[GM_WEIGHT];
-        info->resident_grad_bytes += grad->is_resident ? grad->length * input->block_bytes : 0;
-        const gm_place *gathered = &plan->places[c * GM_N_PIECES + GM_GATHERED];
-        info->n_kept += gathered->is_resident;
-        info->kept_gathered_bytes +=
-            gathered->is_resident ? gathered->length * input->block_bytes : 0;
-        if (gm_is_streamed(cls)) {
-            ring_chunks++;
-            ring_blocks += input->chunks[c].blocks[GM_WEIGHT];
-        }
-    }
-    info->weight_ring_bytes = plan->ring[GM_WEIGHT] * input->block_bytes;
-    info->state_ring_bytes = plan->ring[GM_STATE] * input->block_bytes;
-    info->grad_ring_bytes = plan->ring[GM_GRAD] * input->block_bytes;
-    info->gathered_ring_bytes = plan->ring[GM_GATHERED] * input->block_bytes;
-    info->unreduced_ring_bytes = plan->ring[GM_UNREDUCED] * input->block_bytes;
-    info->prefetch = 0;
-    if (ring_blocks > 0) {
-        uint64_t held = plan->ring[GM_WEIGHT] * ring_chunks / ring_blocks;
-        info->prefetch = held > 1 ? (uint32_t)held - 1 : 0;
-    }
-    info->n_blocks = plan->n_blocks;
-    info->device_bytes = plan->n_blocks * input->block_bytes;
-    info->when = input->when;
-    info->n_ops = 0;
-    for (uint32_t i = 0; i < plan->n_schedules; i++) {
-        info->n_ops += plan->schedules[i].begin[plan->schedules[i].n_ticks];
-    }
-    info->hash = hash_of(plan);
-}
-
-gm_status gm_plan_new(const gm_plan_input *input, gm_plan **out)
-{
-    gm_problem problem;
-    *out = NULL;
-    GM_TRY(gm_problem_new(input, &problem));
-    gm_status status = gm_plan_search(&problem, out);
-    if (status == GM_OK) {
-        describe(&problem, *out);
-    }
-    gm_problem_free(&problem);
-    return status;
 }
 
 gm_class gm_plan_class(const gm_plan *plan, uint32_t chunk)
@@ -155,7 +73,7 @@ const uint32_t *gm_plan_update_order(const gm_plan *plan)
     return plan->order;
 }
 
-static const gm_schedule *find(const gm_plan *plan, uint64_t trace_hash)
+const gm_schedule *gm_plan_find(const gm_plan *plan, uint64_t trace_hash)
 {
     for (uint32_t i = 0; i < plan->n_schedules; i++) {
         if (plan->schedules[i].hash == trace_hash) {
@@ -167,7 +85,7 @@ static const gm_schedule *find(const gm_plan *plan, uint64_t trace_hash)
 
 const gm_op *gm_plan_ops(const gm_plan *plan, uint64_t trace_hash, uint32_t tick, uint32_t *out_n)
 {
-    const gm_schedule *schedule = find(plan, trace_hash);
+    const gm_schedule *schedule = gm_plan_find(plan, trace_hash);
     if (!schedule || tick >= schedule->n_ticks) {
         *out_n = 0;
         return NULL;
@@ -178,39 +96,5 @@ const gm_op *gm_plan_ops(const gm_plan *plan, uint64_t trace_hash, uint32_t tick
 
 bool gm_plan_knows(const gm_plan *plan, uint64_t trace_hash)
 {
-    return find(plan, trace_hash) != NULL;
-}
-
-gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_trace *trace)
-{
-    gm_problem problem;
-    gm_course course;
-    gm_schedule added;
-    if (find(plan, trace->hash)) {
-        return GM_OK;
-    }
-    if (input->n_chunks != plan->n) {
-        return GM_FAIL(GM_ERR_ARG, "plan: made for %u chunks, not for %u", plan->n,
-                       input->n_chunks);
-    }
-    GM_TRY(gm_problem_new(input, &problem));
-    gm_status status = gm_course_new(input, trace, 0, &course);
-    if (status == GM_OK) {
-        gm_schedule *schedules =
-            realloc(plan->schedules, (plan->n_schedules + 1) * sizeof *schedules);
-        if (schedules) {
-            plan->schedules = schedules;
-            status = gm_schedule_new(&problem, plan, &course, &added);
-        } else {
-            status = GM_FAIL(GM_ERR_NOMEM, "host: no room for one more schedule");
-        }
-        if (status == GM_OK) {
-            plan->schedules[plan->n_schedules++] = added;
-            plan->info.n_ops += added.begin[added.n_ticks];
-            plan->info.hash = hash_of(plan);
-        }
-        gm_course_free(&course);
-    }
-    gm_problem_free(&problem);
-    return status;
+    return gm_plan_find(plan, trace_hash) != NULL;
 }

@@ -100,10 +100,13 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
                         gm_course *out);
 void gm_course_free(gm_course *course);
 
+/* plan.c: a plan without places; the schedule for a trace, or NULL. */
+gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
+const gm_schedule *gm_plan_find(const gm_plan *plan, uint64_t trace_hash);
+
 /* place.c: places every piece as chosen; weights and gradients that cannot share a ring become resident.
  * plan->n_blocks may exceed what is available. */
 gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan);
-gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
 
 /* gather.c: what a course asks of GM_WEIGHT under a plan in which the gathered weights have their places, and when
  * it gathers.  Without gathered weights that is what it asks of weights. */
@@ -128,9 +131,9 @@ void gm_schedule_free(gm_schedule *schedule);
 /* time.c: predicts the step; fills the seconds and bytes of plan->info. */
 gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
 
+/* choice.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there are. */
+gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);
 /* search.c: the best plan found, schedules of all courses included. */
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out);
-/* plan.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there are. */
-gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);
 
 #endif

@@ -81,6 +81,61 @@ def test_includes_point_down(path: Path) -> None:
         assert other in (mine, *BELOW[mine]), f"{name(path)} includes {name(header)}"
 
 
+def circle(arrows: dict[Path, set[Path]]) -> list[Path]:
+    """Some files each of which points to the next one, and the last to the first; [] if there are none."""
+    left = {path: set(others) for path, others in arrows.items()}
+    while leaves := {path for path, others in left.items() if not others & left.keys()}:
+        for path in leaves:
+            del left[path]
+    walk: list[Path] = []
+    while left and (not walk or walk[-1] not in walk[:-1]):
+        walk.append(min(left[walk[-1]] & left.keys()) if walk else min(left))
+    return walk[walk.index(walk[-1]) :] if walk else []
+
+
+def test_includes_have_no_circles() -> None:
+    found = circle({path: set(includes(path)[0]) for path in C_FILES})
+    assert not found, " includes ".join(map(name, found))
+
+
+def definitions(text: str) -> set[str]:
+    """The functions and variables that a C file defines for others."""
+    found = re.findall(
+        r"^(?!static|extern|typedef)(?:__attribute__\(\(\w+\)\) )?(?:[A-Za-z_][\w \t*]*?[\s*])(gm_\w+)"
+        r"(?:\([^;{}]*?\)\s*\n\{|(?:\[[^\]]*\])*\s*[=;])",
+        text,
+        re.MULTILINE,
+    )
+    return set(found)
+
+
+def test_calls_have_no_circles() -> None:
+    """A file that uses what another one defines is above it: reading can begin at the bottom."""
+    texts = {path: code(path) for path in C_FILES if path.suffix == ".c"}
+    defined = {path: definitions(text) for path, text in texts.items()}
+    assert all(defined[path] for path in texts if path.name != "module.c")
+    homes = {symbol: path for path, symbols in defined.items() for symbol in symbols}
+    arrows = {}
+    for path, text in texts.items():
+        used = set(re.findall(r"\b\w+\b", text)) & homes.keys() - defined[path]
+        arrows[path] = {homes[symbol] for symbol in used}
+    found = circle(arrows)
+    assert not found, " calls ".join(map(name, found))
+
+
+def test_parts_of_the_engine_are_written_by_their_own_file() -> None:
+    """`engine->pass.tick` is written in pass.c alone; others read it, or call what pass.c offers."""
+    part = r"engine->(\w+)\.\w+(?:\.\w+)*"
+    writes = rf"{part}\s*(?:[-+|&^]?=(?!=)|\+\+|--)|(?:\+\+|--){part}|atomic_(?:store|fetch_\w+|init)\(&{part}"
+    written = set()
+    for path in sorted((CSRC / "engine").glob("*.c")):
+        for found in re.finditer(writes, code(path)):
+            owner = next(filter(None, found.groups()))
+            assert owner == path.stem, f"{name(path)} writes: {found.group()}"
+            written.add(owner)
+    assert len(written) > 10
+
+
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_foreign_headers_have_one_home(path: Path) -> None:
     foreign = includes(path)[1]

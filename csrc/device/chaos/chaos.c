@@ -17,56 +17,6 @@ static gm_chaos_device *as_chaos(gm_device *dev)
 
 /* ---- issuing ---- */
 
-/* A host call that later work of its stream does not wait for; it waits itself for the earlier work. */
-static gm_status append_released(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op)
-{
-    gm_chaos_queue *released = &dev->queues[GM_CHAOS_RELEASED];
-    gm_chaos_mark *mark;
-    GM_TRY(gm_chaos_mark_new(gm_chaos_number(dev, queue), &queue->clock, &mark));
-    gm_status status = gm_chaos_append_record(dev, queue, mark, false);
-    status = status == GM_OK ? gm_chaos_append_wait(dev, released, mark) : status;
-    gm_chaos_mark_unref(mark);
-    GM_TRY(status);
-    gm_chaos_append(dev, released, op);
-    return GM_OK;
-}
-
-/* Checks the operation against all before it and queues it.  Takes the operation over. */
-static gm_status put(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op)
-{
-    uint32_t actor = gm_chaos_number(dev, queue);
-    gm_clock_join(&queue->clock, gm_chaos_host_clock(dev)); /* invariant 1 */
-    queue->before_last = queue->clock;
-    queue->has_unrecorded = true;
-    gm_clock clock = op->is_early ? *gm_chaos_host_clock(dev) : queue->clock;
-    if (op->is_early || op->is_released) {
-        actor = GM_CHAOS_RELEASED;
-    }
-    clock.tick[actor] = ++dev->queues[actor].clock.tick[actor];
-    gm_status status = gm_chaos_track(dev, op, actor, &clock);
-    if (!op->is_released) {
-        gm_clock_join(&queue->clock, &clock);
-    }
-    if (status == GM_OK && op->is_released) {
-        status = append_released(dev, queue, op);
-    } else if (status == GM_OK && (op->is_early || actor == GM_CHAOS_COMPUTE)) {
-        gm_chaos_run(dev, op);
-    } else if (status == GM_OK) {
-        gm_chaos_append(dev, queue, op);
-    }
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-    }
-    return status;
-}
-
-gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue)
-{
-    gm_chaos_op *held = queue->held;
-    queue->held = NULL;
-    return held ? put(dev, queue, held) : GM_OK;
-}
-
 /* The seeded faults that change an operation, not its order. */
 static void spoil(gm_chaos_device *dev, gm_chaos_op *op, bool is_compute)
 {
@@ -103,7 +53,7 @@ static gm_status issue(gm_chaos_device *dev, gm_chaos_op *op, gm_stream stream)
         queue->held = op;
         return GM_OK;
     }
-    GM_TRY(put(dev, queue, op));
+    GM_TRY(gm_chaos_put(dev, queue, op));
     GM_TRY(gm_chaos_put_held(dev, queue));
     if (must_end) {
         gm_chaos_run_queue(dev, queue);

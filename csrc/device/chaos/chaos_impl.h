@@ -50,6 +50,10 @@ struct gm_chaos_device {
 bool gm_chaos_pick(gm_chaos_device *dev, gm_chaos_fault fault);
 
 /* track.c */
+#define GM_CHAOS_KEY_BLOCKS ((uint64_t)1 << 63) /* of blocks in the map `bytes` */
+/* One access of one run of bytes; *is_fault becomes true if nothing orders it behind an earlier one. */
+gm_status gm_chaos_note(gm_chaos_device *dev, gm_order *order, const gm_access *access,
+                        const gm_clock *clock, uint64_t begin, uint64_t end, bool *is_fault);
 gm_chaos_range *gm_chaos_range_at(gm_chaos_device *dev, uintptr_t address);
 gm_status gm_chaos_range_add(gm_chaos_device *dev, uintptr_t address, size_t bytes);
 void gm_chaos_range_remove(gm_chaos_device *dev, uintptr_t address);
@@ -58,6 +62,19 @@ bool gm_chaos_is_pinned(const gm_chaos_device *dev, uintptr_t address, size_t by
  * when an address shows nothing. */
 gm_status gm_chaos_track(gm_chaos_device *dev, const gm_chaos_op *op, uint32_t actor,
                          const gm_clock *clock);
+void gm_chaos_fault_found(gm_chaos_device *dev, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* issue.c */
+gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark,
+                                 bool is_early);
+gm_status gm_chaos_append_wait(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark);
+/* Checks the operation against all before it and queues it.  Takes the operation over. */
+gm_status gm_chaos_put(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op);
+/* Puts what GM_CHAOS_SWAP holds back into its queue. */
+gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue);
+
+/* claim.c */
 /* The host takes the device addresses, or the bytes of the block, or host memory away: nothing that uses them may
  * be under way.  If something is, that is a fault, and all work is run. */
 gm_status gm_chaos_claim_range(gm_chaos_device *dev, const char *what, uintptr_t address,
@@ -65,8 +82,6 @@ gm_status gm_chaos_claim_range(gm_chaos_device *dev, const char *what, uintptr_t
 gm_status gm_chaos_claim_block(gm_chaos_device *dev, const char *what, gm_block block);
 gm_status gm_chaos_claim_host(gm_chaos_device *dev, const char *what, uintptr_t address,
                               size_t bytes);
-void gm_chaos_fault_found(gm_chaos_device *dev, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
 
 /* memory.c: entries of the table of calls, and what each call begins with. */
 gm_status gm_chaos_check_owner(gm_chaos_device *dev);
@@ -81,10 +96,7 @@ gm_status gm_chaos_pin(gm_device *base, void *region, size_t bytes);
 void gm_chaos_unpin(gm_device *base, void *region);
 gm_status gm_chaos_memory(gm_device *base, size_t *free_bytes, size_t *total_bytes);
 
-/* sync.c: entries of the table of calls, and what these are made of. */
-gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark,
-                                 bool is_early);
-gm_status gm_chaos_append_wait(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark);
+/* sync.c: entries of the table of calls. */
 gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out);
 void gm_chaos_stream_free(gm_device *base, gm_stream stream);
 gm_status gm_chaos_stream_sync(gm_device *base, gm_stream stream);
@@ -94,8 +106,5 @@ gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stre
 gm_status gm_chaos_event_wait(gm_device *base, gm_event handle, gm_stream stream);
 gm_status gm_chaos_event_sync(gm_device *base, gm_event handle);
 gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds);
-
-/* chaos.c: puts what GM_CHAOS_SWAP holds back into its queue. */
-gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue);
 
 #endif

@@ -22,31 +22,6 @@ static gm_status first_failure(const gm_chaos_device *dev)
     return dev->failed == GM_OK ? GM_OK : GM_FAIL(dev->failed, "%s", dev->failed_text);
 }
 
-gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark,
-                                 bool is_early)
-{
-    gm_chaos_op *op;
-    GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_RECORD, &op));
-    op->mark = mark;
-    mark->references++;
-    if (is_early) {
-        gm_chaos_insert_early(dev, queue, op);
-    } else {
-        gm_chaos_append(dev, queue, op);
-    }
-    return GM_OK;
-}
-
-gm_status gm_chaos_append_wait(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark)
-{
-    gm_chaos_op *op;
-    GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_WAIT, &op));
-    op->mark = mark;
-    mark->references++;
-    gm_chaos_append(dev, queue, op);
-    return GM_OK;
-}
-
 /* ---- streams ---- */
 
 gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out)

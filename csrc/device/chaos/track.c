@@ -1,7 +1,7 @@
 /* track.c - what the operations of the chaos device use, byte by byte, and whether it is ordered.
  *
  * A device address means the block that it shows when the operation is issued: two addresses on one block are the
- * same bytes.  The map `bytes` has blocks above KEY_BLOCKS and pinned host memory at its own addresses.  The map
+ * same bytes.  The map `bytes` has blocks above GM_CHAOS_KEY_BLOCKS and pinned host memory at its own addresses.  The map
  * `shown` has device addresses as they are, and holds only reads: a use of an address conflicts with nothing but a
  * change of what the address shows. */
 #include "device/chaos/chaos_impl.h"
@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KEY_BLOCKS ((uint64_t)1 << 63)
 enum { FORGET_SPANS = 1024 };
 
 static const char *const kind_names[GM_CHAOS_N_KINDS] = {
@@ -134,8 +133,8 @@ static void report(gm_chaos_device *dev, const gm_access *access, const gm_confl
     char later[128], earlier[128], place[96];
     describe(dev, access, later);
     describe(dev, &conflict->earlier, earlier);
-    if (conflict->begin >= KEY_BLOCKS) {
-        uint64_t at = conflict->begin - KEY_BLOCKS;
+    if (conflict->begin >= GM_CHAOS_KEY_BLOCKS) {
+        uint64_t at = conflict->begin - GM_CHAOS_KEY_BLOCKS;
         snprintf(place, sizeof place, "byte %llu of block %llu",
                  (unsigned long long)(at % dev->base.block_bytes),
                  (unsigned long long)(at / dev->base.block_bytes + 1));
@@ -148,8 +147,8 @@ static void report(gm_chaos_device *dev, const gm_access *access, const gm_confl
 
 /* ---- noting ---- */
 
-static gm_status note(gm_chaos_device *dev, gm_order *order, const gm_access *access,
-                      const gm_clock *clock, uint64_t begin, uint64_t end, bool *is_fault)
+gm_status gm_chaos_note(gm_chaos_device *dev, gm_order *order, const gm_access *access,
+                        const gm_clock *clock, uint64_t begin, uint64_t end, bool *is_fault)
 {
     gm_conflict conflict;
     GM_TRY(gm_order_note(order, access, clock, begin, end, &conflict));
@@ -181,14 +180,15 @@ static gm_status note_blocks(gm_chaos_device *dev, const gm_chaos_range *range,
     bool is_fault;
     for (size_t at = offset, run_end; at < end; at = run_end) {
         size_t slot = at / block_bytes;
-        uint64_t key = KEY_BLOCKS + (range->blocks[slot] - 1) * block_bytes + at % block_bytes;
+        uint64_t key =
+            GM_CHAOS_KEY_BLOCKS + (range->blocks[slot] - 1) * block_bytes + at % block_bytes;
         run_end = (slot + 1) * block_bytes;
         while (run_end < end && range->blocks[run_end / block_bytes] ==
                                     range->blocks[slot] + (run_end / block_bytes - slot)) {
             run_end += block_bytes;
         }
         run_end = run_end < end ? run_end : end;
-        GM_TRY(note(dev, dev->bytes, access, clock, key, key + (run_end - at), &is_fault));
+        GM_TRY(gm_chaos_note(dev, dev->bytes, access, clock, key, key + (run_end - at), &is_fault));
     }
     return GM_OK;
 }
@@ -235,54 +235,13 @@ gm_status gm_chaos_track(gm_chaos_device *dev, const gm_chaos_op *op, uint32_t a
         if (range) {
             GM_TRY(note_blocks(dev, range, use, &access, clock));
             access.is_write = false;
-            GM_TRY(note(dev, dev->shown, &access, clock, use->address, use->address + use->bytes,
-                        &is_fault));
+            GM_TRY(gm_chaos_note(dev, dev->shown, &access, clock, use->address,
+                                 use->address + use->bytes, &is_fault));
         } else if (gm_chaos_is_pinned(dev, use->address, use->bytes)) {
-            GM_TRY(note(dev, dev->bytes, &access, clock, use->address, use->address + use->bytes,
-                        &is_fault));
+            GM_TRY(gm_chaos_note(dev, dev->bytes, &access, clock, use->address,
+                                 use->address + use->bytes, &is_fault));
         }
     }
     forget_if_many(dev);
     return GM_OK;
-}
-
-/* ---- taking memory away ---- */
-
-static gm_status claim(gm_chaos_device *dev, gm_order *order, const char *what, uint64_t begin,
-                       uint64_t end)
-{
-    for (uint32_t i = GM_CHAOS_FIRST_STREAM; i < GM_CHAOS_N_QUEUES; i++) {
-        GM_TRY(gm_chaos_put_held(dev, &dev->queues[i]));
-    }
-    gm_clock *clock = &dev->queues[GM_CHAOS_HOST].clock;
-    gm_access access = {.tick = ++clock->tick[GM_CHAOS_HOST],
-                        .number = ++dev->last_number,
-                        .bytes = end - begin,
-                        .kind = what,
-                        .actor = GM_CHAOS_HOST,
-                        .is_write = true};
-    bool is_fault = false;
-    GM_TRY(note(dev, order, &access, clock, begin, end, &is_fault));
-    if (is_fault) { /* found; what is queued must not run into memory that is gone */
-        gm_chaos_run_all(dev);
-    }
-    return GM_OK;
-}
-
-gm_status gm_chaos_claim_range(gm_chaos_device *dev, const char *what, uintptr_t address,
-                               size_t bytes)
-{
-    return claim(dev, dev->shown, what, address, address + bytes);
-}
-
-gm_status gm_chaos_claim_block(gm_chaos_device *dev, const char *what, gm_block block)
-{
-    uint64_t key = KEY_BLOCKS + (block - 1) * dev->base.block_bytes;
-    return claim(dev, dev->bytes, what, key, key + dev->base.block_bytes);
-}
-
-gm_status gm_chaos_claim_host(gm_chaos_device *dev, const char *what, uintptr_t address,
-                              size_t bytes)
-{
-    return claim(dev, dev->bytes, what, address, address + bytes);
 }

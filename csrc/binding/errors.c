@@ -1,0 +1,33 @@
+/* errors.c - the translation of status codes into exceptions. */
+#include "binding/common.h"
+
+static PyObject *gemini_error, *memory_error, *device_error;
+
+PyObject *gm_py_raise(gm_status status)
+{
+    PyObject *type = PyExc_RuntimeError;
+    switch (status) {
+    case GM_OK: Py_RETURN_NONE; /* not reached: callers raise failures only */
+    case GM_ERR_ARG: type = PyExc_ValueError; break;
+    case GM_ERR_STATE: type = gemini_error; break;
+    case GM_ERR_NOMEM: type = memory_error; break;
+    case GM_ERR_DEVICE: type = device_error; break;
+    case GM_ERR_UNSUPPORTED: type = PyExc_NotImplementedError; break;
+    }
+    PyErr_SetString(type, gm_last_error());
+    return NULL;
+}
+
+/* The exceptions are classes of gemini_strategy.errors, so that they exist without this module. */
+int gm_py_errors_init(void)
+{
+    PyObject *errors = PyImport_ImportModule("gemini_strategy.errors");
+    if (!errors) {
+        return -1;
+    }
+    gemini_error = PyObject_GetAttrString(errors, "GeminiError");
+    memory_error = PyObject_GetAttrString(errors, "GeminiMemoryError");
+    device_error = PyObject_GetAttrString(errors, "GeminiDeviceError");
+    Py_DECREF(errors);
+    return gemini_error && memory_error && device_error ? 0 : -1;
+}

@@ -1,0 +1,240 @@
+/* torch.c - the functions of torch that units, slots and nets call, and what Python calls answer. */
+#include "binding/unit.h"
+
+#include <limits.h>
+
+gm_py_torch gm_torch;
+
+int gm_py_torch_init(void)
+{
+    static bool is_done;
+    if (is_done) {
+        return 0;
+    }
+    static const struct {
+        PyObject **place;
+        const char *name;
+    } names[] = {
+        {&gm_torch.s_version, "_version"},
+        {&gm_torch.s_detach, "detach"},
+        {&gm_torch.s_sequence_nr, "_sequence_nr"},
+        {&gm_torch.s_class, "__class__"},
+        {&gm_torch.s_shape, "shape"},
+        {&gm_torch.s_stride, "stride"},
+        {&gm_torch.s_base, "_base"},
+        {&gm_torch.s_as_strided, "as_strided"},
+        {&gm_torch.s_layout, "layout"},
+        {&gm_torch.s_requires_grad, "requires_grad"},
+        {&gm_torch.s_module, "__module__"},
+        {&gm_torch.s_dtype, "dtype"},
+    };
+    static const struct {
+        PyObject **place;
+        const char *module, *name;
+    } functions[] = {
+        {&gm_torch.current_node, "torch._C", "_current_autograd_node"},
+        {&gm_torch.current_task, "torch._C", "_current_graph_task_id"},
+        {&gm_torch.is_grad_enabled, "torch._C", "is_grad_enabled"},
+        {&gm_torch.is_hooks_enabled, "torch._C._autograd", "_saved_tensors_hooks_is_enabled"},
+        {&gm_torch.top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks"},
+        {&gm_torch.push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks"},
+        {&gm_torch.pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks"},
+        {&gm_torch.use_count, "torch._C", "_storage_Use_Count"},
+        {&gm_torch.strided, "torch", "strided"},
+        {&gm_torch.tensor_class, "torch", "Tensor"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        *names[i].place = PyUnicode_InternFromString(names[i].name);
+        if (!*names[i].place) {
+            return -1;
+        }
+    }
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        PyObject *module = PyImport_ImportModule(functions[i].module);
+        PyObject *found = module ? PyObject_GetAttrString(module, functions[i].name) : NULL;
+        Py_XDECREF(module);
+        if (!found) {
+            return -1;
+        }
+        *functions[i].place = found;
+    }
+    /* torch's own, whatever stands in their places on torch.Tensor or on a parameter's class. */
+    static const struct {
+        PyObject **place;
+        const char *attribute, *method;
+    } originals[] = {
+        {&gm_torch.get_data_ptr, "data_ptr", NULL},
+        {&gm_torch.set_data, "data", "__set__"},
+        {&gm_torch.get_grad, "grad", "__get__"},
+        {&gm_torch.set_grad, "grad", "__set__"},
+    };
+    PyObject *torch_c = PyImport_ImportModule("torch._C");
+    PyObject *base = torch_c ? PyObject_GetAttrString(torch_c, "TensorBase") : NULL;
+    Py_XDECREF(torch_c);
+    for (size_t i = 0; base && i < sizeof originals / sizeof *originals; i++) {
+        PyObject *found = PyObject_GetAttrString(base, originals[i].attribute);
+        if (found && originals[i].method) {
+            PyObject *descriptor = found;
+            found = PyObject_GetAttrString(descriptor, originals[i].method);
+            Py_DECREF(descriptor);
+        }
+        if (!found) {
+            Py_CLEAR(base);
+        }
+        *originals[i].place = found;
+    }
+    if (!base) {
+        return -1;
+    }
+    Py_DECREF(base);
+    /* Builds of torch without CUDA do not have it, and do not need it. */
+    PyObject *module = PyImport_ImportModule("torch._C");
+    gm_torch.raw_stream = module ? PyObject_GetAttrString(module, "_cuda_getCurrentRawStream") : 0;
+    Py_XDECREF(module);
+    PyErr_Clear();
+    is_done = true;
+    return 0;
+}
+
+int gm_py_version(PyObject *tensor, long long *out)
+{
+    PyObject *version = PyObject_GetAttr(tensor, gm_torch.s_version);
+    if (!version) {
+        return -1;
+    }
+    *out = PyLong_AsLongLong(version);
+    Py_DECREF(version);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
+{
+    PyObject *address = PyObject_CallFunctionObjArgs(gm_torch.get_data_ptr, tensor, NULL);
+    if (!address) {
+        return -1;
+    }
+    *out = (uintptr_t)PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+    return *out == UINTPTR_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+static int long_of(PyObject *number, long long *out)
+{
+    if (!number) {
+        return -1;
+    }
+    *out = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* A node's place in its thread's order of creation; -1 outside backward. */
+int gm_py_node_key(long long *out)
+{
+    *out = -1;
+    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
+    if (!node) {
+        return -1;
+    }
+    int result = 0;
+    if (node != Py_None) {
+        PyObject *number = PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL);
+        result = number ? 0 : -1;
+        /* Nodes that accumulate a gradient all have the largest number there is, which is not to be -1. */
+        *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) & LLONG_MAX) : 0;
+        Py_XDECREF(number);
+    }
+    Py_DECREF(node);
+    return result;
+}
+
+int gm_py_task(long long *out)
+{
+    return long_of(PyObject_CallNoArgs(gm_torch.current_task), out);
+}
+
+int gm_py_stream(int ordinal, gm_stream *out)
+{
+    *out = 0;
+    if (ordinal < 0) {
+        return 0;
+    }
+    PyObject *index = PyLong_FromLong(ordinal);
+    PyObject *raw = index ? PyObject_CallFunctionObjArgs(gm_torch.raw_stream, index, NULL) : NULL;
+    Py_XDECREF(index);
+    if (!raw) {
+        return -1;
+    }
+    *out = PyLong_AsUnsignedLongLong(raw);
+    Py_DECREF(raw);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+bool gm_py_is_checkpoint(PyObject *pack)
+{
+    PyObject *module = PyObject_GetAttr(pack, gm_torch.s_module);
+    PyErr_Clear();
+    bool is_checkpoint = module && PyUnicode_Check(module) &&
+                         PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") == 0;
+    Py_XDECREF(module);
+    return is_checkpoint;
+}
+
+int gm_py_done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+int gm_py_raised(gm_status status)
+{
+    return status == GM_OK ? 0 : gm_py_done(gm_py_raise(status));
+}
+
+bool gm_py_made_room(PyObject *object, PyObject *about)
+{
+    PyObject *type, *error, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return false;
+    }
+    PyErr_Fetch(&type, &error, &trace);
+    int is_made = gm_py_is_true(PyObject_CallMethod(object, "make_room", "O", about));
+    if (is_made == 1) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(trace);
+        return true;
+    }
+    PyErr_Clear(); /* the first error is the one to tell */
+    PyErr_Restore(type, error, trace);
+    return false;
+}
+
+int gm_py_explain(PyObject *object, const char *method, PyObject *about)
+{
+    PyObject *type, *error, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return -1;
+    }
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (gm_py_done(PyObject_CallMethod(object, method, "OO", about, error)) == 0) {
+        PyErr_SetObject(type, error);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    return -1;
+}
+
+int gm_py_is_true(PyObject *result)
+{
+    int truth = result ? PyObject_IsTrue(result) : -1;
+    Py_XDECREF(result);
+    return truth;
+}
+
+int gm_py_set_class(PyObject *parameter, PyObject *class)
+{
+    return PyObject_SetAttr(parameter, gm_torch.s_class, class);
+}

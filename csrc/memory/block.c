@@ -1,0 +1,223 @@
+/* block.c - the blocks behind the chunk table, their mapping, and the pool that serves on demand.  The placement of a
+ * plan is in place.c, invariants are in chunk.c.
+ *
+ * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed every
+ * range that still shows it is poisoned.  So a range always shows something.
+ *
+ * The host waits in: eviction without a placement. */
+#include "memory/chunk_impl.h"
+
+const gm_log_kind gm_log_of_fetch[GM_N_OWN_PIECES] = {GM_LOG_FETCH, GM_LOG_STATE_IN,
+                                                      GM_LOG_GRAD_IN};
+
+/* ---- mapping ---- */
+
+gm_status gm_block_map(gm_chunks *chunks, piece *p)
+{
+    for (uint32_t b = 0; b < p->n_blocks; b++) {
+        chunks->scratch[b] = chunks->blocks[p->blocks[b]];
+    }
+    double began = gm_seconds();
+    chunks->stats.n_maps++;
+    GM_TRY(chunks->device->ops->map(chunks->device, p->address, chunks->scratch, p->n_blocks));
+    chunks->stats.mapping_seconds += gm_seconds() - began;
+    p->is_mapped = true;
+    return GM_OK;
+}
+
+static gm_status poison_piece(gm_chunks *chunks, piece *p)
+{
+    chunks->stats.n_maps++;
+    p->is_mapped = false;
+    return chunks->device->ops->poison(chunks->device, p->address, p->n_blocks);
+}
+
+/* Every range that shows a block from an earlier residence shows poison, before the block is destroyed. */
+static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
+{
+    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        piece *p = &chunks->pieces[i];
+        bool shows = false;
+        for (uint32_t b = 0; p->is_mapped && !gm_is_resident(p) && b < p->n_blocks; b++) {
+            shows |= p->blocks[b] == index;
+        }
+        if (shows) {
+            GM_TRY(poison_piece(chunks, p));
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_block_shrink(gm_chunks *chunks)
+{
+    uint32_t index = chunks->free_blocks[chunks->n_free - 1];
+    double began = gm_seconds();
+    GM_TRY(forget_stale(chunks, index));
+    chunks->n_free--;
+    chunks->device->ops->block_free(chunks->device, chunks->blocks[index]);
+    chunks->blocks[index] = 0;
+    chunks->holes[chunks->n_holes++] = index;
+    chunks->n_blocks--;
+    chunks->stats.mapping_seconds += gm_seconds() - began;
+    return GM_OK;
+}
+
+gm_status gm_block_grow(gm_chunks *chunks)
+{
+    gm_block block;
+    double began = gm_seconds();
+    GM_TRY(chunks->device->ops->block_new(chunks->device, &block));
+    chunks->stats.mapping_seconds += gm_seconds() - began;
+    GM_ASSERT(chunks->n_blocks < chunks->capacity && gm_block_may_grow(chunks)); /* invariant 3 */
+    uint32_t index = chunks->n_holes ? chunks->holes[--chunks->n_holes] : chunks->n_indices++;
+    chunks->blocks[index] = block;
+    chunks->free_blocks[chunks->n_free++] = index;
+    chunks->n_blocks++;
+    size_t bytes = (size_t)chunks->n_blocks * chunks->device->block_bytes;
+    if (bytes > chunks->stats.device_peak_bytes) {
+        chunks->stats.device_peak_bytes = bytes;
+    }
+    return GM_OK;
+}
+
+bool gm_block_may_grow(const gm_chunks *chunks)
+{
+    return ((size_t)chunks->n_blocks + 1) * chunks->device->block_bytes <= chunks->limit;
+}
+
+/* ---- the pool ---- */
+
+static void give_blocks_back(gm_chunks *chunks, const piece *p)
+{
+    for (uint32_t b = p->n_blocks; b-- > 0;) {
+        chunks->free_blocks[chunks->n_free++] = p->blocks[b];
+    }
+}
+
+/* The piece is on the device no more; with it go its blocks, unless they are its own for good. */
+static gm_status release(gm_chunks *chunks, piece *p, uint32_t id, gm_piece kind)
+{
+    if (!chunks->has_placement) {
+        GM_TRY(gm_piece_wait_idle(chunks, p)); /* invariant 4 */
+        give_blocks_back(chunks, p);
+    }
+    gm_timeline_mark(chunks->timeline, GM_LOG_DROPPED, id, kind);
+    gm_piece_move(p, HOME);
+    return GM_OK;
+}
+
+gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (!gm_is_resident(p)) {
+        return GM_OK;
+    }
+    if (p->pins > 0) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be evicted", id);
+    }
+    if (gm_is_transient(kind)) {
+        return release(chunks, p, id, kind);
+    }
+    if (!chunks->has_homes) {
+        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
+    }
+    GM_TRY(gm_chunks_send_home(chunks, id, kind));
+    GM_TRY(release(chunks, p, id, kind));
+    chunks->is_settled[id] = false;
+    chunks->stats.evictions++;
+    return GM_OK;
+}
+
+gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    bool is_possible = gm_is_transient(kind) || (chunks->has_homes && chunks->has_placement);
+    return gm_is_resident(p) && p->pins == 0 && is_possible ? release(chunks, p, id, kind) : GM_OK;
+}
+
+gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)
+{
+    *out = false;
+    if (!chunks->has_homes) {
+        return GM_OK;
+    }
+    uint32_t victim = UINT32_MAX;
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        const piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
+        if (gm_is_resident(p) && p->pins == 0 && !chunks->is_settled[id] && p->n_blocks > 0 &&
+            (victim == UINT32_MAX ||
+             p->last_use < gm_piece_at(chunks, victim, GM_WEIGHT)->last_use)) {
+            victim = id;
+        }
+    }
+    if (victim != UINT32_MAX) {
+        *out = true;
+        return gm_chunks_evict(chunks, victim, GM_WEIGHT);
+    }
+    for (uint32_t id = chunks->n_chunks; id-- > 0;) {
+        const piece *state = gm_piece_at(chunks, id, GM_STATE);
+        const piece *grad = gm_piece_at(chunks, id, GM_GRAD);
+        bool is_here = chunks->is_settled[id] || gm_is_resident(state) || gm_is_resident(grad);
+        if (is_here && state->pins == 0 && grad->pins == 0) {
+            GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
+            GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
+            chunks->is_settled[id] = false;
+            *out = true; /* its weights may go next */
+            return GM_OK;
+        }
+    }
+    return GM_OK;
+}
+
+/* n blocks for one piece, by creating or by evicting. */
+static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
+{
+    while (chunks->n_free < n) {
+        if (gm_block_may_grow(chunks)) {
+            gm_status status = gm_block_grow(chunks);
+            if (status == GM_OK) {
+                continue;
+            }
+            if (status != GM_ERR_NOMEM) {
+                return status;
+            } /* the device itself is full: evict instead */
+        }
+        bool evicted;
+        GM_TRY(gm_block_evict_one(chunks, &evicted));
+        if (!evicted) {
+            size_t block = chunks->device->block_bytes;
+            return GM_FAIL(
+                GM_ERR_NOMEM,
+                "DEVICE: %zu bytes wanted, %zu of the %zu bytes allowed for chunks are in "
+                "use at this moment and %zu are free; raise device_budget, or use a smaller "
+                "chunk_size",
+                (size_t)n * block, (size_t)(chunks->n_blocks - chunks->n_free) * block,
+                chunks->limit, (size_t)chunks->n_free * block);
+        }
+    }
+    for (uint32_t b = 0; b < n; b++) {
+        out[b] = chunks->free_blocks[--chunks->n_free];
+    }
+    return GM_OK;
+}
+
+gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind)
+{
+    bool is_filled = !gm_is_transient(kind); /* who claims a transient piece writes all of it */
+    gm_device *device = chunks->device;
+    GM_TRY(take_blocks(chunks, p->n_blocks, p->blocks));
+    gm_status status = gm_block_map(chunks, p);
+    if (status == GM_OK && is_filled &&
+        !p->home) { /* without a home the bytes start as zeros, as an arena's do */
+        status = device->ops->fill(device, p->address, 0, (size_t)p->n_blocks * device->block_bytes,
+                                   chunks->in[kind]);
+        status = status == GM_OK ? device->ops->stream_sync(device, chunks->in[kind]) : status;
+    } else if (status == GM_OK && is_filled) {
+        status = gm_piece_fetch(chunks, p, kind, gm_log_of_fetch[kind]);
+    }
+    if (status != GM_OK) { /* nothing half done: the blocks go back */
+        give_blocks_back(chunks, p);
+        (void)poison_piece(chunks, p);
+    }
+    return status;
+}

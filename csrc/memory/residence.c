@@ -1,0 +1,126 @@
+/* residence.c - having a piece on the device: pinned, fetched ahead, or claimed for writing; and how much may be there.
+ *
+ * The host waits in: gm_chunks_set_limit, and in eviction without a placement. */
+#include <stdio.h>
+
+#include "memory/chunk_impl.h"
+
+/* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.  is_fetched: the bytes
+ * are fetched, else they are undefined and `stream` may write them. */
+static gm_status make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
+                               gm_stream stream, bool *out)
+{
+    *out = true;
+    is_fetched = is_fetched && !gm_is_transient(kind);
+    if (p->n_blocks > 0 && chunks->has_placement) {
+        GM_TRY(gm_place_take(chunks, p, is_fetched ? chunks->in[kind] : stream, out));
+        if (!*out) {
+            return GM_OK;
+        }
+        GM_TRY(is_fetched ? gm_piece_fetch(chunks, p, kind, gm_log_of_fetch[kind])
+                          : gm_piece_claim(chunks, p, stream));
+    } else if (p->n_blocks > 0) {
+        GM_TRY(gm_block_make_resident(chunks, p, kind));
+    }
+    chunks->stats.fetches += p->n_blocks > 0 && is_fetched;
+    gm_piece_move(p, chunks->has_homes && is_fetched ? CLEAN : DIRTY);
+    return GM_OK;
+}
+
+static gm_status fail_no_blocks(const gm_chunks *chunks, const piece *p)
+{
+    return GM_FAIL(GM_ERR_NOMEM,
+                   "DEVICE: %zu bytes wanted, and all blocks of the plan that they may use (of %zu "
+                   "bytes in all) are in use at this moment",
+                   (size_t)p->n_blocks * chunks->device->block_bytes,
+                   (size_t)chunks->n_blocks * chunks->device->block_bytes);
+}
+
+gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    if (!gm_is_resident(p)) {
+        bool is_done;
+        GM_TRY(make_resident(chunks, p, kind, true, stream, &is_done));
+        if (!is_done) {
+            return fail_no_blocks(chunks, p);
+        }
+    }
+    GM_TRY(gm_chunks_wait_ready(chunks, id, kind, stream));
+    p->pins++;
+    p->last_use = ++chunks->clock;
+    return GM_OK;
+}
+
+gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece kind, bool *out)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    *out = gm_is_resident(p);
+    return *out || !chunks->has_placement ? GM_OK : make_resident(chunks, p, kind, true, 0, out);
+}
+
+gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream,
+                          bool *out)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(!gm_is_resident(p) && (chunks->has_placement || gm_is_transient(kind)));
+    return make_resident(chunks, p, kind, false, stream, out);
+}
+
+/* ---- limits ---- */
+
+gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
+{
+    gm_status status = GM_OK;
+    int n_pinned = 0;
+    bool is_done = true;
+    GM_ASSERT(!chunks->has_placement);
+    while (n_pinned < GM_N_OWN_PIECES && status == GM_OK) {
+        piece *p = gm_piece_at(chunks, id, (gm_piece)n_pinned);
+        status = gm_is_resident(p)
+                     ? GM_OK
+                     : make_resident(chunks, p, (gm_piece)n_pinned, true, 0, &is_done);
+        if (status == GM_OK) { /* none of the three makes room for another */
+            p->pins++;
+            p->last_use = ++chunks->clock;
+            n_pinned++;
+        }
+    }
+    while (n_pinned-- > 0) {
+        gm_piece_at(chunks, id, (gm_piece)n_pinned)->pins--;
+    }
+    if (status == GM_OK) {
+        chunks->is_settled[id] = true;
+    } else if (chunks->has_homes) { /* not by half; the text of the first error is what counts */
+        char text[512];
+        snprintf(text, sizeof text, "%s", gm_last_error());
+        GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
+        GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
+        return GM_FAIL(status, "%s", text);
+    }
+    return status;
+}
+
+gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes)
+{
+    size_t block_bytes = chunks->device->block_bytes;
+    chunks->limit = device_limit;
+    if ((size_t)chunks->n_blocks * block_bytes > device_limit) {
+        GM_TRY(gm_chunks_leave_placement(chunks));
+    }
+    while ((size_t)chunks->n_blocks * block_bytes > device_limit) {
+        if (chunks->n_free > 0) {
+            GM_TRY(gm_block_shrink(chunks));
+            continue;
+        }
+        bool evicted;
+        GM_TRY(gm_block_evict_one(chunks, &evicted));
+        if (!evicted) {
+            break; /* pins hold the rest */
+        }
+    }
+    if (out_bytes) {
+        *out_bytes = (size_t)chunks->n_blocks * block_bytes;
+    }
+    return GM_OK;
+}

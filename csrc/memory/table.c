@@ -1,0 +1,277 @@
+/* table.c - making the chunk table, its end, and what holds between two calls. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "memory/chunk_impl.h"
+
+#define STAGE_BYTES_MOST ((size_t)8 << 30)
+
+/* ---- construction ---- */
+
+static gm_status make_fences(gm_device *device, piece *p)
+{
+    GM_TRY(device->ops->event_new(device, false, &p->filled.event));
+    GM_TRY(device->ops->event_new(device, false, &p->used.event));
+    GM_TRY(device->ops->event_new(device, false, &p->homed.event));
+    return device->ops->event_new(device, false, &p->home_used.event);
+}
+
+static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *options)
+{
+    gm_device *device = chunks->device;
+    size_t block_bytes = device->block_bytes, blocks_needed = 0;
+    uint8_t *home = options->homes;
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+            chunks->span_bytes[kind] += gm_round_up(options->piece_bytes[id][kind], block_bytes);
+        }
+        blocks_needed += chunks->span_bytes[kind] / block_bytes;
+        if (chunks->span_bytes[kind] > 0) {
+            GM_TRY(device->ops->range_new(device, chunks->span_bytes[kind], &chunks->span[kind]));
+        }
+    }
+    if (blocks_needed > UINT32_MAX - 1) {
+        return GM_FAIL(GM_ERR_ARG, "block_size %zu gives %zu blocks: choose a larger block_size",
+                       block_bytes, blocks_needed);
+    }
+    chunks->capacity = (uint32_t)blocks_needed;
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            p->bytes = options->piece_bytes[id][kind];
+            p->n_blocks = (uint32_t)(gm_round_up(p->bytes, block_bytes) / block_bytes);
+            if (options->has_homes && !gm_is_transient((gm_piece)kind)) {
+                p->home = home;
+                home += gm_round_up(p->bytes, 4096);
+            }
+            GM_TRY(make_fences(device, p));
+            p->blocks = calloc(p->n_blocks ? p->n_blocks : 1, sizeof *p->blocks);
+            if (!p->blocks) {
+                return GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table: %u blocks", p->n_blocks);
+            }
+        }
+    }
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        uintptr_t address = chunks->span[kind];
+        for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+            piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            p->address = address;
+            address += (size_t)p->n_blocks * block_bytes;
+            if (p->n_blocks > 0) { /* torch makes tensors only on mapped addresses */
+                GM_TRY(device->ops->poison(device, p->address, p->n_blocks));
+            }
+        }
+    }
+    return GM_OK;
+}
+
+static gm_status make_streams(gm_chunks *chunks)
+{
+    gm_device *device = chunks->device;
+    for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
+        GM_TRY(device->ops->stream_new(device, &chunks->in[kind]));
+        GM_TRY(device->ops->stream_new(device, &chunks->out[kind]));
+    }
+    return device->ops->stream_new(device, &chunks->refresh);
+}
+
+static void free_stream(gm_device *device, gm_stream stream)
+{
+    if (stream) {
+        device->ops->stream_free(device, stream);
+    }
+}
+
+gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
+{
+    gm_status status;
+    gm_chunks *chunks = calloc(1, sizeof *chunks);
+    if (!chunks) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table: %zu bytes", sizeof *chunks);
+    }
+    chunks->device = options->device;
+    chunks->n_chunks = options->n_chunks;
+    chunks->has_homes = options->has_homes;
+    chunks->limit = options->device_limit;
+    size_t n = options->n_chunks ? options->n_chunks : 1;
+    chunks->pieces = calloc(n * GM_N_PIECES, sizeof *chunks->pieces);
+    chunks->is_settled = calloc(n, sizeof *chunks->is_settled);
+    if (!chunks->pieces || !chunks->is_settled) {
+        status = GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table of %zu chunks", n);
+        goto fail;
+    }
+    GM_TRY_GOTO(status, fail, lay_out_pieces(chunks, options));
+    n = chunks->capacity ? chunks->capacity : 1;
+    chunks->blocks = calloc(n, sizeof *chunks->blocks);
+    chunks->free_blocks = calloc(n, sizeof *chunks->free_blocks);
+    chunks->holes = calloc(n, sizeof *chunks->holes);
+    chunks->scratch = calloc(n, sizeof *chunks->scratch);
+    chunks->owners = calloc(n, sizeof *chunks->owners);
+    if (!chunks->blocks || !chunks->free_blocks || !chunks->holes || !chunks->scratch ||
+        !chunks->owners) {
+        status = GM_FAIL(GM_ERR_NOMEM, "HOST: block table of %zu blocks", n);
+        goto fail;
+    }
+    GM_TRY_GOTO(status, fail, make_streams(chunks));
+    /* Addresses only: no more than all states (but what a stage must have), nor than a pipeline can use. */
+    size_t stage = chunks->span_bytes[GM_STATE] / chunks->device->block_bytes;
+    size_t most = STAGE_BYTES_MOST / chunks->device->block_bytes;
+    size_t least = stage > 0 ? gm_stage_least(chunks->device->block_bytes) : 0;
+    stage = stage > least ? stage : least;
+    chunks->stage_capacity = (uint32_t)(stage < most ? stage : most);
+    if (chunks->stage_capacity > 0 && options->has_homes) {
+        GM_TRY_GOTO(status, fail,
+                    chunks->device->ops->range_new(
+                        chunks->device, chunks->stage_capacity * chunks->device->block_bytes,
+                        &chunks->stage));
+    }
+    *out = chunks;
+    return GM_OK;
+fail:
+    gm_chunks_free(chunks); /* every member is NULL, 0 or live */
+    return status;
+}
+
+static void free_fence(gm_device *device, fence *f)
+{
+    if (f->event) {
+        device->ops->event_free(device, f->event);
+    }
+}
+
+void gm_chunks_free(gm_chunks *chunks)
+{
+    if (!chunks) {
+        return;
+    }
+    gm_device *device = chunks->device;
+    if (chunks->pieces) {
+        (void)gm_chunks_sync(chunks);
+    }
+    for (size_t i = 0; chunks->pieces && i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        piece *p = &chunks->pieces[i];
+        free_fence(device, &p->filled);
+        free_fence(device, &p->used);
+        free_fence(device, &p->homed);
+        free_fence(device, &p->home_used);
+        free(p->blocks);
+    }
+    for (int kind = 0; kind < GM_N_PIECES; kind++) {
+        if (chunks->span[kind]) {
+            device->ops->range_free(device, chunks->span[kind], chunks->span_bytes[kind]);
+        }
+    }
+    if (chunks->stage) {
+        device->ops->range_free(device, chunks->stage,
+                                chunks->stage_capacity * device->block_bytes);
+    }
+    for (uint32_t i = 0; chunks->blocks && i < chunks->n_indices; i++) {
+        if (chunks->blocks[i]) {
+            device->ops->block_free(device, chunks->blocks[i]);
+        }
+    }
+    for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
+        free_stream(device, chunks->in[kind]);
+        free_stream(device, chunks->out[kind]);
+    }
+    free_stream(device, chunks->refresh);
+    free(chunks->pieces);
+    free(chunks->is_settled);
+    free(chunks->blocks);
+    free(chunks->free_blocks);
+    free(chunks->holes);
+    free(chunks->scratch);
+    free(chunks->owners);
+    free(chunks);
+}
+
+/* ---- the checker ---- */
+
+static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t id)
+{
+    if (!gm_is_resident(p)) {
+        return p->pins == 0
+                   ? GM_OK
+                   : GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is pinned but not resident", id);
+    }
+    if (p->n_blocks > 0 && !p->is_mapped) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped", id);
+    }
+    if (p->state == CLEAN && !chunks->has_homes && p->n_blocks > 0) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 5: chunk %u is clean without a home", id);
+    }
+    for (uint32_t b = 0; b < p->n_blocks; b++) {
+        if (!chunks->blocks[p->blocks[b]]) {
+            return GM_FAIL(GM_ERR_STATE, "invariant 1: chunk %u owns a destroyed block", id);
+        }
+        if (chunks->has_placement && chunks->owners[p->blocks[b]] != gm_piece_index(chunks, p)) {
+            return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u has another owner",
+                           p->blocks[b], id);
+        }
+    }
+    return GM_OK;
+}
+
+/* Without a placement: a block is free or owned, once.  n_uses: (n_indices,) zeros. */
+static gm_status check_blocks(const gm_chunks *chunks, uint32_t *n_uses)
+{
+    for (uint32_t f = 0; f < chunks->n_free; f++) {
+        n_uses[chunks->free_blocks[f]]++;
+    }
+    for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
+        const piece *p = &chunks->pieces[i];
+        for (uint32_t b = 0; gm_is_resident(p) && b < p->n_blocks; b++) {
+            n_uses[p->blocks[b]]++;
+        }
+    }
+    for (uint32_t i = 0; i < chunks->n_indices; i++) {
+        if (n_uses[i] != (chunks->blocks[i] ? 1 : 0)) {
+            return GM_FAIL(GM_ERR_STATE,
+                           "invariant 1: block %u, which %s, is free or owned %u times", i,
+                           chunks->blocks[i] ? "exists" : "is destroyed", n_uses[i]);
+        }
+    }
+    return GM_OK;
+}
+
+gm_status gm_chunks_check(const gm_chunks *chunks)
+{
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_PIECES; kind++) {
+            GM_TRY(check_piece(chunks, gm_piece_at(chunks, id, (gm_piece)kind), id));
+        }
+    }
+    if (chunks->n_blocks + chunks->n_holes != chunks->n_indices) {
+        return GM_FAIL(GM_ERR_STATE, "invariant 1: %u blocks and %u holes in a table of %u",
+                       chunks->n_blocks, chunks->n_holes, chunks->n_indices);
+    }
+    if (chunks->has_placement) {
+        return GM_OK;
+    }
+    uint32_t *n_uses = calloc((size_t)chunks->n_indices + 1, sizeof *n_uses);
+    gm_status status = n_uses ? check_blocks(chunks, n_uses)
+                              : GM_FAIL(GM_ERR_NOMEM, "HOST: %u blocks", chunks->n_indices);
+    free(n_uses);
+    return status;
+}
+
+gm_status gm_chunks_check_bytes(const gm_chunks *chunks)
+{
+    if (!chunks->device->is_host || chunks->device->ops->note_access) {
+        return GM_OK;
+    }
+    for (uint32_t id = 0; id < chunks->n_chunks; id++) {
+        for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
+            const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+            bool is_equal = p->state != CLEAN || p->pins > 0 || !p->home || p->bytes == 0 ||
+                            memcmp(p->home, (const void *)p->address, p->bytes) == 0;
+            if (!is_equal) {
+                return GM_FAIL(GM_ERR_STATE,
+                               "invariant 5: piece %d of chunk %u is clean, but device and home "
+                               "have different bytes",
+                               kind, id);
+            }
+        }
+    }
+    return GM_OK;
+}

@@ -1,0 +1,118 @@
+/* make.c - makes a plan, and adds a schedule to one.
+ *
+ * 1. A plan depends on its input alone: equal inputs give equal places, operations and hash. */
+#include "plan/plan_impl.h"
+
+#include <stdlib.h>
+
+static uint64_t hash_of(const gm_plan *plan)
+{
+    uint64_t hash = gm_fnv1a(UINT64_C(0xcbf29ce484222325), plan->n_blocks);
+    for (uint32_t c = 0; c < plan->n; c++) {
+        hash = gm_fnv1a(hash, ((uint64_t)plan->class_of[c] << 1 | plan->is_late[c]) << 32 |
+                                  plan->order[c]);
+    }
+    for (uint32_t i = 0; i < plan->n * GM_N_PIECES; i++) {
+        const gm_place *place = &plan->places[i];
+        hash = gm_fnv1a(hash, (uint64_t)place->base << 32 | place->length);
+        hash = gm_fnv1a(hash, (uint64_t)place->offset << 1 | place->is_resident);
+    }
+    for (uint32_t i = 0; i < plan->n_schedules; i++) {
+        const gm_schedule *schedule = &plan->schedules[i];
+        hash = gm_fnv1a(hash, schedule->hash);
+        for (uint32_t t = 0; t < schedule->n_ticks; t++) {
+            hash = gm_fnv1a(hash, schedule->begin[t + 1]);
+        }
+        for (uint32_t j = 0; j < schedule->begin[schedule->n_ticks]; j++) {
+            hash = gm_fnv1a(hash, (uint64_t)schedule->ops[j].kind << 32 | schedule->ops[j].chunk);
+        }
+    }
+    return hash;
+}
+
+static void describe(const gm_problem *problem, gm_plan *plan)
+{
+    const gm_plan_input *input = problem->input;
+    gm_plan_info *info = &plan->info;
+    uint64_t ring_blocks = 0, ring_chunks = 0;
+    for (uint32_t c = 0; c < plan->n; c++) {
+        uint32_t cls = plan->class_of[c];
+        const gm_place *grad = &plan->places[c * GM_N_PIECES + GM_GRAD];
+        info->n_of_class[cls]++;
+        info->bytes_of_class[cls] += input->chunks[c].bytes[GM_WEIGHT];
+        info->resident_grad_bytes += grad->is_resident ? grad->length * input->block_bytes : 0;
+        const gm_place *gathered = &plan->places[c * GM_N_PIECES + GM_GATHERED];
+        info->n_kept += gathered->is_resident;
+        info->kept_gathered_bytes +=
+            gathered->is_resident ? gathered->length * input->block_bytes : 0;
+        if (gm_is_streamed(cls)) {
+            ring_chunks++;
+            ring_blocks += input->chunks[c].blocks[GM_WEIGHT];
+        }
+    }
+    info->weight_ring_bytes = plan->ring[GM_WEIGHT] * input->block_bytes;
+    info->state_ring_bytes = plan->ring[GM_STATE] * input->block_bytes;
+    info->grad_ring_bytes = plan->ring[GM_GRAD] * input->block_bytes;
+    info->gathered_ring_bytes = plan->ring[GM_GATHERED] * input->block_bytes;
+    info->unreduced_ring_bytes = plan->ring[GM_UNREDUCED] * input->block_bytes;
+    info->prefetch = 0;
+    if (ring_blocks > 0) {
+        uint64_t held = plan->ring[GM_WEIGHT] * ring_chunks / ring_blocks;
+        info->prefetch = held > 1 ? (uint32_t)held - 1 : 0;
+    }
+    info->n_blocks = plan->n_blocks;
+    info->device_bytes = plan->n_blocks * input->block_bytes;
+    info->when = input->when;
+    info->n_ops = 0;
+    for (uint32_t i = 0; i < plan->n_schedules; i++) {
+        info->n_ops += plan->schedules[i].begin[plan->schedules[i].n_ticks];
+    }
+    info->hash = hash_of(plan);
+}
+
+gm_status gm_plan_new(const gm_plan_input *input, gm_plan **out)
+{
+    gm_problem problem;
+    *out = NULL;
+    GM_TRY(gm_problem_new(input, &problem));
+    gm_status status = gm_plan_search(&problem, out);
+    if (status == GM_OK) {
+        describe(&problem, *out);
+    }
+    gm_problem_free(&problem);
+    return status;
+}
+
+gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_trace *trace)
+{
+    gm_problem problem;
+    gm_course course;
+    gm_schedule added;
+    if (gm_plan_find(plan, trace->hash)) {
+        return GM_OK;
+    }
+    if (input->n_chunks != plan->n) {
+        return GM_FAIL(GM_ERR_ARG, "plan: made for %u chunks, not for %u", plan->n,
+                       input->n_chunks);
+    }
+    GM_TRY(gm_problem_new(input, &problem));
+    gm_status status = gm_course_new(input, trace, 0, &course);
+    if (status == GM_OK) {
+        gm_schedule *schedules =
+            realloc(plan->schedules, (plan->n_schedules + 1) * sizeof *schedules);
+        if (schedules) {
+            plan->schedules = schedules;
+            status = gm_schedule_new(&problem, plan, &course, &added);
+        } else {
+            status = GM_FAIL(GM_ERR_NOMEM, "host: no room for one more schedule");
+        }
+        if (status == GM_OK) {
+            plan->schedules[plan->n_schedules++] = added;
+            plan->info.n_ops += added.begin[added.n_ticks];
+            plan->info.hash = hash_of(plan);
+        }
+        gm_course_free(&course);
+    }
+    gm_problem_free(&problem);
+    return status;
+}
