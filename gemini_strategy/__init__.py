@@ -15,10 +15,10 @@ from gemini_strategy import _C  # isort: skip
 _C.torch_abi_init()
 
 from gemini_strategy._version import __version__ as __version__  # noqa: E402
-from gemini_strategy.engine import Engine  # noqa: E402
 from gemini_strategy.manage import engine_of, manage  # noqa: E402
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam, cast_model_, grad_norm  # noqa: E402
 from gemini_strategy.precision import LossScaler  # noqa: E402
+from gemini_strategy.runtime import Engine  # noqa: E402
 from gemini_strategy.sizes import parse_bytes  # noqa: E402
 
 __all__ = [

@@ -26,8 +26,8 @@ from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import WAY_OUT
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
     from gemini_strategy.parameters.slot import Slot
+    from gemini_strategy.runtime import Engine
 
 __all__ = [
     "Written",

@@ -25,7 +25,7 @@ from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import tables
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Engine
 
 __all__ = ["close", "give_back"]
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
 from gemini_strategy.arguments import check_management
-from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import REFERENCE, are_tuned, machine_rates
@@ -23,6 +22,7 @@ from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.runtime import Engine
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 from gemini_strategy.weights.loading import Weights

@@ -13,7 +13,7 @@ from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot, SlotHome
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Engine
 
 __all__ = ["install", "model_state_dict"]
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from gemini_strategy.errors import GeminiError
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
     from gemini_strategy.parameters.slot import Slot
+    from gemini_strategy.runtime import Engine
 
 __all__ = ["WAY_OUT", "Ending"]
 

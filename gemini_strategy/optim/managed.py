@@ -23,7 +23,7 @@ from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, saved
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Engine
 
 __all__ = [
     "check",

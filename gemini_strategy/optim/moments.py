@@ -23,7 +23,7 @@ from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot, checked_step, split_low
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Engine
 
 __all__ = ["LOWS", "States", "check_entry", "lack", "load_entry", "saved_entry"]
 

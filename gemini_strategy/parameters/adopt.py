@@ -18,8 +18,8 @@ from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import weight_dtypes
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
     from gemini_strategy.parameters.original import Original
+    from gemini_strategy.runtime import Engine
     from gemini_strategy.weights.loading import Loading
 
 __all__ = ["Adoption"]

@@ -33,7 +33,7 @@ from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Engine
 
 __all__ = [
     "MarkedUnit",

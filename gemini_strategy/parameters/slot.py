@@ -17,7 +17,7 @@ from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent, order
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Engine
 
 __all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
 

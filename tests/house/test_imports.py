@@ -20,7 +20,7 @@ LAYERS = [
     ["machine", "optim", "weights"],
     ["settings", "state", "close"],
     ["agreement"],
-    ["engine"],
+    ["runtime"],
     ["manage"],
     [""],
     ["lightning"],

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gemini_strategy as gs
-from gemini_strategy.engine import Engine
 from gemini_strategy.lightning import strategy_class
+from gemini_strategy.runtime import Engine
 from lightning_case import (
     TREES,
     fit,

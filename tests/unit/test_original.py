@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy.engine import Engine
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.runtime import Engine
 from helpers.ranks import run_ranks, values
 from helpers.reference import bits
 
