@@ -1,8 +1,8 @@
-"""The engine that a person holds: training, reading and writing parameters, state, and the way back.
+"""What an engine is made of: the core, slots and units of one model, and what a step does with them.
 
 The core (csrc/engine.h) moves bytes. manage.py makes engines, parameters/adopt.py moves a model in,
 parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them, optim/managed.py is
-the optimizer's face.
+the optimizer's face, and engine.py what a person sees of all this.
 
 Invariants
     1. Every managed parameter has one slot, however many names (tied weights) it has.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, _torch, agreement, close, state
+from gemini_strategy import _C, _torch, agreement, state
 from gemini_strategy.arguments import POLICIES
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.memory.budget import DeviceMemory
@@ -39,27 +39,39 @@ from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import Ending
 from gemini_strategy.weights.loading import Loading
 
-__all__ = ["Engine"]
+__all__ = ["Runtime", "Uncopied"]
 
 
-class Engine(Reporting):
-    """The engine of one managed model; made by `manage()`.
+class Uncopied:
+    """What neither copies nor pickles: a model's bytes are in one engine."""
+
+    def __copy__(self) -> Any:
+        raise GeminiError(
+            "an engine cannot be copied: copy.deepcopy(engine.model) gives a plain model"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
+
+
+class Runtime(Uncopied, Reporting):
+    """One model in its chunks, from manage() to close().
 
     Attributes:
-        model: the model, in place.
-        optimizer: the optimizer that was taken over, or None.
-        device: where the model computes.
-        precision: the precision's name, or None.
-        scaler: the LossScaler of "16-mixed", or None.
-        closed: True after close().
-        ranks: those that train this model together; see ranks/ranks.py.
-        core: the C engine (internal).
-        ending: what `backward(step=True)` has announced (internal).
-
-    With several ranks every rank makes the same calls in the same order, also those that only read: whole
-    parameters, gradients and states are put together from the ranks' parts. What is written has to be the same on
-    every rank, as each keeps its part of it.
+        engine: the Engine on it, which a person holds.
+        core: the C engine.
+        slots, units: of the model; net: what catches the tensors that autograd saves.
+        ending: what `backward(step=True)` has announced.
+        written: what this rank has written since the ranks compared it.
+        memory: the device memory that is not in chunks.
+        takes_plainly: whether the core may take gradients without asking take_grad.
+        The others are those of Engine, and what they are made of.
     """
+
+    engine: Any = None
 
     def __init__(
         self,
@@ -79,36 +91,35 @@ class Engine(Reporting):
         self.precision = settings.precision.name
         self.precision_plan = settings.precision
         self.closed = False
-        self._settings = settings
-        self._clip_factor = 1.0
+        self.settings = settings
+        self.clip_factor = 1.0
         self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
         self._in_backward = False
-        self._steps = self._skipped = 0
+        self.steps = self._skipped = 0
         self.ending = Ending(self)
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
         adoption = Adoption(self, grouped)
         check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
-        self._slots = adoption.slots
-        self._slots_by_id = {slot.id: slot for slot in self._slots}
-        is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
+        self.slots = adoption.slots
+        self.slots_by_id = {slot.id: slot for slot in self.slots}
+        is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self.slots)
         self.scaler = scaler if is_half else None
         original.on_restore(self._abandon)
         self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
-        self._memory = DeviceMemory(settings.device)
+        self.memory = DeviceMemory(settings.device)
         self._make_core(adoption)
         loading.fill(adoption.slots, ranks)
-        self._units, self._handles = adoption.attach(loading, original)
+        self.units, self.handles = adoption.attach(loading, original)
         self.ranks.named = agreement.unit_names(self)
-        self._handles += state.install(self, model)
-        self.net = SavedTensorNet(self, self._slots)
-        self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
+        self.handles += state.install(self, model)
+        self.net = SavedTensorNet(self, self.slots)
+        self.root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
         if optimizer is not None:
             managed.install(self, optimizer)
-        self._settle()
         loading.finish()
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.original_device.type == "meta":  # it goes back to the host
                 slot.original_device = torch.device("cpu")
 
@@ -117,17 +128,17 @@ class Engine(Reporting):
         self.closed = True
         if hasattr(self, "net"):
             absent.drop_net(self.net)
-        for slot in self._slots:
+        for slot in self.slots:
             slot.shown = None
         try:
             if hasattr(self, "core"):
                 self.core.close()
         finally:
-            if hasattr(self, "_memory"):
-                self._memory.close()
+            if hasattr(self, "memory"):
+                self.memory.close()
 
     def _make_core(self, adoption: Adoption) -> None:
-        settings = self._settings
+        settings = self.settings
         specs = adoption.specs()
         kinds = list(dict.fromkeys(spec[1:] for spec in specs))
         shapes = [(spec[0], spec[1], kinds.index(spec[1:])) for spec in specs]
@@ -137,7 +148,7 @@ class Engine(Reporting):
         )
         unit_params, unit_begin = adoption.unit_tables()
         agreement.check_model(self, adoption.slots, (unit_params, unit_begin))
-        external = self._memory.external_bytes(0)
+        external = self.memory.external_bytes(0)
         self.core = _C.Core(
             ordinal=self.device.index if is_cuda else -1,
             params=specs,
@@ -153,7 +164,7 @@ class Engine(Reporting):
             external_bytes=external,
             rates=settings.rates,
             state_share=1.0 if settings.margin is None else settings.margin,
-            slack_bytes=self._memory.slack_bytes(settings.device_budget),
+            slack_bytes=self.memory.slack_bytes(settings.device_budget),
             is_tuned=settings.is_tuned,
             **self.ranks.communicators(self.device),
         )
@@ -161,33 +172,19 @@ class Engine(Reporting):
         if settings.device_budget >= 0 and settings.policy != "cuda":
             available = settings.device_budget - external
             spare = adoption.check_floor(settings.device_budget, available)
-            reserve = min(self._memory.first_reserve_bytes(settings.device_budget), spare)
+            reserve = min(self.memory.first_reserve_bytes(settings.device_budget), spare)
             self.core.set_external_bytes(external + reserve)
-
-    def _settle(self) -> None:
-        """Before there is a plan: uses what is left on the host device for optimizer states ("auto")."""
-        if self._settings.policy != "auto" or self.device.type == "cuda":
-            return  # on CUDA the activations are not known yet
-        stats = self.core.stats()
-        reserve = 0
-        margin = self._settings.margin
-        if margin is not None and stats["device_budget_bytes"] >= 0:
-            spare = stats["device_budget_bytes"] - reserve - stats["weight_bytes"]
-            reserve += int(max(spare, 0) * (1.0 - margin))
-        elif margin == 0.0:
-            return
-        self.core.settle(reserve)
 
     def _refresh_memory(self) -> None:
         """Before a step, which may plan: what others hold on the device now."""
         if self.device.type != "cuda":
             return
-        self._sample_device()
-        if self._memory.tidy():
+        self.sample_device()
+        if self.memory.tidy():
             self.core.forget_outside()
         chunk_bytes = self.core.stats()["device_bytes"]
-        self.core.set_external_bytes(self._memory.external_bytes(chunk_bytes))
-        if not self._steps:  # the first step's reserve is no need of a plan
+        self.core.set_external_bytes(self.memory.external_bytes(chunk_bytes))
+        if not self.steps:  # the first step's reserve is no need of a plan
             self.core.forget_outside()
 
     # ---- what hooks call ----
@@ -256,13 +253,13 @@ class Engine(Reporting):
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""
-        return torch.float32 if self._settings.is_grad_f32 else slot.dtype
+        return torch.float32 if self.settings.is_grad_f32 else slot.dtype
 
     def forget_norm(self) -> None:
         """A gradient has changed: the norm must be computed again."""
         self._sumsq = None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self.closed:
             raise GeminiError("this engine is closed: call gemini_strategy.manage() again")
 
@@ -278,36 +275,13 @@ class Engine(Reporting):
 
     # ---- training ----
 
-    def backward(self, loss: torch.Tensor, *, step: bool = False, **kwargs: Any) -> None:
-        """`loss.backward()`, with the loss multiplied by the loss scale in "16-mixed".
-
-        Args:
-            loss: a 0-dim tensor.
-            step: this backward ends the step: `optimizer.step()` comes next, with nothing between that
-                reads or changes gradients (no clipping). Weights may then be updated inside backward, as
-                soon as their gradients are complete; the gradients are used up. See `ends_step`.
-        """
-        ends = self.ends_step() if step else contextlib.nullcontext()
-        with self.ranks.explaining(), self.accept_scaled(), ends:
-            self.scale(loss).backward(**kwargs)
-
     @contextlib.contextmanager
     def ends_step(self) -> Iterator[None]:
-        """Inside, a backward ends the step: for loops that call backward themselves.
-
-        Updates then overlap with backward where the plan can do that exactly; otherwise nothing changes.
-        With a loss scaler it has no effect. The bits are those of the same loop without it.
-
-        Any error inside keeps its type; where weights had been updated, a note says that the engine is closed.
-
-        Raises:
-            GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
-                Or the gradients of the last such step are still there, or it has not come; see step_in_backward.py.
-        """
-        self._check_open()
+        """See Engine.ends_step."""
+        self.check_open()
         if self.optimizer is not None and self.ranks.size > 1:
             agreement.check_hyperparameters(self, "backward(step=True)", ())
-        if self.optimizer is None or self.scaler is not None or self._clip_factor != 1.0:
+        if self.optimizer is None or self.scaler is not None or self.clip_factor != 1.0:
             yield
             return
         updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
@@ -334,7 +308,7 @@ class Engine(Reporting):
     @contextlib.contextmanager
     def accept_scaled(self) -> Iterator[None]:
         """Inside, gradients are taken as scaled: for loops that call backward themselves."""
-        self._check_open()
+        self.check_open()
         self._in_backward = True
         try:
             yield
@@ -343,7 +317,7 @@ class Engine(Reporting):
 
     def _measure_grads(self) -> tuple[float, int]:
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
-        self._check_open()
+        self.check_open()
         slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
         self.ending.check_read(slots)
         ids = sorted(slot.id for slot in slots)
@@ -354,34 +328,14 @@ class Engine(Reporting):
         return self._sumsq[1]
 
     def grad_norm(self) -> float:
-        """The 2-norm of all gradients that the optimizer will use, unscaled, unclipped.
-
-        The sum of squares is exact and rounded once, so the figure does not depend on chunks,
-        placement or device. inf or nan with non-finite gradients.
-        """
+        """See Engine.grad_norm."""
         squares, _ = self._measure_grads()
         return math.sqrt(squares) / (self.scaler.scale if self.scaler is not None else 1.0)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clips all gradients by their common 2-norm, in the next step.
-
-        The factor min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ defines it, is
-        fused into the next optimizer step; `p.grad` stays as it is.
-
-        Args:
-            max_norm: the largest norm allowed, not negative.
-            norm_type: 2 only.
-            error_if_nonfinite: raise on a non-finite norm (before anything is changed).
-
-        Returns:
-            The total norm before clipping, a 0-dim fp32 CPU tensor.
-
-        Raises:
-            ValueError: another norm_type, or a negative max_norm.
-            RuntimeError: the norm is not finite and error_if_nonfinite is set.
-        """
+        """See Engine.clip_grad_norm_."""
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
         if not max_norm >= 0:
@@ -393,33 +347,23 @@ class Engine(Reporting):
                 "clipped; set error_if_nonfinite=False to go on"
             )
         if self.scaler is None or math.isfinite(norm):
-            self._clip_factor = clip_coefficient(norm, float(max_norm))
+            self.clip_factor = clip_coefficient(norm, float(max_norm))
         return torch.tensor(norm, dtype=torch.float32)
 
     def clip_grad_value_(self, value: float) -> None:
-        """Clamps every gradient element (unscaled) to [-value, value], now."""
+        """See Engine.clip_grad_value_."""
         if not value >= 0:
             raise ValueError(f"value={value!r} must not be negative")
-        self._check_open()
+        self.check_open()
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
-        slots = [s for s in self._slots if s.has_grad_home and self.core.has_grad(s.id)]
+        slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
         self.ending.check_read(slots)
         for slot in slots:
             slot.clamp_grad(bound)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step; also reached as `optimizer.step()`.
-
-        With a loss scaler a step with non-finite gradients changes no bit of the model and its
-        states; the scale is updated either way.
-        """
-        self._check_open()
-        if self.optimizer is None:
-            raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
-        return self.optimizer.step(closure)  # with its hooks; it comes back to _step
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        self._check_open()
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """What is behind `optimizer.step()`."""
+        self.check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -438,8 +382,8 @@ class Engine(Reporting):
             if nonfinite:
                 self.scaler.update(True)
                 self._skipped += 1
-                self._clip_factor = 1.0
-                self._note_step(self.core.stats())
+                self.clip_factor = 1.0
+                self.note_step(self.core.stats())
                 return loss
         updates = [self._update(slot, group, divisor) for slot, group in work]
         self.ending.check_step(updates)
@@ -452,10 +396,10 @@ class Engine(Reporting):
             slot.note_change()
         if self.scaler is not None:
             self.scaler.update(False)
-        self._clip_factor = 1.0
-        self._steps += 1
-        self.ranks.when = f" after step {self._steps}"
-        self._note_step(self.core.stats())
+        self.clip_factor = 1.0
+        self.steps += 1
+        self.ranks.when = f" after step {self.steps}"
+        self.note_step(self.core.stats())
         return loss
 
     def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
@@ -469,22 +413,15 @@ class Engine(Reporting):
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
         numbers = (*managed.hyperparameters(group), slot.adam_step + 1, *managed.mode(group))
-        return (slot.id, *numbers, divisor, self._clip_factor)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
-
-        A clip factor that no step has used is dropped too.
-        """
-        self.clear_grads(self._slots, set_to_none)
+        return (slot.id, *numbers, divisor, self.clip_factor)
 
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
-        self._check_open()
+        self.check_open()
         self.recover()
         slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
         for slot in slots:
             self.ending.check_change(slot)
-        self._clip_factor = 1.0
+        self.clip_factor = 1.0
         self._sumsq = None
         for slot in slots:
             if set_to_none:
@@ -495,187 +432,20 @@ class Engine(Reporting):
     def recover(self) -> None:
         """Leaves units that an interrupt (KeyboardInterrupt in forward) has left entered."""
         self.begin_pass()
-        for unit in self._units:
+        for unit in self.units:
             while unit.is_entered:
                 unit.leave()
-
-    # ---- reading and writing parameters ----
-
-    def __copy__(self) -> Any:
-        raise GeminiError(
-            "an engine cannot be copied: copy.deepcopy(engine.model) gives a plain model"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__copy__()
-
-    def __reduce__(self) -> Any:
-        raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
-
-    @contextlib.contextmanager
-    def full_parameter(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-        """The parameter as a CPU tensor: the fp32 master if it is trained, else the weight.
-
-        Changes made to the tensor are written back at the end of the context.
-        """
-        self._check_open()
-        slot = self.slot_of(parameter)
-        values = slot.read_master()
-        before = values.clone()
-        yield values
-        now, then = (t.reshape(-1).view(torch.uint8) for t in (values, before))
-        if not torch.equal(now, then):
-            slot.write_master(values)
-
-    @contextlib.contextmanager
-    def full_parameters(
-        self, module: nn.Module | None = None, writable: bool = True
-    ) -> Iterator[None]:
-        """Every parameter of `module` (default: the model) is a plain tensor inside the context.
-
-        All of them are on the device at once, which needs room. In-place changes are kept.
-
-        Args:
-            module: the model or a submodule.
-            writable: False saves the comparison that finds changes; making one is then an error.
-
-        Raises:
-            GeminiMemoryError: they do not fit the device budget together.
-            GuardError: at the end, if a parameter was written although writable is False.
-        """
-        self._check_open()
-        module = self.model if module is None else module
-        slots = list(dict.fromkeys(self.slot_of(p) for p in module.parameters()))
-        shown = [slot.lease(is_watched=writable) for slot in slots]
-        for slot, data in zip(slots, shown, strict=True):
-            slot.open_count += 1
-            if slot.open_count == 1:
-                absent.set_data(slot.parameter, data)
-                slot.version = slot.parameter._version
-        try:
-            yield
-        finally:
-            written = []
-            for slot in slots if not self.closed else ():
-                if slot.parameter._version != slot.version and not writable:
-                    written.append(slot)
-                slot.version = slot.parameter._version  # the leases find the writes
-                slot.open_count -= 1
-                if slot.open_count == 0:
-                    absent.set_data(slot.parameter, slot.absent)
-            shown.clear()
-            if not self.closed:
-                for slot in written:  # what was written is kept, and said
-                    self.note_write(slot)
-                self.core.drain()
-        if written:
-            raise GuardError(
-                f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
-            )
-
-    def model_state_dict(self, masters: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The model's state on the CPU; keys and order as `model.state_dict()`.
-
-        Args:
-            masters: give trained parameters as fp32 masters; False: in compute dtype. Tied parameters share one tensor.
-            rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict (and no memory).
-        """
-        self._check_open()
-        return state.model_state_dict(self, masters, 0 if rank0_only else None)
-
-    def load_model_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
-        """`model.load_state_dict`; fp32 values become masters exactly. Every rank gives the whole state."""
-        self._check_open()
-        with self.ranks.revealing():
-            return self.model.load_state_dict(state, strict=strict)
-
-    def optimizer_state_dict(
-        self, *, rank0_only: bool = False, with_lows: bool = True
-    ) -> dict[str, Any]:
-        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU.
-
-        Args:
-            rank0_only: as in model_state_dict.
-            with_lows: with what 16-bit weights lack to be their masters; no need beside the masters themselves.
-        """
-        self._check_open()
-        if self.optimizer is None:
-            raise GeminiError("there is no optimizer")
-        return managed.state_dict(self, self.optimizer, 0 if rank0_only else None, with_lows)
-
-    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
-
-        An empty "state" resets moments and steps.
-        """
-        self._check_open()
-        if self.optimizer is None:
-            raise GeminiError("there is no optimizer")
-        managed.load_state_dict(self, self.optimizer, state)
-
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""
-        state: dict[str, Any] = {"model": self.model_state_dict(rank0_only=rank0_only)}
-        if self.optimizer is not None:
-            state["optimizer"] = self.optimizer_state_dict(rank0_only=rank0_only, with_lows=False)
-        if self.scaler is not None:
-            state["scaler"] = self.scaler.state_dict()
-        return {} if rank0_only and self.ranks.rank else state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict()."""
-        self._check_open()
-        self.load_model_state_dict(state["model"])
-        if "optimizer" in state:
-            self.load_optimizer_state_dict(state["optimizer"])
-        if self.scaler is not None and "scaler" in state:
-            self.scaler.load_state_dict(state["scaler"])
 
     # ---- the rest ----
 
     def stats(self) -> dict[str, int | float]:
-        """Plain numbers about the run so far. Bytes are bytes; counts are since manage().
-
-        Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
-        fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
-        device_budget_bytes (-1: none), host_bytes, host_pin_seconds, mapping_seconds (of the host, for blocks),
-        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and gradients,
-        padding included), weight_bytes, leases, layout_hash; and the medians over the last 32 steps that
-        report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on the device, others
-        included, the driver's figure. With a plan what it foretells: predicted_step_seconds, predicted_bound_seconds
-        (perfect overlap), compute_seconds, predicted_device_peak_bytes, predicted_host_peak_bytes (of the whole
-        process; on the CPU without activations).
-        """
-        self._check_open()
+        """See Engine.stats."""
+        self.check_open()
         return {
-            "steps": self._steps,
+            "steps": self.steps,
             "skipped_steps": self._skipped,
             "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
-            "parameters": sum(math.prod(s.shape) for s in self._slots),
+            "parameters": sum(math.prod(s.shape) for s in self.slots),
             **self.core.stats(),
-            **self._figures(),
+            **self.figures(),
         }
-
-    def close(self, dtype: torch.dtype | None = None, *, with_states: bool | None = None) -> None:
-        """Makes model and optimizer ordinary again, with the trained weights, and frees everything. Idempotent.
-
-        Several ranks close together, and each has the whole model then. Where the others do not come (this one is
-        handling an exception, say, which they have not met) they are told, and this rank keeps its part of the weights.
-
-        An engine that an error has closed can be closed, too: a RuntimeWarning then says what could not be given
-        back (weights of one step, states of the optimizer).
-
-        Args:
-            dtype: None: parameters in compute dtype; torch.float32: trained parameters as their
-                fp32 masters. Parameters return to the device they came from.
-            with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
-        """
-        close.close(self, dtype, self.ranks.size == 1 if with_states is None else with_states)
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.ranks.abort(f"{type(error).__name__}: {error}")
-        self.close()

@@ -493,7 +493,7 @@ class Strategy(StepLogs, StepSchedule, Ranks):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             value = state.get(name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = engine.slot_of(parameter).read_master(root)
+                state[name] = engine._runtime.slot_of(parameter).read_master(root)
         return self._on_rank_zero(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -606,7 +606,7 @@ def _engines_of_parts(module: nn.Module) -> list[Any]:
 def _manages_all(engine: Any, module: nn.Module) -> bool:
     try:
         for parameter in module.parameters():
-            engine.slot_of(parameter)
+            engine._runtime.slot_of(parameter)
     except gs.GeminiError:
         return False
     return True

@@ -19,7 +19,7 @@ from gemini_strategy.precision import weight_dtypes
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.original import Original
-    from gemini_strategy.runtime import Engine
+    from gemini_strategy.runtime import Runtime
     from gemini_strategy.weights.loading import Loading
 
 __all__ = ["Adoption"]
@@ -108,7 +108,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
 class Adoption:
     """One model on its way into an engine. Nothing of the model changes before `attach`."""
 
-    def __init__(self, engine: Engine, groups: set[int]) -> None:
+    def __init__(self, engine: Runtime, groups: set[int]) -> None:
         self._engine = engine
         self._units = _find_units(engine.model)
         self.slots: list[Slot] = []

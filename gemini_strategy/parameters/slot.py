@@ -17,7 +17,7 @@ from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent, order
 
 if TYPE_CHECKING:
-    from gemini_strategy.runtime import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
 
@@ -64,7 +64,7 @@ class Slot(_C.Slot):
         "strides",
     )
 
-    def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, engine: Runtime, index: int, name: str, parameter: nn.Parameter) -> None:
         self.engine = engine
         self.id = index
         self.name = name

@@ -21,6 +21,7 @@ LAYERS = [
     ["settings", "state", "close"],
     ["agreement"],
     ["runtime"],
+    ["engine"],
     ["manage"],
     [""],
     ["lightning"],

@@ -1,0 +1,350 @@
+"""The engine that a person holds: training, reading and writing parameters, state, and the way back.
+
+What is under it is a Runtime (runtime.py): hooks, slots, states and the optimizer's face work with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import close
+from gemini_strategy import state as states
+from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.optim import managed
+from gemini_strategy.parameters import absent
+from gemini_strategy.report import tables
+from gemini_strategy.report import timeline as timelines
+from gemini_strategy.runtime import Runtime, Uncopied
+
+__all__ = ["Engine"]
+
+
+class Engine(Uncopied):
+    """The engine of one managed model; made by `manage()`.
+
+    Attributes:
+        model: the model, in place.
+        optimizer: the optimizer that was taken over, or None.
+        device: where the model computes.
+        precision: the precision's name, or None.
+        scaler: the LossScaler of "16-mixed", or None.
+        ranks: those that train this model together; see ranks/ranks.py.
+        meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
+
+    With several ranks every rank makes the same calls in the same order, also those that only read: whole
+    parameters, gradients and states are put together from the ranks' parts. What is written has to be the same on
+    every rank, as each keeps its part of it.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.model = runtime.model
+        self.optimizer = runtime.optimizer
+        self.device = runtime.device
+        self.precision = runtime.precision
+        self.scaler = runtime.scaler
+        self.ranks = runtime.ranks
+        self.meter = runtime.meter
+        runtime.engine = self
+
+    @property
+    def closed(self) -> bool:
+        """True after close()."""
+        return self._runtime.closed
+
+    # ---- training ----
+
+    def backward(self, loss: torch.Tensor, *, step: bool = False, **kwargs: Any) -> None:
+        """`loss.backward()`, with the loss multiplied by the loss scale in "16-mixed".
+
+        Args:
+            loss: a 0-dim tensor.
+            step: this backward ends the step: `optimizer.step()` comes next, with nothing between that
+                reads or changes gradients (no clipping). Weights may then be updated inside backward, as
+                soon as their gradients are complete; the gradients are used up. See `ends_step`.
+        """
+        runtime = self._runtime
+        ends = runtime.ends_step() if step else contextlib.nullcontext()
+        with runtime.ranks.explaining(), runtime.accept_scaled(), ends:
+            runtime.scale(loss).backward(**kwargs)
+
+    def ends_step(self) -> AbstractContextManager[None]:
+        """Inside, a backward ends the step: for loops that call backward themselves.
+
+        Updates then overlap with backward where the plan can do that exactly; otherwise nothing changes.
+        With a loss scaler it has no effect. The bits are those of the same loop without it.
+
+        Any error inside keeps its type; where weights had been updated, a note says that the engine is closed.
+
+        Raises:
+            GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
+                Or the gradients of the last such step are still there, or it has not come; see step_in_backward.py.
+        """
+        return self._runtime.ends_step()
+
+    def grad_norm(self) -> float:
+        """The 2-norm of all gradients that the optimizer will use, unscaled, unclipped.
+
+        The sum of squares is exact and rounded once, so the figure does not depend on chunks,
+        placement or device. inf or nan with non-finite gradients.
+        """
+        return self._runtime.grad_norm()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clips all gradients by their common 2-norm, in the next step.
+
+        The factor min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ defines it, is
+        fused into the next optimizer step; `p.grad` stays as it is.
+
+        Args:
+            max_norm: the largest norm allowed, not negative.
+            norm_type: 2 only.
+            error_if_nonfinite: raise on a non-finite norm (before anything is changed).
+
+        Returns:
+            The total norm before clipping, a 0-dim fp32 CPU tensor.
+
+        Raises:
+            ValueError: another norm_type, or a negative max_norm.
+            RuntimeError: the norm is not finite and error_if_nonfinite is set.
+        """
+        return self._runtime.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, value: float) -> None:
+        """Clamps every gradient element (unscaled) to [-value, value], now."""
+        self._runtime.clip_grad_value_(value)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step; also reached as `optimizer.step()`.
+
+        With a loss scaler a step with non-finite gradients changes no bit of the model and its
+        states; the scale is updated either way.
+        """
+        self._runtime.check_open()
+        if self.optimizer is None:
+            raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
+        return self.optimizer.step(closure)  # with its hooks; it comes to Runtime.step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
+
+        A clip factor that no step has used is dropped too.
+        """
+        self._runtime.clear_grads(self._runtime.slots, set_to_none)
+
+    # ---- reading and writing parameters ----
+
+    @contextlib.contextmanager
+    def full_parameter(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """The parameter as a CPU tensor: the fp32 master if it is trained, else the weight.
+
+        Changes made to the tensor are written back at the end of the context.
+        """
+        self._runtime.check_open()
+        slot = self._runtime.slot_of(parameter)
+        values = slot.read_master()
+        before = values.clone()
+        yield values
+        now, then = (t.reshape(-1).view(torch.uint8) for t in (values, before))
+        if not torch.equal(now, then):
+            slot.write_master(values)
+
+    @contextlib.contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, writable: bool = True
+    ) -> Iterator[None]:
+        """Every parameter of `module` (default: the model) is a plain tensor inside the context.
+
+        All of them are on the device at once, which needs room. In-place changes are kept.
+
+        Args:
+            module: the model or a submodule.
+            writable: False saves the comparison that finds changes; making one is then an error.
+
+        Raises:
+            GeminiMemoryError: they do not fit the device budget together.
+            GuardError: at the end, if a parameter was written although writable is False.
+        """
+        self._runtime.check_open()
+        module = self.model if module is None else module
+        slots = list(dict.fromkeys(self._runtime.slot_of(p) for p in module.parameters()))
+        shown = [slot.lease(is_watched=writable) for slot in slots]
+        for slot, data in zip(slots, shown, strict=True):
+            slot.open_count += 1
+            if slot.open_count == 1:
+                absent.set_data(slot.parameter, data)
+                slot.version = slot.parameter._version
+        try:
+            yield
+        finally:
+            written = []
+            for slot in slots if not self.closed else ():
+                if slot.parameter._version != slot.version and not writable:
+                    written.append(slot)
+                slot.version = slot.parameter._version  # the leases find the writes
+                slot.open_count -= 1
+                if slot.open_count == 0:
+                    absent.set_data(slot.parameter, slot.absent)
+            shown.clear()
+            if not self.closed:
+                for slot in written:  # what was written is kept, and said
+                    self._runtime.note_write(slot)
+                self._runtime.core.drain()
+        if written:
+            raise GuardError(
+                f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
+            )
+
+    def model_state_dict(self, masters: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The model's state on the CPU; keys and order as `model.state_dict()`.
+
+        Args:
+            masters: give trained parameters as fp32 masters; False: in compute dtype. Tied parameters share one tensor.
+            rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict (and no memory).
+        """
+        self._runtime.check_open()
+        return states.model_state_dict(self._runtime, masters, 0 if rank0_only else None)
+
+    def load_model_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
+        """`model.load_state_dict`; fp32 values become masters exactly. Every rank gives the whole state."""
+        self._runtime.check_open()
+        with self.ranks.revealing():
+            return self.model.load_state_dict(state, strict=strict)
+
+    def optimizer_state_dict(
+        self, *, rank0_only: bool = False, with_lows: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU.
+
+        Args:
+            rank0_only: as in model_state_dict.
+            with_lows: with what 16-bit weights lack to be their masters; no need beside the masters themselves.
+        """
+        self._runtime.check_open()
+        if self.optimizer is None:
+            raise GeminiError("there is no optimizer")
+        return managed.state_dict(
+            self._runtime, self.optimizer, 0 if rank0_only else None, with_lows
+        )
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
+
+        An empty "state" resets moments and steps.
+        """
+        self._runtime.check_open()
+        if self.optimizer is None:
+            raise GeminiError("there is no optimizer")
+        managed.load_state_dict(self._runtime, self.optimizer, state)
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""
+        state: dict[str, Any] = {"model": self.model_state_dict(rank0_only=rank0_only)}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer_state_dict(rank0_only=rank0_only, with_lows=False)
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        return {} if rank0_only and self.ranks.rank else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict()."""
+        self._runtime.check_open()
+        self.load_model_state_dict(state["model"])
+        if "optimizer" in state:
+            self.load_optimizer_state_dict(state["optimizer"])
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+    # ---- the rest ----
+
+    def stats(self) -> dict[str, int | float]:
+        """Plain numbers about the run so far. Bytes are bytes; counts are since manage().
+
+        Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
+        fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
+        device_budget_bytes (-1: none), host_bytes, host_pin_seconds, mapping_seconds (of the host, for blocks),
+        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and gradients,
+        padding included), weight_bytes, leases, layout_hash; and the medians over the last 32 steps that
+        report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on the device, others
+        included, the driver's figure. With a plan what it foretells: predicted_step_seconds, predicted_bound_seconds
+        (perfect overlap), compute_seconds, predicted_device_peak_bytes, predicted_host_peak_bytes (of the whole
+        process; on the CPU without activations).
+        """
+        return self._runtime.stats()
+
+    def report(self) -> str:
+        """The table of the plan and, once there have been steps, what was planned beside what was measured."""
+        return tables.report(self._runtime)
+
+    def timeline(
+        self, path: str | Path, svg: str | Path | None = None, steps: int = 1
+    ) -> timelines.Recording:
+        """Records the next `steps` optimizer steps, or the body of a `with` statement.
+
+        From one `step()` to the next, hence the passes of a step with what they hide: the updates of the step before
+        (deferred) or their own (immediate).
+
+        Args:
+            path: where the Chrome trace is written (Perfetto, chrome://tracing).
+            svg: where the picture is written; None: nowhere.
+            steps: how many; ignored by `with`.
+
+        Raises:
+            ValueError: steps is less than 1.
+            FileNotFoundError: a file's folder does not exist.
+            GeminiError: a recording is under way.
+        """
+        return timelines.record(self._runtime, path, svg, steps)
+
+    def close(self, dtype: torch.dtype | None = None, *, with_states: bool | None = None) -> None:
+        """Makes model and optimizer ordinary again, with the trained weights, and frees everything. Idempotent.
+
+        Several ranks close together, and each has the whole model then. Where the others do not come (this one is
+        handling an exception, say, which they have not met) they are told, and this rank keeps its part of the weights.
+
+        An engine that an error has closed can be closed, too: a RuntimeWarning then says what could not be given
+        back (weights of one step, states of the optimizer).
+
+        Args:
+            dtype: None: parameters in compute dtype; torch.float32: trained parameters as their
+                fp32 masters. Parameters return to the device they came from.
+            with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
+        """
+        close.close(
+            self._runtime, dtype, self.ranks.size == 1 if with_states is None else with_states
+        )
+
+    def __repr__(self) -> str:
+        runtime = self._runtime
+        about = tables.about(runtime)
+        parts = [f"{about['model']} on {about['device']}"]
+        if self.closed:
+            return f"<Engine: {parts[0]}, closed>"
+        budget = about["device_budget"]
+        parts.append(
+            "no device budget" if budget < 0 else f"{tables.bytes_text(budget)} of device memory"
+        )
+        parts.append(f"policy {about['policy']}")
+        plan = tables.plan_of(runtime)
+        parts.append("no plan yet" if plan is None else f"a plan with {plan['when']} updates")
+        parts.append(
+            "1 rank" if self.ranks.size == 1 else f"rank {self.ranks.rank} of {self.ranks.size}"
+        )
+        return f"<Engine: {', '.join(parts)}>"
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.ranks.abort(f"{type(error).__name__}: {error}")
+        self.close()
