@@ -365,7 +365,7 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
     try:
         check_same(check_step(engine, what, present, fields))
     except GeminiError as error:
-        if engine.ending.give_up() is None:
+        if engine.step_in_backward.give_up() is None:
             raise
         text = f"{error}; weights had been updated inside backward: {WAY_OUT}"
         engine.ranks.abort(text)

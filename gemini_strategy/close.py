@@ -92,7 +92,7 @@ def _meet(engine: Runtime, cause: str | None) -> str | None:
 
 def _give_up_step(engine: Runtime) -> str | None:
     """No step came after backward(step=True): why the weights are between two steps, or None."""
-    if engine.ending.give_up() is None:
+    if engine.step_in_backward.give_up() is None:
         return None
     engine.core.salvage()
     return "backward(step=True) had updated weights, and no optimizer.step() followed"

@@ -1,8 +1,8 @@
 """What an engine is made of: the core, slots and units of one model, and what a step does with them.
 
-The core (csrc/engine.h) moves bytes. manage.py makes engines, parameters/adopt.py moves a model in,
-parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them, optim/managed.py is
-the optimizer's face, and engine.py what a person sees of all this.
+The core (csrc/engine.h) moves bytes. manage.py makes engines, parameters/registration.py moves a
+model in, parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them,
+optim/managed.py is the optimizer's face, and engine.py what a person sees of all this.
 
 Invariants
     1. Every managed parameter has one slot, however many names (tied weights) it has.
@@ -27,16 +27,16 @@ from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import clip_coefficient
 from gemini_strategy.parameters import absent, foreign, order
-from gemini_strategy.parameters.adopt import Adoption
 from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
 from gemini_strategy.parameters.original import Original
+from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.sharing import check_sharing
 from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.ranks import Ranks
-from gemini_strategy.report.timeline import Reporting
+from gemini_strategy.report.reporting import Reporting
 from gemini_strategy.settings import Settings
-from gemini_strategy.step_in_backward import Ending
+from gemini_strategy.step_in_backward import StepInBackward
 from gemini_strategy.weights.loading import Loading
 
 __all__ = ["Runtime", "Uncopied"]
@@ -64,7 +64,7 @@ class Runtime(Uncopied, Reporting):
         engine: the Engine on it, which a person holds.
         core: the C engine.
         slots, units: of the model; net: what catches the tensors that autograd saves.
-        ending: what `backward(step=True)` has announced.
+        step_in_backward: what `backward(step=True)` has announced.
         written: what this rank has written since the ranks compared it.
         memory: the device memory that is not in chunks.
         takes_plainly: whether the core may take gradients without asking take_grad.
@@ -96,22 +96,22 @@ class Runtime(Uncopied, Reporting):
         self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
         self._in_backward = False
         self.steps = self._skipped = 0
-        self.ending = Ending(self)
+        self.step_in_backward = StepInBackward(self)
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
-        adoption = Adoption(self, grouped)
+        registration = Registration(self, grouped)
         check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
-        self.slots = adoption.slots
+        self.slots = registration.slots
         self.slots_by_id = {slot.id: slot for slot in self.slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self.slots)
         self.scaler = scaler if is_half else None
         original.on_restore(self._abandon)
         self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
         self.memory = DeviceMemory(settings.device)
-        self._make_core(adoption)
-        loading.fill(adoption.slots, ranks)
-        self.units, self.handles = adoption.attach(loading, original)
+        self._make_core(registration)
+        loading.fill(registration.slots, ranks)
+        self.units, self.handles = registration.attach(loading, original)
         self.ranks.named = agreement.unit_names(self)
         self.handles += state.install(self, model)
         self.net = SavedTensorNet(self, self.slots)
@@ -137,17 +137,17 @@ class Runtime(Uncopied, Reporting):
             if hasattr(self, "memory"):
                 self.memory.close()
 
-    def _make_core(self, adoption: Adoption) -> None:
+    def _make_core(self, registration: Registration) -> None:
         settings = self.settings
-        specs = adoption.specs()
+        specs = registration.specs()
         kinds = list(dict.fromkeys(spec[1:] for spec in specs))
         shapes = [(spec[0], spec[1], kinds.index(spec[1:])) for spec in specs]
         is_cuda = self.device.type == "cuda"
         chunk_bytes, block_bytes = settings.sizes.choose(
             shapes, settings.device_budget, is_cuda, self.ranks.shard.size
         )
-        unit_params, unit_begin = adoption.unit_tables()
-        agreement.check_model(self, adoption.slots, (unit_params, unit_begin))
+        unit_params, unit_begin = registration.unit_tables()
+        agreement.check_model(self, registration.slots, (unit_params, unit_begin))
         external = self.memory.external_bytes(0)
         self.core = _C.Core(
             ordinal=self.device.index if is_cuda else -1,
@@ -171,7 +171,7 @@ class Runtime(Uncopied, Reporting):
         agreement.check_layout(self)
         if settings.device_budget >= 0 and settings.policy != "cuda":
             available = settings.device_budget - external
-            spare = adoption.check_floor(settings.device_budget, available)
+            spare = registration.check_floor(settings.device_budget, available)
             reserve = min(self.memory.first_reserve_bytes(settings.device_budget), spare)
             self.core.set_external_bytes(external + reserve)
 
@@ -234,7 +234,7 @@ class Runtime(Uncopied, Reporting):
             raise GeminiError(
                 f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False"
             )
-        self.ending.check_arrival(slot)
+        self.step_in_backward.check_arrival(slot)
         if grad.requires_grad:
             raise GeminiError(
                 f"{slot.name}: backward(create_graph=True) makes a gradient that can be differentiated, and the engine "
@@ -285,7 +285,7 @@ class Runtime(Uncopied, Reporting):
             yield
             return
         updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
-        with self.ending.announced(updates):
+        with self.step_in_backward.announced(updates):
             yield
 
     def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
@@ -319,7 +319,7 @@ class Runtime(Uncopied, Reporting):
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         self.check_open()
         slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
-        self.ending.check_read(slots)
+        self.step_in_backward.check_read(slots)
         ids = sorted(slot.id for slot in slots)
         fields = {"is_known": self._sumsq is not None and self._sumsq[0] == ids}
         everyone = agreement.check_step(self, "gradient norm", slots, fields)
@@ -357,7 +357,7 @@ class Runtime(Uncopied, Reporting):
         self.check_open()
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
-        self.ending.check_read(slots)
+        self.step_in_backward.check_read(slots)
         for slot in slots:
             slot.clamp_grad(bound)
 
@@ -373,7 +373,7 @@ class Runtime(Uncopied, Reporting):
         if self.ranks.size > 1:
             agreement.check_hyperparameters(self, "optimizer step", [slot for slot, _ in work])
         if not work:
-            self.ending.give_up()
+            self.step_in_backward.give_up()
             return loss
         divisor = 1.0
         if self.scaler is not None:
@@ -386,10 +386,10 @@ class Runtime(Uncopied, Reporting):
                 self.note_step(self.core.stats())
                 return loss
         updates = [self._update(slot, group, divisor) for slot, group in work]
-        self.ending.check_step(updates)
+        self.step_in_backward.check_step(updates)
         self._refresh_memory()
         self._run_step(updates)
-        self.ending.done(slot for slot, _ in work)
+        self.step_in_backward.done(slot for slot, _ in work)
         for slot, _ in work:
             if slot.count_update():
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
@@ -420,7 +420,7 @@ class Runtime(Uncopied, Reporting):
         self.recover()
         slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
         for slot in slots:
-            self.ending.check_change(slot)
+            self.step_in_backward.check_change(slot)
         self.clip_factor = 1.0
         self._sumsq = None
         for slot in slots:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["WAY_OUT", "Ending"]
+__all__ = ["WAY_OUT", "StepInBackward"]
 
 WAY_OUT = (
     "this engine can only be closed now: engine.close(), then load a checkpoint into model and optimizer and manage() "
@@ -34,7 +34,7 @@ _BETWEEN = "between backward(step=True) and optimizer.step()"
 Updates = list[tuple[Any, ...]]  # as Runtime._update makes them
 
 
-class Ending:
+class StepInBackward:
     """Of one engine; between two steps it knows nothing.
 
     Attributes:

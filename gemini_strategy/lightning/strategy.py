@@ -34,7 +34,7 @@ from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, precision_class
 from gemini_strategy.lightning.ranks import (
     PROCESS_GROUP_BACKENDS,
-    Ranks,
+    RankProcesses,
     is_mappable,
     load_mapped,
 )
@@ -76,7 +76,7 @@ _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
 _loaded: "WeakSet[nn.Module]" = WeakSet()
 
 
-class Strategy(StepLogs, StepSchedule, Ranks):
+class Strategy(StepLogs, StepSchedule, RankProcesses):
     """Train, evaluate and predict with the model's state in chunks, on CUDA GPUs or on CPU hosts.
 
     ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement

@@ -86,7 +86,7 @@ class SavedTensorNet(_C.Net):
         core, device = engine.core, engine.device
         shown = sorted((s for s in slots if s.parameter.numel()), key=lambda s: core.address(s.id))
         ordinal = device.index if device.type == "cuda" else -1
-        mark = _mark_touch if wants_marks(engine) else None
+        mark = _mark_touch if wants_marks() else None
         self.start(engine, core, tuple(shown), ordinal, mark)
         for slot in slots:
             slot.net = self
@@ -127,9 +127,9 @@ def _make_room(engine: Runtime) -> bool:
     return True
 
 
-def wants_marks(engine: Runtime) -> bool:
-    """Whether units and backward nodes show in NVTX: GEMINI_NVTX=1, or `engine.nvtx`."""
-    return getattr(engine, "nvtx", False) or os.environ.get("GEMINI_NVTX") == "1"
+def wants_marks() -> bool:
+    """Whether units and backward nodes show in NVTX: GEMINI_NVTX=1."""
+    return os.environ.get("GEMINI_NVTX") == "1"
 
 
 def _mark_touch(slot: Slot) -> None:

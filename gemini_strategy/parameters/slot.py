@@ -214,7 +214,7 @@ class Slot(_C.Slot):
 
     def drop_grad(self) -> None:
         """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
-        self.engine.ending.check_change(self)
+        self.engine.step_in_backward.check_change(self)
         if self._grad is not None:
             absent.forget(
                 self._grad,
@@ -332,7 +332,7 @@ class Slot(_C.Slot):
 
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
-        self.engine.ending.check_read((self,))
+        self.engine.step_in_backward.check_read((self,))
         return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
 
     def clamp_grad(self, bound: float) -> None:
@@ -353,7 +353,7 @@ class Slot(_C.Slot):
         self._put_grad(self._empty(self.engine.grad_dtype(self)).zero_())
 
     def _put_grad(self, plain: torch.Tensor) -> None:
-        self.engine.ending.check_change(self)
+        self.engine.step_in_backward.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 
