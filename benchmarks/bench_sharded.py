@@ -243,6 +243,33 @@ def peak_bytes(
     }
 
 
+def spec_of(
+    what: dict[str, Any], case: Case, tokens: int, checkpointing: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """What each rank of a run is told, but for files and samples."""
+    cores = len(os.sched_getaffinity(0))
+    return {
+        **what,
+        **asdict(case),
+        "sequences": tokens // case.length,
+        "micro_batches": args.micro_batches,
+        "checkpointing": checkpointing == "on",
+        "clip": not args.no_clip,
+        "gpus": args.gpus,
+        "device": args.device,
+        "host_budget": args.host_budget,
+        "chunk_size": args.chunk_size,
+        "steps": args.steps,
+        "warmup": args.warmup,
+        "settling": args.settling,
+        "threads": args.threads or max(cores // args.gpus, 1),
+        "timeout": args.timeout,
+        "driver": os.getpid(),
+        "profile": not args.no_profile,
+        "chunk_bytes": [16 * MIB, 64 * MIB, 256 * MIB] if args.device == "cuda" else [MIB // 16],
+    }
+
+
 def run_one(
     name: str,
     what: dict[str, Any],
@@ -258,36 +285,16 @@ def run_one(
     if has_driver:
         sources |= {f"gpu{gpu}": driver.used for gpu, driver in enumerate(drivers) if driver}
     is_training = what["system"] != "nccl"
-    cores = len(os.sched_getaffinity(0))
     label = f"{args.preset}-{name}-{tokens}-{checkpointing}".replace("@", "-")
     kept = args.timeline.resolve() if args.timeline and is_training else None
-    chunk_bytes = [16 * MIB, 64 * MIB, 256 * MIB] if args.device == "cuda" else [MIB // 16]
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        spec = {
-            **what,
-            **asdict(case),
-            "sequences": tokens // case.length,
-            "micro_batches": args.micro_batches,
-            "checkpointing": checkpointing == "on",
-            "clip": not args.no_clip,
-            "gpus": args.gpus,
-            "device": args.device,
-            "host_budget": args.host_budget,
-            "chunk_size": args.chunk_size,
-            "steps": args.steps,
-            "warmup": args.warmup,
-            "settling": args.settling,
-            "threads": args.threads or max(cores // args.gpus, 1),
-            "timeout": args.timeout,
+        spec = spec_of(what, case, tokens, checkpointing, args) | {
             "folder": str(folder),
-            "driver": os.getpid(),
             "timeline": str(kept / f"{label}.json")
             if kept and what["system"] == "gemini"
             else None,
             "kernels": str(kept / f"{label}-kernels.json.gz") if kept else None,
-            "profile": not args.no_profile,
-            "chunk_bytes": chunk_bytes,
             "sample_here": args.device == "cuda" and not has_driver,
         }
         if kept:

@@ -196,7 +196,7 @@ def train(
         "losses": digest([n.float().cpu() for n in numbers]),
     }
     if engine is not None:
-        stats, info = engine.stats(), engine.core.plan_info()
+        stats, info = engine.stats(), engine._runtime.core.plan_info()
         keys = ("planned", "plans", "plan_breaks", "replay_waits", "device_peak_bytes")
         line.update({key: stats[key] for key in keys})
         line["classes"] = info and {name: n for name, n in info["n_of_class"].items() if n}

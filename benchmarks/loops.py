@@ -195,7 +195,7 @@ class Gemini(Loop):
         return {}
 
     def report(self) -> dict[str, Any]:
-        stats, plan = self.engine.stats(), self.engine.core.plan_info() or {}
+        stats, plan = self.engine.stats(), self.engine._runtime.core.plan_info() or {}
         kept = ("rates", "n_of_class", "when", "h2d_bytes", "d2h_bytes")
         return {
             "stats": stats,

@@ -392,9 +392,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    args = parse_arguments()
-    began = time.perf_counter()
+def settle_libraries() -> None:
+    """Kernels that repeat themselves, and fewer notes."""
     # Equal bits need kernels that repeat themselves, with and without Gemini.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = (
@@ -406,16 +405,84 @@ def main() -> int:
             logging.getLogger(name).setLevel(logging.WARNING)
     # Lightning 2.6 asks torch 2.13's pytree a question in the old way.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    quiet = not sys.stderr.isatty()
 
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(args.device)
+
+def size_asked(args: argparse.Namespace, device: torch.device) -> Size:
+    """That of the device, where the arguments do not say otherwise."""
     size = size_for(device)
     size.layers, size.hidden = args.layers or size.layers, args.hidden or size.hidden
     size.budget = args.budget or size.budget
     if size.hidden % 64:
         raise SystemExit(f"--hidden {size.hidden}: must be a multiple of 64")
+    return size
+
+
+def budget_bytes(budget: str, training_state: int) -> int:
+    """--budget in bytes; a fraction is one of the training state."""
+    is_fraction = budget.replace(".", "", 1).isdigit()
+    try:
+        return gs.parse_bytes(float(budget) if is_fraction else budget, training_state, "--budget")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def make_trainer(budget: int, precision: str, device: torch.device, refresh_rate: int) -> L.Trainer:
+    """Lightning's, with the device budget; all else is as without Gemini."""
+    return L.Trainer(
+        strategy=GeminiStrategy(device_budget=budget),
+        accelerator="cpu" if device.type == "cpu" else "gpu",
+        devices=1 if device.index is None else [device.index],
+        precision=precision,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=CLIP,
+        max_epochs=1,
+        val_check_interval=0.5,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[TQDMProgressBar(refresh_rate=refresh_rate)],
+    )
+
+
+def tell(stats: dict[str, int | float], tokens: int, seconds: float) -> None:
+    """How fast it was, and what moved."""
+    line("speed", f"{tokens / seconds:,.0f} tokens/s over {seconds:.0f} s of training")
+    line(
+        "device peak",
+        f"{mb(stats['device_peak_bytes'])} of a budget of {mb(stats['device_budget_bytes'])}",
+    )
+    line("fetched to the device", f"{mb(stats['fetched_bytes'])} in {stats['fetches']:,} fetches")
+    line(
+        "evicted from it",
+        f"{stats['evictions']:,} times; {mb(stats['evicted_bytes'])} had changed and was written back",
+    )
+
+
+def compare(managed: State, plain: State, parameters: int, speed: float) -> bool:
+    """Whether both runs have left the same bits; counts what differs."""
+    weights = differing(managed.masters, plain.masters)
+    moments = differing(managed.exp_avg, plain.exp_avg)
+    moments += differing(managed.exp_avg_sq, plain.exp_avg_sq)
+    # As bits: a loss that is NaN on both sides is the same loss.
+    losses = int((managed.losses.view(torch.int64) != plain.losses.view(torch.int64)).sum())
+    line("speed without Gemini", f"{speed:,.0f} tokens/s")
+    line("fp32 weights", f"{weights:,} of {parameters:,} differ")
+    line("Adam's moments", f"{moments:,} of {2 * parameters:,} differ")
+    line("training losses", f"{losses} of {len(plain.losses)} differ")
+    return weights + moments + losses == 0
+
+
+def main() -> int:
+    args = parse_arguments()
+    began = time.perf_counter()
+    settle_libraries()
+    quiet = not sys.stderr.isatty()
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(args.device)
+    size = size_asked(args, device)
     precision, reason = args.precision, "as asked"
     if precision == "auto":
         precision, reason = faster_precision(device, size.hidden)
@@ -442,13 +509,7 @@ def main() -> int:
     module = build()
     parameters = sum(p.numel() for p in module.parameters())
     training_state = parameters * BYTES_PER_PARAMETER
-    is_fraction = size.budget.replace(".", "", 1).isdigit()
-    try:
-        budget = gs.parse_bytes(
-            float(size.budget) if is_fraction else size.budget, training_state, "--budget"
-        )
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    budget = budget_bytes(size.budget, training_state)
     line("parameters", f"{parameters / 1e6:.1f} M ({size.layers} layers of {size.hidden})")
     line("precision", f"{precision} ({reason})")
     line(
@@ -461,41 +522,15 @@ def main() -> int:
     headline(
         3, f"Training under the budget: Trainer(strategy=GeminiStrategy(...)), {args.steps} steps"
     )
-    trainer = L.Trainer(
-        strategy=GeminiStrategy(device_budget=budget),
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=1 if device.index is None else [device.index],
-        precision=precision,
-        accumulate_grad_batches=ACCUMULATE,
-        gradient_clip_val=CLIP,
-        max_epochs=1,
-        val_check_interval=0.5,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[TQDMProgressBar(refresh_rate=max(1, len(text.train) // 8) if quiet else 1)],
-    )
+    trainer = make_trainer(budget, precision, device, max(1, len(text.train) // 8) if quiet else 1)
     before = trainer.validate(module, text.held_out, verbose=False)[0]["val_loss"]
     trainer.fit(module, text.train, text.held_out)
     after = float(trainer.callback_metrics["val_loss"])
 
-    stats = gs.engine_of(module).stats()
     tokens = args.steps * ACCUMULATE * size.batch * size.length
     headline(4, "Result")
     line("validation loss", f"{before:.3f} before, {after:.3f} after")
-    line(
-        "speed", f"{tokens / module.seconds:,.0f} tokens/s over {module.seconds:.0f} s of training"
-    )
-    line(
-        "device peak",
-        f"{mb(stats['device_peak_bytes'])} of a budget of {mb(stats['device_budget_bytes'])}",
-    )
-    line("fetched to the device", f"{mb(stats['fetched_bytes'])} in {stats['fetches']:,} fetches")
-    line(
-        "evicted from it",
-        f"{stats['evictions']:,} times; {mb(stats['evicted_bytes'])} had changed and was written back",
-    )
+    tell(gs.engine_of(module).stats(), tokens, module.seconds)
 
     headline(5, f"What it writes after {args.prompt!r} (still under the budget)")
     torch.manual_seed(args.seed)
@@ -510,23 +545,14 @@ def main() -> int:
     del module, trainer
     reference = build()
     plain = train_unmanaged(reference, text.train, precision, device, quiet)
-    weights = differing(managed.masters, plain.masters)
-    moments = differing(managed.exp_avg, plain.exp_avg)
-    moments += differing(managed.exp_avg_sq, plain.exp_avg_sq)
-    # As bits: a loss that is NaN on both sides is the same loss.
-    losses = int((managed.losses.view(torch.int64) != plain.losses.view(torch.int64)).sum())
-    line("speed without Gemini", f"{tokens / reference.seconds:,.0f} tokens/s")
-    line("fp32 weights", f"{weights:,} of {parameters:,} differ")
-    line("Adam's moments", f"{moments:,} of {2 * parameters:,} differ")
-    line("training losses", f"{losses} of {len(plain.losses)} differ")
-    equal = weights + moments + losses == 0
+    is_equal = compare(managed, plain, parameters, tokens / reference.seconds)
     print(
-        f"\n{'Bit-identical' if equal else 'NOT IDENTICAL'}: {args.steps} steps under "
+        f"\n{'Bit-identical' if is_equal else 'NOT IDENTICAL'}: {args.steps} steps under "
         f"{budget / training_state:.0%} of the memory "
-        f"{'gave exactly the run that' if equal else 'did not give the run that'} has it all. "
+        f"{'gave exactly the run that' if is_equal else 'did not give the run that'} has it all. "
         f"({time.perf_counter() - began:.0f} s)"
     )
-    return 0 if equal else 1
+    return 0 if is_equal else 1
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ into chunks that move between device and host, so that a training state larger t
 to the same bits as if it had fitted. See README.md.
 """
 
-import torch  # noqa: F401  (the core looks functions up in the libtorch that this loads)
-
-from gemini_strategy import _torch  # noqa: F401  (before all else: whether this torch will do)
+# Before all else: whether this torch will do. The core looks functions up in the libtorch that this loads.
+from gemini_strategy import _torch  # noqa: F401
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 
 from gemini_strategy import _C  # isort: skip
@@ -36,3 +35,8 @@ __all__ = [
     "manage",
     "parse_bytes",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is for use. Python makes every module of a package that is imported an attribute of it, these besides."""
+    return sorted([*__all__, "__doc__", "__version__", "errors", "optim"])

@@ -28,8 +28,8 @@ from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import WAY_OUT
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
     from gemini_strategy.parameters.slot import Slot
+    from gemini_strategy.runtime import Runtime
 
 __all__ = [
     "Written",
@@ -105,7 +105,7 @@ def _check_devices(device: torch.device, ranks: Ranks) -> None:
 # ---- the model ----
 
 
-def check_model(engine: Engine, slots: list[Slot], units: tuple[list[int], list[int]]) -> None:
+def check_model(engine: Runtime, slots: list[Slot], units: tuple[list[int], list[int]]) -> None:
     """The same parameters in the same order, the same buffers, the same optimizer."""
     ranks, optimizer = engine.ranks, engine.optimizer
     if ranks.size == 1:
@@ -133,7 +133,7 @@ def check_model(engine: Engine, slots: list[Slot], units: tuple[list[int], list[
     _check_groups(engine, slots)
 
 
-def _check_groups(engine: Engine, slots: list[Slot]) -> None:
+def _check_groups(engine: Runtime, slots: list[Slot]) -> None:
     """Groups made of a set, say, have other members on each rank, and each shard would have its own learning rate."""
     if engine.optimizer is None:
         return
@@ -147,7 +147,7 @@ def _check_groups(engine: Engine, slots: list[Slot]) -> None:
         check_lines(f"parameter {{}} of param group {number} of the optimizer", of_ranks)
 
 
-def _line(engine: Engine, slot: Slot) -> str:
+def _line(engine: Runtime, slot: Slot) -> str:
     """What must be the same of a parameter."""
     parameter = slot.parameter
     if parameter.grad is not None:
@@ -167,7 +167,7 @@ def _line(engine: Engine, slot: Slot) -> str:
     return f"{', '.join(slot.names)}: {', '.join(traits)}"
 
 
-def check_layout(engine: Engine) -> None:
+def check_layout(engine: Runtime) -> None:
     """The same chunks; what is built on them has the same numbers then."""
     if engine.ranks.size == 1:
         return
@@ -251,7 +251,7 @@ def _digest(*texts: str) -> str:
 
 
 def check_step(
-    engine: Engine, what: str, present: Iterable[Slot], fields: Mapping[str, Any]
+    engine: Runtime, what: str, present: Iterable[Slot], fields: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """All ranks are at the same step, with gradients of the same parameters; gives every rank's `fields`.
 
@@ -281,13 +281,13 @@ _ALIKE = (
 )
 
 
-def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
+def _refuse_grads(engine: Runtime, what: str, mask: str, sums: bytes) -> None:
     """Some rank has no gradient, or one that is not in the sum of every micro-batch: which one, and whose."""
-    held = f"{sum(1 << slot.id for slot in engine._slots if engine.core.has_grad(slot.id)):x}"
+    held = f"{sum(1 << slot.id for slot in engine.slots if engine.core.has_grad(slot.id)):x}"
     mine = [mask, list(memoryview(sums).cast("Q")), held]
     everyone = engine.ranks.gather(f"{what}: who has which gradients", mine)
     masks, has = ([int(own[i], 16) for own in everyone] for i in (0, 2))
-    for slot in engine._slots:
+    for slot in engine.slots:
         without = [rank for rank, own in enumerate(masks) if not own >> slot.id & 1]
         ungrouped = [rank for rank in without if has[rank] >> slot.id & 1]
         if 0 < len(ungrouped) < len(masks):
@@ -299,7 +299,7 @@ def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
             raise GeminiError(
                 f"{what}: {slot.name} has no gradient on {ranks_text(without)}, but one on the others: {_ALIKE}"
             )
-    for slot in engine._slots:
+    for slot in engine.slots:
         of_ranks = [own[1][slot.id] for own in everyone]
         others = [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]
         if others:
@@ -310,7 +310,7 @@ def _refuse_grads(engine: Engine, what: str, mask: str, sums: bytes) -> None:
 
 
 @contextlib.contextmanager
-def naming_units(engine: Engine) -> Iterator[None]:
+def naming_units(engine: Runtime) -> Iterator[None]:
     """An error inside is raised with the names of units; one of passes that differ, with those of each rank."""
     try:
         yield
@@ -328,12 +328,12 @@ def naming_units(engine: Engine) -> Iterator[None]:
 _PASSES = re.compile(r"here (.*), on another rank .*(?=; every rank)")
 
 
-def unit_names(engine: Engine) -> Callable[[str], str]:
+def unit_names(engine: Runtime) -> Callable[[str], str]:
     """The core knows units, chunks, parameters by numbers: gives a text the names of units, without the engine."""
-    names = {str(unit.id): unit.name or "the model" for unit in engine._units}
-    parameters = {str(slot.id): slot.name for slot in engine._slots}
+    names = {str(unit.id): unit.name or "the model" for unit in engine.units}
+    parameters = {str(slot.id): slot.name for slot in engine.slots}
     of_chunk: dict[str, list[str]] = {}
-    for unit in engine._units:
+    for unit in engine.units:
         for chunk in dict.fromkeys(str(engine.core.chunk(slot.id)[0]) for slot in unit.slots):
             of_chunk.setdefault(chunk, []).append(names[str(unit.id)])
 
@@ -353,7 +353,7 @@ def unit_names(engine: Engine) -> Callable[[str], str]:
     return named
 
 
-def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) -> list[Slot]:
+def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -> list[Slot]:
     """check_step, and the step would do the same on every rank; gives what a tensor shows on some rank."""
     fields = {
         f"the hyperparameters of param group {number}": [
@@ -362,19 +362,19 @@ def check_hyperparameters(engine: Engine, what: str, present: Iterable[Slot]) ->
         ]
         for number, group in enumerate(engine.optimizer.param_groups)
     }
-    fields["the clip factor"] = [engine._clip_factor]
+    fields["the clip factor"] = [engine.clip_factor]
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
     has_leases = engine.core.stats()["leases"] > 0
-    leased = [s.id for s in engine._slots if has_leases and engine.core.is_leased(s.id)]
+    leased = [s.id for s in engine.slots if has_leases and engine.core.is_leased(s.id)]
     fields["shown"] = sum(1 << number for number in leased)
     try:
         everyone = check_step(engine, what, present, fields)
         shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])
         check_same(everyone)
     except GeminiError as error:
-        if engine.ending.give_up() is None:
+        if engine.step_in_backward.give_up() is None:
             raise
         text = f"{error}; weights had been updated inside backward: {WAY_OUT}"
         engine.ranks.abort(text)
         raise type(error)(text) from error
-    return [slot for slot in engine._slots if shown >> slot.id & 1]
+    return [slot for slot in engine.slots if shown >> slot.id & 1]

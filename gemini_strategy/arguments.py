@@ -15,7 +15,7 @@ from gemini_strategy.sizes import parse_bytes
 
 __all__ = ["MISSING", "POLICIES", "Arguments", "check_loss_scaling", "check_management"]
 
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine.h numbers them
+POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine/engine.h numbers them
 MISSING = ("refuse", "init")  # what a parameter on the meta device is that the weights lack
 
 
@@ -118,8 +118,10 @@ def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
     arguments = Arguments(call, given)
     arguments.check_number("min_scale", 0, None)
     arguments.check_number("max_scale", given["min_scale"], None)
-    arguments.check_number("initial_scale", given["min_scale"], given["max_scale"])
     arguments.check_number("initial_scale", 0, None, is_exclusive=True)
+    low, high = given["min_scale"], given["max_scale"]
+    within = f"a number at least {low} (min_scale) and at most {high} (max_scale)"
+    arguments.check(low <= given["initial_scale"] <= high, "initial_scale", within)
     arguments.check_number("growth_factor", 1, None, is_exclusive=True)
     arguments.check_number("backoff_factor", 0, 1, is_exclusive=True)
     arguments.check_count("growth_interval")

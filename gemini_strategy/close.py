@@ -25,14 +25,14 @@ from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import tables
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = ["close", "give_back"]
 
 _PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 
-def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
+def close(engine: Runtime, dtype: torch.dtype | None, with_states: bool) -> None:
     """See Engine.close."""
     if engine.closed:
         return
@@ -46,7 +46,7 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
     first = _let_go(engine, is_dead=cause is not None)
     if cause is None:
         try:
-            values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine._slots}
+            values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine.slots}
             grads = _read_grads(engine)
             if engine.optimizer is not None:
                 managed.release(engine, engine.optimizer, is_fp32, with_states)
@@ -65,12 +65,12 @@ def close(engine: Engine, dtype: torch.dtype | None, with_states: bool) -> None:
         return
     give_back(engine, values, grads)
     if engine.optimizer is not None:
-        managed.send_states(engine.optimizer, engine._slots)
+        managed.send_states(engine.optimizer, engine.slots)
     if first is not None:
         raise first
 
 
-def _meet(engine: Engine, cause: str | None) -> str | None:
+def _meet(engine: Runtime, cause: str | None) -> str | None:
     """All ranks are here, and none of their engines has ended: None; else what has happened.
 
     Ranks that close because of an exception may be alone with it: they do not wait long.
@@ -90,15 +90,15 @@ def _meet(engine: Engine, cause: str | None) -> str | None:
     return next((f"rank {r}: {text}" for r, text in enumerate(causes) if text is not None), None)
 
 
-def _give_up_step(engine: Engine) -> str | None:
+def _give_up_step(engine: Runtime) -> str | None:
     """No step came after backward(step=True): why the weights are between two steps, or None."""
-    if engine.ending.give_up() is None:
+    if engine.step_in_backward.give_up() is None:
         return None
     engine.core.salvage()
     return "backward(step=True) had updated weights, and no optimizer.step() followed"
 
 
-def _let_go(engine: Engine, is_dead: bool) -> Exception | None:
+def _let_go(engine: Runtime, is_dead: bool) -> Exception | None:
     """Leaves what is entered and ends what is recorded, whatever it finds; the first error."""
     first: Exception | None = None
 
@@ -110,21 +110,21 @@ def _let_go(engine: Engine, is_dead: bool) -> Exception | None:
             first = first or error
 
     attempt(engine.begin_pass)
-    for unit in engine._units:
+    for unit in engine.units:
         while unit.is_entered:
             attempt(unit.leave)
     if engine.recording is not None:
         attempt(engine.recording.finish)
-    if engine._steps and not is_dead:
-        attempt(lambda: engine._announce(tables.result_table))
+    if engine.steps and not is_dead:
+        attempt(lambda: engine.announce(tables.result_table))
     return first
 
 
-def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
+def _close_dead(engine: Runtime, is_fp32: bool, cause: str) -> None:
     """Weights as the error has left them; gradients and the optimizer's states would belong to no step."""
     values, lost = {}, []
     engine.ranks.abort(cause)
-    for slot in engine._slots:
+    for slot in engine.slots:
         try:
             values[slot] = slot.read_own(is_fp32)
         except Exception:  # the device itself may be gone
@@ -148,11 +148,11 @@ def _close_dead(engine: Engine, is_fp32: bool, cause: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def _read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
+def _read_grads(engine: Runtime) -> dict[Slot, torch.Tensor]:
     """The gradients that the engine holds, unscaled."""
     scale = engine.scaler.scale if engine.scaler is not None else 1.0
     grads = {}
-    for slot in engine._slots:
+    for slot in engine.slots:
         if slot.has_grad_home and engine.core.has_grad(slot.id):
             try:
                 grads[slot] = slot.read_grad().cpu().float() / scale
@@ -164,15 +164,15 @@ def _read_grads(engine: Engine) -> dict[Slot, torch.Tensor]:
 
 
 def give_back(
-    engine: Engine, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
+    engine: Runtime, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
 ) -> None:
     """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
     engine.closed = True
     absent.drop_net(getattr(engine, "net", None))
-    for unit in engine._units:
+    for unit in engine.units:
         unit.remove()
-    engine._root.remove()
-    for handle in engine._handles:
+    engine.root.remove()
+    for handle in engine.handles:
         handle.remove()
     for slot, value in values.items():
         parameter = slot.parameter
@@ -182,7 +182,7 @@ def give_back(
         slot.shown = None
     engine.core.close()
     engine.ranks.close()
-    engine._memory.close()
+    engine.memory.close()
     for slot in values:
         parameter = slot.parameter
         parameter.data = parameter.data.to(slot.original_device)

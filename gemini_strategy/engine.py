@@ -1,48 +1,32 @@
 """The engine that a person holds: training, reading and writing parameters, state, and the way back.
 
-The core (csrc/engine/engine.h) moves bytes. manage.py makes engines, parameters/adopt.py moves a model in,
-parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them, optim/managed.py is
-the optimizer's face.
-
-Invariants
-    1. Every managed parameter has one slot, however many names (tied weights) it has.
-    2. The real `.grad` of a managed parameter is None except inside its accumulation hook.
-    3. After close() the model has no trace of the engine.
+What is under it is a Runtime (runtime.py): hooks, slots, states and the optimizer's face work with that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini_strategy import _C, _torch, agreement, close, state
-from gemini_strategy.arguments import POLICIES
-from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
-from gemini_strategy.memory.budget import DeviceMemory
+from gemini_strategy import close
+from gemini_strategy import state as states
+from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
-from gemini_strategy.optim.adam import clip_coefficient
-from gemini_strategy.parameters import absent, foreign, order
-from gemini_strategy.parameters.adopt import Adoption
-from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
-from gemini_strategy.parameters.original import Original
-from gemini_strategy.parameters.sharing import check_sharing
-from gemini_strategy.parameters.slot import FORMATS, Slot
-from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks.ranks import Ranks
-from gemini_strategy.report.timeline import Reporting
-from gemini_strategy.settings import Settings
-from gemini_strategy.step_in_backward import Ending
-from gemini_strategy.weights.loading import Loading
+from gemini_strategy.parameters import absent
+from gemini_strategy.report import tables
+from gemini_strategy.report import timeline as timelines
+from gemini_strategy.runtime import Runtime, Uncopied
 
 __all__ = ["Engine"]
 
 
-class Engine(Reporting):
+class Engine(Uncopied):
     """The engine of one managed model; made by `manage()`.
 
     Attributes:
@@ -51,230 +35,29 @@ class Engine(Reporting):
         device: where the model computes.
         precision: the precision's name, or None.
         scaler: the LossScaler of "16-mixed", or None.
-        closed: True after close().
         ranks: those that train this model together; see ranks/ranks.py.
-        core: the C engine (internal).
-        ending: what `backward(step=True)` has announced (internal).
+        meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
 
     With several ranks every rank makes the same calls in the same order, also those that only read: whole
     parameters, gradients and states are put together from the ranks' parts. What is written has to be the same on
     every rank, as each keeps its part of it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        settings: Settings,
-        scaler: LossScaler,
-        ranks: Ranks,
-        original: Original,
-    ) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.written = agreement.Written(ranks)
-        self.model = model
-        self.optimizer = optimizer
-        self.device = settings.device
-        self.precision = settings.precision.name
-        self.precision_plan = settings.precision
-        self.closed = False
-        self._settings = settings
-        self._clip_factor = 1.0
-        self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
-        self._in_backward = False
-        self._steps = self._skipped = 0
-        self.ending = Ending(self)
-        grouped = managed.check(optimizer, model) if optimizer is not None else set()
-        foreign.check_modules(model, settings.device, settings.weights is not None)
-        adoption = Adoption(self, grouped)
-        check_sharing(model)
-        loading = Loading(model, settings.weights, settings.missing)
-        self._slots = adoption.slots
-        self._slots_by_id = {slot.id: slot for slot in self._slots}
-        is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
-        self.scaler = scaler if is_half else None
-        original.on_restore(self._abandon)
-        self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
-        self._memory = DeviceMemory(settings.device)
-        self._make_core(adoption)
-        loading.fill(adoption.slots, ranks)
-        self._units, self._handles = adoption.attach(loading, original)
-        self.ranks.named = agreement.unit_names(self)
-        self._handles += state.install(self, model)
-        self.net = SavedTensorNet(self, self._slots)
-        self._root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
-        if optimizer is not None:
-            managed.install(self, optimizer)
-        self._settle()
-        loading.finish()
-        for slot in self._slots:
-            if slot.original_device.type == "meta":  # it goes back to the host
-                slot.original_device = torch.device("cpu")
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.model = runtime.model
+        self.optimizer = runtime.optimizer
+        self.device = runtime.device
+        self.precision = runtime.precision
+        self.scaler = runtime.scaler
+        self.ranks = runtime.ranks
+        self.meter = runtime.meter
+        runtime.engine = self
 
-    def _abandon(self) -> None:
-        """manage() has failed: the model has nothing of this engine any more, and its memory is free."""
-        self.closed = True
-        if hasattr(self, "net"):
-            absent.drop_net(self.net)
-        for slot in self._slots:
-            slot.shown = None
-        try:
-            if hasattr(self, "core"):
-                self.core.close()
-        finally:
-            if hasattr(self, "_memory"):
-                self._memory.close()
-
-    def _make_core(self, adoption: Adoption) -> None:
-        settings = self._settings
-        specs = adoption.specs()
-        kinds = list(dict.fromkeys(spec[1:] for spec in specs))
-        shapes = [(spec[0], spec[1], kinds.index(spec[1:])) for spec in specs]
-        is_cuda = self.device.type == "cuda"
-        chunk_bytes, block_bytes = settings.sizes.choose(
-            shapes, settings.device_budget, is_cuda, self.ranks.shard.size
-        )
-        unit_params, unit_begin = adoption.unit_tables()
-        agreement.check_model(self, adoption.slots, (unit_params, unit_begin))
-        external = self._memory.external_bytes(0)
-        self.core = _C.Core(
-            ordinal=self.device.index if is_cuda else -1,
-            params=specs,
-            unit_params=unit_params,
-            unit_begin=unit_begin,
-            chunk_bytes=chunk_bytes,
-            block_bytes=block_bytes,
-            device_budget=settings.device_budget,
-            host_budget=settings.host_budget,
-            policy=POLICIES[settings.policy],
-            is_grad_f32=settings.is_grad_f32,
-            threads=settings.threads,
-            external_bytes=external,
-            rates=settings.rates,
-            state_share=1.0 if settings.margin is None else settings.margin,
-            slack_bytes=self._memory.slack_bytes(settings.device_budget),
-            is_tuned=settings.is_tuned,
-            **self.ranks.communicators(self.device),
-        )
-        agreement.check_layout(self)
-        if settings.device_budget >= 0 and settings.policy != "cuda":
-            available = settings.device_budget - external
-            spare = adoption.check_floor(settings.device_budget, available)
-            reserve = min(self._memory.first_reserve_bytes(settings.device_budget), spare)
-            self.core.set_external_bytes(external + reserve)
-
-    def _settle(self) -> None:
-        """Before there is a plan: uses what is left on the host device for optimizer states ("auto")."""
-        if self._settings.policy != "auto" or self.device.type == "cuda":
-            return  # on CUDA the activations are not known yet
-        stats = self.core.stats()
-        reserve = 0
-        margin = self._settings.margin
-        if margin is not None and stats["device_budget_bytes"] >= 0:
-            spare = stats["device_budget_bytes"] - reserve - stats["weight_bytes"]
-            reserve += int(max(spare, 0) * (1.0 - margin))
-        elif margin == 0.0:
-            return
-        self.core.settle(reserve)
-
-    def _refresh_memory(self) -> None:
-        """Before a step, which may plan: what others hold on the device now."""
-        if self.device.type != "cuda":
-            return
-        self._sample_device()
-        if self._memory.tidy():
-            self.core.forget_outside()
-        chunk_bytes = self.core.stats()["device_bytes"]
-        self.core.set_external_bytes(self._memory.external_bytes(chunk_bytes))
-        if not self._steps:  # the first step's reserve is no need of a plan
-            self.core.forget_outside()
-
-    # ---- what hooks call ----
-
-    def stream(self) -> int:
-        """The raw handle of torch's current stream; 0 on the host device."""
-        if self.device.type == "cpu":
-            return 0
-        return _torch.current_raw_stream(self.device.index)
-
-    def begin_pass(self) -> None:
-        """Lets go of what earlier backward nodes no longer need."""
-        self.net.settle()
-
-    def note_write(self, slot: Slot) -> None:
-        """The weight was written in place while its chunk was pinned: the master follows."""
-        try:
-            self.core.note_write(slot.id, self.stream())
-        except GeminiError as error:
-            raise GuardError(
-                f"{slot.name}: {error}; write it outside its module's forward, or inside "
-                "engine.full_parameter(p)"
-            ) from None
-
-    def room_error(self, slot: Slot, what: str, error: BaseException) -> GeminiMemoryError:
-        leases = self.core.stats()["leases"]
-        held = f" ({leases} tensors outside their modules hold chunks)" if leases else ""
-        return GeminiMemoryError(
-            f"no room on the device for {slot.name}, for {what}{held}: {error}"
-        )
-
-    def check_requires_grad(self, slot: Slot, value: bool) -> None:
-        if value and self.optimizer is not None and not slot.has_grad_home:
-            raise GeminiError(
-                f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
-                "engine.close(), set requires_grad, and manage() again"
-            )
-
-    def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Adds one gradient to what the engine holds for a parameter."""
-        if self.scaler is not None and not self._in_backward:
-            raise GeminiError(
-                f'{slot.name}: a gradient arrived from loss.backward(), but with fp16 weights ("16-mixed") the loss '
-                "must be scaled: call engine.backward(loss) instead (and no torch.amp.GradScaler)"
-            )
-        if grad.layout is not torch.strided:
-            raise GeminiError(
-                f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False"
-            )
-        self.ending.check_arrival(slot)
-        if grad.requires_grad:
-            raise GeminiError(
-                f"{slot.name}: backward(create_graph=True) makes a gradient that can be differentiated, and the engine "
-                "keeps numbers only: use torch.autograd.grad(loss, parameters, create_graph=True)"
-            )
-        grad = grad.detach().clone() if absent.is_absent(grad) else grad.detach()
-        if grad.dtype not in FORMATS:
-            grad = grad.float()
-        grad = order.ordered(grad, slot.strides)
-        self._sumsq = None
-        self.net.settle()  # the node that used the weights is done: they may be updated
-        try:
-            self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
-        except RuntimeError as error:
-            raise GeminiError(f"{slot.name}: {error}") from None
-
-    def grad_dtype(self, slot: Slot) -> torch.dtype:
-        """The dtype in which a gradient is kept."""
-        return torch.float32 if self._settings.is_grad_f32 else slot.dtype
-
-    def forget_norm(self) -> None:
-        """A gradient has changed: the norm must be computed again."""
-        self._sumsq = None
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise GeminiError("this engine is closed: call gemini_strategy.manage() again")
-
-    def slot_of(self, parameter: torch.Tensor) -> Slot:
-        """The slot of one of this engine's parameters."""
-        slot = getattr(parameter, "_gm_slot", None)
-        if slot is None or slot.engine is not self:
-            raise GeminiError(
-                f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine: parameters "
-                "replaced or added after manage() are unknown to it"
-            )
-        return slot
+    @property
+    def closed(self) -> bool:
+        """True after close()."""
+        return self._runtime.closed
 
     # ---- training ----
 
@@ -287,12 +70,12 @@ class Engine(Reporting):
                 reads or changes gradients (no clipping). Weights may then be updated inside backward, as
                 soon as their gradients are complete; the gradients are used up. See `ends_step`.
         """
-        ends = self.ends_step() if step else contextlib.nullcontext()
-        with self.ranks.explaining(), self.accept_scaled(), ends:
-            self.scale(loss).backward(**kwargs)
+        runtime = self._runtime
+        ends = runtime.ends_step() if step else contextlib.nullcontext()
+        with runtime.ranks.explaining(), runtime.accept_scaled(), ends:
+            runtime.scale(loss).backward(**kwargs)
 
-    @contextlib.contextmanager
-    def ends_step(self) -> Iterator[None]:
+    def ends_step(self) -> AbstractContextManager[None]:
         """Inside, a backward ends the step: for loops that call backward themselves.
 
         Updates then overlap with backward where the plan can do that exactly; otherwise nothing changes.
@@ -304,54 +87,7 @@ class Engine(Reporting):
             GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
                 Or the gradients of the last such step are still there, or it has not come; see step_in_backward.py.
         """
-        self._check_open()
-        if self.optimizer is not None and self.ranks.size > 1:
-            agreement.check_hyperparameters(self, "backward(step=True)", ())
-        if self.optimizer is None or self.scaler is not None or self._clip_factor != 1.0:
-            yield
-            return
-        updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
-        with self.ending.announced(updates):
-            yield
-
-    def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
-        """What a step updates where there is a gradient: slots in the order of the groups, and their groups."""
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            for parameter in group["params"]:
-                slot = self.slot_of(parameter)
-                if slot.has_moments:
-                    yield slot, group
-                elif slot.has_grad_home:
-                    raise GeminiError(
-                        f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
-                        "engine.close() and manage() again"
-                    )
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale; itself without one. Backward belongs into `accept_scaled`."""
-        return loss if self.scaler is None else loss * self.scaler.scale
-
-    @contextlib.contextmanager
-    def accept_scaled(self) -> Iterator[None]:
-        """Inside, gradients are taken as scaled: for loops that call backward themselves."""
-        self._check_open()
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
-
-    def _measure_grads(self) -> tuple[float, int]:
-        """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
-        self._check_open()
-        slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
-        self.ending.check_read(slots)
-        ids = sorted(slot.id for slot in slots)
-        fields = {"is_known": self._sumsq is not None and self._sumsq[0] == ids}
-        everyone = agreement.check_step(self, "gradient norm", slots, fields)
-        if not all(own["is_known"] for own in everyone):
-            self._sumsq = ids, self.core.grad_sumsq(ids, self.stream())
-        return self._sumsq[1]
+        return self._runtime.ends_step()
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients that the optimizer will use, unscaled, unclipped.
@@ -359,8 +95,7 @@ class Engine(Reporting):
         The sum of squares is exact and rounded once, so the figure does not depend on chunks,
         placement or device. inf or nan with non-finite gradients.
         """
-        squares, _ = self._measure_grads()
-        return math.sqrt(squares) / (self.scaler.scale if self.scaler is not None else 1.0)
+        return self._runtime.grad_norm()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -382,30 +117,11 @@ class Engine(Reporting):
             ValueError: another norm_type, or a negative max_norm.
             RuntimeError: the norm is not finite and error_if_nonfinite is set.
         """
-        if float(norm_type) != 2.0:
-            raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm={max_norm!r} must not be negative")
-        norm = self.grad_norm()
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"The total norm of order 2.0 of the gradients is non-finite ({norm}), so it cannot be "
-                "clipped; set error_if_nonfinite=False to go on"
-            )
-        if self.scaler is None or math.isfinite(norm):
-            self._clip_factor = clip_coefficient(norm, float(max_norm))
-        return torch.tensor(norm, dtype=torch.float32)
+        return self._runtime.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, value: float) -> None:
         """Clamps every gradient element (unscaled) to [-value, value], now."""
-        if not value >= 0:
-            raise ValueError(f"value={value!r} must not be negative")
-        self._check_open()
-        bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
-        slots = [s for s in self._slots if s.has_grad_home and self.core.has_grad(s.id)]
-        self.ending.check_read(slots)
-        for slot in slots:
-            slot.clamp_grad(bound)
+        self._runtime.clip_grad_value_(value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step; also reached as `optimizer.step()`.
@@ -413,109 +129,19 @@ class Engine(Reporting):
         With a loss scaler a step with non-finite gradients changes no bit of the model and its
         states; the scale is updated either way.
         """
-        self._check_open()
+        self._runtime.check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
-        return self.optimizer.step(closure)  # with its hooks; it comes back to _step
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        self._check_open()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.recover()
-        work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
-        shown: list[Slot] = []
-        if self.ranks.size > 1:
-            present = [slot for slot, _ in work]
-            shown = agreement.check_hyperparameters(self, "optimizer step", present)
-        if not work:
-            self.ending.give_up()
-            return loss
-        divisor = 1.0
-        if self.scaler is not None:
-            divisor = self.scaler.scale
-            _, nonfinite = self._measure_grads()
-            if nonfinite:
-                self.scaler.update(True)
-                self._skipped += 1
-                self._clip_factor = 1.0
-                self._note_step(self.core.stats())
-                return loss
-        updates = [self._update(slot, group, divisor) for slot, group in work]
-        self.ending.check_step(updates)
-        self._refresh_memory()
-        self._run_step(updates)
-        self.ending.done(slot for slot, _ in work)
-        for slot, group in work:
-            if slot.count_update():
-                _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
-            # torch's get_state_dict() makes such a step behind the model's state dict.
-            slot.note_change(is_same=float(group["lr"]) == 0.0)
-        for slot in shown if self.ranks.shard.size > 1 else ():
-            slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
-        if self.scaler is not None:
-            self.scaler.update(False)
-        self._clip_factor = 1.0
-        self._steps += 1
-        self.ranks.when = f" after step {self._steps}"
-        self._note_step(self.core.stats())
-        return loss
-
-    def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
-        try:
-            with agreement.naming_units(self), self.ranks.explaining():
-                self.core.step(updates, self.stream())
-        except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
-            self.ranks.abort(f"optimizer step: {error}")
-            raise
-
-    def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
-        """One parameter's part of a step, as the core takes it."""
-        numbers = (*managed.hyperparameters(group), slot.adam_step + 1, *managed.mode(group))
-        return (slot.id, *numbers, divisor, self._clip_factor)
+        return self.optimizer.step(closure)  # with its hooks; it comes to Runtime.step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
 
         A clip factor that no step has used is dropped too.
         """
-        self.clear_grads(self._slots, set_to_none)
-
-    def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
-        self._check_open()
-        self.recover()
-        slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
-        for slot in slots:
-            self.ending.check_change(slot)
-        self._clip_factor = 1.0
-        self._sumsq = None
-        for slot in slots:
-            if set_to_none:
-                slot.drop_grad()
-            else:
-                slot.zero_grad()
-
-    def recover(self) -> None:
-        """Leaves units that an interrupt (KeyboardInterrupt in forward) has left entered."""
-        self.begin_pass()
-        for unit in self._units:
-            while unit.is_entered:
-                unit.leave()
+        self._runtime.clear_grads(self._runtime.slots, set_to_none)
 
     # ---- reading and writing parameters ----
-
-    def __copy__(self) -> Any:
-        raise GeminiError(
-            "an engine cannot be copied: copy.deepcopy(engine.model) gives a plain model"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__copy__()
-
-    def __reduce__(self) -> Any:
-        raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
 
     @contextlib.contextmanager
     def full_parameter(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -523,8 +149,8 @@ class Engine(Reporting):
 
         Changes made to the tensor are written back at the end of the context.
         """
-        self._check_open()
-        slot = self.slot_of(parameter)
+        self._runtime.check_open()
+        slot = self._runtime.slot_of(parameter)
         values = slot.read_master()
         before = values.clone()
         yield values
@@ -548,9 +174,9 @@ class Engine(Reporting):
             GeminiMemoryError: they do not fit the device budget together.
             GuardError: at the end, if a parameter was written although writable is False.
         """
-        self._check_open()
+        self._runtime.check_open()
         module = self.model if module is None else module
-        slots = list(dict.fromkeys(self.slot_of(p) for p in module.parameters()))
+        slots = list(dict.fromkeys(self._runtime.slot_of(p) for p in module.parameters()))
         shown = [slot.lease(is_watched=writable) for slot in slots]
         for slot, data in zip(slots, shown, strict=True):
             slot.open_count += 1
@@ -571,8 +197,8 @@ class Engine(Reporting):
             shown.clear()
             if not self.closed:
                 for slot in written:  # what was written is kept, and said
-                    self.note_write(slot)
-                self.core.drain()
+                    self._runtime.note_write(slot)
+                self._runtime.core.drain()
         if written:
             raise GuardError(
                 f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
@@ -585,12 +211,12 @@ class Engine(Reporting):
             masters: give trained parameters as fp32 masters; False: in compute dtype. Tied parameters share one tensor.
             rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict (and no memory).
         """
-        self._check_open()
-        return state.model_state_dict(self, masters, 0 if rank0_only else None)
+        self._runtime.check_open()
+        return states.model_state_dict(self._runtime, masters, 0 if rank0_only else None)
 
     def load_model_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
         """`model.load_state_dict`; fp32 values become masters exactly. Every rank gives the whole state."""
-        self._check_open()
+        self._runtime.check_open()
         with self.ranks.revealing():
             return self.model.load_state_dict(state, strict=strict)
 
@@ -603,20 +229,22 @@ class Engine(Reporting):
             rank0_only: as in model_state_dict.
             with_lows: with what 16-bit weights lack to be their masters; no need beside the masters themselves.
         """
-        self._check_open()
+        self._runtime.check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer")
-        return managed.state_dict(self, self.optimizer, 0 if rank0_only else None, with_lows)
+        return managed.state_dict(
+            self._runtime, self.optimizer, 0 if rank0_only else None, with_lows
+        )
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
 
         An empty "state" resets moments and steps.
         """
-        self._check_open()
+        self._runtime.check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer")
-        managed.load_state_dict(self, self.optimizer, state)
+        managed.load_state_dict(self._runtime, self.optimizer, state)
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""
@@ -629,7 +257,7 @@ class Engine(Reporting):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict()."""
-        self._check_open()
+        self._runtime.check_open()
         self.load_model_state_dict(state["model"])
         if "optimizer" in state:
             self.load_optimizer_state_dict(state["optimizer"])
@@ -651,15 +279,31 @@ class Engine(Reporting):
         (perfect overlap), compute_seconds, predicted_device_peak_bytes, predicted_host_peak_bytes (of the whole
         process; on the CPU without activations).
         """
-        self._check_open()
-        return {
-            "steps": self._steps,
-            "skipped_steps": self._skipped,
-            "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
-            "parameters": sum(math.prod(s.shape) for s in self._slots),
-            **self.core.stats(),
-            **self._figures(),
-        }
+        return self._runtime.stats()
+
+    def report(self) -> str:
+        """The table of the plan and, once there have been steps, what was planned beside what was measured."""
+        return tables.report(self._runtime)
+
+    def timeline(
+        self, path: str | Path, svg: str | Path | None = None, steps: int = 1
+    ) -> timelines.Recording:
+        """Records the next `steps` optimizer steps, or the body of a `with` statement.
+
+        From one `step()` to the next, hence the passes of a step with what they hide: the updates of the step before
+        (deferred) or their own (immediate).
+
+        Args:
+            path: where the Chrome trace is written (Perfetto, chrome://tracing).
+            svg: where the picture is written; None: nowhere.
+            steps: how many; ignored by `with`.
+
+        Raises:
+            ValueError: steps is less than 1.
+            FileNotFoundError: a file's folder does not exist.
+            GeminiError: a recording is under way.
+        """
+        return timelines.record(self._runtime, path, svg, steps)
 
     def close(self, dtype: torch.dtype | None = None, *, with_states: bool | None = None) -> None:
         """Makes model and optimizer ordinary again, with the trained weights, and frees everything. Idempotent.
@@ -675,7 +319,27 @@ class Engine(Reporting):
                 fp32 masters. Parameters return to the device they came from.
             with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
         """
-        close.close(self, dtype, self.ranks.size == 1 if with_states is None else with_states)
+        close.close(
+            self._runtime, dtype, self.ranks.size == 1 if with_states is None else with_states
+        )
+
+    def __repr__(self) -> str:
+        runtime = self._runtime
+        about = tables.about(runtime)
+        parts = [f"{about['model']} on {about['device']}"]
+        if self.closed:
+            return f"<Engine: {parts[0]}, closed>"
+        budget = about["device_budget"]
+        parts.append(
+            "no device budget" if budget < 0 else f"{tables.bytes_text(budget)} of device memory"
+        )
+        parts.append(f"policy {about['policy']}")
+        plan = tables.plan_of(runtime)
+        parts.append("no plan yet" if plan is None else f"a plan with {plan['when']} updates")
+        parts.append(
+            "1 rank" if self.ranks.size == 1 else f"rank {self.ranks.rank} of {self.ranks.size}"
+        )
+        return f"<Engine: {', '.join(parts)}>"
 
     def __enter__(self) -> Engine:
         return self

@@ -23,6 +23,7 @@ from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.runtime import Runtime
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 from gemini_strategy.weights.loading import Weights
@@ -37,7 +38,7 @@ def engine_of(model: nn.Module) -> Engine | None:
     for parameter in model.parameters():
         slot = getattr(parameter, "_gm_slot", None)
         if slot is not None and not slot.engine.closed:
-            return slot.engine
+            return slot.engine.engine
     return None
 
 
@@ -174,7 +175,8 @@ def manage(
         keep_nets_on_top()
         original = Original(model, optimizer)
         with torch.device("cpu"):  # whatever device the caller builds on
-            engine = Engine(model, optimizer, settings, scaler, ranks, original)
+            runtime = Runtime(model, optimizer, settings, scaler, ranks, original)
+            engine = Engine(runtime)
     except BaseException as error:  # whatever it was: all of it stands, or nothing has changed
         if original is not None:
             original.restore(error)

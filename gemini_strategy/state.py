@@ -13,12 +13,12 @@ from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot, SlotHome
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = ["install", "model_state_dict"]
 
 
-def install(engine: Engine, model: nn.Module) -> list[Any]:
+def install(engine: Runtime, model: nn.Module) -> list[Any]:
     """Hooks every module that owns parameters; returns the handles."""
     owners = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
     saves = [m._register_state_dict_hook(_SaveHook(engine)) for m in owners]
@@ -28,7 +28,7 @@ def install(engine: Engine, model: nn.Module) -> list[Any]:
     return saves + loads
 
 
-def model_state_dict(engine: Engine, masters: bool, root: int | None) -> dict[str, Any]:
+def model_state_dict(engine: Runtime, masters: bool, root: int | None) -> dict[str, Any]:
     """See Engine.model_state_dict; root: the rank that gets it, the others get nothing; None: all."""
     copies: dict[int, torch.Tensor] = {}
     result = engine.model.state_dict(keep_vars=True)
@@ -48,7 +48,7 @@ def model_state_dict(engine: Engine, masters: bool, root: int | None) -> dict[st
 class _StateHook:
     """A state-dict hook that copies as nothing: a deep copy of a managed model is unmanaged."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: Runtime | None) -> None:
         self.engine = engine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StateHook:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from gemini_strategy.errors import GeminiError
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
     from gemini_strategy.parameters.slot import Slot
+    from gemini_strategy.runtime import Runtime
 
-__all__ = ["WAY_OUT", "Ending"]
+__all__ = ["WAY_OUT", "StepInBackward"]
 
 WAY_OUT = (
     "this engine can only be closed now: engine.close(), then load a checkpoint into model and optimizer and manage() "
@@ -31,10 +31,10 @@ WAY_OUT = (
 )
 _BETWEEN = "between backward(step=True) and optimizer.step()"
 
-Updates = list[tuple[Any, ...]]  # as Engine._update makes them
+Updates = list[tuple[Any, ...]]  # as Runtime._update makes them
 
 
-class Ending:
+class StepInBackward:
     """Of one engine; between two steps it knows nothing.
 
     Attributes:
@@ -42,7 +42,7 @@ class Ending:
         used: slots whose gradients the last step has used up.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Runtime) -> None:
         self._engine = engine
         self._numbers: dict[
             int, tuple[Any, ...]
@@ -125,7 +125,7 @@ class Ending:
         for update in updates:
             if self._numbers.get(update[0]) == update:
                 continue
-            name = self._engine._slots_by_id[update[0]].name
+            name = self._engine.slots_by_id[update[0]].name
             text = (
                 f"{name}: hyperparameters, the state or the clip factor changed {_BETWEEN}; change them before "
                 "backward, or call backward without step=True"
@@ -149,11 +149,11 @@ class Ending:
             self._engine.takes_plainly = not waits and not self.used
 
     def _name(self) -> str:
-        return self._engine._slots_by_id[min(self._numbers)].name if self._numbers else "a gradient"
+        return self._engine.slots_by_id[min(self._numbers)].name if self._numbers else "a gradient"
 
     def _used_up(self, slot_id: int) -> str:
         return (
-            f"the gradient of {self._engine._slots_by_id[slot_id].name} was used up by the update inside "
+            f"the gradient of {self._engine.slots_by_id[slot_id].name} was used up by the update inside "
             "backward(step=True): call optimizer.step(), then zero_grad() before the next backward; to read, clip or "
             "keep gradients call backward without step=True"
         )

@@ -60,7 +60,7 @@ bool gm_engine_is_leased(gm_engine *engine, uint32_t id)
 {
     bool is_leased = false;
     pthread_mutex_lock(&engine->lock);
-    for (const gm_lease *lease = engine->leases; lease && !is_leased; lease = lease->next) {
+    for (const gm_lease *lease = engine->watch.leases; lease && !is_leased; lease = lease->next) {
         is_leased = lease->param == id && lease->is_pinned && !atomic_load(&lease->is_ended);
     }
     pthread_mutex_unlock(&engine->lock);

@@ -48,9 +48,9 @@ class StepLogs:
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         engine = self.engine
         if engine is not None:
-            if self.report and engine not in _shown and tables.plan_of(engine) is not None:
+            if self.report and engine not in _shown and tables.plan_of(engine._runtime) is not None:
                 _shown.add(engine)
-                self._say(tables.plan_table(engine))
+                self._say(tables.plan_table(engine._runtime))
                 if self.deferred_because is not None:
                     self._say(f"Updates run under the next forward: {self.deferred_because}.")
             _log(self.lightning_module.trainer, engine)
@@ -60,7 +60,7 @@ class StepLogs:
         super().on_train_end()  # type: ignore[misc]
         engine = self.engine
         if self.report and engine is not None and engine.stats()["steps"]:
-            self._say(tables.result_table(engine))
+            self._say(tables.result_table(engine._runtime))
 
 
 def _log(trainer: Any, engine: Any) -> None:

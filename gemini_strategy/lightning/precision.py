@@ -122,7 +122,7 @@ class EnginePrecision:
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         if self._engine is not None:
-            tensor = self._engine.scale(tensor)
+            tensor = self._engine._runtime.scale(tensor)
         return super().pre_backward(tensor, module)
 
     def backward(
@@ -133,7 +133,7 @@ class EnginePrecision:
         with ExitStack() as stack:
             if engine is not None:
                 stack.enter_context(engine.ranks.explaining())
-                stack.enter_context(engine.accept_scaled())
+                stack.enter_context(engine._runtime.accept_scaled())
             if engine is not None and self.ends_step:
                 stack.enter_context(engine.ends_step())
             super().backward(tensor, model, optimizer, *args, **kwargs)

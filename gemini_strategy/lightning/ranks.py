@@ -50,7 +50,7 @@ GRACE = 20.0
 _between_hosts: tuple[Any, Any] = globals().get("_between_hosts", (None, None))
 
 
-class Ranks:
+class RankProcesses:
     """To be inherited from before the tree's `ParallelStrategy`."""
 
     _pl: ModuleType  # the tree's module with Trainer in it

@@ -34,7 +34,7 @@ from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, precision_class
 from gemini_strategy.lightning.ranks import (
     PROCESS_GROUP_BACKENDS,
-    Ranks,
+    RankProcesses,
     is_mappable,
     load_mapped,
 )
@@ -76,7 +76,7 @@ _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
 _loaded: "WeakSet[nn.Module]" = WeakSet()
 
 
-class Strategy(StepLogs, StepSchedule, Ranks):
+class Strategy(StepLogs, StepSchedule, RankProcesses):
     """Train, evaluate and predict with the model's state in chunks, on CUDA GPUs or on CPU hosts.
 
     ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
@@ -494,7 +494,7 @@ class Strategy(StepLogs, StepSchedule, Ranks):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             value = state.get(name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = engine.slot_of(parameter).read_master(root)
+                state[name] = engine._runtime.slot_of(parameter).read_master(root)
         return self._on_rank_zero(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -607,7 +607,7 @@ def _engines_of_parts(module: nn.Module) -> list[Any]:
 def _manages_all(engine: Any, module: nn.Module) -> bool:
     try:
         for parameter in module.parameters():
-            engine.slot_of(parameter)
+            engine._runtime.slot_of(parameter)
     except gs.GeminiError:
         return False
     return True

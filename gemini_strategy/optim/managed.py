@@ -23,7 +23,7 @@ from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, saved
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = [
     "check",
@@ -106,11 +106,11 @@ class _Managed:
     """What a taken-over optimizer does instead of its own step."""
 
     def step(self, closure: Any = None) -> Any:
-        return self._gm_engine._step(closure)
+        return self._gm_engine.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         engine = self._gm_engine
-        engine._check_open()
+        engine.check_open()
         slots = [engine.slot_of(p) for g in self.param_groups for p in g["params"]]
         engine.clear_grads(slots, set_to_none)
 
@@ -161,7 +161,7 @@ def no_place(slot: Slot) -> str:
     return f"was {which} when the model was managed, and has no place for its states"
 
 
-def _check_group(engine: Engine, group: dict[str, Any]) -> None:
+def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
     """Refuses parameters for whose states the engine has no place."""
     for option in _REFUSED_OPTIONS:
         if group.get(option):
@@ -209,7 +209,7 @@ def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
     _rewrap_step(optimizer)
 
 
-def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state into the engine and swaps its class."""
     states = States(engine, {})
     for parameter, state in optimizer.state.items():
@@ -218,7 +218,7 @@ def install(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             states[parameter] = state
         elif "exp_avg" in state:
             states[parameter] = _with_true_low(slot, state)
-    for slot in engine._slots:
+    for slot in engine.slots:
         slot.loaded = slot.low = None
     del optimizer.__dict__["state"]
     optimizer._gm_state = states
@@ -237,7 +237,7 @@ def _with_true_low(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def release(
-    engine: Engine, optimizer: torch.optim.Optimizer, is_fp32: bool, with_states: bool
+    engine: Runtime, optimizer: torch.optim.Optimizer, is_fp32: bool, with_states: bool
 ) -> None:
     """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing.
 
@@ -246,7 +246,7 @@ def release(
     is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
-    for slot in engine._slots:
+    for slot in engine.slots:
         parameter = slot.parameter
         gives_low = is_ours and slot.has_low and not is_fp32
         if gives_low and not slot.has_state:
@@ -288,7 +288,7 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_dict(
-    engine: Engine, optimizer: Any, root: int | None = None, with_lows: bool = True
+    engine: Runtime, optimizer: Any, root: int | None = None, with_lows: bool = True
 ) -> dict[str, Any]:
     """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
 
@@ -322,7 +322,7 @@ def state_dict(
     return result
 
 
-def load_state_dict(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
+def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> None:
     """Loads groups as torch does, and moments into the engine; parameters without an entry are reset.
 
     Raises:

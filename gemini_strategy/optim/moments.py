@@ -23,7 +23,7 @@ from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot, checked_step, split_low
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = ["LOWS", "States", "check_entry", "lack", "load_entry", "saved_entry"]
 
@@ -194,7 +194,7 @@ class States(_Shown, defaultdict[Any, Any]):
     of zero if not; in a run that has states that would be a step too many.
     """
 
-    def __init__(self, engine: Engine, rest: Mapping[Any, Any]) -> None:
+    def __init__(self, engine: Runtime, rest: Mapping[Any, Any]) -> None:
         super().__init__(dict)
         self._engine = weakref.ref(engine)
         dict.update(self, rest)

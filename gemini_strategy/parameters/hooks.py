@@ -33,7 +33,7 @@ from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = [
     "MarkedUnit",
@@ -82,15 +82,15 @@ class SavedTensorNet(_C.Net):
     The core's Net does it; here is what it calls when something is unusual.
     """
 
-    def __init__(self, engine: Engine, slots: list[Slot]) -> None:
+    def __init__(self, engine: Runtime, slots: list[Slot]) -> None:
         core, device = engine.core, engine.device
         shown = sorted((s for s in slots if s.parameter.numel()), key=lambda s: core.address(s.id))
         ordinal = device.index if device.type == "cuda" else -1
-        mark = _mark_touch if wants_marks(engine) else None
+        mark = _mark_touch if wants_marks() else None
         self.start(engine, core, tuple(shown), ordinal, mark)
         for slot in slots:
             slot.net = self
-        for unit in engine._units:
+        for unit in engine.units:
             unit.start(self, tuple(unit.slots))
         absent.add_net(self)
 
@@ -119,17 +119,17 @@ class SavedTensorNet(_C.Net):
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
 
 
-def _make_room(engine: Engine) -> bool:
+def _make_room(engine: Runtime) -> bool:
     """A chunk finds no room: whether torch could give something back; what it held until now is no need then."""
-    if not engine._memory.give_cached():
+    if not engine.memory.give_cached():
         return False
     engine.core.forget_outside()
     return True
 
 
-def wants_marks(engine: Engine) -> bool:
-    """Whether units and backward nodes show in NVTX: GEMINI_NVTX=1, or `engine.nvtx`."""
-    return getattr(engine, "nvtx", False) or os.environ.get("GEMINI_NVTX") == "1"
+def wants_marks() -> bool:
+    """Whether units and backward nodes show in NVTX: GEMINI_NVTX=1."""
+    return os.environ.get("GEMINI_NVTX") == "1"
 
 
 def _mark_touch(slot: Slot) -> None:
@@ -148,7 +148,7 @@ class Unit(_C.Unit):
     Entering and leaving are the core's Unit's; here is what it calls when something is unusual.
     """
 
-    def __init__(self, engine: Engine, index: int, name: str, slots: list[Slot]) -> None:
+    def __init__(self, engine: Runtime, index: int, name: str, slots: list[Slot]) -> None:
         self.engine = engine
         self.id = index
         self.name = name
@@ -282,7 +282,7 @@ class RootForward:
     """
 
     def __init__(
-        self, engine: Engine, model: nn.Module, convert_inputs: bool, force_outputs_fp32: bool
+        self, engine: Runtime, model: nn.Module, convert_inputs: bool, force_outputs_fp32: bool
     ) -> None:
         self.engine = engine
         self.model = model
@@ -305,7 +305,7 @@ class RootForward:
             self.model.__dict__.pop("forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.engine._memory.recover():
+        if self.engine.memory.recover():
             self.engine.core.forget_outside()
         plan = self.engine.precision_plan
         context: Any = contextlib.nullcontext()

@@ -17,7 +17,7 @@ from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent, order
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
+    from gemini_strategy.runtime import Runtime
 
 __all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
 
@@ -66,7 +66,7 @@ class Slot(_C.Slot):
         "strides",
     )
 
-    def __init__(self, engine: Engine, index: int, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, engine: Runtime, index: int, name: str, parameter: nn.Parameter) -> None:
         self.engine = engine
         self.id = index
         self.name = name
@@ -223,7 +223,7 @@ class Slot(_C.Slot):
 
     def drop_grad(self) -> None:
         """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
-        self.engine.ending.check_change(self)
+        self.engine.step_in_backward.check_change(self)
         if self._grad is not None:
             absent.forget(
                 self._grad,
@@ -341,7 +341,7 @@ class Slot(_C.Slot):
 
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
-        self.engine.ending.check_read((self,))
+        self.engine.step_in_backward.check_read((self,))
         return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
 
     def clamp_grad(self, bound: float) -> None:
@@ -362,7 +362,7 @@ class Slot(_C.Slot):
         self._put_grad(self._empty(self.engine.grad_dtype(self)).zero_())
 
     def _put_grad(self, plain: torch.Tensor) -> None:
-        self.engine.ending.check_change(self)
+        self.engine.step_in_backward.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
 

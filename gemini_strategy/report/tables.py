@@ -503,7 +503,7 @@ def _render_plain(title: str, head: Row | None, rows: list[Row]) -> str:
 
 def about(engine: Any) -> dict[str, Any]:
     """What an engine was told: model (class name), parameters, trainable, device, precision, policy, budgets."""
-    settings = engine._settings
+    settings = engine.settings
     parameters = list(engine.model.parameters())
     return {
         "model": type(engine.model).__name__,

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.report import tables
 from gemini_strategy.report.svg import export_svg
 
-__all__ = ["Recording", "Reporting", "export_chrome", "export_svg", "record"]
+__all__ = ["Recording", "export_chrome", "export_svg", "record"]
 
 Entry = Mapping[str, Any]
 
@@ -41,7 +39,7 @@ _ENTRIES_PER_CHUNK = 64  # in one step: ticks and operations, with room for micr
 
 
 class Recording:
-    """A timeline that is being recorded; see `Engine.timeline`."""
+    """A timeline that is being recorded; see Engine.timeline."""
 
     def __init__(
         self, engine: Any, path: str | Path, svg: str | Path | None, steps: int | None
@@ -119,77 +117,6 @@ def record(
             raise FileNotFoundError(f"timeline: the folder of {file} does not exist: make it first")
     engine.recording = Recording(engine, path, svg, steps)
     return engine.recording
-
-
-class Reporting:
-    """What an engine says of itself: a base of Engine.
-
-    Of the engine it uses core, device and _settings.report: True, the first plan and, at close(), the result are
-    printed; None, with GEMINI_REPORT=1; False, never.
-
-    Attributes:
-        meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
-        recording: the timeline that is being recorded, or None.
-    """
-
-    def __init__(self) -> None:
-        self.meter = tables.StepMeter()
-        self.recording: Recording | None = None
-        self._has_plan = False  # the first one has been told, or would have been
-        self._total_peak_bytes = 0
-        self._host_before_bytes = tables.host_resident_bytes()  # with the model as it came
-
-    def _note_step(self, stats: Mapping[str, Any]) -> None:
-        """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
-        plan = self.core.plan_info()
-        self.meter.step(stats, None if plan is None else plan["compute_seconds"])
-        if plan is not None and not self._has_plan:
-            self._has_plan = True
-            self._announce(tables.plan_table)
-        if self.recording is not None:
-            self.recording.after_step()
-
-    def _announce(self, table: Callable[[Any], str]) -> None:
-        wanted = self._settings.report
-        if wanted is not False and self.ranks.rank == 0:
-            tables.announce(self, wanted is True, table)
-
-    def _sample_device(self) -> None:
-        """Before anything is given back between steps: what the passes have left is about their peak."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        self._total_peak_bytes = max(self._total_peak_bytes, total - free)
-
-    def _figures(self) -> dict[str, float]:
-        """What stats() says beside counts: see there."""
-        figures: dict[str, float] = self.meter.figures()
-        if self._total_peak_bytes:
-            figures["total_peak_bytes"] = self._total_peak_bytes
-        plan = self.core.plan_info()
-        if plan is not None:
-            core = self.core.stats()
-            figures |= {
-                "predicted_step_seconds": plan["step_seconds"],
-                "predicted_bound_seconds": plan["bound_seconds"],
-                "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
-                "predicted_host_peak_bytes": self._host_peak_bytes(plan, core),
-                "compute_seconds": plan["compute_seconds"],
-            }
-        return figures
-
-    def _host_peak_bytes(self, plan: Mapping[str, Any], core: Mapping[str, Any]) -> int:
-        """Of the whole process: manage() takes the homes while the model's own tensors are still there."""
-        device_bytes = plan["device_bytes"] if self.device.type == "cpu" else 0
-        return self._host_before_bytes + core["host_bytes"] + device_bytes
-
-    def report(self) -> str:
-        """The table of the plan and, once there have been steps, what was planned beside what was measured."""
-        return tables.report(self)
-
-    def timeline(
-        self, path: str | Path, svg: str | Path | None = None, steps: int = 1
-    ) -> Recording:
-        """Records the next `steps` optimizer steps, or the body of a `with` statement; see `record`."""
-        return record(self, path, svg, steps)
 
 
 def layout_of(engine: Any) -> dict[str, Any]:

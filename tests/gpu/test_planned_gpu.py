@@ -147,11 +147,11 @@ def budget_of(share: float, case: Case = CASE) -> int:
 
 def assert_planned(run: Managed, what: str = "") -> dict[str, Any]:
     """The plan was followed to the end, without a wait."""
-    stats, info = run.engine.stats(), run.engine.core.plan_info()
+    stats, info = run.engine.stats(), run.engine._runtime.core.plan_info()
     assert stats["planned"], what
     assert stats["replay_waits"] == 0, what
     assert stats["plan_breaks"] == 0, what
-    run.engine.core.check()
+    run.engine._runtime.core.check()
     return info
 
 

@@ -239,7 +239,7 @@ def used_beside(run: Managed, device: str) -> int:
     if device == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info()
-    return total - free - run.engine.core.stats()["device_bytes"]
+    return total - free - run.engine._runtime.core.stats()["device_bytes"]
 
 
 def train_real(rank: int, size: int, device: str) -> list[dict[str, Any]]:

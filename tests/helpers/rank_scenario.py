@@ -91,9 +91,9 @@ def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[Played,
                     run.backward(part)
             run.finish()
             act(run, s.between[step], s, step, seen)
-        run.engine.core.check()
+        run.engine._runtime.core.check()
         played = Played(run.outcome(), [bits(t).clone() for t in seen])
-        return played, run.engine.stats(), run.engine.core.chaos_faults()
+        return played, run.engine.stats(), run.engine._runtime.core.chaos_faults()
 
 
 def _joined(parts: list[Tensor], before: Tensor | None) -> Tensor:

@@ -305,8 +305,8 @@ def play_managed(scenario: Scenario) -> tuple[Played, dict[str, Any], tuple[int,
         )
         try:
             played = play(run, scenario)
-            run.engine.core.check()
-            return played, run.engine.stats(), run.engine.core.chaos_faults()
+            run.engine._runtime.core.check()
+            return played, run.engine.stats(), run.engine._runtime.core.chaos_faults()
         except gs.GeminiMemoryError:
             if share > 3.0:
                 raise

@@ -20,6 +20,7 @@ LAYERS = [
     ["machine", "optim", "weights"],
     ["settings", "state", "close"],
     ["agreement"],
+    ["runtime"],
     ["engine"],
     ["manage"],
     [""],

@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gemini_strategy"
-PY_FILES = sorted(PACKAGE.rglob("*.py")) + [ROOT / "setup.py"]
+PY_FILES = sorted(
+    path
+    for folder in ("gemini_strategy", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+) + [ROOT / "setup.py"]
 
 # What torch's modules are called where they are imported.
 TORCH = {"torch", "nn", "dist"}

@@ -76,7 +76,7 @@ def compare(
     assert trainer.global_step == reference.global_step
     stats = trainer.strategy.engine.stats()
     assert stats["planned"] and stats["replay_waits"] == 0
-    return trainer, trainer.strategy.engine.core.plan_info()["when"]
+    return trainer, trainer.strategy.engine._runtime.core.plan_info()["when"]
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -140,18 +140,20 @@ def test_lightnings_own_clipping_defers(said: list[int]) -> None:
         strategy("lightning"),
         gradient_clip_val=0.05,
     )
-    assert trainer.strategy.engine.core.plan_info()["when"] == "deferred" and not said
+    assert trainer.strategy.engine._runtime.core.plan_info()["when"] == "deferred" and not said
 
 
 def test_manual_optimization_defers(said: list[int]) -> None:
     cls = plain_class("lightning")
     module = build(cls, steps_are_manual=True)
     trainer = fit("lightning", module, strategy("lightning"))
-    assert trainer.strategy.engine.core.plan_info()["when"] == "deferred" and not said
+    assert trainer.strategy.engine._runtime.core.plan_info()["when"] == "deferred" and not said
     automatic = build(cls)
     other = fit("lightning", automatic, strategy("lightning"))
     same(module.losses, automatic.losses, "losses")
-    assert other.strategy.engine.core.plan_info()["when"] == "immediate" and len(said) == 11
+    assert (
+        other.strategy.engine._runtime.core.plan_info()["when"] == "immediate" and len(said) == 11
+    )
 
 
 def test_a_closure_in_manual_optimization_defers(said: list[int]) -> None:

@@ -72,7 +72,9 @@ def trained(rank: int, size: int, tree: str, cases: list[tuple[Any, ...]]) -> li
                 "seen": module.seen,
                 "loss": float(trainer.callback_metrics["loss"]),
                 "steps": trainer.global_step,
-                "part": sum(engine.core.part(slot.id)[1] for slot in engine._slots),
+                "part": sum(
+                    engine._runtime.core.part(slot.id)[1] for slot in engine._runtime.slots
+                ),
                 "deferred": trainer.strategy.deferred_because,
             }
         )

@@ -430,7 +430,11 @@ def run_managed(net: Callable[[], nn.Module], play: Callable[[Any], None], how: 
         try:
             play(run)
             left = run.finish()
-            faults = run.engine.core.chaos_faults() if os.environ.get("GEMINI_CHAOS") else (0, "")
+            faults = (
+                run.engine._runtime.core.chaos_faults()
+                if os.environ.get("GEMINI_CHAOS")
+                else (0, "")
+            )
             if faults[0]:
                 raise Differs(f"the device found {faults[0]} unordered accesses: {faults[1]}")
         except gs.GeminiMemoryError:

@@ -77,10 +77,10 @@ def _train(precision: str, share: float, says_step: bool, chunk_size: int = 4096
         if says_step:
             run.backward = lambda loss: engine.backward(loss, step=True)
         drive(run, CASE, STEPS)
-        plan = engine.core.plan_info()
+        plan = engine._runtime.core.plan_info()
         outcome = run.outcome()
-        engine.core.check()
-        faults = engine.core.chaos_faults()
+        engine._runtime.core.check()
+        faults = engine._runtime.core.chaos_faults()
         return {"outcome": outcome, "plan": plan, "faults": faults, "stats": engine.stats()}
     finally:
         engine.close()
@@ -124,18 +124,18 @@ def test_states_in_slices(says_step: bool, monkeypatch: pytest.MonkeyPatch) -> N
         if says_step:
             run.backward = lambda loss: engine.backward(loss, step=True)
         drive(run, CASE, STEPS - 1)
-        assert sum(engine.core.plan_info()["n_of_class"][c] for c in ("S1", "S2")) > 0
-        engine.core.timeline_begin(10_000)
+        assert sum(engine._runtime.core.plan_info()["n_of_class"][c] for c in ("S1", "S2")) > 0
+        engine._runtime.core.timeline_begin(10_000)
         drive(run, CASE, 1, first=STEPS - 1)
         run.engine.state_dict()
-        entries = engine.core.timeline_end()
+        entries = engine._runtime.core.timeline_end()
         per_chunk: dict[int, int] = {}
         for e in entries:
             if e["kind"] == "state_in" and e["tick"] >= 0:
                 per_chunk[e["chunk"]] = per_chunk.get(e["chunk"], 0) + 1
         assert max(per_chunk.values(), default=0) >= 2, per_chunk
         assert_same_outcome(run.outcome(), _reference("bf16-true"))
-        assert engine.core.chaos_faults() == (0, "")
+        assert engine._runtime.core.chaos_faults() == (0, "")
     finally:
         engine.close()
 

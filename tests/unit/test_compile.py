@@ -58,7 +58,7 @@ def test_compiled_blocks_train_to_the_same_bits(backend: str) -> None:
     )
     assert train(managed, optimizer, 6) == train(plain, reference, 6)
     assert engine.stats()["evictions"] > 0
-    engine.core.check()
+    engine._runtime.core.check()
     engine.close()
     for left, right in zip(managed.parameters(), plain.parameters(), strict=True):
         assert torch.equal(left, right)

@@ -65,7 +65,7 @@ def test_contexts_inside_a_forward_keep_the_net(around: Callable[[], Any]) -> No
     want = input_grad(model)
     engine, _ = manage(model)
     assert torch.equal(input_grad(model), want)
-    engine.core.check()
+    engine._runtime.core.check()
 
 
 class SelfCheckpointed(nn.Module):
@@ -265,6 +265,6 @@ def test_checkpointing_beside_another_engine_and_after_an_interrupt() -> None:
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(unit.is_entered for unit in engine._units)
+        assert not any(unit.is_entered for unit in engine._runtime.units)
     other_engine.close()
     engine.close()

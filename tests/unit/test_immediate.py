@@ -51,7 +51,7 @@ def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def immediate(run: Managed) -> int:
     """Updates of chunks made inside a backward so far."""
-    return run.engine.core.stats()["immediate_updates"]
+    return run.engine._runtime.core.stats()["immediate_updates"]
 
 
 def _says_step(run: Managed) -> Managed:
@@ -63,8 +63,8 @@ def _says_step(run: Managed) -> Managed:
 def _finish(run: Managed, want: Plain) -> None:
     try:
         assert_same_outcome(run.outcome(), want.outcome())
-        run.engine.core.check()
-        assert run.engine.core.chaos_faults() == (0, "")
+        run.engine._runtime.core.check()
+        assert run.engine._runtime.core.chaos_faults() == (0, "")
     finally:
         run.engine.close()
 
@@ -77,7 +77,7 @@ def _planned(
     run = _says_step(budgeted(case, recipe, share, chunk_size=4096))
     for each in (want, run):
         drive(each, case, 3)
-    assert run.engine.core.plan_info()["when"] == "immediate"
+    assert run.engine._runtime.core.plan_info()["when"] == "immediate"
     assert immediate(run) > 0
     return want, run
 
@@ -96,7 +96,7 @@ def test_zoo(case: Case) -> None:
             try:
                 drive(run, case, recipe.steps)
                 assert_same_outcome(run.outcome(), after)
-                assert run.engine.core.chaos_faults() == (0, "")
+                assert run.engine._runtime.core.chaos_faults() == (0, "")
                 if share == 2.0:
                     assert run.engine.stats()["planned"]
                     is_right = (immediate(run) > 0) == (case.name not in DEFERRED)
@@ -168,7 +168,7 @@ def test_loss_scale_makes_it_deferred() -> None:
     run = _says_step(budgeted(CASE, recipe, 0.6, chunk_size=4096))
     for each in (want, run):
         drive(each, CASE, 6)
-    assert immediate(run) == 0 and run.engine.core.plan_info()["when"] == "deferred"
+    assert immediate(run) == 0 and run.engine._runtime.core.plan_info()["when"] == "deferred"
     _finish(run, want)
 
 
@@ -462,7 +462,7 @@ def test_detached_reuse_is_never_wrong(
     except RuntimeError as error:
         assert "backward(step=True)" in _told(error)
         with pytest.raises(gs.GeminiError, match="closed by an earlier error"):
-            run.engine.core.check()
+            run.engine._runtime.core.check()
         with pytest.warns(RuntimeWarning, match="of no single step"):
             run.engine.close()
     else:
@@ -520,7 +520,7 @@ def test_error_in_a_backward_that_has_updated(error: type[BaseException]) -> Non
     assert "failed after it had updated" in told and "engine.close()" in told
     assert "load a checkpoint" in told
     with pytest.raises(gs.GeminiError, match="failed after it had updated"):
-        run.engine.core.check()
+        run.engine._runtime.core.check()
     run.model.is_armed = False
     with pytest.raises(gs.GeminiError, match="failed after it had updated"):
         drive(run, case, 1, first=4)
@@ -606,7 +606,7 @@ def test_close_after_an_error_manages_the_same_model_again() -> None:
             device="cpu",
             precision=RECIPE.precision,
             chunk_size=4096,
-            device_budget=run.engine._settings.device_budget,
+            device_budget=run.engine._runtime.settings.device_budget,
         ),
         RECIPE,
     )

@@ -914,9 +914,9 @@ def test_parts_outside_a_parameter_are_refused() -> None:
     values = torch.zeros(8)
     numel = engine.model.stem.weight.numel()
     with pytest.raises(ValueError, match="elements"):
-        engine.core.fill(0, 1, numel - 4, 8, values.data_ptr(), 0)
+        engine._runtime.core.fill(0, 1, numel - 4, 8, values.data_ptr(), 0)
     with pytest.raises(ValueError, match="parts"):
-        engine.core.fill(0, 0, 0, 8, values.data_ptr(), 0)
+        engine._runtime.core.fill(0, 0, 0, 8, values.data_ptr(), 0)
 
 
 # ---- memory ------------------------------------------------------------------------------------------

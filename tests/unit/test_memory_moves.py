@@ -57,7 +57,7 @@ def test_blocks_are_given_back_anywhere(
 ) -> None:
     """Before and after modules and as gradients arrive, from none to all that can go."""
     run = _run(clip, share, monkeypatch, chaos)
-    core, dice = run.engine.core, random.Random(chaos)
+    core, dice = run.engine._runtime.core, random.Random(chaos)
     given: list[int] = []
 
     def shed(*_: object) -> None:
@@ -91,7 +91,7 @@ def test_a_plan_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         drive(run, CASE, 3)
         before = run.engine.stats()
         assert before["planned"]
-        assert run.engine.core.shed(before["device_bytes"] // 2)
+        assert run.engine._runtime.core.shed(before["device_bytes"] // 2)
         given = run.engine.stats()
         assert not given["planned"]
         assert given["device_bytes"] <= before["device_bytes"] // 2
@@ -111,7 +111,7 @@ def test_nothing_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(run.engine):
         drive(run, CASE, 2)
         before = run.engine.stats()["device_bytes"]
-        assert not run.engine.core.shed(1 << 20)
+        assert not run.engine._runtime.core.shed(1 << 20)
         assert run.engine.stats()["device_bytes"] == before
         drive(run, CASE, STEPS - 2, first=2)
         assert_same_outcome(run.outcome(), _reference(0.35))
@@ -125,7 +125,7 @@ def test_an_error_in_the_forward_leaves_the_engine_usable(monkeypatch: pytest.Mo
 
     def fail(*_: object) -> None:
         if is_armed and dice.random() < 0.2:
-            run.engine.core.shed(1 << 30)
+            run.engine._runtime.core.shed(1 << 30)
             raise MemoryError("no memory")
 
     for module in run.model.modules():

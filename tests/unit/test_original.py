@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy.engine import Engine
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters.slot import Slot
 from helpers.ranks import run_ranks, values
@@ -275,7 +274,7 @@ def _fail_on_one(rank: int, size: int) -> str:
         if rank == 1:
             patch.setattr(managed, "install", _boom)
         else:  # the others meet that here
-            patch.setattr(Engine, "_settle", lambda engine: engine.ranks.gather("a meeting"))
+            patch.setattr(managed, "install", lambda engine, _: engine.ranks.gather("a meeting"))
         with pytest.raises((_Stop, gs.GeminiError)) as error:
             gs.manage(model, optimizer, device="cpu")
     _assert_same(_seen(model, optimizer), before)

@@ -53,8 +53,8 @@ def _finish(run: Managed, want: Plain) -> dict[str, Any]:
     engine = run.engine
     try:
         assert_same_outcome(run.outcome(), want.outcome())
-        engine.core.check()
-        assert engine.core.chaos_faults() == (0, "")
+        engine._runtime.core.check()
+        assert engine._runtime.core.chaos_faults() == (0, "")
         return engine.stats()
     finally:
         engine.close()
@@ -246,7 +246,7 @@ def test_no_wait_and_no_mapping(
     stats = run.engine.stats()
     if stats["plans"] == before["plans"]:  # a new one maps between two steps
         assert stats["mapping_seconds"] == before["mapping_seconds"] > 0
-    plan = run.engine.core.plan_info()
+    plan = run.engine._runtime.core.plan_info()
     assert stats["planned"] and stats["plan_breaks"] == 0 and stats["deviations"] == 0
     assert stats["replay_waits"] == 0
     assert stats["device_peak_bytes"] <= stats["device_budget_bytes"]
@@ -269,7 +269,7 @@ def test_predictions(rates: str, says_step: bool, monkeypatch: pytest.MonkeyPatc
         if says_step:
             run.backward = lambda loss, engine=engine: engine.backward(loss, step=True)
         drive(run, CASE, 4)
-        plan, stats = engine.core.plan_info(), engine.stats()
+        plan, stats = engine._runtime.core.plan_info(), engine.stats()
         assert plan["when"] == ("immediate" if says_step else "deferred")
         assert 0 < plan["compute_seconds"] <= plan["step_seconds"] * 1.001
         assert 0 < plan["bound_seconds"] <= plan["step_seconds"] * 1.01
@@ -294,9 +294,9 @@ def test_predicted_traffic(rates: str, says_step: bool, monkeypatch: pytest.Monk
         if says_step:
             run.backward = lambda loss, engine=engine: engine.backward(loss, step=True)
         drive(run, CASE, 6)
-        plan, before = engine.core.plan_info(), engine.core.stats()
+        plan, before = engine._runtime.core.plan_info(), engine._runtime.core.stats()
         drive(run, CASE, 4, first=6)
-        after = engine.core.stats()
+        after = engine._runtime.core.stats()
         where = f"share {share}: {plan['n_of_class']}"
         assert after["fetched_bytes"] - before["fetched_bytes"] == 4 * plan["h2d_bytes"], where
         assert after["evicted_bytes"] - before["evicted_bytes"] == 4 * plan["d2h_bytes"], where
@@ -311,7 +311,7 @@ def test_more_memory_is_not_slower(rates: str, monkeypatch: pytest.MonkeyPatch) 
     for share in (0.2, 0.4, 0.8, 1.6):
         run = budgeted(CASE, RECIPE, share, chunk_size=4096)
         drive(run, CASE, 6)
-        plan = run.engine.core.plan_info()
+        plan = run.engine._runtime.core.plan_info()
         run.engine.close()
         if last is not None:
             noise = abs(plan["compute_seconds"] - last["compute_seconds"])
@@ -325,7 +325,7 @@ def test_margin_zero_keeps_no_states_on_the_device(monkeypatch: pytest.MonkeyPat
     want, run = _both(1.5, gpu_margin_mem_ratio=0.0)
     for each in (want, run):
         drive(each, CASE, 5)
-    plan = run.engine.core.plan_info()
+    plan = run.engine._runtime.core.plan_info()
     assert plan["n_of_class"]["R"] == 0 and plan["n_of_class"]["C1"] > 0
     _finish(run, want)
 
@@ -335,7 +335,7 @@ def test_margin_one_uses_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     want, run = _both(2.5, gpu_margin_mem_ratio=1.0)
     for each in (want, run):
         drive(each, CASE, 5)
-    plan = run.engine.core.plan_info()
+    plan = run.engine._runtime.core.plan_info()
     assert plan["n_of_class"]["R"] == len(plan["classes"])
     _finish(run, want)
 
@@ -621,7 +621,7 @@ def test_others_take_memory_and_give_it_back(rates: str, monkeypatch: pytest.Mon
     want, run = _both(0.9)
     for each in (want, run):
         drive(each, CASE, 4)
-    core = run.engine.core
+    core = run.engine._runtime.core
     before = run.engine.stats()
     third = before["device_budget_bytes"] // 3
     assert before["planned"]
@@ -652,7 +652,7 @@ def test_more_than_there_is_is_refused() -> None:
     for each in (want, run):
         drive(each, CASE, 4)
     budget = run.engine.stats()["device_budget_bytes"]
-    assert not run.engine.core.reserve(budget + 1)
+    assert not run.engine._runtime.core.reserve(budget + 1)
     for each in (want, run):
         drive(each, CASE, 4, first=4)
     stats = _finish(run, want)
@@ -663,7 +663,7 @@ def test_below_the_floor_says_how_much() -> None:
     want, run = _both(0.5)
     for each in (want, run):
         drive(each, CASE, 3)
-    core, budget = run.engine.core, run.engine.stats()["device_budget_bytes"]
+    core, budget = run.engine._runtime.core, run.engine.stats()["device_budget_bytes"]
     core.reserve(budget - 4096)
     core.set_external_bytes(budget - 4096)
     torch.manual_seed(5)
@@ -682,7 +682,7 @@ def test_what_torch_only_caches_is_asked_for(where: str, monkeypatch: pytest.Mon
     want, run = _both(0.5)
     for each in (want, run):
         drive(each, CASE, 3)
-    core, budget = run.engine.core, run.engine.stats()["device_budget_bytes"]
+    core, budget = run.engine._runtime.core, run.engine.stats()["device_budget_bytes"]
     gave: list[int] = []
 
     def give_cached() -> bool:
@@ -694,7 +694,7 @@ def test_what_torch_only_caches_is_asked_for(where: str, monkeypatch: pytest.Mon
         core.reserve(budget - 4096)
         core.set_external_bytes(budget - 4096)
 
-    monkeypatch.setattr(run.engine._memory, "give_cached", give_cached)
+    monkeypatch.setattr(run.engine._runtime.memory, "give_cached", give_cached)
     for each in (want, run):
         torch.manual_seed(5)
         if each is run and where == "forward":
@@ -714,8 +714,8 @@ def test_asking_in_vain_still_says_what_is_missing(monkeypatch: pytest.MonkeyPat
     want, run = _both(0.5)
     for each in (want, run):
         drive(each, CASE, 3)
-    core, budget = run.engine.core, run.engine.stats()["device_budget_bytes"]
-    monkeypatch.setattr(run.engine._memory, "give_cached", lambda: True)
+    core, budget = run.engine._runtime.core, run.engine.stats()["device_budget_bytes"]
+    monkeypatch.setattr(run.engine._runtime.memory, "give_cached", lambda: True)
     core.reserve(budget - 4096)
     core.set_external_bytes(budget - 4096)
     torch.manual_seed(5)
@@ -764,7 +764,7 @@ def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.Monkey
             optimizer.step()
             optimizer.zero_grad()
         assert engine.stats()["traces"] == n_shapes
-        assert engine.core.plan_info()["compute_seconds"] >= 0.012 * sum(lengths)
+        assert engine._runtime.core.plan_info()["compute_seconds"] >= 0.012 * sum(lengths)
 
 
 # ---- rates that steps correct --------------------------------------------------------------------
@@ -795,7 +795,7 @@ def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_
                 else:
                     run.backward(loss)
                 run.finish()
-            stats, plan = run.engine.stats(), run.engine.core.plan_info()
+            stats, plan = run.engine.stats(), run.engine._runtime.core.plan_info()
             assert_same_outcome(run.outcome(), want.outcome())
             assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
             assert 2 <= stats["plans"] <= 7  # on demand, timed, four windows, back to the best
@@ -824,5 +824,5 @@ def test_given_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     drive(want, CASE, 12)
     drive(run, CASE, 12)
     assert not run.engine.stats()["settling"]
-    assert run.engine.core.plan_info()["rates"]["h2d"] == 55e9
+    assert run.engine._runtime.core.plan_info()["rates"]["h2d"] == 55e9
     _finish(run, want)

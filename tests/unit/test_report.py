@@ -419,7 +419,7 @@ class FakeEngine:
         self.device = torch.device("cpu")
         self.precision = None
         self.core = FakeCore(plan)
-        self._settings = FakeSettings()
+        self.settings = FakeSettings()
         self._steps = steps
 
     def stats(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_report_compares_the_plan_with_what_was_measured() -> None:
     stats = engine.stats()
     assert stats["step_seconds"] > 0 and stats["h2d_gb_s"] > 0 and stats["d2h_gb_s"] > 0
     assert math.isnan(stats["tokens_per_s"])  # inputs without token ids
-    assert (engine.core.plan_info() is None) == ("no plan yet" in engine.report())
+    assert (engine._runtime.core.plan_info() is None) == ("no plan yet" in engine.report())
     engine.close()
 
 
@@ -66,7 +66,7 @@ def test_close_ends_a_recording(tmp_path: Path) -> None:
     with pytest.raises(gs.GeminiError, match="already"):
         engine.timeline(tmp_path / "b.json")
     engine.close()
-    assert engine.recording is None
+    assert engine._runtime.recording is None
     json.loads((tmp_path / "a.json").read_text())
 
 

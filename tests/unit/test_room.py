@@ -42,7 +42,7 @@ def check_program(seed: int, **how: object) -> None:
     )
     try:
         got = run_program(run, case)
-        run.engine.core.check()
+        run.engine._runtime.core.check()
         assert_same_outcome(run.outcome(), reference.outcome())
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
@@ -130,7 +130,9 @@ def test_a_module_that_two_others_have_runs_inside_both() -> None:
     recipe = Recipe(steps=2)
     run = at_floor(lambda: _Twice(5), recipe, chunk_size=4096, placement_policy="cpu")
     assert run.engine.stats()["device_budget_bytes"] == sum(
-        {c: size for c, size, *_ in map(run.engine.core.chunk, _ids(run, "second"))}.values()
+        {
+            c: size for c, size, *_ in map(run.engine._runtime.core.chunk, _ids(run, "second"))
+        }.values()
     )
     for _ in range(2):
         run.model(torch.randn(2, 33)).square().sum().backward()
@@ -143,7 +145,7 @@ def _ids(run: object, prefix: str) -> list[int]:
     """The slots of a block, and of what it calls."""
     return [
         slot.id
-        for slot in run.engine._slots
+        for slot in run.engine._runtime.slots
         if any(name.startswith((prefix, "first.inner")) for name in slot.names)
     ]
 

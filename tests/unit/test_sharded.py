@@ -108,7 +108,7 @@ def check_chaos(rank: int, size: int, seeds: list[int]) -> None:
         os.environ["GEMINI_CHAOS"] = str(10 * seed + rank)
         run = sharded(rank, Exact, recipe, is_tight=seed % 2 == 0)
         drive(run, ExactCase(rank, size), recipe.steps)
-        for slot in run.engine._slots[:3]:  # other means than collectives, between them
+        for slot in run.engine._runtime.slots[:3]:  # other means than collectives, between them
             slot.read_master()
         assert_same_outcome(of_training(run.outcome()), want)
         run.engine.close()
@@ -277,7 +277,7 @@ def check_arguments(rank: int, size: int) -> None:
     assert "terms.0.p has a gradient already" in text
     model.terms[0].p.grad = None
     engine = manage(model, device_budget=2**20 << rank, host_budget=2**30 >> rank)
-    settings = engine._settings
+    settings = engine._runtime.settings
     assert (settings.device_budget, settings.host_budget) == (2**20, 2**28)  # the least
     engine.close()
 
@@ -404,9 +404,9 @@ def check_steps(rank: int, size: int) -> None:
     assert "the ranks differ in the hyperparameters of param group 0: [0.001, " in text, text
     engine.optimizer.param_groups[0]["lr"] = 1e-3
     if rank == 0:
-        engine._clip_factor = 0.5
+        engine._runtime.clip_factor = 0.5
     assert "the ranks differ in the clip factor: [0.5] on rank 0" in refusal(engine.step)
-    engine._clip_factor = 1.0
+    engine._runtime.clip_factor = 1.0
     after = engine.model_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if name != "count")
     engine.step()

@@ -22,7 +22,7 @@ SMALL = mlp_case(width=48, depth=4)
 
 
 def same_everywhere(run: Managed, *mine: Any) -> None:
-    got = run.engine.ranks.gather("what is compared", list(mine))
+    got = run.engine._runtime.ranks.gather("what is compared", list(mine))
     assert all(each == got[0] for each in got), got
 
 
@@ -33,7 +33,7 @@ def both(case: Any, recipe: Recipe, share: float, **how: Any) -> tuple[Managed, 
 
 def finish(want: Managed, run: Managed) -> None:
     assert_same_outcome(run.outcome(), want.outcome())
-    run.engine.core.check()
+    run.engine._runtime.core.check()
     run.engine.close()
 
 
@@ -46,15 +46,15 @@ def check_rates(rank: int, size: int) -> None:
     run = budgeted(case, recipe, 0.3, timeout=PATIENT, chunk_size=4 << 20)
     for step in range(recipe.steps):
         if step == 4 and rank == 1:
-            run.engine.core.timeline_begin(8)
-            run.engine.core.timeline_end()
+            run.engine._runtime.core.timeline_begin(8)
+            run.engine._runtime.core.timeline_end()
         drive(run, case, 1, first=step)
-    stats, plan = run.engine.stats(), run.engine.core.plan_info()
+    stats, plan = run.engine.stats(), run.engine._runtime.core.plan_info()
     assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
     assert 1 <= stats["plans"] <= 7, stats["plans"]  # a better known rate may give the same plan
     same_everywhere(run, plan["hash"], plan["rates"], stats["plans"])
     assert plan["rates"]["host_adam_beside"] < 1e11
-    run.engine.core.check()
+    run.engine._runtime.core.check()
     run.engine.close()
 
 
@@ -75,12 +75,14 @@ def check_spoiled(rank: int, size: int) -> None:
             for each in (want, run):
                 drive(each, SMALL, 1, first=step)
             if is_everyone or rank == 1:
-                run.engine.core.timeline_begin(8)
-                run.engine.core.timeline_end()
+                run.engine._runtime.core.timeline_begin(8)
+                run.engine._runtime.core.timeline_end()
             if is_everyone and step == 7:
                 assert run.engine.stats()["planned"] and run.engine.stats()["settling"]
         assert not run.engine.stats()["settling"]
-        same_everywhere(run, run.engine.core.plan_info()["hash"], run.engine.stats()["plans"])
+        same_everywhere(
+            run, run.engine._runtime.core.plan_info()["hash"], run.engine.stats()["plans"]
+        )
         finish(want, run)
 
 
@@ -198,7 +200,7 @@ def check_recomputed(rank: int, size: int) -> None:
     held: list[int] = []
 
     def look(grad: Tensor) -> None:
-        held.append(run.engine.core.stats()["leases"])
+        held.append(run.engine._runtime.core.stats()["leases"])
 
     def watch(module: nn.Module, args: Any) -> None:
         if run.model.training and not torch._C._current_autograd_node():  # not a recomputation

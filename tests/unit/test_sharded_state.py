@@ -89,7 +89,9 @@ def check_state(rank: int, size: int, folder: str) -> None:
     with engine.full_parameter(terms[1].p) as values:
         assert_same_bits(values, full["terms.1.p"])
         values[100:] = 0.1
-    assert_same_bits(engine.slot_of(terms[1].p).read_master()[100:], torch.full((157,), 0.1))
+    assert_same_bits(
+        engine._runtime.slot_of(terms[1].p).read_master()[100:], torch.full((157,), 0.1)
+    )
     assert_same_bits(terms[1].p.clone()[100:].detach(), torch.full((157,), 0.1).bfloat16())
     with torch.no_grad():
         terms[3].p.mul_(2)
@@ -337,7 +339,7 @@ def check_first_values(rank: int, size: int) -> None:
         model = Net()
     engine = manage(model, precision=None)
     numbers = torch.get_rng_state().tolist()
-    engine.ranks.agree({"random numbers": numbers})
+    engine._runtime.ranks.agree({"random numbers": numbers})
     assert numbers != before.tolist()
     engine.close()
 
@@ -366,7 +368,7 @@ def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
         model = Net()
     engine = manage(model, precision=None, weights=f"{path}/model.safetensors")
     assert_same(engine.model_state_dict(), want)
-    own = sum(4 * slot.part()[1] for slot in engine._slots)
+    own = sum(4 * slot.part()[1] for slot in engine._runtime.slots)
     total = sum(4 * p.numel() for p in model.parameters())
     engine.close()
     # A row at either end, and the first one, by which the ranks tell their files from each other's.

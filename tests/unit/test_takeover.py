@@ -446,7 +446,7 @@ def test_states_follow_the_parameters_when_the_device_is_free(
     def give_back(*args: Any) -> None:
         before.append(devices())
         original(*args)
-        for slot in run.engine._slots:
+        for slot in run.engine._runtime.slots:
             slot.original_device = torch.device("meta")  # stands for the GPU that they came from
 
     original = close.give_back
@@ -461,7 +461,7 @@ def test_close_without_room_for_copies_changes_nothing(monkeypatch: pytest.Monke
     reference = plain(CASE.build, recipe)
     run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
     drive(run, CASE, 3)
-    last = run.engine._slots[-1]
+    last = run.engine._runtime.slots[-1]
 
     def full(slot: Any, root: int | None = None) -> tuple[Tensor, Tensor]:
         if slot is last:
@@ -490,7 +490,7 @@ def test_close_of_an_engine_that_can_read_nothing(
         CASE.build, Recipe(precision="bf16-true"), placement_policy="cpu", chunk_size=4096
     )
     drive(run, CASE, 2)
-    monkeypatch.setattr(run.engine, "core", _Lost(run.engine.core))
+    monkeypatch.setattr(run.engine._runtime, "core", _Lost(run.engine._runtime.core))
     with pytest.warns(RuntimeWarning, match=r"the device is gone.*22 parameters .*stem\.weight"):
         run.engine.close(dtype)
     assert run.engine.closed and gs.engine_of(run.model) is None

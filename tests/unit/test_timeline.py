@@ -405,7 +405,7 @@ def fake_engine(n_chunks: int = 8) -> Any:
     settings = SimpleNamespace(policy="auto", device_budget=9_000 * MB, host_budget=-1)
     core = FakeCore(synthetic(n_chunks))
     return SimpleNamespace(
-        core=core, model=model, device="cpu", precision=None, recording=None, _settings=settings
+        core=core, model=model, device="cpu", precision=None, recording=None, settings=settings
     )
 
 

@@ -77,7 +77,7 @@ def test_a_backward_of_ordinary_layers_takes_no_python() -> None:
     losses[0].backward()
     work = work_of(losses[1].backward)  # but to be told of its end, once
     assert work == {"SavedTensorNet.begin_task": 1, "C _EngineBase.queue_callback": 1}, work
-    assert all(engine.core.has_grad(i) for i in range(20))
+    assert all(engine._runtime.core.has_grad(i) for i in range(20))
 
 
 def test_the_work_of_a_unit_does_not_depend_on_the_number_of_parameters() -> None:
@@ -90,9 +90,9 @@ def test_the_work_of_a_unit_does_not_depend_on_the_number_of_parameters() -> Non
         first = model[:10]
         with torch.no_grad():
             first(x)
-            before = engine.core.stats()["leases_walked"]
+            before = engine._runtime.core.stats()["leases_walked"]
             work = work_of(lambda: first(x))
-            walked = engine.core.stats()["leases_walked"] - before
+            walked = engine._runtime.core.stats()["leases_walked"] - before
         engine.close()
         return work, walked
 
@@ -113,10 +113,10 @@ def test_ordinary_gradients_go_to_the_core_without_python(monkeypatch: pytest.Mo
     model = linears(3)
     engine, _ = manage(model)
     asked = []
-    monkeypatch.setattr(engine, "take_grad", lambda slot, grad: asked.append(slot.name))
+    monkeypatch.setattr(engine._runtime, "take_grad", lambda slot, grad: asked.append(slot.name))
     model(torch.ones(2, WIDTH)).sum().backward()
     assert not asked
-    assert all(engine.core.has_grad(i) for i in range(6))
+    assert all(engine._runtime.core.has_grad(i) for i in range(6))
 
 
 class Strange(nn.Module):
@@ -149,7 +149,7 @@ def test_gradients_of_another_layout_take_the_long_way_to_the_same_bits(passes: 
         plain(x).square().sum().backward()
         managed(x).square().sum().backward()
     assert torch.equal(managed.weight.grad.clone(), plain.weight.grad)
-    engine.core.check()
+    engine._runtime.core.check()
 
 
 def test_a_gradient_forgets_the_norm() -> None:
@@ -182,7 +182,7 @@ def test_only_two_torch_hooks_and_no_gradient_of_torch_are_left() -> None:
 def test_where_torch_forbids_hooks_parameters_stay_absent() -> None:
     model = linears(2)
     engine, _ = manage(model)
-    unit = engine._units[0]
+    unit = engine._runtime.units[0]
     x = torch.ones(1, WIDTH)
     want = model(x)
     shown = []
@@ -195,7 +195,7 @@ def test_where_torch_forbids_hooks_parameters_stay_absent() -> None:
     loss.sum().backward()
     assert not unit.is_entered
     assert all(slot.open_count == 0 for slot in unit.slots)
-    engine.core.check()
+    engine._runtime.core.check()
     model(x).sum().backward()  # and all is well
     assert shown == [True, False]
 
@@ -213,14 +213,14 @@ def test_leave_gives_the_first_error_and_still_unpins(monkeypatch: pytest.Monkey
     def fail(slot: Any) -> None:
         raise RuntimeError(f"no writes to {slot.name}")
 
-    monkeypatch.setattr(engine, "note_write", fail)
+    monkeypatch.setattr(engine._runtime, "note_write", fail)
     with pytest.raises(RuntimeError, match="no writes to 0.weight"), torch.no_grad():
         model(torch.ones(1, WIDTH))
-    assert not any(unit.is_entered for unit in engine._units)
+    assert not any(unit.is_entered for unit in engine._runtime.units)
     assert absent.is_absent(model[0].weight)
     monkeypatch.undo()
     with pytest.raises(gs.GeminiError, match="more often than pinned"):
-        engine.core.leave(0, 0)
+        engine._runtime.core.leave(0, 0)
 
 
 def test_a_unit_before_its_start_and_a_foreign_saved_tensor_are_refused() -> None:
@@ -251,18 +251,18 @@ def test_saved_tensors_are_places_and_nothing_is_leaked() -> None:
         optimizer.zero_grad()
 
     y = model(x)  # what it has saved are places: no storage stays
-    assert [torch._C._storage_Use_Count(s.shown_storage) for s in engine._slots] == [1] * 8
+    assert [torch._C._storage_Use_Count(s.shown_storage) for s in engine._runtime.slots] == [1] * 8
     assert engine.stats()["leases"] == 0
     del y
     for _ in range(3):
         step()
     gc.collect()
-    references = [sys.getrefcount(slot) for slot in engine._slots]
+    references = [sys.getrefcount(slot) for slot in engine._runtime.slots]
     n_objects = len(gc.get_objects())
     for _ in range(20):
         step()
     gc.collect()
-    assert [sys.getrefcount(slot) for slot in engine._slots] == references
+    assert [sys.getrefcount(slot) for slot in engine._runtime.slots] == references
     assert len(gc.get_objects()) < n_objects + 20
 
 

@@ -1,4 +1,4 @@
-"""Adopting a model: which modules are units, what each parameter becomes, and moving it into its chunk."""
+"""Registering a model: which modules are units, what each parameter becomes, and moving it into its chunk."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import weight_dtypes
 
 if TYPE_CHECKING:
-    from gemini_strategy.engine import Engine
     from gemini_strategy.parameters.original import Original
+    from gemini_strategy.runtime import Runtime
     from gemini_strategy.weights.loading import Loading
 
-__all__ = ["Adoption"]
+__all__ = ["Registration"]
 
 
 @dataclass
@@ -105,10 +105,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
         )
 
 
-class Adoption:
+class Registration:
     """One model on its way into an engine. Nothing of the model changes before `attach`."""
 
-    def __init__(self, engine: Engine, groups: set[int]) -> None:
+    def __init__(self, engine: Runtime, groups: set[int]) -> None:
         self._engine = engine
         self._units = _find_units(engine.model)
         self.slots: list[Slot] = []
@@ -237,7 +237,7 @@ class Adoption:
                 items = list(hooks.items())
                 hooks.clear()
                 hooks.update([items[-1], *items[:-1]])
-        unit_class = MarkedUnit if wants_marks(self._engine) else Unit
+        unit_class = MarkedUnit if wants_marks() else Unit
         units = []
         for index, found in enumerate(self._units):
             slots = list(dict.fromkeys(self.slots[self._index[id(p)]] for _, p in found.owned))

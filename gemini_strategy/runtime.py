@@ -1,0 +1,456 @@
+"""What an engine is made of: the core, slots and units of one model, and what a step does with them.
+
+The core (csrc/engine/engine.h) moves bytes. manage.py makes engines, parameters/registration.py moves a
+model in, parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them,
+optim/managed.py is the optimizer's face, and engine.py what a person sees of all this.
+
+Invariants
+    1. Every managed parameter has one slot, however many names (tied weights) it has.
+    2. The real `.grad` of a managed parameter is None except inside its accumulation hook.
+    3. After close() the model has no trace of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import _C, _torch, agreement, state
+from gemini_strategy.arguments import POLICIES
+from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
+from gemini_strategy.memory.budget import DeviceMemory
+from gemini_strategy.optim import managed
+from gemini_strategy.optim.adam import clip_coefficient
+from gemini_strategy.parameters import absent, foreign, order
+from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
+from gemini_strategy.parameters.original import Original
+from gemini_strategy.parameters.registration import Registration
+from gemini_strategy.parameters.sharing import check_sharing
+from gemini_strategy.parameters.slot import FORMATS, Slot
+from gemini_strategy.precision import LossScaler
+from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.report.reporting import Reporting
+from gemini_strategy.settings import Settings
+from gemini_strategy.step_in_backward import StepInBackward
+from gemini_strategy.weights.loading import Loading
+
+__all__ = ["Runtime", "Uncopied"]
+
+
+class Uncopied:
+    """What neither copies nor pickles: a model's bytes are in one engine."""
+
+    def __copy__(self) -> Any:
+        raise GeminiError(
+            "an engine cannot be copied: copy.deepcopy(engine.model) gives a plain model"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
+
+
+class Runtime(Uncopied, Reporting):
+    """One model in its chunks, from manage() to close().
+
+    Attributes:
+        engine: the Engine on it, which a person holds.
+        core: the C engine.
+        slots, units: of the model; net: what catches the tensors that autograd saves.
+        step_in_backward: what `backward(step=True)` has announced.
+        written: what this rank has written since the ranks compared it.
+        memory: the device memory that is not in chunks.
+        takes_plainly: whether the core may take gradients without asking take_grad.
+        The others are those of Engine, and what they are made of.
+    """
+
+    engine: Any = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Settings,
+        scaler: LossScaler,
+        ranks: Ranks,
+        original: Original,
+    ) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.written = agreement.Written(ranks)
+        self.model = model
+        self.optimizer = optimizer
+        self.device = settings.device
+        self.precision = settings.precision.name
+        self.precision_plan = settings.precision
+        self.closed = False
+        self.settings = settings
+        self.clip_factor = 1.0
+        self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
+        self._in_backward = False
+        self.steps = self._skipped = 0
+        self.step_in_backward = StepInBackward(self)
+        grouped = managed.check(optimizer, model) if optimizer is not None else set()
+        foreign.check_modules(model, settings.device, settings.weights is not None)
+        registration = Registration(self, grouped)
+        check_sharing(model)
+        loading = Loading(model, settings.weights, settings.missing)
+        self.slots = registration.slots
+        self.slots_by_id = {slot.id: slot for slot in self.slots}
+        is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self.slots)
+        self.scaler = scaler if is_half else None
+        original.on_restore(self._abandon)
+        self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
+        self.memory = DeviceMemory(settings.device)
+        self._make_core(registration)
+        loading.fill(registration.slots, ranks)
+        self.units, self.handles = registration.attach(loading, original)
+        self.ranks.named = agreement.unit_names(self)
+        self.handles += state.install(self, model)
+        self.net = SavedTensorNet(self, self.slots)
+        self.root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
+        if optimizer is not None:
+            managed.install(self, optimizer)
+        loading.finish()
+        for slot in self.slots:
+            if slot.original_device.type == "meta":  # it goes back to the host
+                slot.original_device = torch.device("cpu")
+
+    def _abandon(self) -> None:
+        """manage() has failed: the model has nothing of this engine any more, and its memory is free."""
+        self.closed = True
+        if hasattr(self, "net"):
+            absent.drop_net(self.net)
+        for slot in self.slots:
+            slot.shown = None
+        try:
+            if hasattr(self, "core"):
+                self.core.close()
+        finally:
+            if hasattr(self, "memory"):
+                self.memory.close()
+
+    def _make_core(self, registration: Registration) -> None:
+        settings = self.settings
+        specs = registration.specs()
+        kinds = list(dict.fromkeys(spec[1:] for spec in specs))
+        shapes = [(spec[0], spec[1], kinds.index(spec[1:])) for spec in specs]
+        is_cuda = self.device.type == "cuda"
+        chunk_bytes, block_bytes = settings.sizes.choose(
+            shapes, settings.device_budget, is_cuda, self.ranks.shard.size
+        )
+        unit_params, unit_begin = registration.unit_tables()
+        agreement.check_model(self, registration.slots, (unit_params, unit_begin))
+        external = self.memory.external_bytes(0)
+        self.core = _C.Core(
+            ordinal=self.device.index if is_cuda else -1,
+            params=specs,
+            unit_params=unit_params,
+            unit_begin=unit_begin,
+            chunk_bytes=chunk_bytes,
+            block_bytes=block_bytes,
+            device_budget=settings.device_budget,
+            host_budget=settings.host_budget,
+            policy=POLICIES[settings.policy],
+            is_grad_f32=settings.is_grad_f32,
+            threads=settings.threads,
+            external_bytes=external,
+            rates=settings.rates,
+            state_share=1.0 if settings.margin is None else settings.margin,
+            slack_bytes=self.memory.slack_bytes(settings.device_budget),
+            is_tuned=settings.is_tuned,
+            **self.ranks.communicators(self.device),
+        )
+        agreement.check_layout(self)
+        if settings.device_budget >= 0 and settings.policy != "cuda":
+            available = settings.device_budget - external
+            spare = registration.check_floor(settings.device_budget, available)
+            reserve = min(self.memory.first_reserve_bytes(settings.device_budget), spare)
+            self.core.set_external_bytes(external + reserve)
+
+    def _refresh_memory(self) -> None:
+        """Before a step, which may plan: what others hold on the device now."""
+        if self.device.type != "cuda":
+            return
+        self.sample_device()
+        if self.memory.tidy():
+            self.core.forget_outside()
+        chunk_bytes = self.core.stats()["device_bytes"]
+        self.core.set_external_bytes(self.memory.external_bytes(chunk_bytes))
+        if not self.steps:  # the first step's reserve is no need of a plan
+            self.core.forget_outside()
+
+    # ---- what hooks call ----
+
+    def stream(self) -> int:
+        """The raw handle of torch's current stream; 0 on the host device."""
+        if self.device.type == "cpu":
+            return 0
+        return _torch.current_raw_stream(self.device.index)
+
+    def begin_pass(self) -> None:
+        """Lets go of what earlier backward nodes no longer need."""
+        self.net.settle()
+
+    def note_write(self, slot: Slot) -> None:
+        """The weight was written in place while its chunk was pinned: the master follows."""
+        try:
+            self.core.note_write(slot.id, self.stream())
+        except GeminiError as error:
+            raise GuardError(
+                f"{slot.name}: {error}; write it outside its module's forward, or inside "
+                "engine.full_parameter(p)"
+            ) from None
+
+    def room_error(self, slot: Slot, what: str, error: BaseException) -> GeminiMemoryError:
+        leases = self.core.stats()["leases"]
+        held = f" ({leases} tensors outside their modules hold chunks)" if leases else ""
+        return GeminiMemoryError(
+            f"no room on the device for {slot.name}, for {what}{held}: {error}"
+        )
+
+    def check_requires_grad(self, slot: Slot, value: bool) -> None:
+        if value and self.optimizer is not None and not slot.has_grad_home:
+            raise GeminiError(
+                f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
+                "engine.close(), set requires_grad, and manage() again"
+            )
+
+    def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Adds one gradient to what the engine holds for a parameter."""
+        if self.scaler is not None and not self._in_backward:
+            raise GeminiError(
+                f'{slot.name}: a gradient arrived from loss.backward(), but with fp16 weights ("16-mixed") the loss '
+                "must be scaled: call engine.backward(loss) instead (and no torch.amp.GradScaler)"
+            )
+        if grad.layout is not torch.strided:
+            raise GeminiError(
+                f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False"
+            )
+        self.step_in_backward.check_arrival(slot)
+        if grad.requires_grad:
+            raise GeminiError(
+                f"{slot.name}: backward(create_graph=True) makes a gradient that can be differentiated, and the engine "
+                "keeps numbers only: use torch.autograd.grad(loss, parameters, create_graph=True)"
+            )
+        grad = grad.detach().clone() if absent.is_absent(grad) else grad.detach()
+        if grad.dtype not in FORMATS:
+            grad = grad.float()
+        grad = order.ordered(grad, slot.strides)
+        self._sumsq = None
+        self.net.settle()  # the node that used the weights is done: they may be updated
+        try:
+            self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
+        except RuntimeError as error:
+            raise GeminiError(f"{slot.name}: {error}") from None
+
+    def grad_dtype(self, slot: Slot) -> torch.dtype:
+        """The dtype in which a gradient is kept."""
+        return torch.float32 if self.settings.is_grad_f32 else slot.dtype
+
+    def forget_norm(self) -> None:
+        """A gradient has changed: the norm must be computed again."""
+        self._sumsq = None
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise GeminiError("this engine is closed: call gemini_strategy.manage() again")
+
+    def slot_of(self, parameter: torch.Tensor) -> Slot:
+        """The slot of one of this engine's parameters."""
+        slot = getattr(parameter, "_gm_slot", None)
+        if slot is None or slot.engine is not self:
+            raise GeminiError(
+                f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine: parameters "
+                "replaced or added after manage() are unknown to it"
+            )
+        return slot
+
+    # ---- training ----
+
+    @contextlib.contextmanager
+    def ends_step(self) -> Iterator[None]:
+        """See Engine.ends_step."""
+        self.check_open()
+        if self.optimizer is not None and self.ranks.size > 1:
+            agreement.check_hyperparameters(self, "backward(step=True)", ())
+        if self.optimizer is None or self.scaler is not None or self.clip_factor != 1.0:
+            yield
+            return
+        updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
+        with self.step_in_backward.announced(updates):
+            yield
+
+    def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
+        """What a step updates where there is a gradient: slots in the order of the groups, and their groups."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            for parameter in group["params"]:
+                slot = self.slot_of(parameter)
+                if slot.has_moments:
+                    yield slot, group
+                elif slot.has_grad_home:
+                    raise GeminiError(
+                        f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
+                        "engine.close() and manage() again"
+                    )
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale; itself without one. Backward belongs into `accept_scaled`."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    @contextlib.contextmanager
+    def accept_scaled(self) -> Iterator[None]:
+        """Inside, gradients are taken as scaled: for loops that call backward themselves."""
+        self.check_open()
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def _measure_grads(self) -> tuple[float, int]:
+        """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
+        self.check_open()
+        slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
+        self.step_in_backward.check_read(slots)
+        ids = sorted(slot.id for slot in slots)
+        fields = {"is_known": self._sumsq is not None and self._sumsq[0] == ids}
+        everyone = agreement.check_step(self, "gradient norm", slots, fields)
+        if not all(own["is_known"] for own in everyone):
+            self._sumsq = ids, self.core.grad_sumsq(ids, self.stream())
+        return self._sumsq[1]
+
+    def grad_norm(self) -> float:
+        """See Engine.grad_norm."""
+        squares, _ = self._measure_grads()
+        return math.sqrt(squares) / (self.scaler.scale if self.scaler is not None else 1.0)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """See Engine.clip_grad_norm_."""
+        if float(norm_type) != 2.0:
+            raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm={max_norm!r} must not be negative")
+        norm = self.grad_norm()
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"The total norm of order 2.0 of the gradients is non-finite ({norm}), so it cannot be "
+                "clipped; set error_if_nonfinite=False to go on"
+            )
+        if self.scaler is None or math.isfinite(norm):
+            self.clip_factor = clip_coefficient(norm, float(max_norm))
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def clip_grad_value_(self, value: float) -> None:
+        """See Engine.clip_grad_value_."""
+        if not value >= 0:
+            raise ValueError(f"value={value!r} must not be negative")
+        self.check_open()
+        bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
+        slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
+        self.step_in_backward.check_read(slots)
+        for slot in slots:
+            slot.clamp_grad(bound)
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """What is behind `optimizer.step()`."""
+        self.check_open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.recover()
+        work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
+        shown: list[Slot] = []
+        if self.ranks.size > 1:
+            present = [slot for slot, _ in work]
+            shown = agreement.check_hyperparameters(self, "optimizer step", present)
+        if not work:
+            self.step_in_backward.give_up()
+            return loss
+        divisor = 1.0
+        if self.scaler is not None:
+            divisor = self.scaler.scale
+            _, nonfinite = self._measure_grads()
+            if nonfinite:
+                self.scaler.update(True)
+                self._skipped += 1
+                self.clip_factor = 1.0
+                self.note_step(self.core.stats())
+                return loss
+        updates = [self._update(slot, group, divisor) for slot, group in work]
+        self.step_in_backward.check_step(updates)
+        self._refresh_memory()
+        self._run_step(updates)
+        self.step_in_backward.done(slot for slot, _ in work)
+        for slot, group in work:
+            if slot.count_update():
+                _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
+            # torch's get_state_dict() makes such a step behind the model's state dict.
+            slot.note_change(is_same=float(group["lr"]) == 0.0)
+        for slot in shown if self.ranks.shard.size > 1 else ():
+            slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
+        if self.scaler is not None:
+            self.scaler.update(False)
+        self.clip_factor = 1.0
+        self.steps += 1
+        self.ranks.when = f" after step {self.steps}"
+        self.note_step(self.core.stats())
+        return loss
+
+    def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
+        try:
+            with agreement.naming_units(self), self.ranks.explaining():
+                self.core.step(updates, self.stream())
+        except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
+            self.ranks.abort(f"optimizer step: {error}")
+            raise
+
+    def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
+        """One parameter's part of a step, as the core takes it."""
+        numbers = (*managed.hyperparameters(group), slot.adam_step + 1, *managed.mode(group))
+        return (slot.id, *numbers, divisor, self.clip_factor)
+
+    def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
+        self.check_open()
+        self.recover()
+        slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
+        for slot in slots:
+            self.step_in_backward.check_change(slot)
+        self.clip_factor = 1.0
+        self._sumsq = None
+        for slot in slots:
+            if set_to_none:
+                slot.drop_grad()
+            else:
+                slot.zero_grad()
+
+    def recover(self) -> None:
+        """Leaves units that an interrupt (KeyboardInterrupt in forward) has left entered."""
+        self.begin_pass()
+        for unit in self.units:
+            while unit.is_entered:
+                unit.leave()
+
+    # ---- the rest ----
+
+    def stats(self) -> dict[str, int | float]:
+        """See Engine.stats."""
+        self.check_open()
+        return {
+            "steps": self.steps,
+            "skipped_steps": self._skipped,
+            "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
+            "parameters": sum(math.prod(s.shape) for s in self.slots),
+            **self.core.stats(),
+            **self.figures(),
+        }

@@ -1,0 +1,98 @@
+"""What a person sees of the package: its names, an engine's names, and an engine in one line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gemini_strategy as gs
+
+
+def public(thing: object) -> list[str]:
+    return [name for name in dir(thing) if not name.startswith("_")]
+
+
+def test_the_package_shows_what_is_for_use() -> None:
+    assert public(gs) == [
+        "CPUAdam",
+        "Engine",
+        "GeminiDeviceError",
+        "GeminiError",
+        "GeminiMemoryError",
+        "GuardError",
+        "HybridAdam",
+        "LossScaler",
+        "cast_model_",
+        "engine_of",
+        "errors",
+        "grad_norm",
+        "manage",
+        "optim",
+        "parse_bytes",
+    ]
+    assert all(hasattr(gs, name) for name in public(gs))
+
+
+def test_an_engine_shows_what_is_for_use() -> None:
+    engine = gs.manage(nn.Linear(2, 2), device="cpu")
+    assert public(engine) == [
+        "backward",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "close",
+        "closed",
+        "device",
+        "ends_step",
+        "full_parameter",
+        "full_parameters",
+        "grad_norm",
+        "load_model_state_dict",
+        "load_optimizer_state_dict",
+        "load_state_dict",
+        "meter",
+        "model",
+        "model_state_dict",
+        "optimizer",
+        "optimizer_state_dict",
+        "precision",
+        "ranks",
+        "report",
+        "scaler",
+        "state_dict",
+        "stats",
+        "step",
+        "timeline",
+        "zero_grad",
+    ]
+    documented = [getattr(gs.Engine, name).__doc__ for name in public(gs.Engine)]
+    assert all(documented)
+    engine.close()
+
+
+def test_an_engine_in_one_line() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = gs.manage(model, optimizer, device="cpu", device_budget="1GB")
+    about = "<Engine: Linear on cpu, 1 GB of device memory, policy auto"
+    assert repr(engine) == f"{about}, no plan yet, 1 rank>"
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert repr(engine).startswith(f"{about}, a plan with ")
+    engine.close()
+    assert repr(engine) == "<Engine: Linear on cpu, closed>"
+
+
+def test_an_engine_is_not_copied() -> None:
+    engine = gs.manage(nn.Linear(2, 2), device="cpu")
+    for act in (copy.copy, copy.deepcopy):
+        with pytest.raises(gs.GeminiError, match="cannot be copied"):
+            act(engine)
+    with pytest.raises(gs.GeminiError, match="cannot be pickled"):
+        pickle.dumps(engine)
+    engine.close()
