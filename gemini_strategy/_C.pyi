@@ -96,7 +96,7 @@ class Core:
     def __new__(
         cls,
         ordinal: int,
-        params: Sequence[tuple[int, int, int, bool, bool, bool]],
+        params: Sequence[tuple[int, int, int, bool, bool, bool, str]],
         unit_params: Sequence[int],
         unit_begin: Sequence[int],
         chunk_bytes: int,

@@ -151,7 +151,7 @@ class Runtime(Uncopied, Reporting):
         external = self.memory.external_bytes(0)
         self.core = _C.Core(
             ordinal=self.device.index if is_cuda else -1,
-            params=specs,
+            params=[(*s, slot.name) for s, slot in zip(specs, registration.slots, strict=True)],
             unit_params=unit_params,
             unit_begin=unit_begin,
             chunk_bytes=chunk_bytes,

@@ -27,7 +27,7 @@ static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
 
 /* ---- construction ---- */
 
-/* params: sequence of (numel, weight_bytes, format, has_low, has_moments, has_grad). */
+/* params: sequence of (numel, weight_bytes, format, has_low, has_moments, has_grad, name). */
 static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
 {
     Py_ssize_t n = PySequence_Size(sequence);
@@ -44,8 +44,9 @@ static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
         unsigned long long numel;
         unsigned int weight_bytes;
         int format, has_low, has_moments, has_grad;
-        int is_parsed = item && PyArg_ParseTuple(item, "KIippp", &numel, &weight_bytes, &format,
-                                                 &has_low, &has_moments, &has_grad);
+        const char *name;
+        int is_parsed = item && PyArg_ParseTuple(item, "KIippps", &numel, &weight_bytes, &format,
+                                                 &has_low, &has_moments, &has_grad, &name);
         Py_XDECREF(item);
         if (!is_parsed) {
             free(params);
@@ -58,6 +59,7 @@ static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
             .has_low = has_low,
             .has_moments = has_moments,
             .has_grad = has_grad,
+            .name = name,
         };
     }
     *out_n = (uint32_t)n;

@@ -4,23 +4,24 @@
 #include <stdlib.h>
 #include <string.h>
 
-static gm_status check_field(const gm_param *p, uint32_t id, gm_field field)
+static gm_status check_field(const gm_engine *engine, uint32_t id, gm_field field)
 {
+    const gm_param *p = &engine->params[id];
     bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
     if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
-        return GM_FAIL(GM_ERR_STATE, "parameter %u has no %s", id,
+        return GM_FAIL(GM_ERR_STATE, "%s has no %s", gm_engine_name(engine, id),
                        is_moment ? "moments" : "gradient");
     }
     return GM_OK;
 }
 
-static gm_status check_grad(const gm_param *p, uint32_t id, gm_field field)
+static gm_status check_grad(const gm_engine *engine, uint32_t id, gm_field field)
 {
-    return field == GM_FIELD_GRAD && p->is_used_up
+    return field == GM_FIELD_GRAD && engine->params[id].is_used_up
                ? GM_FAIL(GM_ERR_STATE,
-                         "the gradient of parameter %u was used up by the update inside "
+                         "the gradient of %s was used up by the update inside "
                          "backward(step=True); read it after a backward without step=True",
-                         id)
+                         gm_engine_name(engine, id))
                : GM_OK;
 }
 
@@ -28,10 +29,10 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
 {
     GM_TRY(gm_engine_check_param(engine, id));
     const gm_param *p = &engine->params[id];
-    GM_TRY(check_field(p, id, field));
+    GM_TRY(check_field(engine, id, field));
     GM_TRY(gm_call_begin(engine));
     gm_window_spoil(engine); /* the host waits */
-    gm_status status = check_grad(p, id, field);
+    gm_status status = check_grad(engine, id, field);
     status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
     if (status == GM_OK && field != GM_FIELD_GRAD) {
         status = gm_watch_poll(engine);
@@ -51,7 +52,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
 {
     GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
-    GM_TRY(check_field(p, id, field));
+    GM_TRY(check_field(engine, id, field));
     GM_TRY(gm_call_begin(engine));
     gm_status status = gm_update_check_between(engine, p->place.chunk);
     status = status == GM_OK ? gm_watch_poll(engine) : status;
@@ -78,13 +79,13 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
     GM_TRY(gm_engine_check_param(engine, id));
     const gm_param *p = &engine->params[id];
     if (first > p->spec.numel || n > p->spec.numel - first) {
-        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of parameter %u, which has %llu of them",
-                       (unsigned long long)first, (unsigned long long)(first + n), id,
-                       (unsigned long long)p->spec.numel);
+        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of %s, which has %llu of them",
+                       (unsigned long long)first, (unsigned long long)(first + n),
+                       gm_engine_name(engine, id), (unsigned long long)p->spec.numel);
     }
     if (field != GM_FIELD_MASTER && (field != GM_FIELD_WEIGHT || p->spec.has_low)) {
-        return GM_FAIL(GM_ERR_ARG, "field %d of parameter %u cannot be filled in parts", (int)field,
-                       id);
+        return GM_FAIL(GM_ERR_ARG, "field %d of %s cannot be filled in parts", (int)field,
+                       gm_engine_name(engine, id));
     }
     GM_TRY(gm_call_begin(engine));
     uint64_t begin = first > p->part_first ? first : p->part_first;

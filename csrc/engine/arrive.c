@@ -57,9 +57,9 @@ static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_
     if (p->is_used_up) {
         return GM_FAIL(
             GM_ERR_STATE,
-            "a gradient arrived for parameter %u, whose last one was used up by the update "
+            "a gradient arrived for %s, whose last one was used up by the update "
             "inside backward(step=True); call optimizer.zero_grad() before the next backward",
-            (unsigned)(p - engine->params));
+            gm_engine_name(engine, (uint32_t)(p - engine->params)));
     }
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
@@ -78,8 +78,9 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, g
     GM_TRY(gm_engine_check_param(engine, id));
     GM_TRY(gm_call_begin(engine));
     gm_param *p = &engine->params[id];
-    gm_status status = p->spec.has_grad ? take_grad(engine, p, grad, dtype, stream)
-                                        : GM_FAIL(GM_ERR_ARG, "parameter %u takes no gradient", id);
+    gm_status status =
+        p->spec.has_grad ? take_grad(engine, p, grad, dtype, stream)
+                         : GM_FAIL(GM_ERR_ARG, "%s takes no gradient", gm_engine_name(engine, id));
     return gm_call_end(engine, status);
 }
 

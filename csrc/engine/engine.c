@@ -75,6 +75,12 @@ gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id)
     return id < engine->n_params ? GM_OK : GM_FAIL(GM_ERR_ARG, "parameter %u does not exist", id);
 }
 
+const char *gm_engine_name(const gm_engine *engine, uint32_t id)
+{
+    const char *name = engine->params[id].spec.name;
+    return name ? name : "a parameter";
+}
+
 /* Invariant 2: what the host waited for, or mapped, since the last look. */
 uint64_t gm_engine_count_waits(const gm_engine *engine)
 {

@@ -27,6 +27,7 @@ typedef struct gm_engine_param {
     bool has_low;          /* keeps the fp32 master's low part (never for GM_F32) */
     bool has_moments;      /* Adam's m and v */
     bool has_grad;         /* the engine takes its gradient */
+    const char *name;      /* in errors; copied; NULL: it has none */
 } gm_engine_param;
 
 typedef struct gm_engine_options {

@@ -302,6 +302,8 @@ static inline size_t gm_sums_bytes(const gm_engine *engine)
 
 /* engine.c */
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
+/* As errors name it. */
+const char *gm_engine_name(const gm_engine *engine, uint32_t id);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
                               gm_piece piece);           /* as bytes */

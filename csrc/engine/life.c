@@ -2,6 +2,7 @@
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
 static uint32_t kind_of(const gm_engine_param *spec)
@@ -59,6 +60,9 @@ static void engine_free(gm_engine *engine)
     if (engine->device) {
         engine->device->ops->free(engine->device);
     }
+    for (uint32_t i = 0; engine->params && i < engine->n_params; i++) {
+        free((void *)engine->params[i].spec.name);
+    }
     free(engine->params);
     free(engine->unit_chunks);
     free(engine->unit_begin);
@@ -95,6 +99,13 @@ void gm_engine_unref(gm_engine *engine)
     }
 }
 
+/* NULL as well when there is no memory: errors do without it. */
+static char *copy_name(const char *name)
+{
+    char *copy = name ? malloc(strlen(name) + 1) : NULL;
+    return copy ? strcpy(copy, name) : NULL;
+}
+
 static gm_status copy_params(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = options->n_params;
@@ -107,6 +118,7 @@ static gm_status copy_params(gm_engine *engine, const gm_engine_options *options
     }
     for (uint32_t i = 0; i < n; i++) {
         engine->params[i].spec = options->params[i];
+        engine->params[i].spec.name = copy_name(options->params[i].name);
         specs[i] = (gm_param_spec){
             .numel = options->params[i].numel,
             .kind = kind_of(&options->params[i]),

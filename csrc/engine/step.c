@@ -21,7 +21,7 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
         GM_TRY(gm_engine_check_param(engine, updates[i].param));
         const gm_param *p = &engine->params[updates[i].param];
         if (!p->spec.has_moments || (needs_grads && !p->has_grad)) {
-            return GM_FAIL(GM_ERR_ARG, "parameter %u has no %s", updates[i].param,
+            return GM_FAIL(GM_ERR_ARG, "%s has no %s", gm_engine_name(engine, updates[i].param),
                            p->spec.has_moments ? "gradient" : "moments");
         }
         gm_adam_scalars scalars;
@@ -77,9 +77,9 @@ static gm_status check_not_used_up(const gm_engine *engine, const gm_update *upd
     for (uint32_t i = 0; !engine->update.is_armed && i < n; i++) {
         if (engine->params[updates[i].param].is_used_up) {
             return GM_FAIL(GM_ERR_STATE,
-                           "the gradient of parameter %u was used up by the update inside "
+                           "the gradient of %s was used up by the update inside "
                            "backward(step=True): call zero_grad() and backward before this step",
-                           updates[i].param);
+                           gm_engine_name(engine, updates[i].param));
         }
     }
     return GM_OK;

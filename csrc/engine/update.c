@@ -236,13 +236,21 @@ bool gm_update_is_done(const gm_engine *engine, uint32_t chunk)
     return engine->update.is_armed && engine->chunk_states[chunk].updated == engine->pass.n;
 }
 
+/* The first of a chunk, as errors name it. */
+static const char *name_of(const gm_engine *engine, uint32_t chunk)
+{
+    return gm_engine_name(engine, engine->chunk_params[engine->chunk_states[chunk].first_param]);
+}
+
 gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk)
 {
     return gm_update_is_done(engine, chunk)
-               ? GM_FAIL(GM_ERR_STATE,
-                         "backward(step=True) has updated these weights already, and others not "
-                         "yet: call "
-                         "optimizer.step() before anything else uses weights, states or gradients")
+               ? GM_FAIL(
+                     GM_ERR_STATE,
+                     "%s: backward(step=True) has updated this weight already, and others not yet: "
+                     "call optimizer.step() before anything else uses weights, states or "
+                     "gradients",
+                     name_of(engine, chunk))
                : GM_OK;
 }
 
@@ -251,10 +259,12 @@ gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
     if (gm_update_is_done(engine, chunk)) {
         return gm_engine_die(
             engine,
-            GM_FAIL(GM_ERR_STATE,
-                    "weights that backward(step=True) has already updated are used again in the "
-                    "same backward (a detached use, or a gradient that comes in parts): call "
-                    "backward without step=True for this model"));
+            GM_FAIL(
+                GM_ERR_STATE,
+                "%s: a weight that backward(step=True) has already updated is used again in the "
+                "same backward (a detached use, or a gradient that comes in parts): call "
+                "backward without step=True for this model",
+                name_of(engine, chunk)));
     }
     return GM_OK;
 }
