@@ -18,13 +18,11 @@ from gemini_strategy.loading import MISSING, Weights
 from gemini_strategy.original import Original
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks import Ranks
-from gemini_strategy.rates import REFERENCE, are_tuned, machine_rates
+from gemini_strategy.rates import are_tuned, machine_rates
 from gemini_strategy.settings import POLICIES, Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 
 __all__ = ["engine_of", "manage"]
-
-RATES = tuple(REFERENCE)  # in the order of gm_rates
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -191,7 +189,7 @@ def manage(
             convert_inputs=convert_inputs,
             force_outputs_fp32=force_outputs_fp32,
             threads=threads,
-            rates=tuple(rates[name] for name in RATES),
+            rates=tuple(rates[name] for name in _C.RATES),
             is_tuned=are_tuned(where.type == "cuda"),
             report=report,
             weights=weights,

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from gemini_strategy import _C
 from gemini_strategy.loading import Weights
 from gemini_strategy.precision import Precision
 from gemini_strategy.sizes import ChunkSizes
 
 __all__ = ["POLICIES", "Settings"]
 
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine/engine.h numbers them
+POLICIES = _C.POLICIES
 
 
 @dataclass(frozen=True)
