@@ -15,9 +15,9 @@
 
 static size_t outside_bytes(void *context)
 {
-    outside *around = context;
-    return atomic_load(&around->external_bytes) +
-           (around->ordinal >= 0 ? gm_torch_alloc_bytes(around->ordinal) : 0);
+    outside *others = context;
+    return atomic_load(&others->external_bytes) +
+           (others->ordinal >= 0 ? gm_torch_alloc_bytes(others->ordinal) : 0);
 }
 
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
@@ -80,7 +80,7 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
         GM_TRY(gm_device_cuda_new(ordinal, block_bytes, &device));
     }
     options->outside_bytes = outside_bytes;
-    options->outside_context = self->around;
+    options->outside_context = self->outside;
     options->device = device; /* the engine's from here, also when it fails */
     return gm_engine_new(options, &self->engine);
 }
@@ -107,15 +107,15 @@ static void give_comms(core *self)
     }
 }
 
-static int make_around(core *self, int ordinal, Py_ssize_t external_bytes)
+static int make_outside(core *self, int ordinal, Py_ssize_t external_bytes)
 {
-    self->around = calloc(1, sizeof *self->around);
-    if (!self->around) {
+    self->outside = calloc(1, sizeof *self->outside);
+    if (!self->outside) {
         PyErr_NoMemory();
         return -1;
     }
-    self->around->ordinal = ordinal;
-    atomic_init(&self->around->external_bytes, (size_t)external_bytes);
+    self->outside->ordinal = ordinal;
+    atomic_init(&self->outside->external_bytes, (size_t)external_bytes);
     return 0;
 }
 
@@ -179,7 +179,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.unit_params = ids;
     options.unit_begin = begins;
     options.n_units = n_begins ? n_begins - 1 : 0;
-    if (make_around(self, ordinal, external_bytes) < 0 ||
+    if (make_outside(self, ordinal, external_bytes) < 0 ||
         take_workers(self, threads, &options.workers) < 0 ||
         take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
         take_comm(self, 1, replica_comm, &options.replica_comm) < 0) {
@@ -209,12 +209,12 @@ fail:
 }
 
 /* The engine's memory outlives this as long as tensors show it (leases hold references); with it must live
- * its workers and `around`, which is why both are freed only with the object and never used after close. */
+ * its workers and `outside`, which is why both are freed only with the object and never used after close. */
 static void core_release(core *self)
 {
     if (self->engine) {
-        if (self->around->ordinal >= 0) {
-            gm_torch_alloc_set_reserve(self->around->ordinal, NULL, NULL);
+        if (self->outside->ordinal >= 0) {
+            gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL);
         }
         gm_engine *engine = self->engine;
         self->engine = NULL;
@@ -240,7 +240,7 @@ static void core_dealloc(core *self)
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     core_release(self);
     gm_workers_free(self->workers);
-    free(self->around);
+    free(self->outside);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF((PyObject *)type);
