@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from gemini_strategy import _C
 from gemini_strategy.sizes import parse_bytes
 
 __all__ = ["MISSING", "POLICIES", "Arguments", "check_loss_scaling", "check_management"]
 
-POLICIES = {"auto": 0, "cpu": 1, "cuda": 2}  # as csrc/engine/engine.h numbers them
+POLICIES = _C.POLICIES
 MISSING = ("refuse", "init")  # what a parameter on the meta device is that the weights lack
 
 

@@ -16,7 +16,7 @@ from gemini_strategy.arguments import check_management
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
-from gemini_strategy.machine.rates import REFERENCE, are_tuned, machine_rates
+from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.hooks import keep_nets_on_top
 from gemini_strategy.parameters.original import Original
@@ -29,8 +29,6 @@ from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
 from gemini_strategy.weights.loading import Weights
 
 __all__ = ["engine_of", "manage"]
-
-RATES = tuple(REFERENCE)  # in the order of gm_rates
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -215,7 +213,7 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
         convert_inputs=given["convert_inputs"],
         force_outputs_fp32=given["force_outputs_fp32"],
         threads=share.threads,
-        rates=tuple(rates[name] for name in RATES),
+        rates=tuple(rates[name] for name in _C.RATES),
         is_tuned=are_tuned(is_cuda),
         report=given["report"],
         weights=given["weights"],

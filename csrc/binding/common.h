@@ -20,7 +20,8 @@ struct gm_workers *gm_py_workers(void);
 gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* host.c */
 
 extern PyMethodDef gm_py_arith_methods[]; /* arith.c */
-extern PyMethodDef gm_py_rates_methods[]; /* rates.c */
 extern PyMethodDef gm_py_host_methods[];  /* host.c */
+
+int gm_py_rates_init(PyObject *module); /* rates.c: its function and RATES */
 
 #endif

@@ -19,7 +19,7 @@ typedef struct outside {
 typedef struct core {
     PyObject_HEAD gm_engine *engine; /* NULL after close() */
     gm_workers *workers;             /* owned when the caller chose a thread count, else NULL */
-    outside *around;
+    outside *outside;
     gm_device *chaos;   /* the engine's, for its faults; NULL on every other device */
     PyObject *comms[2]; /* shards', replicas'; taken (comm.h) until close(), or NULL */
     uint32_t n_params;

@@ -15,9 +15,9 @@
 
 static size_t outside_bytes(void *context)
 {
-    outside *around = context;
-    return atomic_load(&around->external_bytes) +
-           (around->ordinal >= 0 ? gm_torch_alloc_bytes(around->ordinal) : 0);
+    outside *others = context;
+    return atomic_load(&others->external_bytes) +
+           (others->ordinal >= 0 ? gm_torch_alloc_bytes(others->ordinal) : 0);
 }
 
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
@@ -82,7 +82,7 @@ static gm_status make_engine(core *self, gm_engine_options *options, int ordinal
         GM_TRY(gm_device_cuda_new(ordinal, block_bytes, &device));
     }
     options->outside_bytes = outside_bytes;
-    options->outside_context = self->around;
+    options->outside_context = self->outside;
     options->device = device; /* the engine's from here, also when it fails */
     return gm_engine_new(options, &self->engine);
 }
@@ -109,6 +109,30 @@ static void give_comms(core *self)
     }
 }
 
+static int make_outside(core *self, int ordinal, Py_ssize_t external_bytes)
+{
+    self->outside = calloc(1, sizeof *self->outside);
+    if (!self->outside) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->outside->ordinal = ordinal;
+    atomic_init(&self->outside->external_bytes, (size_t)external_bytes);
+    return 0;
+}
+
+/* A pool of its own where a number of threads is given, else the process's. */
+static int take_workers(core *self, unsigned threads, gm_workers **out)
+{
+    gm_status made = threads > 0 ? gm_py_workers_new(threads, &self->workers) : GM_OK;
+    if (made != GM_OK) {
+        gm_py_raise(made);
+        return -1;
+    }
+    *out = threads > 0 ? self->workers : gm_py_workers();
+    return *out ? 0 : -1;
+}
+
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"ordinal",     "params",       "unit_params",   "unit_begin",
@@ -123,14 +147,13 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates = {0};
-    PyObject *shard_comm = Py_None, *replica_comm = Py_None;
+    PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOnnnnipIn(ddddddddd)dnp|OOdd", names, &ordinal, &params, &unit_params,
+            args, kwargs, "iOOOnnnnipInOdnp|OOdd", names, &ordinal, &params, &unit_params,
             &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
-            &is_grad_f32, &threads, &external_bytes, &rates.h2d, &rates.d2h, &rates.h2d_both,
-            &rates.d2h_both, &rates.host_adam, &rates.host_adam_beside, &rates.h2d_beside,
-            &rates.d2h_beside, &rates.device_adam, &state_share, &slack_bytes, &is_tuned,
-            &shard_comm, &replica_comm, &rates.gather, &rates.reduce)) {
+            &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
+            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce) ||
+        gm_py_rates_parse(figures, &rates) < 0) {
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -153,29 +176,14 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0) {
         goto fail;
     }
-    self->around = calloc(1, sizeof *self->around);
-    if (!self->around) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    self->around->ordinal = ordinal;
-    atomic_init(&self->around->external_bytes, (size_t)external_bytes);
     self->n_params = options.n_params;
     options.params = table;
     options.unit_params = ids;
     options.unit_begin = begins;
     options.n_units = n_begins ? n_begins - 1 : 0;
-    if (threads > 0) {
-        gm_status made = gm_py_workers_new(threads, &self->workers);
-        if (made != GM_OK) {
-            gm_py_raise(made);
-            goto fail;
-        }
-        options.workers = self->workers;
-    } else if (!(options.workers = gm_py_workers())) {
-        goto fail;
-    }
-    if (take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
+    if (make_outside(self, ordinal, external_bytes) < 0 ||
+        take_workers(self, threads, &options.workers) < 0 ||
+        take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
         take_comm(self, 1, replica_comm, &options.replica_comm) < 0) {
         goto fail;
     }
@@ -203,12 +211,12 @@ fail:
 }
 
 /* The engine's memory outlives this as long as tensors show it (leases hold references); with it must live
- * its workers and `around`, which is why both are freed only with the object and never used after close. */
+ * its workers and `outside`, which is why both are freed only with the object and never used after close. */
 static void core_release(core *self)
 {
     if (self->engine) {
-        if (self->around->ordinal >= 0) {
-            gm_torch_alloc_set_reserve(self->around->ordinal, NULL, NULL);
+        if (self->outside->ordinal >= 0) {
+            gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL);
         }
         gm_engine *engine = self->engine;
         self->engine = NULL;
@@ -234,7 +242,7 @@ static void core_dealloc(core *self)
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     core_release(self);
     gm_workers_free(self->workers);
-    free(self->around);
+    free(self->outside);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF((PyObject *)type);
@@ -273,10 +281,6 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
         return call_numbers(self, #name, call_##name, args, n_args, n_wanted);         \
     }
 
-NUMBER_METHOD(enter, 3, gm_engine_enter(engine, (uint32_t)v[0], v[1], (uint32_t)v[2]))
-NUMBER_METHOD(leave, 2, gm_engine_leave(engine, (uint32_t)v[0], v[1]))
-NUMBER_METHOD(touch, 2, gm_engine_touch(engine, (uintptr_t)v[0], v[1]))
-NUMBER_METHOD(release_touched, 1, gm_engine_release_touched(engine, (uint32_t)v[0]))
 NUMBER_METHOD(grad_put, 4,
               gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
                                  (gm_dtype)v[2], v[3]))
@@ -314,13 +318,6 @@ PLAIN_METHOD(check)
 PLAIN_METHOD(disarm)
 PLAIN_METHOD(drain)
 PLAIN_METHOD(catch_up)
-
-static PyObject *core_n_touched(core *self, PyObject *unused)
-{
-    (void)unused;
-    gm_engine *engine = gm_py_engine_of(self);
-    return engine ? PyLong_FromUnsignedLong(gm_engine_n_touched(engine)) : NULL;
-}
 
 /* part(param) -> (first, n) */
 static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
@@ -450,18 +447,6 @@ static PyObject *core_limit_unreduced(core *self, PyObject *const *args, Py_ssiz
     return gm_py_finish(gm_engine_limit_unreduced(engine, (size_t)v[0]));
 }
 
-static PyObject *core_weight_span(core *self, PyObject *unused)
-{
-    (void)unused;
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    uintptr_t begin, end;
-    gm_engine_weight_span(engine, &begin, &end);
-    return Py_BuildValue("KK", (unsigned long long)begin, (unsigned long long)end);
-}
-
 static PyObject *core_sums(core *self, PyObject *unused)
 {
     (void)unused;
@@ -506,11 +491,6 @@ static PyObject *torch_abi_init(PyObject *module, PyObject *unused)
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
 static PyMethodDef core_methods[] = {
-    METHOD("enter", core_enter, METH_FASTCALL, "enter(unit, stream, flags)"),
-    METHOD("leave", core_leave, METH_FASTCALL, "leave(unit, stream)"),
-    METHOD("touch", core_touch, METH_FASTCALL, "touch(address, stream)"),
-    METHOD("release_touched", core_release_touched, METH_FASTCALL, "release_touched(n_keep)"),
-    METHOD("n_touched", core_n_touched, METH_NOARGS, "n_touched() -> int"),
     METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
     METHOD("part", core_part, METH_FASTCALL,
            "part(param) -> (first, n), the elements in this rank's shard"),
@@ -536,7 +516,6 @@ static PyMethodDef core_methods[] = {
     METHOD("chunk", core_chunk, METH_FASTCALL,
            "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
            "gradients that wait)"),
-    METHOD("weight_span", core_weight_span, METH_NOARGS, "weight_span() -> (begin, end)"),
     METHOD("lease", gm_py_lease, METH_FASTCALL, "lease(param) -> lease"),
     METHOD("lease_end", gm_py_lease_end, METH_FASTCALL, "lease_end(lease)"),
     METHOD("lease_pin", gm_py_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),

@@ -33,13 +33,48 @@ static const struct {
     {"BUILT_WITH_SANITIZER", HAS_SANITIZER},
 };
 
+/* Numbers that Python code gives back to us, by name. */
+static int add_numbers(PyObject *module, const char *name, const char *const *names, int n)
+{
+    PyObject *dict = PyDict_New();
+    for (int i = 0; dict && i < n; i++) {
+        PyObject *number = PyLong_FromLong(i);
+        if (!number || PyDict_SetItemString(dict, names[i], number) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(number);
+    }
+    int result = dict ? PyModule_AddObjectRef(module, name, dict) : -1;
+    Py_XDECREF(dict);
+    return result;
+}
+
+static int add_enumerations(PyObject *module)
+{
+    static const char *const formats[] = {
+        [GM_F32] = "float32", [GM_BF16] = "bfloat16", [GM_F16] = "float16"};
+    static const char *const policies[] = {
+        [GM_POLICY_AUTO] = "auto", [GM_POLICY_CPU] = "cpu", [GM_POLICY_CUDA] = "cuda"};
+    static const char *const fields[] = {[GM_FIELD_WEIGHT] = "weight",
+                                         [GM_FIELD_MASTER] = "master",
+                                         [GM_FIELD_M] = "exp_avg",
+                                         [GM_FIELD_V] = "exp_avg_sq",
+                                         [GM_FIELD_GRAD] = "gradient"};
+    return add_numbers(module, "FORMATS", formats, sizeof formats / sizeof *formats) < 0 ||
+                   add_numbers(module, "POLICIES", policies, sizeof policies / sizeof *policies) <
+                       0 ||
+                   add_numbers(module, "FIELDS", fields, sizeof fields / sizeof *fields) < 0
+               ? -1
+               : 0;
+}
+
 static int module_exec(PyObject *module)
 {
     if (gm_py_errors_init() < 0 || PyModule_AddFunctions(module, gm_py_arith_methods) < 0 ||
-        PyModule_AddFunctions(module, gm_py_rates_methods) < 0 ||
-        PyModule_AddFunctions(module, gm_py_host_methods) < 0 || gm_py_engine_init(module) < 0 ||
-        gm_py_slot_init(module) < 0 || gm_py_grad_init(module) < 0 || gm_py_unit_init(module) < 0 ||
-        gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0) {
+        gm_py_rates_init(module) < 0 || PyModule_AddFunctions(module, gm_py_host_methods) < 0 ||
+        gm_py_engine_init(module) < 0 || gm_py_slot_init(module) < 0 ||
+        gm_py_grad_init(module) < 0 || gm_py_unit_init(module) < 0 || gm_py_net_init(module) < 0 ||
+        gm_py_comm_init(module) < 0 || add_enumerations(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof built_with / sizeof built_with[0]; i++) {

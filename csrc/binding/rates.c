@@ -1,6 +1,8 @@
 /* rates.c - rates for Python, and the function of gemini_strategy._C that measures those of this machine. */
 #include "binding/plan.h"
 
+#include <stddef.h>
+
 #include "engine/rates.h"
 
 static gm_status measure(int ordinal, unsigned threads, size_t block_bytes, gm_rates *out)
@@ -23,12 +25,53 @@ done:
     return status;
 }
 
+/* Those that are measured, in the order of RATES. */
+static const struct {
+    const char *name;
+    size_t offset;
+} figures[] = {
+    {"h2d", offsetof(gm_rates, h2d)},
+    {"d2h", offsetof(gm_rates, d2h)},
+    {"h2d_both", offsetof(gm_rates, h2d_both)},
+    {"d2h_both", offsetof(gm_rates, d2h_both)},
+    {"host_adam", offsetof(gm_rates, host_adam)},
+    {"host_adam_beside", offsetof(gm_rates, host_adam_beside)},
+    {"h2d_beside", offsetof(gm_rates, h2d_beside)},
+    {"d2h_beside", offsetof(gm_rates, d2h_beside)},
+    {"device_adam", offsetof(gm_rates, device_adam)},
+};
+enum { N_FIGURES = sizeof figures / sizeof *figures };
+
 PyObject *gm_py_rates(const gm_rates *r)
 {
-    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "h2d", r->h2d, "d2h", r->d2h,
-                         "h2d_both", r->h2d_both, "d2h_both", r->d2h_both, "host_adam",
-                         r->host_adam, "host_adam_beside", r->host_adam_beside, "h2d_beside",
-                         r->h2d_beside, "d2h_beside", r->d2h_beside, "device_adam", r->device_adam);
+    PyObject *dict = PyDict_New();
+    for (size_t i = 0; dict && i < N_FIGURES; i++) {
+        double figure = *(const double *)(const void *)((const char *)r + figures[i].offset);
+        PyObject *value = PyFloat_FromDouble(figure);
+        if (!value || PyDict_SetItemString(dict, figures[i].name, value) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+int gm_py_rates_parse(PyObject *sequence, gm_rates *out)
+{
+    if (PySequence_Size(sequence) != N_FIGURES) {
+        PyErr_Format(PyExc_ValueError, "rates are %d figures", (int)N_FIGURES);
+        return -1;
+    }
+    for (size_t i = 0; i < N_FIGURES; i++) {
+        PyObject *item = PySequence_GetItem(sequence, (Py_ssize_t)i);
+        double figure = item ? PyFloat_AsDouble(item) : -1;
+        Py_XDECREF(item);
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        *(double *)(void *)((char *)out + figures[i].offset) = figure;
+    }
+    return 0;
 }
 
 PyDoc_STRVAR(rates_measure_doc,
@@ -60,7 +103,21 @@ static PyObject *rates_measure(PyObject *module, PyObject *args)
     return gm_py_rates(&r);
 }
 
-PyMethodDef gm_py_rates_methods[] = {
+static PyMethodDef methods[] = {
     {"rates_measure", rates_measure, METH_VARARGS, rates_measure_doc},
     {NULL, NULL, 0, NULL},
 };
+
+int gm_py_rates_init(PyObject *module)
+{
+    PyObject *names = PyTuple_New(N_FIGURES);
+    for (size_t i = 0; names && i < N_FIGURES; i++) {
+        PyObject *text = PyUnicode_FromString(figures[i].name);
+        if (!text || PyTuple_SetItem(names, (Py_ssize_t)i, text) < 0) {
+            Py_CLEAR(names);
+        }
+    }
+    int result = names ? PyModule_AddObjectRef(module, "RATES", names) : -1;
+    Py_XDECREF(names);
+    return result < 0 ? -1 : PyModule_AddFunctions(module, methods);
+}

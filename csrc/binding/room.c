@@ -22,7 +22,7 @@ PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_arg
     if (!engine || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
         return NULL;
     }
-    size_t before = atomic_exchange(&self->around->external_bytes, (size_t)v[0]);
+    size_t before = atomic_exchange(&self->outside->external_bytes, (size_t)v[0]);
     /* What somebody else held while a pass was traced is no need of that pass. */
     return before > v[0] + FALL ? forget_outside(engine) : Py_NewRef(Py_None);
 }

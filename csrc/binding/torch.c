@@ -5,6 +5,40 @@
 
 gm_py_torch gm_torch;
 
+/* torch's own, whatever stands in their places on torch.Tensor or on a parameter's class. */
+static int find_originals(void)
+{
+    static const struct {
+        PyObject **place;
+        const char *attribute, *method;
+    } originals[] = {
+        {&gm_torch.get_data_ptr, "data_ptr", NULL},
+        {&gm_torch.set_data, "data", "__set__"},
+        {&gm_torch.get_grad, "grad", "__get__"},
+        {&gm_torch.set_grad, "grad", "__set__"},
+    };
+    PyObject *torch_c = PyImport_ImportModule("torch._C");
+    PyObject *base = torch_c ? PyObject_GetAttrString(torch_c, "TensorBase") : NULL;
+    Py_XDECREF(torch_c);
+    for (size_t i = 0; base && i < sizeof originals / sizeof *originals; i++) {
+        PyObject *found = PyObject_GetAttrString(base, originals[i].attribute);
+        if (found && originals[i].method) {
+            PyObject *descriptor = found;
+            found = PyObject_GetAttrString(descriptor, originals[i].method);
+            Py_DECREF(descriptor);
+        }
+        if (!found) {
+            Py_CLEAR(base);
+        }
+        *originals[i].place = found;
+    }
+    if (!base) {
+        return -1;
+    }
+    Py_DECREF(base);
+    return 0;
+}
+
 int gm_py_torch_init(void)
 {
     static bool is_done;
@@ -58,35 +92,9 @@ int gm_py_torch_init(void)
         }
         *functions[i].place = found;
     }
-    /* torch's own, whatever stands in their places on torch.Tensor or on a parameter's class. */
-    static const struct {
-        PyObject **place;
-        const char *attribute, *method;
-    } originals[] = {
-        {&gm_torch.get_data_ptr, "data_ptr", NULL},
-        {&gm_torch.set_data, "data", "__set__"},
-        {&gm_torch.get_grad, "grad", "__get__"},
-        {&gm_torch.set_grad, "grad", "__set__"},
-    };
-    PyObject *torch_c = PyImport_ImportModule("torch._C");
-    PyObject *base = torch_c ? PyObject_GetAttrString(torch_c, "TensorBase") : NULL;
-    Py_XDECREF(torch_c);
-    for (size_t i = 0; base && i < sizeof originals / sizeof *originals; i++) {
-        PyObject *found = PyObject_GetAttrString(base, originals[i].attribute);
-        if (found && originals[i].method) {
-            PyObject *descriptor = found;
-            found = PyObject_GetAttrString(descriptor, originals[i].method);
-            Py_DECREF(descriptor);
-        }
-        if (!found) {
-            Py_CLEAR(base);
-        }
-        *originals[i].place = found;
-    }
-    if (!base) {
+    if (find_originals() < 0) {
         return -1;
     }
-    Py_DECREF(base);
     /* Builds of torch without CUDA do not have it, and do not need it. */
     PyObject *module = PyImport_ImportModule("torch._C");
     gm_torch.raw_stream = module ? PyObject_GetAttrString(module, "_cuda_getCurrentRawStream") : 0;

@@ -103,7 +103,6 @@ enum { HUGE_PAGE_BYTES = 2 << 20 };
 struct gm_arena {
     char *base; /* NULL if bytes == 0; a multiple of HUGE_PAGE_BYTES */
     size_t bytes;
-    bool has_huge_pages;
     pid_t owner; /* only there is the region mapped */
 };
 
@@ -155,7 +154,7 @@ static gm_status map_region(gm_arena *arena, size_t bytes)
     if (after) {
         munmap(mapped + mapped_bytes - after, after);
     }
-    arena->has_huge_pages = madvise(arena->base, bytes, MADV_HUGEPAGE) == 0;
+    (void)madvise(arena->base, bytes, MADV_HUGEPAGE); /* faster where it is granted */
     /* A child that writes nothing would still make the parent copy page after page, and a page
      * copied away under a device that reads the old one loses data. */
     if (madvise(arena->base, gm_round_up(bytes, page_bytes), MADV_DONTFORK) != 0) {
@@ -228,9 +227,4 @@ void *gm_arena_base(const gm_arena *arena)
 size_t gm_arena_bytes(const gm_arena *arena)
 {
     return arena->bytes;
-}
-
-bool gm_arena_has_huge_pages(const gm_arena *arena)
-{
-    return arena->has_huge_pages;
 }

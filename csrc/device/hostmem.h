@@ -23,6 +23,5 @@ gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out);
 void gm_arena_free(gm_arena *arena); /* NULL is fine */
 void *gm_arena_base(const gm_arena *arena);
 size_t gm_arena_bytes(const gm_arena *arena);
-bool gm_arena_has_huge_pages(const gm_arena *arena); /* madvise(MADV_HUGEPAGE) was accepted */
 
 #endif

@@ -514,6 +514,7 @@ typedef struct gm_inputs {
 void gm_inputs_init(gm_engine *engine, const gm_engine_options *options);
 void gm_inputs_note_run(gm_engine *engine, uint32_t trace); /* a pass has ended */
 void gm_inputs_forget_runs(gm_engine *engine);
+enum { GM_MOST_TRIES = 4 }; /* of plans that do not fit what the device has by now */
 gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in);
 void gm_inputs_free(gm_inputs *in);
 /* Blocks that a plan may have: what the budget and the device leave beside everything else at its peak. */

@@ -25,7 +25,6 @@ void gm_planner_learn(gm_engine *engine, const gm_trace *trace)
 /* When another process has taken memory meanwhile, the plan is made again for what could be had. */
 static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
 {
-    enum { MOST_TRIES = 4 };
     for (int i = 0;; i++) {
         uint32_t n_blocks = 0;
         size_t bytes = gm_plan_n_blocks(plan) * engine->device->block_bytes;
@@ -38,7 +37,7 @@ static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
         }
         gm_plan_free(plan);
         (void)gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL);
-        if (status != GM_ERR_NOMEM || i == MOST_TRIES) {
+        if (status != GM_ERR_NOMEM || i == GM_MOST_TRIES) {
             return status;
         }
         size_t had = n_blocks * engine->device->block_bytes, has = gm_inputs_device_bytes(engine);

@@ -223,10 +223,9 @@ static gm_status part_from_plan(gm_engine *engine)
 
 static gm_status plan_from(gm_engine *engine, gm_inputs *in)
 {
-    enum { MOST_TRIES = 4 };
     gm_plan *plan;
     bool is_done = false;
-    for (int i = 0; i < MOST_TRIES && !is_done; i++) {
+    for (int i = 0; i < GM_MOST_TRIES && !is_done; i++) {
         GM_TRY(make_common_plan(engine, in, &plan));
         if (!plan) {
             return part_from_plan(engine);

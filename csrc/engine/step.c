@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ISSUED_AT_ONCE = 8 }; /* pending updates that step() itself issues: the pipeline starts */
-
 static int compare_updates(const void *a, const void *b)
 {
     uint32_t left = ((const gm_update *)a)->param, right = ((const gm_update *)b)->param;
@@ -47,7 +45,7 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
         }
     }
     bool is_planned = engine->room.plan && !gm_watch_is_any(engine);
-    GM_TRY(gm_update_issue_some(engine, is_planned ? ISSUED_AT_ONCE : UINT32_MAX));
+    GM_TRY(gm_update_issue_some(engine, is_planned ? GM_ISSUED_BY_STEP : UINT32_MAX));
     return gm_watch_renew(engine);
 }
 

@@ -117,11 +117,6 @@ uint32_t gm_layout_n_chunks(const gm_layout *layout)
     return layout->n_chunks;
 }
 
-uint32_t gm_layout_n_params(const gm_layout *layout)
-{
-    return layout->n_params;
-}
-
 const gm_chunk_shape *gm_layout_chunk(const gm_layout *layout, uint32_t chunk)
 {
     GM_ASSERT(chunk < layout->n_chunks);

@@ -61,7 +61,6 @@ gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t c
                         uint32_t n_shards, gm_layout **out);
 void gm_layout_free(gm_layout *layout); /* NULL is fine */
 uint32_t gm_layout_n_chunks(const gm_layout *layout);
-uint32_t gm_layout_n_params(const gm_layout *layout);
 const gm_chunk_shape *gm_layout_chunk(const gm_layout *layout, uint32_t chunk);
 const gm_param_place *gm_layout_param(const gm_layout *layout, uint32_t param);
 /* Identifies the layout: equal on ranks with equal models.  FNV-1a over all places. */

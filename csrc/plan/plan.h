@@ -49,6 +49,9 @@ typedef enum gm_class {
     GM_N_CLASSES
 } gm_class;
 
+/* Pending updates that a step itself issues: the pipeline starts.  Plans count on it. */
+#define GM_ISSUED_BY_STEP 8u
+
 typedef enum gm_when {
     GM_DEFERRED, /* updates run under the next forward, in the order of its use */
     /* A chunk is updated as soon as its gradient is complete and the pass needs its weights no more; a plan may put

@@ -17,7 +17,6 @@
 
 #define MANY_NODES    40000u /* a step of more is followed twice instead of three times */
 #define SLICE_SECONDS 1.5e-5 /* that a slice costs beside its bytes */
-#define ISSUED_AT_END 8u     /* pending updates that the step itself issues */
 
 typedef struct gm_item { /* one piece of one chunk */
     uint32_t filled, used, homed;
@@ -436,7 +435,8 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         }
     }
     r->load = &loads[0];
-    for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < ISSUED_AT_END; i++) {
+    for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < GM_ISSUED_BY_STEP;
+         i++) {
         n_issued += r->is_pending[r->plan->order[i]];
         update(r, r->plan->order[i]);
     }

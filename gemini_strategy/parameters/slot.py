@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
 
-# As csrc/base/base.h numbers them.
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine/engine.h numbers fields
+FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
+_WEIGHT, _MASTER, _M, _V, _GRAD = (_C.FIELDS[name] for name in _NAMES)
 _PART = 1 << 20  # elements that are written at once
 
 

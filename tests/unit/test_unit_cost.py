@@ -219,8 +219,8 @@ def test_leave_gives_the_first_error_and_still_unpins(monkeypatch: pytest.Monkey
     assert not any(unit.is_entered for unit in engine._runtime.units)
     assert absent.is_absent(model[0].weight)
     monkeypatch.undo()
-    with pytest.raises(gs.GeminiError, match="more often than pinned"):
-        engine._runtime.core.leave(0, 0)
+    assert engine._runtime.core.shed(1 << 40)
+    assert engine._runtime.core.stats()["device_bytes"] == 0  # nothing is pinned
 
 
 def test_a_unit_before_its_start_and_a_foreign_saved_tensor_are_refused() -> None:
