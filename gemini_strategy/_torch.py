@@ -91,7 +91,13 @@ release_pool = _cuda_private("torch._C._cuda_releasePool")
 is_history_enabled = _cuda_private("torch._C._cuda_isHistoryEnabled")
 record_memory_history = _cuda_private("torch.cuda.memory._record_memory_history")
 memory_snapshot = _cuda_private("torch.cuda.memory._snapshot")
-driver_version = _cuda_private("torch._C._cuda_getDriverVersion")
+
+
+def driver_version() -> str:
+    """The CUDA that the driver offers; of a torch that does not tell, the CUDA that it was built for."""
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(torch.version.cuda if ask is None else ask())
+
 
 if _missing:
     raise ImportError(

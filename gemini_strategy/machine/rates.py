@@ -179,7 +179,7 @@ def _cpu() -> str:
 def _driver() -> str:
     """The GPU driver's version, or that of the CUDA that it offers."""
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text("/proc/driver/nvidia/version"))
-    return found.group(1) if found else str(_torch.driver_version())
+    return found.group(1) if found else _torch.driver_version()
 
 
 def _text(path: str) -> str:
