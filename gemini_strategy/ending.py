@@ -62,7 +62,8 @@ class Ending:
             raise GeminiError(f"no step has followed backward(step=True): {self._name()}: {_STEP}")
         if self.used:
             raise GeminiError(self._used_up(min(self.used)))
-        self._is_armed = self._engine.core.arm(updates)
+        # Memory that was given away is looked at before a step: there is none inside a backward.
+        self._is_armed = not self._engine.lent and self._engine.core.arm(updates)
         self._numbers = {update[0]: update for update in updates}
         try:
             yield
@@ -71,7 +72,7 @@ class Ending:
             if closed is not None:
                 error.add_note(f"{closed}; {WAY_OUT}")
             raise
-        self._now(waits=True)
+        self.waits = True
 
     def give_up(self) -> str | None:
         """The step will not come: None if nothing has changed, else what has closed the engine.
@@ -80,7 +81,7 @@ class Ending:
         """
         was_armed, self._is_armed = self._is_armed, False
         self._numbers = {}
-        self._now(waits=False)
+        self.waits = False
         if was_armed:
             try:
                 self._engine.core.disarm()
@@ -111,9 +112,7 @@ class Ending:
             raise GeminiError(
                 f"{slot.name}: its gradient is dropped or changed {_BETWEEN}: {_STEP}"
             )
-        if slot.id in self.used:
-            self.used.discard(slot.id)
-            self._now(self.waits)
+        self.used.discard(slot.id)
 
     def check_step(self, updates: Updates) -> None:
         """The step has come: it is the one that was announced."""
@@ -141,12 +140,7 @@ class Ending:
             self.used.update(slot.id for slot in slots)
         self._is_armed = False
         self._numbers = {}
-        self._now(waits=False)
-
-    def _now(self, waits: bool) -> None:
-        self.waits = waits
-        if self._engine.scaler is None:
-            self._engine.takes_plainly = not waits and not self.used
+        self.waits = False
 
     def _name(self) -> str:
         return self._engine._slots_by_id[min(self._numbers)].name if self._numbers else "a gradient"

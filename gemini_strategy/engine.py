@@ -81,6 +81,7 @@ class Engine(Reporting):
         self._in_backward = False
         self._steps = self._skipped = 0
         self.ending = Ending(self)
+        self.lent: set[Slot] = set()  # memory of them was given away: see loans.py
         grouped = takeover.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
         adoption = Adoption(self, grouped)
@@ -91,7 +92,6 @@ class Engine(Reporting):
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
         original.on_restore(self._abandon)
-        self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
         self._memory = DeviceMemory(settings.device)
         self._make_core(adoption)
         loading.fill(adoption.slots, ranks)
@@ -207,6 +207,7 @@ class Engine(Reporting):
                 f"{slot.name}: {error}; write it outside its module's forward, or inside "
                 "engine.full_parameter(p)"
             ) from None
+        slot.refresh("weight")
 
     def room_error(self, slot: Slot, what: str, error: BaseException) -> GeminiMemoryError:
         leases = self.core.stats()["leases"]
@@ -221,6 +222,16 @@ class Engine(Reporting):
                 f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
                 "engine.close(), set requires_grad, and manage() again"
             )
+
+    @property
+    def takes_plainly(self) -> bool:
+        """Whether the core may take gradients without asking take_grad."""
+        return self.scaler is None and not (self.ending.waits or self.ending.used or self.lent)
+
+    def collect(self) -> None:
+        """Before fields of many parameters are used: see Slot.collect."""
+        for slot in list(self.lent):
+            slot.collect()
 
     def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
         """Adds one gradient to what the engine holds for a parameter."""
@@ -243,12 +254,14 @@ class Engine(Reporting):
         if grad.dtype not in FORMATS:
             grad = grad.float()
         grad = order.ordered(grad, slot.strides)
+        slot.collect()
         self._sumsq = None
         self.net.settle()  # the node that used the weights is done: they may be updated
         try:
             self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
         except RuntimeError as error:
             raise GeminiError(f"{slot.name}: {error}") from None
+        slot.refresh("grad")
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""
@@ -340,6 +353,7 @@ class Engine(Reporting):
     def _measure_grads(self) -> tuple[float, int]:
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         self._check_open()
+        self.collect()
         slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
         self.ending.check_read(slots)
         ids = sorted(slot.id for slot in slots)
@@ -397,6 +411,7 @@ class Engine(Reporting):
         if not value >= 0:
             raise ValueError(f"value={value!r} must not be negative")
         self._check_open()
+        self.collect()
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self._slots if s.has_grad_home and self.core.has_grad(s.id)]
         self.ending.check_read(slots)
@@ -421,6 +436,7 @@ class Engine(Reporting):
             with torch.enable_grad():
                 loss = closure()
         self.recover()
+        self.collect()
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
         if self.ranks.size > 1:
             agreement.check_hyperparameters(self, "optimizer step", [slot for slot, _ in work])

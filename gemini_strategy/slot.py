@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C, absent, order
-from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
+from gemini_strategy.loans import Loan
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
 
-__all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
+__all__ = ["FORMATS", "Slot", "SlotHome", "WeightCopy", "checked_step", "merge", "split_low"]
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/base.h numbers them
 _WEIGHT, _MASTER, _M, _V, _GRAD = range(5)  # as csrc/engine.h numbers fields
@@ -39,6 +40,7 @@ class Slot(_C.Slot):
     * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
     * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
     * is_watched: what is written through `shown` is looked for when its last user goes.
+    * is_lent: there are `loans`.
     """
 
     __slots__ = (
@@ -46,11 +48,13 @@ class Slot(_C.Slot):
         "_grad",
         "_shown_lease",
         "device",
+        "entries",
         "has_grad_home",
         "has_low",
         "has_moments",
         "has_state",
         "loaded",
+        "loans",
         "low",
         "name",
         "names",
@@ -58,6 +62,7 @@ class Slot(_C.Slot):
         "original_dtype",
         "saved",
         "shape",
+        "state_changes",
         "step_count",
         "step_tensor",
         "strides",
@@ -79,9 +84,12 @@ class Slot(_C.Slot):
         self.has_low = self.has_moments = self.has_grad_home = False
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
+        self.state_changes = 0
+        self.loans: list[Loan] = []
         self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
         self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
+        self.entries: weakref.WeakSet[Any] = weakref.WeakSet()  # homes of such entries
         self.shown = self.absent = None
         self._shown_lease = 0
         self._grad: torch.Tensor | None = None
@@ -99,6 +107,7 @@ class Slot(_C.Slot):
 
     def lease(self, is_watched: bool = True) -> torch.Tensor:
         """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
+        self.collect()
         core, stream = self.engine.core, self.engine.stream()
         lease = core.lease(self.id)
         tensor = self.blob(lease)
@@ -158,6 +167,7 @@ class Slot(_C.Slot):
     def note_change(self) -> None:
         """The weight has changed: graphs that have saved it must not go on."""
         torch.autograd.graph.increment_version(self.parameter)
+        self.refresh("weight")
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
@@ -180,8 +190,27 @@ class Slot(_C.Slot):
             )
         # A copy first: `value` may be absent itself, or overlap with the target.
         source = value.detach().clone()
+        self._leave_data()
         with torch.no_grad():
             self.lease().copy_(source)
+        self.note_change()
+        self._adopt(WeightCopy(self), value)
+
+    def _leave_data(self) -> None:
+        """Whoever has the parameter's data goes on with the present values: the parameter gets other data."""
+        for entry in list(self.entries):
+            entry.leave()
+        self.entries.clear()
+        if torch._C._storage_Use_Count(torch._C._storage_address(self.absent)) > 3:
+            if self.engine.ranks.shard.size == 1:
+                with absent.plainly():
+                    absent.keep(self.absent, self.read_weight().to(self.device))
+            else:
+                absent.forget(self.absent, "this is old data (p.data = ...); clone it to keep it")
+            data = self.hide()
+            if self.open_count == 0:
+                absent.set_data(self.parameter, data)
+        self._end_loans("weight")
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -209,19 +238,85 @@ class Slot(_C.Slot):
                 f"{tuple(value.shape)} and {value.dtype}"
             )
         else:
-            self.write_grad(value.detach().clone())
+            source = value.detach().clone()
+            self._leave_grad("this gradient was replaced (p.grad = ...); clone it to keep it")
+            self.write_grad(source)
+            self._adopt(_Grad(self), value)
+
+    def _leave_grad(self, why: str) -> None:
+        """A tensor that showed the gradient shows nothing from now on."""
+        if self._grad is not None:
+            absent.forget(self._grad, why)
+            self._grad = None
+        self._end_loans("grad")
 
     def drop_grad(self) -> None:
-        """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
+        """`p.grad = None`."""
         self.engine.ending.check_change(self)
-        if self._grad is not None:
-            absent.forget(
-                self._grad,
-                "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it",
-            )
-            self._grad = None
+        self._leave_grad(
+            "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
+        )
         self.engine.written.forget_grad(self)
         self.engine.core.grad_drop(self.id)
+
+    # ---- memory that was given away: see loans.py ----
+
+    def lend(self, home: absent.Home) -> torch.Tensor:
+        """Memory with the bytes of a home of this parameter, which counts what is written there."""
+        loan = next((each for each in self.loans if each.home is home), None)
+        if loan is None:
+            loan = self._note_loan(Loan(home))
+        return loan.memory
+
+    def _adopt(self, home: absent.Home, value: torch.Tensor) -> None:
+        """torch's parameter would be what was assigned: it is the same memory, as long as somebody has that."""
+        for slot in list(self.engine.lent):
+            slot._end_loans()  # what other assignments have left
+        is_plain = not absent.is_absent(value) and value.device == self.device
+        if is_plain and all(
+            step for n, step in zip(value.shape, value.stride(), strict=True) if n > 1
+        ):
+            self._note_loan(Loan(home, value.detach()))
+
+    def _note_loan(self, loan: Loan) -> Loan:
+        self.loans.append(loan)
+        self.is_lent = True
+        self.engine.lent.add(self)
+        return loan
+
+    def _end_loans(self, field: str | None = None) -> None:
+        """Of a field that becomes another; and what nobody has any more."""
+        self.loans = [each for each in self.loans if each.home.field != field and each.is_held()]
+        self.is_lent = bool(self.loans)
+        if not self.loans:
+            self.engine.lent.discard(self)
+
+    def collect(self) -> None:
+        """Before a field is used: what was written to memory that was given away is the field's."""
+        if not self.loans:
+            return
+        loans, self.loans = self.loans, []  # what is called here finds none
+        try:
+            with absent.plainly(), torch.no_grad():
+                written = {loan.home.field for loan in loans if loan.collect()}
+        finally:
+            self.loans = loans
+            self._end_loans()
+        for field in written:
+            self.refresh(field)
+
+    def refresh(self, field: str) -> None:
+        """A field has changed: memory of it that was given away shows it."""
+        if not self.loans or self.engine.ranks.shard.size > 1:
+            return
+        loans, self.loans = self.loans, []
+        try:
+            with absent.plainly(), torch.no_grad():
+                for loan in loans:
+                    if loan.home.field == field:
+                        loan.refresh()
+        finally:
+            self.loans = loans
 
     # ---- fields ----
     #
@@ -250,6 +345,7 @@ class Slot(_C.Slot):
             self.fill_part(first, values[first : first + _PART])
 
     def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
+        self.collect()
         core, ranks = self.engine.core, self.engine.ranks
         values = self._empty(dtype)
         core.read(self.id, field, values.data_ptr())
@@ -355,6 +451,7 @@ class Slot(_C.Slot):
         self.engine.ending.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
+        self.refresh("grad")
 
     def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
@@ -370,6 +467,7 @@ class Slot(_C.Slot):
             self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
+        self.note_state_change()
 
     # ---- the optimizer's state, and what a 16-bit weight lacks ----
 
@@ -400,13 +498,20 @@ class Slot(_C.Slot):
         else:
             self.adam_step += 1
         self.loaded = self.low = None
+        self.note_state_change()
         is_first, self.has_state = not self.has_state, True
         return is_first
+
+    def note_state_change(self) -> None:
+        """Moments have changed, or what the weight lacks."""
+        self.state_changes += 1
+        self.refresh("state")
 
     def forget_state(self) -> None:
         """The next update is the first."""
         zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
         self.step_tensor = None  # whoever has it keeps the count of now
+        self._end_loans("state")
         self.write_moments(zeros, zeros, 0)
         self.has_state = False
 
@@ -479,7 +584,10 @@ def checked_step(name: str | None, step: object) -> int:
 
 
 class SlotHome(absent.Home):
-    """A home that is a field of a slot, which it does not keep."""
+    """A home that is a field of a slot, which it does not keep.
+
+    What `open` gives is a copy, but for a weight's own.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self.name = slot.name
@@ -494,11 +602,14 @@ class SlotHome(absent.Home):
             )
         return slot
 
+    def lend(self) -> torch.Tensor:
+        return self.slot.lend(self)
+
 
 class _Weight(SlotHome):
     """The chunk, for as long as the tensor that is opened lives."""
 
-    is_copy = False
+    field = "weight"
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self.slot
@@ -512,8 +623,32 @@ class _Weight(SlotHome):
             raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
         return now
 
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.refresh("weight")
+
+    def lend(self) -> torch.Tensor:
+        try:
+            return self.open(True)
+        except GeminiMemoryError:  # it would stay on the device for as long as somebody has it
+            return self.slot.lend(WeightCopy(self.slot))
+
+
+class WeightCopy(SlotHome):
+    """A weight beside the chunk."""
+
+    field = "weight"
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        return self.slot.read_weight().to(self.slot.device)
+
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.lease().copy_(values)
+        self.slot.note_change()
+
 
 class _Grad(SlotHome):
+    field = "grad"
+
     def open(self, is_written: bool) -> torch.Tensor:
         return self.slot.read_grad()
 

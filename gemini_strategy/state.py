@@ -10,7 +10,7 @@ from torch import nn
 
 from gemini_strategy import absent
 from gemini_strategy.errors import GuardError
-from gemini_strategy.slot import Slot, SlotHome
+from gemini_strategy.slot import Slot, WeightCopy
 
 if TYPE_CHECKING:
     from gemini_strategy.engine import Engine
@@ -58,13 +58,18 @@ class _StateHook:
         return type(self), (None,)
 
 
-class _Entry(SlotHome):
+def _nothing() -> None:
+    """What a weak reference gives when there is nothing any more."""
+
+
+class _Entry(WeightCopy):
     """A weight's entry in a state dict: memory on the host that follows the weight, and that the weight follows."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot)
         self.memory = slot.read_weight()
         self._version = slot.parameter._version
+        slot.entries.add(self)
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self._slot()
@@ -75,12 +80,20 @@ class _Entry(SlotHome):
             self._version = slot.parameter._version
         return self.memory
 
+    def leave(self) -> None:
+        """The parameter gets other data: the memory goes on with what it had."""
+        self.open(False)
+        self._slot = _nothing
+
     def write(self, values: torch.Tensor) -> None:
         slot = self._slot()
         if slot is not None and not slot.engine.closed:
-            slot.lease().copy_(values)
-            slot.note_change()
+            super().write(values)
             self._version = slot.parameter._version
+
+    def lend(self) -> torch.Tensor:
+        slot = self._slot()
+        return self.open(True) if slot is None or slot.engine.closed else super().lend()
 
 
 class _SaveHook(_StateHook):
