@@ -3,7 +3,7 @@
  *
  * Invariants
  *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own would have
- *      got goes to them: `frames[n - 1]` has the pair that was on top.
+ *      got goes to them: the thread's last frame has the pair that was on top.
  *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks, and from then on
  *      by the storage itself if anybody still has it.
  *   3. What was saved is handed out only in the version in which it was saved, as torch does itself.
@@ -11,6 +11,7 @@
 #include "py_unit.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 
 #include "py_engine.h"
@@ -18,6 +19,7 @@
 #include "py_saved.h"
 
 typedef struct outer {
+    unsigned long thread;    /* torch's stack of hooks is each thread's own */
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
     /* They are to see no weights: torch's checkpointing would keep them. */
     bool is_blind;
@@ -34,10 +36,22 @@ struct gm_py_net {
     outer *frames;
     size_t n_frames, frame_capacity;
     gm_running running;
+    unsigned long running_thread; /* of its innermost task */
 };
 
 PyTypeObject *gm_py_net_type;
 static gm_py_net *started; /* every net that is: the one on top packs what any of them manages */
+
+/* This thread's last frame, or NULL. */
+static outer *top_of(const gm_py_net *net)
+{
+    unsigned long thread = PyThread_get_thread_ident();
+    size_t n = net->n_frames;
+    while (n && net->frames[n - 1].thread != thread) {
+        n--;
+    }
+    return n ? &net->frames[n - 1] : NULL;
+}
 
 /* ---- the engine behind it ---- */
 
@@ -125,9 +139,17 @@ static int touch(gm_py_net *net, uintptr_t address)
     }
     bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
     uint32_t n_before = gm_engine_n_touched(engine);
-    if (is_new && task >= 0 && /* a saved tensor may be looked at outside any backward */
-        gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", NULL)) < 0) {
-        return -1;
+    if (is_new) { /* on a GPU one thread runs the nodes of all */
+        if (net->running.n && net->ordinal < 0 &&
+            net->running_thread != PyThread_get_thread_ident()) {
+            return gm_py_done(
+                PyObject_CallMethod((PyObject *)net, "refuse_thread", "O", slot_at(net, address)));
+        }
+        if (task >= 0 && /* a saved tensor may be looked at outside any backward */
+            gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", "L", task)) < 0) {
+            return -1;
+        }
+        net->running_thread = PyThread_get_thread_ident();
     }
     if ((is_new && !gm_running_push(&net->running, node, task, n_before)) ||
         !gm_running_note(&net->running, address)) {
@@ -158,8 +180,9 @@ static int touch(gm_py_net *net, uintptr_t address)
     return 0;
 }
 
-/* Outside backward nothing is needed any more.  Inside, what earlier nodes have touched is not: a node may
- * start with the recomputation of an activation, before it has unpacked any weight. */
+/* Outside backward nothing is needed any more but by tasks that other threads run, which say when they end.  Inside, what
+ * earlier nodes have touched is not: a node may start with the recomputation of an activation, before it has unpacked
+ * any weight. */
 int gm_py_net_settle(gm_py_net *net)
 {
     if (net->running.n == 0) {
@@ -172,6 +195,9 @@ int gm_py_net_settle(gm_py_net *net)
     bool is_outside = node == Py_None;
     Py_DECREF(node);
     if (is_outside) {
+        if (net->running.nodes[0].task >= 0) {
+            return 0;
+        }
         gm_running_drop(&net->running, 0);
         return release_touched(net, 0);
     }
@@ -265,7 +291,7 @@ static gm_py_net *owner_of(uintptr_t address)
 /* The user's hooks see weights, too; what they give back as it is becomes a token. */
 static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
-    const outer *below = net->n_frames ? &net->frames[net->n_frames - 1] : NULL;
+    const outer *below = top_of(net);
     if (below && below->pack && !below->is_blind) {
         saved *delegated = pack_delegated(below, tensor);
         if (!delegated || delegated->tensor != tensor) {
@@ -296,8 +322,9 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
     if (owner) {
         return pack_weight(net, owner, tensor, address);
     }
-    if (net->n_frames && net->frames[net->n_frames - 1].pack) {
-        return (PyObject *)pack_delegated(&net->frames[net->n_frames - 1], tensor);
+    const outer *below = top_of(net);
+    if (below && below->pack) {
+        return (PyObject *)pack_delegated(below, tensor);
     }
     return (PyObject *)pack_plain(tensor);
 }
@@ -367,8 +394,11 @@ static PyObject *show_token(gm_py_net *net, const saved *self)
     }
     if (self->dtype == slot->dtype &&
         self->address == gm_engine_address(gm_py_net_engine(net), (uint32_t)slot->id)) {
-        return PyObject_CallMethodObjArgs(slot->shown, gm_torch.s_as_strided, self->shape,
-                                          self->stride, NULL);
+        PyObject *shown = Py_NewRef(slot->shown); /* another thread may settle the slot */
+        PyObject *view = PyObject_CallMethodObjArgs(shown, gm_torch.s_as_strided, self->shape,
+                                                    self->stride, NULL);
+        Py_DECREF(shown);
+        return view;
     }
     return PyObject_CallMethod((PyObject *)slot, "view", "OOOK", self->shape, self->stride,
                                self->dtype, (unsigned long long)self->address);
@@ -439,7 +469,7 @@ int gm_py_net_push(gm_py_net *net)
     if (!top) {
         return -1;
     }
-    outer frame = {0};
+    outer frame = {.thread = PyThread_get_thread_ident()};
     if (top != Py_None) {
         frame.pack = PyTuple_GetItem(top, 0);
         frame.unpack = PyTuple_GetItem(top, 1);
@@ -448,9 +478,9 @@ int gm_py_net_push(gm_py_net *net)
             return -1;
         }
         const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
-        if (other &&
-            other->n_frames) { /* nets delegate past each other: each has its units on top */
-            frame = other->frames[other->n_frames - 1];
+        const outer *below = other ? top_of(other) : NULL;
+        if (below) { /* nets delegate past each other: each has its units on top */
+            frame = *below;
         } else {
             frame.is_blind = gm_py_is_checkpoint(frame.pack);
         }
@@ -470,9 +500,12 @@ int gm_py_net_push(gm_py_net *net)
     return 1;
 }
 
+/* This thread has a frame. */
 static int pop_one(gm_py_net *net)
 {
-    outer frame = net->frames[--net->n_frames];
+    outer *top = top_of(net), frame = *top;
+    size_t n_above = (size_t)(net->frames + net->n_frames-- - top) - 1;
+    memmove(top, top + 1, n_above * sizeof *top);
     PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
     Py_XDECREF(done);
     Py_XDECREF(frame.pack);
@@ -482,14 +515,19 @@ static int pop_one(gm_py_net *net)
 
 size_t gm_py_net_depth(const gm_py_net *net)
 {
-    return net->n_frames;
+    unsigned long thread = PyThread_get_thread_ident();
+    size_t depth = 0;
+    for (size_t i = 0; i < net->n_frames; i++) {
+        depth += net->frames[i].thread == thread;
+    }
+    return depth;
 }
 
 /* An interrupt passes units without their leaving: whoever is outside takes what is inside away with its own. */
 int gm_py_net_pop_to(gm_py_net *net, size_t depth)
 {
     int result = 0;
-    while (net->n_frames > depth) {
+    for (size_t n = gm_py_net_depth(net); n > depth; n--) {
         result = pop_one(net) < 0 ? -1 : result;
     }
     return result;
@@ -498,7 +536,7 @@ int gm_py_net_pop_to(gm_py_net *net, size_t depth)
 static PyObject *net_push(gm_py_net *net, PyObject *unused)
 {
     (void)unused;
-    size_t depth = net->n_frames;
+    size_t depth = gm_py_net_depth(net);
     int is_pushed = gm_py_net_push(net);
     return is_pushed < 0 ? NULL : is_pushed ? PyLong_FromSize_t(depth) : Py_NewRef(Py_None);
 }
@@ -520,14 +558,13 @@ static PyObject *net_settle(gm_py_net *net, PyObject *unused)
     return none_unless(gm_py_net_settle(net));
 }
 
-/* The current graph task has run its last node: what it has pinned, nobody reads any more. */
-static PyObject *net_end_task(gm_py_net *net, PyObject *unused)
+/* What a graph task that is over has pinned, nobody reads any more. */
+static PyObject *net_end_task(gm_py_net *net, PyObject *number)
 {
-    (void)unused;
-    long long task;
+    long long task = PyLong_AsLongLong(number);
     uint32_t n_keep;
-    if (gm_py_task(&task) < 0) {
-        return NULL;
+    if (task < 0) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     }
     return gm_py_net_is_closed(net) || !gm_running_end(&net->running, task, &n_keep)
                ? Py_NewRef(Py_None)
@@ -650,8 +687,8 @@ static PyMethodDef net_methods[] = {
     GM_PY_METHOD("pop_to", net_pop_to, METH_O, "pop_to(depth): until as many are pushed"),
     GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
     GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
-    GM_PY_METHOD("end_task", net_end_task, METH_NOARGS,
-                 "end_task(): unpins what the graph task that ends has touched"),
+    GM_PY_METHOD("end_task", net_end_task, METH_O,
+                 "end_task(task): unpins what this graph task has touched"),
     GM_PY_METHOD("find", net_find, METH_O,
                  "find(tensor) -> the slot whose bytes it shows, or None"),
     GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),

@@ -204,7 +204,7 @@ def _sweep() -> None:
     """Now and then lets go of storages that nobody has any more."""
     global _n_live
     if len(_homes) > 2 * _n_live + 16:
-        for address in [a for a in _homes if torch._C._storage_Use_Count(a) <= 1]:
+        for address in [a for a in list(_homes) if torch._C._storage_Use_Count(a) <= 1]:
             del _homes[address]
         _n_live = len(_homes)
 

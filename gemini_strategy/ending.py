@@ -72,7 +72,7 @@ class Ending:
             if closed is not None:
                 error.add_note(f"{closed}; {WAY_OUT}")
             raise
-        self.waits = True
+        self._now(waits=True)
 
     def give_up(self) -> str | None:
         """The step will not come: None if nothing has changed, else what has closed the engine.
@@ -81,7 +81,7 @@ class Ending:
         """
         was_armed, self._is_armed = self._is_armed, False
         self._numbers = {}
-        self.waits = False
+        self._now(waits=False)
         if was_armed:
             try:
                 self._engine.core.disarm()
@@ -112,7 +112,9 @@ class Ending:
             raise GeminiError(
                 f"{slot.name}: its gradient is dropped or changed {_BETWEEN}: {_STEP}"
             )
-        self.used.discard(slot.id)
+        if slot.id in self.used:
+            self.used.discard(slot.id)
+            self._now(self.waits)
 
     def check_step(self, updates: Updates) -> None:
         """The step has come: it is the one that was announced."""
@@ -140,7 +142,11 @@ class Ending:
             self.used.update(slot.id for slot in slots)
         self._is_armed = False
         self._numbers = {}
-        self.waits = False
+        self._now(waits=False)
+
+    def _now(self, waits: bool) -> None:
+        self.waits = waits
+        self._engine.choose_way()
 
     def _name(self) -> str:
         return self._engine._slots_by_id[min(self._numbers)].name if self._numbers else "a gradient"

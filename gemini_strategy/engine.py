@@ -91,6 +91,7 @@ class Engine(Reporting):
         self._slots_by_id = {slot.id: slot for slot in self._slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self._slots)
         self.scaler = scaler if is_half else None
+        self.choose_way()
         original.on_restore(self._abandon)
         self._memory = DeviceMemory(settings.device)
         self._make_core(adoption)
@@ -223,10 +224,10 @@ class Engine(Reporting):
                 "engine.close(), set requires_grad, and manage() again"
             )
 
-    @property
-    def takes_plainly(self) -> bool:
+    def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
-        return self.scaler is None and not (self.ending.waits or self.ending.used or self.lent)
+        is_asked = self.ending.waits or self.ending.used or self.lent
+        self.takes_plainly = self.scaler is None and not is_asked
 
     def collect(self) -> None:
         """Before fields of many parameters are used: see Slot.collect."""

@@ -128,11 +128,13 @@ class Slot(_C.Slot):
         return self.absent
 
     def show(self) -> None:
-        """Makes `shown`."""
-        self._shown_lease = self.engine.core.lease(self.id)
-        self.shown = self.blob(self._shown_lease)
-        self.shown_storage = torch._C._storage_address(self.shown)
-        self.shown_count = torch._C._storage_Use_Count(self.shown_storage)
+        """Makes `shown`, unless another thread does meanwhile."""
+        lease = self.engine.core.lease(self.id)
+        shown = self.blob(lease)
+        if self.shown is None:
+            self._shown_lease, self.shown = lease, shown
+            self.shown_storage = torch._C._storage_address(shown)
+            self.shown_count = torch._C._storage_Use_Count(self.shown_storage)
 
     def view(
         self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
@@ -280,16 +282,18 @@ class Slot(_C.Slot):
 
     def _note_loan(self, loan: Loan) -> Loan:
         self.loans.append(loan)
-        self.is_lent = True
-        self.engine.lent.add(self)
+        self._note_loans()
         return loan
 
     def _end_loans(self, field: str | None = None) -> None:
         """Of a field that becomes another; and what nobody has any more."""
         self.loans = [each for each in self.loans if each.home.field != field and each.is_held()]
+        self._note_loans()
+
+    def _note_loans(self) -> None:
         self.is_lent = bool(self.loans)
-        if not self.loans:
-            self.engine.lent.discard(self)
+        (self.engine.lent.add if self.loans else self.engine.lent.discard)(self)
+        self.engine.choose_way()
 
     def collect(self) -> None:
         """Before a field is used: what was written to memory that was given away is the field's."""
