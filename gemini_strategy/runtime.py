@@ -67,6 +67,7 @@ class Runtime(Uncopied, Reporting):
         step_in_backward: what `backward(step=True)` has announced.
         written: what this rank has written since the ranks compared it.
         memory: the device memory that is not in chunks.
+        lent: slots of which memory was given away (parameters/loans.py).
         takes_plainly: whether the core may take gradients without asking take_grad.
         The others are those of Engine, and what they are made of.
     """
@@ -97,6 +98,7 @@ class Runtime(Uncopied, Reporting):
         self._in_backward = False
         self.steps = self._skipped = 0
         self.step_in_backward = StepInBackward(self)
+        self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
         registration = Registration(self, grouped)
@@ -106,8 +108,8 @@ class Runtime(Uncopied, Reporting):
         self.slots_by_id = {slot.id: slot for slot in self.slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self.slots)
         self.scaler = scaler if is_half else None
+        self.choose_way()
         original.on_restore(self._abandon)
-        self.takes_plainly = self.scaler is None  # gradients, without asking take_grad
         self.memory = DeviceMemory(settings.device)
         self._make_core(registration)
         loading.fill(registration.slots, ranks)
@@ -208,6 +210,7 @@ class Runtime(Uncopied, Reporting):
                 f"{slot.name}: {error}; write it outside its module's forward, or inside "
                 "engine.full_parameter(p)"
             ) from None
+        slot.refresh("weight")
 
     def room_error(self, slot: Slot, what: str, error: BaseException) -> GeminiMemoryError:
         leases = self.core.stats()["leases"]
@@ -222,6 +225,16 @@ class Runtime(Uncopied, Reporting):
                 f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
                 "engine.close(), set requires_grad, and manage() again"
             )
+
+    def choose_way(self) -> None:
+        """Whether the core may take gradients without asking take_grad."""
+        is_asked = self.step_in_backward.waits or self.step_in_backward.used or self.lent
+        self.takes_plainly = self.scaler is None and not is_asked
+
+    def collect(self) -> None:
+        """Before fields of many parameters are used: see Slot.collect."""
+        for slot in list(self.lent):
+            slot.collect()
 
     def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
         """Adds one gradient to what the engine holds for a parameter."""
@@ -244,12 +257,14 @@ class Runtime(Uncopied, Reporting):
         if grad.dtype not in FORMATS:
             grad = grad.float()
         grad = order.ordered(grad, slot.strides)
+        slot.collect()
         self._sumsq = None
         self.net.settle()  # the node that used the weights is done: they may be updated
         try:
             self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
         except RuntimeError as error:
             raise GeminiError(f"{slot.name}: {error}") from None
+        slot.refresh("grad")
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""
@@ -318,6 +333,7 @@ class Runtime(Uncopied, Reporting):
     def _measure_grads(self) -> tuple[float, int]:
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         self.check_open()
+        self.collect()
         slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
         self.step_in_backward.check_read(slots)
         ids = sorted(slot.id for slot in slots)
@@ -355,6 +371,7 @@ class Runtime(Uncopied, Reporting):
         if not value >= 0:
             raise ValueError(f"value={value!r} must not be negative")
         self.check_open()
+        self.collect()
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
         self.step_in_backward.check_read(slots)
@@ -369,6 +386,7 @@ class Runtime(Uncopied, Reporting):
             with torch.enable_grad():
                 loss = closure()
         self.recover()
+        self.collect()
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
         shown: list[Slot] = []
         if self.ranks.size > 1:

@@ -10,7 +10,7 @@ from torch import nn
 
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent
-from gemini_strategy.parameters.slot import Slot, SlotHome
+from gemini_strategy.parameters.slot import Slot, WeightCopy
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -58,7 +58,11 @@ class _StateHook:
         return type(self), (None,)
 
 
-class _Entry(SlotHome):
+def _nothing() -> None:
+    """What a weak reference gives when there is nothing any more."""
+
+
+class _Entry(WeightCopy):
     """A weight's entry in a state dict: memory on the host that follows the weight, and that the weight follows.
 
     One of several ranks cannot read a weight alone: there an entry ends when the weight changes.
@@ -68,12 +72,13 @@ class _Entry(SlotHome):
         super().__init__(slot)
         self.memory = slot.read_weight()
         self._version = slot.value_version
+        slot.entries.add(self)
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self._slot()
         if slot is None or slot.engine.closed or slot.value_version == self._version:
             return self.memory
-        if slot.engine.ranks.shard.size > 1:
+        if self._has_ended():
             raise GuardError(
                 f"{self.name}: this entry of a state dict shows the weight as it was, and the weight has changed "
                 "since: several ranks have it in parts, and an entry cannot follow it. Clone what you keep when you "
@@ -83,17 +88,30 @@ class _Entry(SlotHome):
         self._version = slot.value_version
         return self.memory
 
+    def _has_ended(self) -> bool:
+        slot = self.slot
+        return slot.engine.ranks.shard.size > 1 and slot.value_version != self._version
+
+    def leave(self) -> None:
+        """The parameter gets other data: the memory goes on with what it had, unless it has ended."""
+        if not self._has_ended():
+            self.open(False)
+            self._slot = _nothing
+
     def write(self, values: torch.Tensor) -> None:
         slot = self._slot()
         if slot is not None and not slot.engine.closed:
-            slot.lease().copy_(values)
-            slot.note_change()
+            super().write(values)
             self._version = slot.value_version
 
     def is_whole(self, value: torch.Tensor) -> bool:
         """Whether `value`, which has this home, is the entry itself and no part or view of another form."""
         mine, its = self.memory, (value.dtype, value.shape, value.stride(), value.storage_offset())
         return its == (mine.dtype, mine.shape, mine.stride(), 0)
+
+    def lend(self) -> torch.Tensor | None:
+        slot = self._slot()
+        return self.open(True) if slot is None or slot.engine.closed else super().lend()
 
 
 class _SaveHook(_StateHook):
@@ -133,7 +151,7 @@ class _LoadHook(_StateHook):
                     "assign=False, or load before manage()"
                 )
             home = absent.home_of(value) if absent.is_absent(value) else None
-            if isinstance(home, _Entry) and home.slot is slot and home.is_whole(value):
+            if isinstance(home, _Entry) and home._slot() is slot and home.is_whole(value):
                 home.open(False)  # unless it ended, it shows what the weight is
                 state[prefix + name] = parameter
             elif slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:

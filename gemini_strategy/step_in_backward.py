@@ -62,7 +62,8 @@ class StepInBackward:
             raise GeminiError(f"no step has followed backward(step=True): {self._name()}: {_STEP}")
         if self.used:
             raise GeminiError(self._used_up(min(self.used)))
-        self._is_armed = self._engine.core.arm(updates)
+        # Memory that was given away is looked at before a step: there is none inside a backward.
+        self._is_armed = not self._engine.lent and self._engine.core.arm(updates)
         self._numbers = {update[0]: update for update in updates}
         try:
             yield
@@ -145,8 +146,7 @@ class StepInBackward:
 
     def _now(self, waits: bool) -> None:
         self.waits = waits
-        if self._engine.scaler is None:
-            self._engine.takes_plainly = not waits and not self.used
+        self._engine.choose_way()
 
     def _name(self) -> str:
         return self._engine.slots_by_id[min(self._numbers)].name if self._numbers else "a gradient"

@@ -3,25 +3,20 @@
  *
  * Invariants
  *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own would have
- *      got goes to them: `frames[n - 1]` has the pair that was on top.
+ *      got goes to them: the thread's last frame has the pair that was on top.
  *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks, and from then on
  *      by the storage itself if anybody still has it.
  *   3. What was saved is handed out only in the version in which it was saved, as torch does itself.
- *   4. No pointer into `frames` or `running` is kept across a call that may run Python or drop the GIL. */
+ *   4. No pointer into `outers` or `running` is kept across a call that may run Python or drop the GIL. */
 #include "binding/unit.h"
 
 #include <stdlib.h>
 #include <structmember.h>
 
 #include "binding/engine.h"
+#include "binding/outer.h"
 #include "binding/running.h"
 #include "binding/saved.h"
-
-typedef struct outer {
-    PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    /* They are to see no weights: torch's checkpointing would keep them. */
-    bool is_blind;
-} outer;
 
 struct gm_py_net {
     PyObject_HEAD gm_py_net *next; /* in `started` */
@@ -31,9 +26,9 @@ struct gm_py_net {
     PyObject *slots;         /* a tuple, ordered by address */
     uintptr_t *addresses;    /* of `slots` */
     int ordinal;             /* -1 on the host device */
-    outer *frames;
-    size_t n_frames, frame_capacity;
+    gm_py_outers outers;
     gm_running running;
+    unsigned long running_thread; /* of its innermost task */
 };
 
 PyTypeObject *gm_py_net_type;
@@ -139,9 +134,17 @@ static int touch(gm_py_net *net, uintptr_t address)
     }
     bool is_new = !is_known || !net->running.n; /* another thread may have ended them all */
     uint32_t n_before = gm_engine_n_touched(engine);
-    if (is_new && task >= 0 && /* a saved tensor may be looked at outside any backward */
-        gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", NULL)) < 0) {
-        return -1;
+    if (is_new) { /* on a GPU one thread runs the nodes of all */
+        if (net->running.n && net->ordinal < 0 &&
+            net->running_thread != PyThread_get_thread_ident()) {
+            return gm_py_done(
+                PyObject_CallMethod((PyObject *)net, "refuse_thread", "O", slot_at(net, address)));
+        }
+        if (task >= 0 && /* a saved tensor may be looked at outside any backward */
+            gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", "L", task)) < 0) {
+            return -1;
+        }
+        net->running_thread = PyThread_get_thread_ident();
     }
     if ((is_new && !gm_running_push(&net->running, node, task, n_before)) ||
         !gm_running_note(&net->running, address)) {
@@ -172,8 +175,9 @@ static int touch(gm_py_net *net, uintptr_t address)
     return 0;
 }
 
-/* Outside backward nothing is needed any more.  Inside, what earlier nodes have touched is not: a node may
- * start with the recomputation of an activation, before it has unpacked any weight. */
+/* Outside backward nothing is needed any more but by tasks that other threads run, which say when they end.  Inside, what
+ * earlier nodes have touched is not: a node may start with the recomputation of an activation, before it has unpacked
+ * any weight. */
 int gm_py_net_settle(gm_py_net *net)
 {
     if (net->running.n == 0) {
@@ -186,6 +190,9 @@ int gm_py_net_settle(gm_py_net *net)
     bool is_outside = node == Py_None;
     Py_DECREF(node);
     if (is_outside) {
+        if (net->running.nodes[0].task >= 0) {
+            return 0;
+        }
         gm_running_drop(&net->running, 0);
         return release_touched(net, 0);
     }
@@ -232,7 +239,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
     return self;
 }
 
-static saved *pack_delegated(const outer *below, PyObject *tensor)
+static saved *pack_delegated(const gm_py_outer *below, PyObject *tensor)
 {
     PyObject *pack = Py_NewRef(below->pack);
     saved *self = gm_py_saved_new(SAVED_DELEGATED, below->unpack);
@@ -279,7 +286,7 @@ static gm_py_net *owner_of(uintptr_t address)
 /* The user's hooks see weights, too; what they give back as it is becomes a token. */
 static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
-    const outer *below = net->n_frames ? &net->frames[net->n_frames - 1] : NULL;
+    const gm_py_outer *below = gm_py_outers_top(&net->outers);
     if (below && below->pack && !below->is_blind) {
         saved *delegated = pack_delegated(below, tensor);
         if (!delegated || delegated->tensor != tensor) {
@@ -310,8 +317,9 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
     if (owner) {
         return pack_weight(net, owner, tensor, address);
     }
-    if (net->n_frames && net->frames[net->n_frames - 1].pack) {
-        return (PyObject *)pack_delegated(&net->frames[net->n_frames - 1], tensor);
+    const gm_py_outer *below = gm_py_outers_top(&net->outers);
+    if (below && below->pack) {
+        return (PyObject *)pack_delegated(below, tensor);
     }
     return (PyObject *)pack_plain(tensor);
 }
@@ -381,8 +389,11 @@ static PyObject *show_token(gm_py_net *net, const saved *self)
     }
     if (self->dtype == slot->dtype &&
         self->address == gm_engine_address(gm_py_net_engine(net), (uint32_t)slot->id)) {
-        return PyObject_CallMethodObjArgs(slot->shown, gm_torch.s_as_strided, self->shape,
-                                          self->stride, NULL);
+        PyObject *shown = Py_NewRef(slot->shown); /* another thread may settle the slot */
+        PyObject *view = PyObject_CallMethodObjArgs(shown, gm_torch.s_as_strided, self->shape,
+                                                    self->stride, NULL);
+        Py_DECREF(shown);
+        return view;
     }
     return PyObject_CallMethod((PyObject *)slot, "view", "OOOK", self->shape, self->stride,
                                self->dtype, (unsigned long long)self->address);
@@ -442,18 +453,14 @@ int gm_py_net_push(gm_py_net *net)
         return is_enabled ? 0 : -1;
     }
     Py_DECREF(is_enabled);
-    outer *grown =
-        gm_with_room(net->frames, net->n_frames, &net->frame_capacity, sizeof *net->frames);
-    if (!grown) {
-        PyErr_NoMemory();
+    if (gm_py_outers_reserve(&net->outers) < 0) {
         return -1;
     }
-    net->frames = grown;
     PyObject *top = PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL);
     if (!top) {
         return -1;
     }
-    outer frame = {0};
+    gm_py_outer frame = {.thread = PyThread_get_thread_ident()};
     if (top != Py_None) {
         frame.pack = PyTuple_GetItem(top, 0);
         frame.unpack = PyTuple_GetItem(top, 1);
@@ -462,9 +469,9 @@ int gm_py_net_push(gm_py_net *net)
             return -1;
         }
         const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
-        if (other &&
-            other->n_frames) { /* nets delegate past each other: each has its units on top */
-            frame = other->frames[other->n_frames - 1];
+        const gm_py_outer *below = other ? gm_py_outers_top(&other->outers) : NULL;
+        if (below) { /* nets delegate past each other: each has its units on top */
+            frame = *below;
         } else {
             frame.is_blind = gm_py_is_checkpoint(frame.pack);
         }
@@ -475,35 +482,34 @@ int gm_py_net_push(gm_py_net *net)
     PyObject *done =
         PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL);
     if (!done) {
-        Py_XDECREF(frame.pack);
-        Py_XDECREF(frame.unpack);
+        gm_py_outer_release(&frame);
         return -1;
     }
     Py_DECREF(done);
-    net->frames[net->n_frames++] = frame;
+    gm_py_outers_push(&net->outers, frame);
     return 1;
 }
 
+/* This thread has a frame. */
 static int pop_one(gm_py_net *net)
 {
-    outer frame = net->frames[--net->n_frames];
+    gm_py_outer frame = gm_py_outers_pop(&net->outers);
     PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
     Py_XDECREF(done);
-    Py_XDECREF(frame.pack);
-    Py_XDECREF(frame.unpack);
+    gm_py_outer_release(&frame);
     return done ? 0 : -1;
 }
 
 size_t gm_py_net_depth(const gm_py_net *net)
 {
-    return net->n_frames;
+    return gm_py_outers_depth(&net->outers);
 }
 
 /* An interrupt passes units without their leaving: whoever is outside takes what is inside away with its own. */
 int gm_py_net_pop_to(gm_py_net *net, size_t depth)
 {
     int result = 0;
-    while (net->n_frames > depth) {
+    for (size_t n = gm_py_net_depth(net); n > depth; n--) {
         result = pop_one(net) < 0 ? -1 : result;
     }
     return result;
@@ -512,7 +518,7 @@ int gm_py_net_pop_to(gm_py_net *net, size_t depth)
 static PyObject *net_push(gm_py_net *net, PyObject *unused)
 {
     (void)unused;
-    size_t depth = net->n_frames;
+    size_t depth = gm_py_net_depth(net);
     int is_pushed = gm_py_net_push(net);
     return is_pushed < 0 ? NULL : is_pushed ? PyLong_FromSize_t(depth) : Py_NewRef(Py_None);
 }
@@ -534,14 +540,13 @@ static PyObject *net_settle(gm_py_net *net, PyObject *unused)
     return none_unless(gm_py_net_settle(net));
 }
 
-/* The current graph task has run its last node: what it has pinned, nobody reads any more. */
-static PyObject *net_end_task(gm_py_net *net, PyObject *unused)
+/* What a graph task that is over has pinned, nobody reads any more. */
+static PyObject *net_end_task(gm_py_net *net, PyObject *number)
 {
-    (void)unused;
-    long long task;
+    long long task = PyLong_AsLongLong(number);
     uint32_t n_keep;
-    if (gm_py_task(&task) < 0) {
-        return NULL;
+    if (task < 0) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     }
     return gm_py_net_is_closed(net) || !gm_running_end(&net->running, task, &n_keep)
                ? Py_NewRef(Py_None)
@@ -616,11 +621,7 @@ static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
     Py_VISIT(net->pack);
     Py_VISIT(net->unpack);
     Py_VISIT(net->slots);
-    for (size_t i = 0; i < net->n_frames; i++) {
-        Py_VISIT(net->frames[i].pack);
-        Py_VISIT(net->frames[i].unpack);
-    }
-    return 0;
+    return gm_py_outers_traverse(&net->outers, visit, arg);
 }
 
 static int net_clear(gm_py_net *net)
@@ -637,10 +638,7 @@ static void net_dealloc(gm_py_net *net)
     PyTypeObject *type = Py_TYPE((PyObject *)net);
     PyObject_GC_UnTrack(net);
     net_clear(net);
-    for (size_t i = 0; i < net->n_frames; i++) {
-        Py_XDECREF(net->frames[i].pack);
-        Py_XDECREF(net->frames[i].unpack);
-    }
+    gm_py_outers_free(&net->outers);
     for (gm_py_net **link = &started; *link; link = &(*link)->next) {
         if (*link == net) {
             *link = net->next;
@@ -651,7 +649,6 @@ static void net_dealloc(gm_py_net *net)
     Py_XDECREF(net->core);
     Py_XDECREF(net->slots);
     free(net->addresses);
-    free(net->frames);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(net);
     Py_DECREF((PyObject *)type);
@@ -664,8 +661,8 @@ static PyMethodDef net_methods[] = {
     GM_PY_METHOD("pop_to", net_pop_to, METH_O, "pop_to(depth): until as many are pushed"),
     GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
     GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
-    GM_PY_METHOD("end_task", net_end_task, METH_NOARGS,
-                 "end_task(): unpins what the graph task that ends has touched"),
+    GM_PY_METHOD("end_task", net_end_task, METH_O,
+                 "end_task(task): unpins what this graph task has touched"),
     GM_PY_METHOD("find", net_find, METH_O,
                  "find(tensor) -> the slot whose bytes it shows, or None"),
     GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),

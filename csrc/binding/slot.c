@@ -20,6 +20,9 @@ static int set_data(const gm_py_slot *slot, PyObject *data)
 
 int gm_py_slot_show(gm_py_slot *slot)
 {
+    if (slot->is_lent && gm_py_done(PyObject_CallMethod((PyObject *)slot, "collect", NULL)) < 0) {
+        return -1;
+    }
     return slot->shown && slot->shown != Py_None
                ? 0
                : gm_py_done(PyObject_CallMethod((PyObject *)slot, "show", NULL));
@@ -120,6 +123,7 @@ static PyMemberDef slot_members[] = {
     GM_PY_MEMBER(gm_py_slot, shown_storage, T_OBJECT),
     GM_PY_MEMBER(gm_py_slot, shown_count, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, is_watched, T_BOOL),
+    GM_PY_MEMBER(gm_py_slot, is_lent, T_BOOL),
     {NULL, 0, 0, 0, NULL},
 };
 

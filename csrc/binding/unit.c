@@ -9,14 +9,16 @@
 
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 
 #include "binding/running.h"
 
 typedef enum frame_state { FRAME_FAILED, FRAME_ABSENT, FRAME_BARE, FRAME_NETTED } frame_state;
 
-/* One enter without its leave yet. */
+/* One enter without its leave yet: its own thread's to take away. */
 typedef struct frame {
+    unsigned long thread;
     frame_state state;
     size_t depth;      /* of the net, before */
     PyObject *watched; /* leased tensors that find what the forward writes; NULL: none */
@@ -30,6 +32,17 @@ typedef struct unit {
     frame *frames;
     size_t n_frames, capacity;
 } unit;
+
+/* This thread's last frame, or NULL. */
+static frame *top_of(const unit *self)
+{
+    unsigned long thread = PyThread_get_thread_ident();
+    size_t n = self->n_frames;
+    while (n && self->frames[n - 1].thread != thread) {
+        n--;
+    }
+    return n ? &self->frames[n - 1] : NULL;
+}
 
 /* ---- entering ---- */
 
@@ -126,7 +139,8 @@ static int push_frame(unit *self)
         return -1;
     }
     self->frames = frames;
-    self->frames[self->n_frames++] = (frame){.state = FRAME_FAILED};
+    self->frames[self->n_frames++] =
+        (frame){.thread = PyThread_get_thread_ident(), .state = FRAME_FAILED};
     return 0;
 }
 
@@ -164,7 +178,7 @@ static PyObject *unit_enter(unit *self, PyObject *unused)
         return PyErr_Format(PyExc_RuntimeError, "unit %u is entered before its start()", self->id);
     }
     bool has_grad;
-    frame entered = {.state = FRAME_FAILED};
+    frame entered = {.thread = PyThread_get_thread_ident(), .state = FRAME_FAILED};
     if (push_frame(self) < 0 || gm_py_net_settle(self->net) < 0 ||
         enter_core(self, &has_grad) < 0) {
         return NULL;
@@ -173,9 +187,7 @@ static PyObject *unit_enter(unit *self, PyObject *unused)
         (void)leave_core(self);
         return NULL;
     }
-    if (self->n_frames) { /* unless another thread has taken it away */
-        self->frames[self->n_frames - 1] = entered;
-    }
+    *top_of(self) = entered;
     return Py_NewRef(Py_None);
 }
 
@@ -223,8 +235,11 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
 {
     (void)unused;
     frame left = {.state = FRAME_FAILED};
-    if (self->n_frames) {
-        left = self->frames[--self->n_frames];
+    frame *top = top_of(self);
+    if (top) {
+        left = *top;
+        size_t n_above = (size_t)(self->frames + self->n_frames-- - top) - 1;
+        memmove(top, top + 1, n_above * sizeof *top);
     }
     if (left.state == FRAME_FAILED) {
         return Py_NewRef(Py_None); /* enter failed: there is nothing to undo */
@@ -275,7 +290,7 @@ static PyObject *unit_start(unit *self, PyObject *args)
 static PyObject *unit_is_entered(unit *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(self->n_frames > 0);
+    return PyBool_FromLong(top_of(self) != NULL);
 }
 
 static int unit_traverse(unit *self, visitproc visit, void *arg)
@@ -321,7 +336,8 @@ static PyMemberDef unit_members[] = {
 };
 
 static PyGetSetDef unit_getset[] = {
-    {"is_entered", (getter)unit_is_entered, NULL, "whether an enter waits for its leave", NULL},
+    {"is_entered", (getter)unit_is_entered, NULL,
+     "whether an enter of this thread waits for its leave", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

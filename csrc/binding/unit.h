@@ -23,6 +23,7 @@ typedef struct gm_py_slot {
     PyObject *shown_storage; /* the address of its StorageImpl, an int */
     long long shown_count;   /* references to that when nobody else has any */
     char is_watched;         /* what is written through `shown` is looked for */
+    char is_lent;            /* somebody may have written the weight beside the chunk */
 } gm_py_slot;
 
 typedef struct gm_py_net gm_py_net; /* net.c */

@@ -19,7 +19,7 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
-from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, saved_entry
+from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, live_entry, saved_entry
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class _Managed:
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        return state_dict(self._gm_engine, self)
+        return state_dict(self._gm_engine, self, is_live=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_state_dict(self._gm_engine, self, state_dict)
@@ -288,13 +288,18 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_dict(
-    engine: Runtime, optimizer: Any, root: int | None = None, with_lows: bool = True
+    engine: Runtime,
+    optimizer: Any,
+    root: int | None = None,
+    with_lows: bool = True,
+    is_live: bool = False,
 ) -> dict[str, Any]:
     """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
 
     `with_lows`: with what 16-bit weights lack to be their masters, as HybridAdam has it: an int16 "remainder" beside
     bf16, an fp32 "master" beside fp16. torch's optimizers load that, too, and do not look at it.
     Of several ranks `root` alone gets the state, the others an empty dict; None: all get it.
+    `is_live`: what is written to its tensors is written to the states, unless several ranks have them.
     """
     is_mine = root is None or root == engine.ranks.rank
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
@@ -309,7 +314,10 @@ def state_dict(
         for parameter in group["params"]:
             slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
             if slot.has_moments:
-                entry = saved_entry(slot, entry, with_lows, root)
+                saved = saved_entry(slot, entry, with_lows, root)
+                is_alone = engine.ranks.shard.size == 1
+                has_more = is_live and slot.has_state and is_alone
+                entry = live_entry(entry, saved) if has_more else saved
             if is_mine and entry:
                 state[index] = entry
             index += 1

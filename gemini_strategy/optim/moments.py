@@ -20,20 +20,23 @@ import torch
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent
-from gemini_strategy.parameters.slot import Slot, checked_step, split_low
+from gemini_strategy.parameters.low import split_low
+from gemini_strategy.parameters.slot import Slot, checked_step
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["LOWS", "States", "check_entry", "lack", "load_entry", "saved_entry"]
+__all__ = ["LOWS", "States", "check_entry", "lack", "live_entry", "load_entry", "saved_entry"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEYS = ("step", *_MOMENTS)
-LOWS = ("remainder", "master")  # bf16, fp16: see slot.split_low
+LOWS = ("remainder", "master")  # bf16, fp16: see low.split_low
 
 
 class _Home(absent.Home):
     """A moment of one parameter, or what its weight lacks, for the tensor that shows it."""
+
+    field = "state"
 
     def __init__(self, entry: _Entry, key: str) -> None:
         self._entry = weakref.ref(entry)
@@ -66,9 +69,39 @@ class _Home(absent.Home):
         else:
             slot.write_moment(self._index, values)
 
+    def lend(self) -> torch.Tensor | None:
+        return self._slot().lend(self)
+
     @property
     def _index(self) -> int:
         return _MOMENTS.index(self._key)
+
+
+class _SavedHome(_Home):
+    """The same in a state dict: memory on the host that follows the engine's, and that the engine's follows."""
+
+    def __init__(self, entry: _Entry, key: str, memory: torch.Tensor) -> None:
+        super().__init__(entry, key)
+        self.memory = memory
+        self._seen = entry.slot.state_changes
+
+    def _is_live(self) -> bool:
+        entry = self._entry()
+        return entry is not None and entry.is_live and not entry.slot.engine.closed
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        if self._is_live() and self._slot().state_changes != self._seen:
+            self.memory.copy_(super().open(is_written))
+            self._seen = self._slot().state_changes
+        return self.memory
+
+    def write(self, values: torch.Tensor) -> None:
+        if self._is_live():
+            super().write(values)
+            self._seen = self._slot().state_changes
+
+    def lend(self) -> torch.Tensor | None:
+        return super().lend() if self._is_live() else self.memory
 
 
 class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
@@ -359,6 +392,20 @@ def lack(slot: Slot, root: int | None) -> tuple[str, torch.Tensor, bool]:
     nothing = weight.float() if key == "master" else torch.zeros_like(low)
     bits = torch.int32 if key == "master" else torch.int16
     return key, low, not torch.equal(low.view(bits), nothing.view(bits))
+
+
+def live_entry(entry: _Entry, saved: dict[str, Any]) -> dict[str, Any]:
+    """What `saved_entry` gives, but that step and moments are the engine's themselves, as in a state dict of torch's.
+
+    What the weight lacks is not: whoever loads into it in place may have another weight to load, which it belongs to.
+    """
+    live = dict(saved, step=entry.slot.shown_step())
+    for key in _MOMENTS:
+        values = saved[key]
+        shape, strides = values.shape, values.stride()
+        home = _SavedHome(entry, key, values)
+        live[key] = absent.tensor(home, shape, strides, values.dtype, values.device)
+    return live
 
 
 def saved_entry(slot: Slot, entry: Mapping[str, Any], with_low: bool, root: int | None) -> Any:

@@ -12,9 +12,8 @@ Invariants
        (`_PASSED`).
     2. What an operation writes is its home's before the operation returns, or at the end of the lease that it wrote
        through.
-    3. What takes memory past the dispatcher (NumPy, DLPack, addresses, pickle) asks at a door first (`_DOORS`).
-       Memory that a plain tensor on managed bytes gives away there is compared afterwards: nobody counts what is
-       written through it.
+    3. What takes memory or numbers past the dispatcher (NumPy, DLPack, addresses, pickle, float()) asks at a door first
+       (`_DOORS`). Memory that is given away there is compared afterwards: nobody counts what is written through it.
     4. What asks at no door (a C++ extension without dispatch) finds NaN that cannot be written on the host, and an
        error with the parameter's name on CUDA; never another chunk's bytes.
 
@@ -47,6 +46,7 @@ __all__ = [
     "home_of",
     "install",
     "is_absent",
+    "keep",
     "nets",
     "plainly",
     "set_data",
@@ -89,12 +89,12 @@ class Home:
 
     Attributes:
         name: of the parameter, for errors.
-        is_copy: `open` gives a copy; `write` takes what was changed in it. Otherwise what `open` gives shows the bytes.
+        field: which of the parameter's fields it is: "weight", "state" or "grad".
         memory: the tensor has memory of its own that `open` brings up to date (an entry of a state dict), or None.
     """
 
     name = ""
-    is_copy = True
+    field = ""
     memory: torch.Tensor | None = None
 
     def open(self, is_written: bool) -> torch.Tensor:
@@ -102,7 +102,11 @@ class Home:
         raise NotImplementedError
 
     def write(self, values: torch.Tensor) -> None:
-        """`values`, which `open` has given, were changed."""
+        """`values`, in the geometry of what `open` gives, are the present ones: what it gave may be a copy."""
+
+    def lend(self) -> torch.Tensor | None:
+        """What `open` gives, for somebody who writes there without asking; it counts all the same. None: it cannot."""
+        return self.open(True)
 
     def note_same(self) -> None:
         """Its bytes were written with themselves."""
@@ -115,6 +119,15 @@ class _Gone(Home):
 
     def open(self, is_written: bool) -> torch.Tensor:
         raise GuardError(f"{self.name}: {self.why}")
+
+
+class _Kept(Home):
+    def __init__(self, name: str, values: torch.Tensor) -> None:
+        self.name = name
+        self.values = values
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        return self.values
 
 
 class _Keyed(torch.Tensor):
@@ -174,15 +187,25 @@ def tensor(
 
 def forget(shown: torch.Tensor, why: str) -> None:
     """The tensor's bytes are gone: whoever still has it, or a view of it, is told `why`."""
-    home, anchor = _homes[_address(shown)]
-    _homes[_address(shown)] = (_Gone(home.name, why), anchor)
+    if is_absent(shown):  # it may have memory of its own by now
+        _move(shown, _Gone(home_of(shown).name, why))
+
+
+def keep(shown: torch.Tensor, values: torch.Tensor) -> None:
+    """The tensor has `values` from now on, whatever becomes of its home."""
+    _move(shown, _Kept(home_of(shown).name, values))
+
+
+def _move(shown: torch.Tensor, home: Home) -> None:
+    address = _address(shown)
+    _homes[address] = (home, _homes[address][1])
 
 
 def _sweep() -> None:
     """Now and then lets go of storages that nobody has any more."""
     global _n_live
     if len(_homes) > 2 * _n_live + 16:
-        for address in [a for a in _homes if _torch.storage_use_count(a) <= 1]:
+        for address in [a for a in list(_homes) if _torch.storage_use_count(a) <= 1]:
             del _homes[address]
         _n_live = len(_homes)
 
@@ -379,26 +402,23 @@ def _door(original: Any, name: str) -> Any:
                 f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
                 "module: give it p.clone(), or call the function inside the module that owns the parameter"
             )
+        if name == "data_ptr" and hasattr(self, "_gm_slot"):
+            raise GuardError(f"{home.name}: data_ptr: a raw address cannot be guarded; use clone()")
         with plainly(), torch.no_grad():
-            base = home.open(not home.is_copy)
-            if home.memory is not None:
-                result = original(self, *args, **kwargs)
-                return _freeze(result) if name == "numpy" else result
-            plain = _like(base, self)
-        if name == "data_ptr":
-            if home.is_copy or hasattr(self, "_gm_slot"):
+            if home.memory is not None and name in ("data_ptr", "untyped_storage"):
+                home.open(False)
+                return original(self, *args, **kwargs)
+            lent = home.lend()
+            if lent is None and name in ("data_ptr", "__dlpack__"):
                 raise GuardError(
-                    f"{home.name}: data_ptr: a raw address cannot be guarded; use clone()"
+                    f"{home.name}: {name}: with several ranks what is written there would be lost; use clone()"
                 )
+            plain = _like(home.open(False) if lent is None else lent, self)
+        if name == "data_ptr":
             set_data(self, plain)  # from now on this tensor keeps the bytes here
             return original(self)
-        if home.is_copy and name == "__dlpack__":
-            raise GuardError(
-                f"{home.name}: what is written through DLPack would be lost; use clone()"
-            )
-        plain.requires_grad_(self.requires_grad)
-        result = original(plain, *args, **kwargs)
-        return _freeze(result) if home.is_copy and name == "numpy" else result
+        result = original(plain.requires_grad_(self.requires_grad), *args, **kwargs)
+        return _freeze(result) if lent is None and name == "numpy" else result
 
     method._gm_original = original
     return method

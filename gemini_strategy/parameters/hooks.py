@@ -108,15 +108,27 @@ class SavedTensorNet(_C.Net):
             _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
         )
 
-    def begin_task(self) -> None:
+    def begin_task(self, task: int) -> None:
         """A graph task unpacks for the first time. Nothing else would say when it ends."""
-        _torch.execution_engine.queue_callback(self.end_task)
+        _torch.execution_engine.queue_callback(_TaskEnd(self.end_task, task))
+
+    def refuse_thread(self, slot: Slot) -> NoReturn:
+        raise GuardError(
+            f"{slot.name}: two threads run a backward at the same time on the host device: let one wait for the other "
+            "(threads that evaluate need not)"
+        )
 
     def make_room(self, slot: Slot) -> bool:
         return _make_room(slot.engine)
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
+
+
+class _TaskEnd(functools.partial[None]):
+    """Called when a graph task has run its last node; an error ends it without, and then drops this."""
+
+    __del__ = functools.partial.__call__
 
 
 def _make_room(engine: Runtime) -> bool:

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C, _torch
-from gemini_strategy.errors import GeminiError, GuardError
+from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.parameters import absent, order
+from gemini_strategy.parameters.loans import Loan
+from gemini_strategy.parameters.low import merge, split_low
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["FORMATS", "Slot", "SlotHome", "checked_step", "merge", "split_low"]
+__all__ = ["FORMATS", "Slot", "SlotHome", "WeightCopy", "checked_step"]
 
 FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
@@ -40,6 +42,7 @@ class Slot(_C.Slot):
     * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
     * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
     * is_watched: what is written through `shown` is looked for when its last user goes.
+    * is_lent: there are `loans`.
     """
 
     __slots__ = (
@@ -47,11 +50,13 @@ class Slot(_C.Slot):
         "_grad",
         "_shown_lease",
         "device",
+        "entries",
         "has_grad_home",
         "has_low",
         "has_moments",
         "has_state",
         "loaded",
+        "loans",
         "low",
         "n_same",
         "name",
@@ -60,6 +65,7 @@ class Slot(_C.Slot):
         "original_dtype",
         "saved",
         "shape",
+        "state_changes",
         "step_count",
         "step_tensor",
         "strides",
@@ -81,10 +87,13 @@ class Slot(_C.Slot):
         self.has_low = self.has_moments = self.has_grad_home = False
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
+        self.state_changes = 0
+        self.loans: list[Loan] = []
         self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
         self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.n_same = 0  # writes of what was there
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
+        self.entries: weakref.WeakSet[Any] = weakref.WeakSet()  # homes of such entries
         self.shown = self.absent = None
         self._shown_lease = 0
         self._grad: torch.Tensor | None = None
@@ -102,6 +111,7 @@ class Slot(_C.Slot):
 
     def lease(self, is_watched: bool = True) -> torch.Tensor:
         """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
+        self.collect()
         core, stream = self.engine.core, self.engine.stream()
         lease = core.lease(self.id)
         tensor = self.blob(lease)
@@ -122,11 +132,13 @@ class Slot(_C.Slot):
         return self.absent
 
     def show(self) -> None:
-        """Makes `shown`."""
-        self._shown_lease = self.engine.core.lease(self.id)
-        self.shown = self.blob(self._shown_lease)
-        self.shown_storage = _torch.storage_address(self.shown)
-        self.shown_count = _torch.storage_use_count(self.shown_storage)
+        """Makes `shown`, unless another thread does meanwhile."""
+        lease = self.engine.core.lease(self.id)
+        shown = self.blob(lease)
+        if self.shown is None:
+            self._shown_lease, self.shown = lease, shown
+            self.shown_storage = _torch.storage_address(shown)
+            self.shown_count = _torch.storage_use_count(self.shown_storage)
 
     def view(
         self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
@@ -162,6 +174,7 @@ class Slot(_C.Slot):
         """The weight was written: graphs that have saved it must not go on. is_same: with what it was."""
         torch.autograd.graph.increment_version(self.parameter)
         self.n_same += is_same
+        self.refresh("weight")
 
     @property
     def value_version(self) -> int:
@@ -189,8 +202,27 @@ class Slot(_C.Slot):
             )
         # A copy first: `value` may be absent itself, or overlap with the target.
         source = value.detach().clone()
+        self._leave_data()
         with torch.no_grad():
             self.lease().copy_(source)
+        self.note_change()
+        self._adopt(WeightCopy(self), value)
+
+    def _leave_data(self) -> None:
+        """Whoever has the parameter's data goes on with the present values: the parameter gets other data."""
+        for entry in list(self.entries):
+            entry.leave()
+        self.entries.clear()
+        if _torch.storage_use_count(_torch.storage_address(self.absent)) > 3:
+            if self.engine.ranks.shard.size == 1:
+                with absent.plainly():
+                    absent.keep(self.absent, self.read_weight().to(self.device))
+            else:
+                absent.forget(self.absent, "this is old data (p.data = ...); clone it to keep it")
+            data = self.hide()
+            if self.open_count == 0:
+                absent.set_data(self.parameter, data)
+        self._end_loans("weight")
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -218,19 +250,95 @@ class Slot(_C.Slot):
                 f"{tuple(value.shape)} and {value.dtype}"
             )
         else:
-            self.write_grad(value.detach().clone())
+            source = value.detach().clone()
+            self._leave_grad("this gradient was replaced (p.grad = ...); clone it to keep it")
+            self.write_grad(source)
+            self._adopt(_Grad(self), value)
+
+    def _leave_grad(self, why: str) -> None:
+        """A tensor that showed the gradient shows nothing from now on."""
+        if self._grad is not None:
+            absent.forget(self._grad, why)
+            self._grad = None
+        self._end_loans("grad")
 
     def drop_grad(self) -> None:
-        """`p.grad = None`; a tensor that showed the gradient shows nothing from now on."""
+        """`p.grad = None`."""
         self.engine.step_in_backward.check_change(self)
-        if self._grad is not None:
-            absent.forget(
-                self._grad,
-                "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it",
-            )
-            self._grad = None
+        self._leave_grad(
+            "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
+        )
         self.engine.written.forget_grad(self)
         self.engine.core.grad_drop(self.id)
+
+    # ---- memory that was given away: see loans.py ----
+
+    def lend(self, home: absent.Home) -> torch.Tensor | None:
+        """Memory with the bytes of a home of this parameter, which counts what is written there.
+
+        None: there are several ranks, and one that finds a write cannot bring it to the others.
+        """
+        if self.engine.ranks.size > 1:
+            return None
+        loan = next((each for each in self.loans if each.home is home), None)
+        if loan is None:
+            loan = self._note_loan(Loan(home))
+        return loan.memory
+
+    def _adopt(self, home: absent.Home, value: torch.Tensor) -> None:
+        """torch's parameter would be what was assigned: it is the same memory, as long as somebody has that."""
+        if self.engine.ranks.size > 1:
+            return
+        for slot in list(self.engine.lent):  # what other assignments have left
+            if not all(loan.is_held() for loan in slot.loans):
+                slot.collect()
+        is_plain = not absent.is_absent(value) and value.device == self.device
+        if is_plain and all(
+            step for n, step in zip(value.shape, value.stride(), strict=True) if n > 1
+        ):
+            self._note_loan(Loan(home, value.detach()))
+
+    def _note_loan(self, loan: Loan) -> Loan:
+        self.loans.append(loan)
+        self._note_loans()
+        return loan
+
+    def _end_loans(self, field: str) -> None:
+        """The field becomes another: what was lent of the old one is of no more use to it."""
+        self.loans = [each for each in self.loans if each.home.field != field]
+        self._note_loans()
+
+    def _note_loans(self) -> None:
+        self.is_lent = bool(self.loans)
+        (self.engine.lent.add if self.loans else self.engine.lent.discard)(self)
+        self.engine.choose_way()
+
+    def collect(self) -> None:
+        """Before a field is used: what was written to memory that was given away is the field's."""
+        if not self.loans:
+            return
+        loans, self.loans = self.loans, []  # what is called here finds none
+        try:
+            with absent.plainly(), torch.no_grad():
+                written = {loan.home.field for loan in loans if loan.collect()}
+        finally:
+            self.loans = [loan for loan in loans if loan.is_held()]
+            self._note_loans()
+        for field in written:
+            self.refresh(field)
+
+    def refresh(self, field: str) -> None:
+        """A field has changed: memory of it that was given away shows it."""
+        if not self.loans:
+            return
+        loans, self.loans = self.loans, []
+        try:
+            with absent.plainly(), torch.no_grad():
+                for loan in loans:
+                    if loan.home.field == field:
+                        loan.refresh()
+        finally:
+            self.loans = loans
 
     # ---- fields ----
     #
@@ -259,6 +367,7 @@ class Slot(_C.Slot):
             self.fill_part(first, values[first : first + _PART])
 
     def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
+        self.collect()
         core, ranks = self.engine.core, self.engine.ranks
         values = self._empty(dtype)
         core.read(self.id, field, values.data_ptr())
@@ -270,6 +379,7 @@ class Slot(_C.Slot):
 
     def read_own(self, is_master: bool) -> torch.Tensor:
         """The master or the weight as far as this rank has it; NaN (0 for integers) elsewhere."""
+        self.collect()
         is_fp32 = is_master and self.has_low
         dtype = torch.float32 if is_fp32 else self.dtype
         filler = float("nan") if dtype.is_floating_point else 0
@@ -364,6 +474,7 @@ class Slot(_C.Slot):
         self.engine.step_in_backward.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
+        self.refresh("grad")
 
     def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
@@ -379,6 +490,7 @@ class Slot(_C.Slot):
             self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
             self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.adam_step = step
+        self.note_state_change()
 
     # ---- the optimizer's state, and what a 16-bit weight lacks ----
 
@@ -409,13 +521,20 @@ class Slot(_C.Slot):
         else:
             self.adam_step += 1
         self.loaded = self.low = None
+        self.note_state_change()
         is_first, self.has_state = not self.has_state, True
         return is_first
+
+    def note_state_change(self) -> None:
+        """Moments have changed, or what the weight lacks."""
+        self.state_changes += 1
+        self.refresh("state")
 
     def forget_state(self) -> None:
         """The next update is the first."""
         zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
         self.step_tensor = None  # whoever has it keeps the count of now
+        self._end_loans("state")
         self.write_moments(zeros, zeros, 0)
         self.has_state = False
 
@@ -489,7 +608,10 @@ def checked_step(name: str | None, step: object) -> int:
 
 
 class SlotHome(absent.Home):
-    """A home that is a field of a slot, which it does not keep."""
+    """A home that is a field of a slot, which it does not keep.
+
+    What `open` gives is a copy, but for a weight's own.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self.name = slot.name
@@ -504,11 +626,14 @@ class SlotHome(absent.Home):
             )
         return slot
 
+    def lend(self) -> torch.Tensor | None:
+        return self.slot.lend(self)
+
 
 class _Weight(SlotHome):
     """The chunk, for as long as the tensor that is opened lives."""
 
-    is_copy = False
+    field = "weight"
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self.slot
@@ -525,30 +650,37 @@ class _Weight(SlotHome):
     def note_same(self) -> None:
         self.slot.n_same += 1
 
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.refresh("weight")
+
+    def lend(self) -> torch.Tensor | None:
+        try:
+            return self.open(True)
+        except GeminiMemoryError:  # it would stay on the device for as long as somebody has it
+            lent = self.slot.lend(WeightCopy(self.slot))
+            if lent is None:
+                raise
+            return lent
+
+
+class WeightCopy(SlotHome):
+    """A weight beside the chunk."""
+
+    field = "weight"
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        return self.slot.read_weight().to(self.slot.device)
+
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.lease().copy_(values)
+        self.slot.note_change()
+
 
 class _Grad(SlotHome):
+    field = "grad"
+
     def open(self, is_written: bool) -> torch.Tensor:
         return self.slot.read_grad()
 
     def write(self, values: torch.Tensor) -> None:
         self.slot.write_grad(values)
-
-
-def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a 16-bit weight and its low part (csrc/arith/arith.h); CPU tensors.
-
-    An fp16 weight that is not its master's rounding was written since, and is the master.
-    """
-    if low.dtype is torch.float32:
-        is_rounding = low.half().view(torch.int16) == weight.view(torch.int16)
-        return torch.where(is_rounding, low, weight.float())
-    bits = weight.contiguous().view(torch.int16).to(torch.int32) << 16
-    return (bits + low.to(torch.int32)).view(torch.float32)
-
-
-def split_low(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """(key in HybridAdam's state, what `weight` lacks to be `master`): the inverse of merge."""
-    if weight.dtype is torch.float16:
-        return "master", master
-    bits = weight.view(torch.int16).to(torch.int32) << 16
-    return "remainder", (master.view(torch.int32) - bits).to(torch.int16)

@@ -602,6 +602,71 @@ def _(run: Run) -> Any:
     return [found[i] for i in range(3)]
 
 
+@door("flow/threads evaluate beside a backward", "8", needs_all=True)
+def _(run: Run) -> Any:
+    wrong = []
+    with torch.no_grad():
+        want = run.loss(3)
+
+    def evaluate() -> None:
+        try:
+            with torch.no_grad():
+                wrong.extend(run.loss(3) != want for _ in range(8))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=evaluate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for seed in range(4):
+        run.backward(seed)
+    for thread in threads:
+        thread.join()
+    for value in wrong:
+        if isinstance(value, Exception):
+            raise value
+    return [any(wrong), run.w.grad.clone()]
+
+
+@door("flow/backward in two threads", "8", needs_all=True)
+def _(run: Run) -> Any:
+    found: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        try:
+            x = run.x(i).requires_grad_()
+            found[i] = [torch.autograd.grad(run.model(x).sum(), x) for _ in range(5)]
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for value in found.values():
+        if isinstance(value, Exception):
+            raise value
+    return [found[i] for i in range(2)]
+
+
+@door("flow/backward that fails again and again", "8", served=True)
+def _(run: Run) -> Any:
+    def fail(grad: Tensor) -> None:
+        raise ValueError("not today")
+
+    failed = 0
+    for seed in range(6):
+        h = run.model.layers[1](run.h(seed))
+        h.register_hook(fail)
+        try:
+            run.model.layers[5](run.model.layers[3](torch.tanh(h))).sum().backward()
+        except ValueError:
+            failed += 1
+    run.model.zero_grad()
+    return [failed, run.step(1)]
+
+
 @door("flow/a thread reads while another trains", "8", needs_all=True)
 def _(run: Run) -> Any:
     done = threading.Event()

@@ -100,13 +100,13 @@ def test_tied_keys_share_one_tensor() -> None:
     assert state["out.weight"].data_ptr() == state["embed.weight"].data_ptr()
 
 
-def test_state_dicts_are_copies() -> None:
+def test_state_dicts_of_the_engine_are_copies() -> None:
     run = _started(Recipe())
     drive(run, CASE, 1)
     before = run.outcome()
     for value in run.engine.model_state_dict().values():
         value.zero_()
-    for entry in run.optimizer.state_dict()["state"].values():
+    for entry in run.engine.optimizer_state_dict()["state"].values():
         entry["exp_avg"].fill_(9.0)
         entry["step"].fill_(77.0)
     for value in run.engine.state_dict().values():
