@@ -424,7 +424,8 @@ def generate(seed: int) -> Program:
         "policy": draw.choice(("auto", "auto", "auto", "cpu", "cuda")),
         "rates": draw.choice(RATES),
         "chaos": seed if draw.random() < 0.5 else None,
-        "ranks": 2 if draw.random() < 0.15 else 1,
+        # Several ranks add a gradient that comes in parts in another order: a known limit.
+        "ranks": 2 if draw.random() < 0.25 and not is_reentrant else 1,
     }
     if how["ranks"] > 1 and precision == "16-mixed":
         how["precision"] = (

@@ -143,8 +143,8 @@ class Plain:
 
     engine = None
 
-    def __init__(self, model: nn.Module, precision: str, lr: float, ranks: int = 1) -> None:
-        self.model, self.precision, self.ranks = model, precision, ranks
+    def __init__(self, model: nn.Module, precision: str, lr: float) -> None:
+        self.model, self.precision = model, precision
         self.make_optimizer(lr)
         gs.cast_model_(model, precision)
         self.scaler = (
@@ -193,18 +193,8 @@ class Plain:
         return self.call(self.x(seed), n).float().square().mean()
 
     def backward(self, loss: Tensor, step: bool = False, **how: Any) -> None:
-        """Backward, scaled. Several ranks reduce after each backward: its parts are summed first."""
-        loss = loss if self.scaler is None else loss * self.scaler.scale
-        if self.ranks == 1:
-            loss.backward(**how)
-            return
-        before = {p: p.grad for p in self.ps()}
-        for p in before:
-            p.grad = None
-        loss.backward(**how)
-        for p, grad in before.items():
-            if grad is not None:
-                p.grad = grad if p.grad is None else grad.add_(p.grad)
+        """Backward, scaled."""
+        (loss if self.scaler is None else loss * self.scaler.scale).backward(**how)
 
     def _grads(self) -> list[Tensor]:
         return [
@@ -401,7 +391,7 @@ def difference(got: Any, want: Any, where: str = "") -> str | None:
 def run_unmanaged(net: Callable[[], nn.Module], play: Callable[[Any], None], how: dict) -> dict:
     """What the unmanaged run leaves."""
     torch.manual_seed(how["model_seed"])
-    run = Plain(net(), how["precision"], how["lr"], how["ranks"])
+    run = Plain(net(), how["precision"], how["lr"])
     play(run)
     return run.finish()
 
