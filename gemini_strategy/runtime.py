@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -211,6 +212,16 @@ class Runtime(Uncopied, Reporting):
                 "engine.full_parameter(p)"
             ) from None
         slot.refresh("weight")
+
+    def make_room(self) -> bool:
+        """A chunk finds no room: whether torch could give something back, or tensors that nobody reaches any more."""
+        if self.memory.give_cached():
+            self.core.forget_outside()  # what it held until now is no need
+            return True
+        leases = self.core.stats()["leases"]
+        if leases:
+            gc.collect()
+        return self.core.stats()["leases"] < leases
 
     def room_error(self, slot: Slot, what: str, error: BaseException) -> GeminiMemoryError:
         leases = self.core.stats()["leases"]

@@ -119,7 +119,7 @@ class SavedTensorNet(_C.Net):
         )
 
     def make_room(self, slot: Slot) -> bool:
-        return _make_room(slot.engine)
+        return slot.engine.make_room()
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
@@ -129,14 +129,6 @@ class _TaskEnd(functools.partial[None]):
     """Called when a graph task has run its last node; an error ends it without, and then drops this."""
 
     __del__ = functools.partial.__call__
-
-
-def _make_room(engine: Runtime) -> bool:
-    """A chunk finds no room: whether torch could give something back; what it held until now is no need then."""
-    if not engine.memory.give_cached():
-        return False
-    engine.core.forget_outside()
-    return True
 
 
 def wants_marks() -> bool:
@@ -189,7 +181,7 @@ class Unit(_C.Unit):
         return [s.lease() for s in self.slots if s.has_low]
 
     def make_room(self, slot: Slot) -> bool:
-        return _make_room(slot.engine)
+        return slot.engine.make_room()
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise self.engine.room_error(slot, f"module {self.name!r}", error) from None

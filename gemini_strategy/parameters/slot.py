@@ -115,10 +115,14 @@ class Slot(_C.Slot):
         core, stream = self.engine.core, self.engine.stream()
         lease = core.lease(self.id)
         tensor = self.blob(lease)
-        try:
-            core.lease_pin(lease, stream)
-        except MemoryError as error:
-            raise self.engine.room_error(self, "using it outside its module", error) from None
+        for is_last in (False, True):
+            try:
+                core.lease_pin(lease, stream)
+                break
+            except MemoryError as error:
+                if is_last or not self.engine.make_room():
+                    what = "using it outside its module"
+                    raise self.engine.room_error(self, what, error) from None
         if is_watched:
             core.lease_watch(lease, stream)
         return tensor

@@ -758,7 +758,8 @@ def _(run: Run) -> Any:
 
 @door("func/linearize", "8")
 def _(run: Run) -> Any:
-    out, tangent = torch.func.linearize(lambda w: F.linear(run.h(), w), run.w)
+    h = run.h()
+    out, tangent = torch.func.linearize(lambda w: F.linear(h, w), run.w)
     return [out, tangent(run.randn(32, 32))]
 
 

@@ -66,6 +66,23 @@ def _(run: Run) -> Any:
     return [first, second, values.clone(), run.w.detach().clone()]
 
 
+@door("kept/assigned data is written and let go", "19", served=True)
+def _(run: Run) -> Any:
+    values = run.randn(32, 32) * 0.1
+    run.w.data = values
+    values.mul_(0.5)
+    del values
+    other = run.model.layers[1].weight
+    other.data = other.data * 2  # what nobody has any more ends here
+    first = run.backward()
+    values = run.randn(32, 32) * 0.2
+    run.w.data = values
+    values.mul_(0.5)
+    del values
+    run.w.grad = None  # or here
+    return [first, run.w.detach().clone(), other.grad.clone()]
+
+
 @door("kept/data swapped with an average", "19", served=True)
 def _(run: Run) -> Any:
     average = copy.deepcopy(run.model)

@@ -18,8 +18,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [p for p in (str(HERE), str(HERE.parent)) if p not in sys.path]
 
-from unsettled import UNSETTLED  # noqa: E402
-
 from helpers.forked import Forks  # noqa: E402
 from programs import SETUPS  # noqa: E402
 from walk import doors, judge  # noqa: E402
@@ -114,7 +112,7 @@ def main() -> int:
         wrong = {setup: text for setup, text in found[name].items() if text}
         count["wrong" if wrong else "right"] += 1
         item = doors()[name].item
-        print(f"{'WRONG' if wrong else 'ok   '} {name}  [{item}]  {UNSETTLED.get(name, '')}")
+        print(f"{'WRONG' if wrong else 'ok   '} {name}  [{item}]")
         for setup, text in wrong.items():
             print(f"      {setup}: {text if args.full else ' '.join(text.split())[:260]}")
         if args.out:

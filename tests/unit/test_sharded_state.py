@@ -161,6 +161,46 @@ def test_entries_that_are_kept(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_kept_entries))
 
 
+def check_given_away(rank: int, size: int) -> None:
+    """What one rank alone writes to memory that was given away starts no collective, and changes nothing."""
+    torch.manual_seed(3)
+    engine = manage(Exact())
+    train(engine, rank, size, range(1))
+    p = engine.model.terms[1].p
+    ended = engine.model.state_dict()["terms.1.p"]
+    train(engine, rank, size, range(1, 2))
+    entry = engine.model.state_dict()["terms.1.p"]
+    moment = engine.optimizer.state[p]["exp_avg"]
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="read-only"):
+        moment.numpy()[:] = 1.0
+    for value in (p.grad, moment, entry):
+        with pytest.raises(gs.GuardError, match=r"terms\.1\.p.*__dlpack__.*several ranks.*clone"):
+            torch.utils.dlpack.from_dlpack(value)
+    for value in (p.grad, moment):
+        with pytest.raises(gs.GuardError, match=r"terms\.1\.p.*data_ptr.*several ranks.*clone"):
+            value.data_ptr()
+    before = entry.clone()
+    source, grad = torch.full_like(before, 0.5), torch.full_like(before, 2.0)
+    p.data, p.grad = source, grad
+    if rank == 0:
+        source.fill_(7.0)
+        grad.fill_(7.0)
+    assert_same(p.detach().clone(), torch.full_like(before, 0.5))
+    assert_same(p.grad.clone(), torch.full_like(before, 2.0))
+    assert_same(entry.clone(), before)  # of the data from before
+    with pytest.raises(gs.GuardError, match=r"call model\.state_dict\(\) again"):
+        ended.clone()
+    engine.model.load_state_dict({"terms.1.p": entry}, strict=False)
+    assert_same(p.detach().clone(), before)
+    engine.zero_grad()
+    train(engine, rank, size, range(2, 4))
+
+
+def test_memory_that_is_given_away(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_given_away))
+
+
 class Keeps(nn.Linear):
     """Keeps what it sees of its weight in its first forward; rank 1 drops it again."""
 
