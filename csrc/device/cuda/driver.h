@@ -19,9 +19,8 @@
     X(cuStreamWaitEvent) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord)                     \
     X(cuEventSynchronize) X(cuEventQuery) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)              \
     X(cuMemcpyDtoDAsync) X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload)                \
-    X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuStreamWaitValue32)          \
-    X(cuEventElapsedTime) X(cuMemHostAlloc) X(cuMemHostGetDevicePointer) X(cuMemFreeHost)        \
-    X(cuCtxSynchronize)
+    X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuEventElapsedTime)           \
+    X(cuMemHostAlloc) X(cuMemFreeHost) X(cuCtxSynchronize)
 /* clang-format on */
 
 typedef struct gm_cuda_api {
