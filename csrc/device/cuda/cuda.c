@@ -244,7 +244,7 @@ static gm_status block_new(cuda_device *d, gm_block *out)
                        "free; lower device_budget or free memory on the device",
                        d->ordinal, bytes, free_bytes, total);
     }
-    GM_TRY(gm_cuda_check(result, "cuMemCreate", __FILE__, __LINE__));
+    GM_TRY(gm_cuda_check(result, "cuMemCreate"));
     *out = handle;
     return GM_OK;
 }
@@ -338,7 +338,7 @@ static gm_status pin(cuda_device *d, void *base, size_t bytes)
             "on locked memory (ulimit -l)",
             bytes);
     }
-    return gm_cuda_check(result, "cuMemHostRegister", __FILE__, __LINE__);
+    return gm_cuda_check(result, "cuMemHostRegister");
 }
 
 static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
@@ -452,7 +452,7 @@ static gm_status find_device(cuda_device *d, int ordinal)
         return GM_FAIL(GM_ERR_ARG, "device: there is no cuda:%d; see CUDA_VISIBLE_DEVICES",
                        ordinal);
     }
-    GM_TRY(gm_cuda_check(result, "cuDeviceGet", __FILE__, __LINE__));
+    GM_TRY(gm_cuda_check(result, "cuDeviceGet"));
     GM_TRY(CHECK(d->api->cuDeviceGetAttribute(
         &has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->device)));
     if (!has_virtual_memory) {

@@ -7,7 +7,7 @@
 #include "device/device.h"
 #include "device/cuda/kernels.h"
 
-#define CHECK(call) gm_cuda_check((call), #call, __FILE__, __LINE__)
+#define CHECK(call) gm_cuda_check((call), #call)
 
 typedef struct cuda_range cuda_range;
 

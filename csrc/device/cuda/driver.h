@@ -33,7 +33,7 @@ typedef struct gm_cuda_api {
 gm_status gm_cuda(const gm_cuda_api **out);
 /* Turns a CUresult into a status: "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
  * Out of memory gives GM_ERR_NOMEM, all else GM_ERR_DEVICE. */
-gm_status gm_cuda_check(CUresult result, const char *call, const char *file, int line);
-#define GM_CU(call) GM_TRY(gm_cuda_check((call), #call, __FILE__, __LINE__))
+gm_status gm_cuda_check(CUresult result, const char *call);
+#define GM_CU(call) GM_TRY(gm_cuda_check((call), #call))
 
 #endif

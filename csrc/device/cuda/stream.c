@@ -88,7 +88,7 @@ static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, doubl
         return GM_FAIL(GM_ERR_ARG, "event_elapsed: an event was made without is_timed or was never "
                                    "recorded");
     }
-    GM_TRY(gm_cuda_check(result, "cuEventElapsedTime", __FILE__, __LINE__));
+    GM_TRY(gm_cuda_check(result, "cuEventElapsedTime"));
     *seconds = 1e-3 * (double)milliseconds;
     return GM_OK;
 }
