@@ -12,9 +12,8 @@
 #include <time.h>
 
 static _Thread_local char error_text[1024];
-static _Thread_local char error_site[96];
 
-gm_status gm_fail(gm_status status, const char *file, int line, const char *format, ...)
+gm_status gm_fail(gm_status status, const char *format, ...)
 {
     char text[sizeof error_text]; /* apart from error_text, which the arguments may quote */
     va_list args;
@@ -22,20 +21,12 @@ gm_status gm_fail(gm_status status, const char *file, int line, const char *form
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
     memcpy(error_text, text, sizeof text);
-
-    const char *slash = strrchr(file, '/');
-    (void)snprintf(error_site, sizeof error_site, "%s:%d", slash ? slash + 1 : file, line);
     return status;
 }
 
 const char *gm_last_error(void)
 {
     return error_text;
-}
-
-const char *gm_last_error_site(void)
-{
-    return error_site;
 }
 
 void gm_assert_failed(const char *condition, const char *file, int line)

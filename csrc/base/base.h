@@ -24,14 +24,12 @@ typedef enum gm_status {
 } gm_status;
 
 /* Writes the thread's error text (printf style, prefixed by nothing) and returns `status`. */
-gm_status gm_fail(gm_status status, const char *file, int line, const char *format, ...)
-    __attribute__((format(printf, 4, 5), cold));
+gm_status gm_fail(gm_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3), cold));
 /* The text of this thread's latest failure; never NULL; valid until the thread's next failure. */
 const char *gm_last_error(void);
-/* "file.c:123" of the latest failure: for debug logs, not for users. */
-const char *gm_last_error_site(void);
 
-#define GM_FAIL(status, ...) gm_fail((status), __FILE__, __LINE__, __VA_ARGS__)
+#define GM_FAIL(status, ...) gm_fail((status), __VA_ARGS__)
 #define GM_TRY(call)                       \
     do {                                   \
         gm_status gm_try_status_ = (call); \

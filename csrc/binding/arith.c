@@ -430,27 +430,6 @@ static PyObject *merge_host(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    reconcile_host_doc,
-    "reconcile_host(weight_format, old_weight, weight, low, numel) -> int\n\n"
-    "Where weight differs from old_weight, resets low so that the master equals the weight;\n"
-    "returns how many elements differ.");
-static PyObject *reconcile_host(PyObject *module, PyObject *args)
-{
-    (void)module;
-    gm_dtype format;
-    void *old_weight, *weight, *low;
-    size_t numel, changed;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:reconcile_host", to_dtype, &format, to_address,
-                          &old_weight, to_address, &weight, to_address, &low, to_size, &numel)) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    changed = gm_reconcile_host(format, old_weight, weight, low, numel);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromSize_t(changed);
-}
-
 PyMethodDef gm_py_arith_methods[] = {
     {"isa_name", isa_name, METH_NOARGS, isa_name_doc},
     {"isa_force", isa_force, METH_VARARGS, isa_force_doc},
@@ -465,6 +444,5 @@ PyMethodDef gm_py_arith_methods[] = {
     {"sumsq_read", sumsq_read, METH_VARARGS, sumsq_read_doc},
     {"split_host", split_host, METH_VARARGS, split_host_doc},
     {"merge_host", merge_host, METH_VARARGS, merge_host_doc},
-    {"reconcile_host", reconcile_host, METH_VARARGS, reconcile_host_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -38,7 +38,6 @@ PyObject *gm_py_lease(core *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *gm_py_lease_pin(core *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *gm_py_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_lease_end(core *self, PyObject *const *args, Py_ssize_t n_args);
 
 /* step.c */
 PyObject *gm_py_grad_sumsq(core *self, PyObject *args);

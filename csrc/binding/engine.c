@@ -517,7 +517,6 @@ static PyMethodDef core_methods[] = {
            "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
            "gradients that wait)"),
     METHOD("lease", gm_py_lease, METH_FASTCALL, "lease(param) -> lease"),
-    METHOD("lease_end", gm_py_lease_end, METH_FASTCALL, "lease_end(lease)"),
     METHOD("lease_pin", gm_py_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),
     METHOD("lease_watch", gm_py_lease_watch, METH_FASTCALL, "lease_watch(lease, stream)"),
     METHOD("lease_unwatch", gm_py_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease, stream)"),

@@ -56,14 +56,3 @@ PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_ar
 {
     return with_lease(self, "lease_unwatch", args, n_args, unwatch);
 }
-
-PyObject *gm_py_lease_end(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    if (gm_py_parse_numbers("lease_end", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    (void)self;
-    gm_lease_end((gm_lease *)(uintptr_t)v[0]);
-    Py_RETURN_NONE;
-}

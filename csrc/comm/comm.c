@@ -70,7 +70,7 @@ int gm_comm_rank_name(const gm_comm *comm, int r)
 
 /* ---- words ---- */
 
-size_t gm_comm_dtype_bytes(gm_comm_dtype dtype)
+static size_t dtype_bytes(gm_comm_dtype dtype)
 {
     switch (dtype) {
     case GM_COMM_F32: return 4;
@@ -84,7 +84,7 @@ size_t gm_comm_dtype_bytes(gm_comm_dtype dtype)
 
 size_t gm_comm_element_bytes(const gm_comm_call *call)
 {
-    return call->is_bytes ? 1 : gm_comm_dtype_bytes(call->dtype);
+    return call->is_bytes ? 1 : dtype_bytes(call->dtype);
 }
 
 static bool has_shards(const gm_comm_call *call)

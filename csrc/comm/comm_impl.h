@@ -70,7 +70,6 @@ void gm_comm_fini(gm_comm *comm);
 /* What texts call this communicator's rank r. */
 int gm_comm_rank_name(const gm_comm *comm, int r);
 
-size_t gm_comm_dtype_bytes(gm_comm_dtype dtype);
 size_t gm_comm_element_bytes(const gm_comm_call *call);
 /* All bytes that the collective reads or writes on a rank. */
 size_t gm_comm_call_bytes(const gm_comm *comm, const gm_comm_call *call);

@@ -97,8 +97,7 @@ static void rest(long nanoseconds)
 
 static gm_status enter(nccl_comm *c)
 {
-    return gm_cuda_check(c->cuda->cuCtxPushCurrent(c->context), "cuCtxPushCurrent", __FILE__,
-                         __LINE__);
+    return gm_cuda_check(c->cuda->cuCtxPushCurrent(c->context), "cuCtxPushCurrent");
 }
 
 static void leave(nccl_comm *c)
@@ -187,7 +186,7 @@ static gm_status report(nccl_comm *c, const trouble *t)
 
 static void tell_result(trouble *t, const gm_comm_call *call, CUresult result)
 {
-    (void)gm_cuda_check(result, "cuEventQuery", __FILE__, __LINE__);
+    (void)gm_cuda_check(result, "cuEventQuery");
     t->is_there = t->has_call = true;
     t->call = *call;
     (void)snprintf(t->why, sizeof t->why, "%.390s", gm_last_error());
@@ -648,10 +647,9 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     c->timeout = timeout;
     c->progress_at = gm_seconds();
     CUresult result = cuda->cuDeviceGet(&c->device, ordinal);
-    GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDeviceGet", __FILE__, __LINE__));
+    GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDeviceGet"));
     result = cuda->cuDevicePrimaryCtxRetain(&c->context, c->device);
-    GM_TRY_GOTO(status, fail,
-                gm_cuda_check(result, "cuDevicePrimaryCtxRetain", __FILE__, __LINE__));
+    GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDevicePrimaryCtxRetain"));
     GM_TRY_GOTO(status, fail, meet(c, id));
     GM_TRY_GOTO(status, fail, start_watcher(c));
     *out = &c->base;

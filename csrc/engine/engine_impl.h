@@ -413,17 +413,13 @@ void gm_watch_note_ended(gm_engine *engine); /* a lease, or more; takes no lock 
  * first_ended() and is NULL at the end.  *out: NULL, or the caller's. */
 gm_lease **gm_watch_first_ended(gm_engine *engine);
 gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out);
-bool gm_watch_is_on(const gm_lease *lease);
 bool gm_watch_is_any(const gm_engine *engine);
 gm_status gm_watch_begin(gm_lease *lease, gm_stream stream);
 gm_status gm_watch_end(gm_lease *lease);
-/* Finds what was written through the lease's tensor since the last look. */
-gm_status gm_watch_look(gm_engine *engine, gm_lease *lease);
-/* Likewise through every watched lease. */
+/* Finds what was written through watched leases since the last look. */
 gm_status gm_watch_poll(gm_engine *engine);
 /* The engine itself has written weights: later looks compare with what is there now. */
 gm_status gm_watch_renew(gm_engine *engine);
-void gm_watch_note_use(gm_engine *engine, const gm_lease *lease);
 /* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
 void gm_watch_note_pass_end(gm_engine *engine);
 
@@ -444,7 +440,6 @@ void gm_room_set_plan(gm_engine *engine,
 size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* On demand from here on, with what is resident and the whole budget; waits. */
 gm_status gm_room_drop_plan(gm_engine *engine);
-gm_status gm_room_leave_plan(gm_engine *engine); /* likewise, and a plan is made after this step */
 /* Makes one piece resident and pins it, with whatever it takes to find room. */
 gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
 

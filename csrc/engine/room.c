@@ -62,7 +62,8 @@ gm_status gm_room_drop_plan(gm_engine *engine)
     return gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL);
 }
 
-gm_status gm_room_leave_plan(gm_engine *engine)
+/* As gm_room_drop_plan, and a plan is made after this step. */
+static gm_status leave_plan(gm_engine *engine)
 {
     if (!engine->room.plan) {
         return GM_OK;
@@ -82,7 +83,7 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
         if (status != GM_ERR_NOMEM) {
             return status;
         } /* its blocks are in use: this pass is not the one that was planned */
-        GM_TRY(gm_room_leave_plan(engine));
+        GM_TRY(leave_plan(engine));
     } else if (engine->room.outside_bytes) {
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL));
     }
@@ -110,7 +111,7 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
         gm_chunks_get_stats(engine->chunks, &stats);
         if (stats.device_bytes >
             limit - bytes) { /* more than was measured: the plan asks too much */
-            (void)gm_room_leave_plan(engine);
+            (void)leave_plan(engine);
         }
         has_room = gm_chunks_set_limit(engine->chunks, limit - bytes, &held) == GM_OK &&
                    held <= limit - bytes;
@@ -126,7 +127,7 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     gm_chunks_get_stats(engine->chunks, &stats);
     size_t before = stats.device_bytes, held = before;
     engine->room.shed_limit = before > bytes ? before - bytes : 0;
-    bool is_done = gm_room_leave_plan(engine) == GM_OK &&
+    bool is_done = leave_plan(engine) == GM_OK &&
                    gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held) == GM_OK;
     engine->room.shed_limit = held;
     pthread_mutex_unlock(&engine->lock);

@@ -34,7 +34,7 @@ void gm_watch_wait(const gm_engine *engine)
     }
 }
 
-bool gm_watch_is_on(const gm_lease *lease)
+static bool is_on(const gm_lease *lease)
 {
     return lease->is_pinned && atomic_load(&lease->is_watched);
 }
@@ -42,7 +42,7 @@ bool gm_watch_is_on(const gm_lease *lease)
 bool gm_watch_is_any(const gm_engine *engine)
 {
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (gm_watch_is_on(lease)) {
+        if (is_on(lease)) {
             return true;
         }
     }
@@ -91,7 +91,8 @@ static gm_status wait_for_writes(gm_engine *engine, const gm_lease *lease)
     return engine->device->ops->stream_sync(engine->device, 0);
 }
 
-gm_status gm_watch_look(gm_engine *engine, gm_lease *lease)
+/* Finds what was written through the lease's tensor since the last look. */
+static gm_status look(gm_engine *engine, gm_lease *lease)
 {
     GM_TRY(wait_for_writes(engine, lease));
     return reconcile(engine, lease);
@@ -100,8 +101,8 @@ gm_status gm_watch_look(gm_engine *engine, gm_lease *lease)
 gm_status gm_watch_poll(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (gm_watch_is_on(lease)) {
-            GM_TRY(gm_watch_look(engine, lease));
+        if (is_on(lease)) {
+            GM_TRY(look(engine, lease));
         }
     }
     return GM_OK;
@@ -110,7 +111,7 @@ gm_status gm_watch_poll(gm_engine *engine)
 gm_status gm_watch_renew(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (gm_watch_is_on(lease)) {
+        if (is_on(lease)) {
             GM_TRY(snapshot(engine, lease));
         }
     }
@@ -139,7 +140,7 @@ gm_status gm_watch_end(gm_lease *lease)
 {
     gm_status status = GM_OK;
     if (atomic_load(&lease->is_watched)) {
-        status = gm_watch_look(lease->engine, lease);
+        status = look(lease->engine, lease);
         atomic_store(&lease->is_watched, false);
     }
     return status;
@@ -148,7 +149,7 @@ gm_status gm_watch_end(gm_lease *lease)
 /* A chunk that a lease shows is in use, for longer than its unit was entered: the trace shall know, or a plan would give
  * its blocks away.  Not so what is read between two ticks, when no plan acts.  A lease that was there before the pass took
  * its chunk is known from that tick on. */
-void gm_watch_note_use(gm_engine *engine, const gm_lease *lease)
+static void note_use(gm_engine *engine, const gm_lease *lease)
 {
     if (lease->is_pinned && engine->pass.is_open && engine->pass.tick != lease->born) {
         uint32_t chunk = engine->params[lease->param].place.chunk;
@@ -160,7 +161,7 @@ void gm_watch_note_use(gm_engine *engine, const gm_lease *lease)
 void gm_watch_note_pass_end(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        gm_watch_note_use(engine, lease);
+        note_use(engine, lease);
         lease->tick = lease->born = GM_NO_TICK; /* of this pass */
     }
 }
@@ -188,10 +189,10 @@ gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
     for (; (lease = *link); link = &lease->next) {
         engine->watch.n_walked++;
         if (atomic_load(&lease->is_ended)) {
-            if (gm_watch_is_on(lease)) {
-                GM_TRY(gm_watch_look(engine, lease));
+            if (is_on(lease)) {
+                GM_TRY(look(engine, lease));
             }
-            gm_watch_note_use(engine, lease);
+            note_use(engine, lease);
             *link = lease->next;
             break;
         }

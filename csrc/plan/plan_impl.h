@@ -81,8 +81,6 @@ static inline bool gm_is_state_streamed(uint32_t cls)
 {
     return cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
 }
-/* Whether the gradient goes home at its tick. */
-bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk);
 
 static inline bool gm_is_gathered(const gm_plan_input *input, uint32_t chunk)
 {

@@ -46,7 +46,8 @@ typedef struct gm_writer {
     bool has_failed;
 } gm_writer;
 
-bool gm_is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk)
+/* Whether the gradient goes home at its tick. */
+static bool is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk)
 {
     bool is_on_host = gm_is_on_host(plan->class_of[chunk]);
     bool is_kept = !problem->is_trained[chunk]; /* no update takes it: somebody may read it later */
@@ -303,7 +304,7 @@ static void write_grad_ticks(gm_writer *w)
 {
     for (uint32_t i = 0; i < w->course->n_opens; i++) {
         uint32_t c = w->course->opens[i].chunk, tick = w->course->grad[c];
-        if (gm_is_out_at_grad(w->problem, w->plan, c)) {
+        if (is_out_at_grad(w->problem, w->plan, c)) {
             note(w, tick, PHASE_GRAD_OUT, GM_OP_GRAD_OUT, c);
         }
         if (is_at_grad(w, c)) {

@@ -129,7 +129,7 @@ static inline gm_adam_scalars some_scalars(bool adamw, int64_t step)
     return scalars;
 }
 
-/* ---- time, and who takes host calls ---- */
+/* ---- time ---- */
 
 static inline double seconds(void)
 {
@@ -143,11 +143,6 @@ static inline void nap(long microseconds)
     nanosleep(&(struct timespec){.tv_sec = microseconds / 1000000,
                                  .tv_nsec = microseconds % 1000000 * 1000},
               NULL);
-}
-
-static inline void use_host_calls(const char *path)
-{
-    CHECK(setenv("GEMINI_HOST_CALL", path, 1) == 0);
 }
 
 #endif

@@ -168,7 +168,7 @@ static void print_cost(const char *name, double begin, double n)
 }
 
 /* What calls cost the host, with our context current and without; and a stream's way through the host. */
-static void costs(const char *path)
+static void costs(void)
 {
     enum { N = 2000 };
     gm_device *dev = NULL;
@@ -177,7 +177,6 @@ static void costs(const char *path)
     const gm_cuda_api *api = NULL;
     CUcontext context;
     CUdevice device;
-    use_host_calls(path);
     CHECK_OK(gm_cuda(&api));
     CHECK_OK(gm_device_cuda_new(0, 2 * MIB, &dev));
     const gm_device_ops *ops = dev->ops;
@@ -209,7 +208,7 @@ static void costs(const char *path)
         sum += i > 9 ? took : 0;
         worst = i > 9 && took > worst ? took : worst;
     }
-    printf("host call, %-8s          %6.2f us and back, worst %.2f us\n", path, sum / 190 * 1e6,
+    printf("host call                    %6.2f us and back, worst %.2f us\n", sum / 190 * 1e6,
            worst * 1e6);
     /* as in a step: calls pile up behind one that takes its time */
     static const int piles[] = {1, 8, 64, 512};
@@ -288,8 +287,7 @@ int main(void)
     gm_device *dev = NULL;
     setvbuf(stdout, NULL, _IOLBF, 0);
     CHECK_OK(gm_workers_new(0, &workers));
-    costs("thread");
-    costs("callback");
+    costs();
     machine();
     machine();
     CHECK_OK(gm_device_cuda_new(0, 64 * MIB, &dev));

@@ -18,7 +18,7 @@ enum {
     N_MOODS = 4,
 };
 
-uint64_t gm_chaos_random(gm_chaos_device *dev)
+static uint64_t random_bits(gm_chaos_device *dev)
 {
     uint64_t z = (dev->random += 0x9e3779b97f4a7c15u); /* splitmix64 */
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -221,7 +221,7 @@ static gm_chaos_queue *any_ready(gm_chaos_device *dev)
         total += is_ready(&dev->queues[i]) ? dev->queues[i].speed : 0;
     }
     GM_ASSERT((total > 0) == (dev->n_queued > 0)); /* invariant 2 */
-    uint64_t chosen = total ? gm_chaos_random(dev) % total : 0;
+    uint64_t chosen = total ? random_bits(dev) % total : 0;
     for (uint32_t i = 0; i < GM_CHAOS_N_QUEUES; i++) {
         gm_chaos_queue *queue = &dev->queues[i];
         if (!is_ready(queue)) {
@@ -248,14 +248,14 @@ void gm_chaos_wander(gm_chaos_device *dev)
 {
     if (dev->mood_left ==
         0) { /* lazy and eager stretches, streams that lag behind and then overtake */
-        dev->mood = (uint32_t)(gm_chaos_random(dev) % N_MOODS);
-        dev->mood_left = (uint32_t)(8 + gm_chaos_random(dev) % 56);
+        dev->mood = (uint32_t)(random_bits(dev) % N_MOODS);
+        dev->mood_left = (uint32_t)(8 + random_bits(dev) % 56);
         for (uint32_t i = 0; i < GM_CHAOS_N_QUEUES; i++) {
-            dev->queues[i].speed = 1u << (2 * (gm_chaos_random(dev) % 4));
+            dev->queues[i].speed = 1u << (2 * (random_bits(dev) % 4));
         }
     }
     dev->mood_left--;
-    uint64_t chance = gm_chaos_random(dev), n = 0;
+    uint64_t chance = random_bits(dev), n = 0;
     switch (dev->mood) {
     case 0: n = 0; break;
     case 1: n = chance % 4 == 0; break;
@@ -272,7 +272,7 @@ void gm_chaos_wander(gm_chaos_device *dev)
 /* One step: something that the queue's progress needs, or just as often anything else. */
 static void run_towards(gm_chaos_device *dev, gm_chaos_queue *queue)
 {
-    if (gm_chaos_random(dev) % 2 == 0) {
+    if (random_bits(dev) % 2 == 0) {
         run_any(dev);
         return;
     }

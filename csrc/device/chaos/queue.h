@@ -89,7 +89,6 @@ gm_chaos_queue *gm_chaos_find_queue(gm_chaos_device *dev, gm_stream stream);
 uint32_t gm_chaos_number(const gm_chaos_device *dev, const gm_chaos_queue *queue);
 gm_clock *gm_chaos_host_clock(gm_chaos_device *dev);
 
-uint64_t gm_chaos_random(gm_chaos_device *dev);
 gm_status gm_chaos_op_new(gm_chaos_device *dev, gm_chaos_kind kind, gm_chaos_op **out);
 void gm_chaos_op_free(gm_chaos_op *op); /* NULL is fine */
 gm_status gm_chaos_add_use(gm_chaos_op *op, const void *address, size_t bytes, bool is_write);

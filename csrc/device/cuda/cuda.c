@@ -1,6 +1,6 @@
 /* cuda.c - gm_device on CUDA: the driver's virtual memory calls in the primary context of one
- * GPU (the one that torch uses), and the device's life.  Streams, events, copies and kernels are in
- * stream.c, host calls in host.c.
+ * GPU (the one that torch uses), and the device's life.  Streams, events, host calls, copies and
+ * kernels are in stream.c.
  *
  * Invariants
  *   1. Every operation runs in the primary context and leaves the thread's current context as it was
@@ -29,7 +29,7 @@ struct cuda_range {
 
 /* ---- context ---- */
 
-gm_status gm_cuda_enter_anyway(cuda_device *d, bool *is_pushed)
+gm_status gm_cuda_enter(cuda_device *d, bool *is_pushed)
 {
     CUcontext current = NULL;
     *is_pushed = false;
@@ -40,15 +40,6 @@ gm_status gm_cuda_enter_anyway(cuda_device *d, bool *is_pushed)
     GM_TRY(CHECK(d->api->cuCtxPushCurrent(d->context)));
     *is_pushed = true;
     return GM_OK;
-}
-
-gm_status gm_cuda_enter(cuda_device *d, bool *is_pushed)
-{
-    if (atomic_load_explicit(&d->has_failed, memory_order_acquire)) {
-        *is_pushed = false;
-        return GM_FAIL(GM_ERR_DEVICE, "%s", d->failure);
-    }
-    return gm_cuda_enter_anyway(d, is_pushed);
 }
 
 void gm_cuda_leave(cuda_device *d, bool is_pushed)
@@ -253,7 +244,7 @@ static gm_status block_new(cuda_device *d, gm_block *out)
                        "free; lower device_budget or free memory on the device",
                        d->ordinal, bytes, free_bytes, total);
     }
-    GM_TRY(gm_cuda_check(result, "cuMemCreate", __FILE__, __LINE__));
+    GM_TRY(gm_cuda_check(result, "cuMemCreate"));
     *out = handle;
     return GM_OK;
 }
@@ -347,7 +338,7 @@ static gm_status pin(cuda_device *d, void *base, size_t bytes)
             "on locked memory (ulimit -l)",
             bytes);
     }
-    return gm_cuda_check(result, "cuMemHostRegister", __FILE__, __LINE__);
+    return gm_cuda_check(result, "cuMemHostRegister");
 }
 
 static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
@@ -392,9 +383,10 @@ static void cuda_free(gm_device *dev)
     }
     cuda_device *d = gm_cuda_self(dev);
     bool is_pushed;
-    bool is_entered = gm_cuda_enter_anyway(d, &is_pushed) == GM_OK;
-    gm_cuda_host_queue_free(d->host_queue); /* first, and always: its thread uses the device */
-    if (is_entered) {
+    if (gm_cuda_enter(d, &is_pushed) == GM_OK) {
+        if (d->has_host_calls) { /* they may use what the caller frees next */
+            (void)d->api->cuCtxSynchronize();
+        }
         close_device(d);
         gm_cuda_leave(d, is_pushed);
     }
@@ -460,7 +452,7 @@ static gm_status find_device(cuda_device *d, int ordinal)
         return GM_FAIL(GM_ERR_ARG, "device: there is no cuda:%d; see CUDA_VISIBLE_DEVICES",
                        ordinal);
     }
-    GM_TRY(gm_cuda_check(result, "cuDeviceGet", __FILE__, __LINE__));
+    GM_TRY(gm_cuda_check(result, "cuDeviceGet"));
     GM_TRY(CHECK(d->api->cuDeviceGetAttribute(
         &has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->device)));
     if (!has_virtual_memory) {

@@ -3,16 +3,13 @@
 #ifndef GM_DEVICE_CUDA_IMPL_H
 #define GM_DEVICE_CUDA_IMPL_H
 
-#include <stdatomic.h>
-
 #include "device/cuda/driver.h"
 #include "device/device.h"
 #include "device/cuda/kernels.h"
 
-#define CHECK(call) gm_cuda_check((call), #call, __FILE__, __LINE__)
+#define CHECK(call) gm_cuda_check((call), #call)
 
 typedef struct cuda_range cuda_range;
-typedef struct gm_host_queue gm_host_queue;
 
 typedef struct cuda_device {
     gm_device base; /* first: a gm_device * is a cuda_device * */
@@ -28,9 +25,7 @@ typedef struct cuda_device {
     uintptr_t poison_view;     /* where the fill writes */
     cuda_range *ranges;        /* sorted by addr */
     size_t n_ranges, capacity; /* of ranges[] */
-    gm_host_queue *host_queue; /* NULL until the first host call */
-    atomic_bool has_failed;    /* a host call was dropped: set once, after `failure` is written */
-    char failure[320];         /* why */
+    bool has_host_calls;       /* some may be outstanding when the device goes */
 } cuda_device;
 
 static inline cuda_device *gm_cuda_self(gm_device *dev)
@@ -48,10 +43,8 @@ static inline CUevent gm_cuda_event(gm_event event)
     return (CUevent)(uintptr_t)event;
 }
 
-/* Makes the device's context current on this thread; gm_cuda_leave undoes what was done.  Refused once a
- * host call was dropped: the bytes that it should have written are missing, so nothing may go on. */
+/* Makes the device's context current on this thread; gm_cuda_leave undoes what was done. */
 gm_status gm_cuda_enter(cuda_device *d, bool *is_pushed);
-gm_status gm_cuda_enter_anyway(cuda_device *d, bool *is_pushed); /* to free things */
 void gm_cuda_leave(cuda_device *d, bool is_pushed);
 
 /* Evaluates a gm_status expression in the device's context, and returns it from the function. */
@@ -64,13 +57,13 @@ void gm_cuda_leave(cuda_device *d, bool is_pushed);
         return in_context_status_;                   \
     } while (0)
 /* Runs a statement that frees something in the device's context. */
-#define FREE_IN_CONTEXT(d, statement)                          \
-    do {                                                       \
-        bool is_pushed_;                                       \
-        if (gm_cuda_enter_anyway((d), &is_pushed_) == GM_OK) { \
-            statement;                                         \
-            gm_cuda_leave((d), is_pushed_);                    \
-        }                                                      \
+#define FREE_IN_CONTEXT(d, statement)                   \
+    do {                                                \
+        bool is_pushed_;                                \
+        if (gm_cuda_enter((d), &is_pushed_) == GM_OK) { \
+            statement;                                  \
+            gm_cuda_leave((d), is_pushed_);             \
+        }                                               \
     } while (0)
 
 /* ---- stream.c ---- */
@@ -83,6 +76,8 @@ gm_status gm_cuda_event_record(gm_device *dev, gm_event event, gm_stream stream)
 gm_status gm_cuda_event_wait(gm_device *dev, gm_event event, gm_stream stream);
 gm_status gm_cuda_event_sync(gm_device *dev, gm_event event);
 gm_status gm_cuda_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds);
+gm_status gm_cuda_host_call(gm_device *dev, void (*fn)(void *context), void *context,
+                            gm_stream stream);
 gm_status gm_cuda_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
                            gm_stream s);
 gm_status gm_cuda_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t bytes, gm_stream s);
@@ -93,11 +88,5 @@ gm_status gm_cuda_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sums
                            gm_stream s);
 gm_status gm_cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
                         gm_sumsq *sum, gm_stream s);
-
-/* ---- host.c ---- */
-gm_status gm_cuda_host_call(gm_device *dev, void (*fn)(void *context), void *context,
-                            gm_stream stream);
-/* The device's context is current.  Waits for the calls that are outstanding; NULL is fine. */
-void gm_cuda_host_queue_free(gm_host_queue *queue);
 
 #endif

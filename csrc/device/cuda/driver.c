@@ -75,7 +75,7 @@ gm_status gm_cuda(const gm_cuda_api **out)
     return GM_OK;
 }
 
-gm_status gm_cuda_check(CUresult result, const char *call, const char *file, int line)
+gm_status gm_cuda_check(CUresult result, const char *call)
 {
     if (result == CUDA_SUCCESS) {
         return GM_OK;
@@ -94,8 +94,8 @@ gm_status gm_cuda_check(CUresult result, const char *call, const char *file, int
         }
     }
     gm_status status = result == CUDA_ERROR_OUT_OF_MEMORY ? GM_ERR_NOMEM : GM_ERR_DEVICE;
-    return gm_fail(status, file, line, "%.*s: %s (%s)", name_length, name,
-                   code ? code : "unknown CUDA error", words ? words : "no description");
+    return gm_fail(status, "%.*s: %s (%s)", name_length, name, code ? code : "unknown CUDA error",
+                   words ? words : "no description");
 }
 
 #else

@@ -19,9 +19,8 @@
     X(cuStreamWaitEvent) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord)                     \
     X(cuEventSynchronize) X(cuEventQuery) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)              \
     X(cuMemcpyDtoDAsync) X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload)                \
-    X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuStreamWaitValue32)          \
-    X(cuEventElapsedTime) X(cuMemHostAlloc) X(cuMemHostGetDevicePointer) X(cuMemFreeHost)        \
-    X(cuCtxSynchronize)
+    X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuEventElapsedTime)           \
+    X(cuMemHostAlloc) X(cuMemFreeHost) X(cuCtxSynchronize)
 /* clang-format on */
 
 typedef struct gm_cuda_api {
@@ -34,7 +33,7 @@ typedef struct gm_cuda_api {
 gm_status gm_cuda(const gm_cuda_api **out);
 /* Turns a CUresult into a status: "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
  * Out of memory gives GM_ERR_NOMEM, all else GM_ERR_DEVICE. */
-gm_status gm_cuda_check(CUresult result, const char *call, const char *file, int line);
-#define GM_CU(call) GM_TRY(gm_cuda_check((call), #call, __FILE__, __LINE__))
+gm_status gm_cuda_check(CUresult result, const char *call);
+#define GM_CU(call) GM_TRY(gm_cuda_check((call), #call))
 
 #endif

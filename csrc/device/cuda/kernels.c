@@ -35,8 +35,7 @@ enum { GRAD_F32 = 0, GRAD_SAME = 1 };
 
 static gm_status get_function(const gm_kernels *k, const char *name, CUfunction *out)
 {
-    return gm_cuda_check(k->api->cuModuleGetFunction(out, k->module, name), name, __FILE__,
-                         __LINE__);
+    return gm_cuda_check(k->api->cuModuleGetFunction(out, k->module, name), name);
 }
 
 static gm_status load(gm_kernels *k)
@@ -69,7 +68,7 @@ static gm_status load(gm_kernels *k)
             "CUDA: this build has no kernels for this GPU (compute capability 8.0 or later "
             "is needed), or the driver is older than the toolkit of the build");
     }
-    GM_TRY(gm_cuda_check(result, "cuModuleLoadData", __FILE__, __LINE__));
+    GM_TRY(gm_cuda_check(result, "cuModuleLoadData"));
     for (size_t i = 0; i < sizeof adam / sizeof *adam; i++) {
         GM_TRY(get_function(k, adam[i].name, &k->adam[adam[i].format][adam[i].grad]));
     }
