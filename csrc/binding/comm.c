@@ -22,7 +22,6 @@ typedef struct python_transport {
 typedef struct comm {
     PyObject_HEAD gm_comm *comm; /* NULL after close() */
     python_transport *transport; /* the gm_comm's; NULL with NCCL */
-    char *names;                 /* of labels 1, 2, ..., a line each; NULL: none */
     int rank, size;
     size_t n_inside; /* calls that run without the GIL */
     bool is_closing; /* the last of them frees */
@@ -142,8 +141,6 @@ static void release(comm *self)
         Py_BEGIN_ALLOW_THREADS
         gm_comm_free(taken);
         Py_END_ALLOW_THREADS
-        free(self->names);
-        self->names = NULL;
         PyErr_Restore(type, value, trace);
     }
 }
@@ -223,17 +220,6 @@ static PyObject *comm_all_reduce(comm *self, PyObject *args)
                                    (gm_comm_op)op, stream));
 }
 
-static PyObject *comm_broadcast(comm *self, PyObject *args)
-{
-    unsigned long long address, stream;
-    Py_ssize_t bytes;
-    int root;
-    if (!PyArg_ParseTuple(args, "KniK:broadcast", &address, &bytes, &root, &stream)) {
-        return NULL;
-    }
-    RETURN_CALL(self, c, gm_comm_broadcast(c, (uintptr_t)address, (size_t)bytes, root, stream));
-}
-
 static PyObject *comm_agree(comm *self, PyObject *args)
 {
     unsigned long long stream;
@@ -285,38 +271,6 @@ static PyObject *comm_name_ranks(comm *self, PyObject *args)
     }
     free(names);
     return end(self, status);
-}
-
-static void name_line(void *context, uint64_t label, char *out, size_t bytes)
-{
-    const char *line = context;
-    while (line && --label > 0) {
-        line = strchr(line, '\n');
-        line = line ? line + 1 : NULL;
-    }
-    (void)snprintf(out, bytes, "%.*s", line ? (int)strcspn(line, "\n") : 0, line ? line : "");
-}
-
-static PyObject *comm_name_labels(comm *self, PyObject *args)
-{
-    const char *text;
-    if (!PyArg_ParseTuple(args, "s:name_labels", &text)) {
-        return NULL;
-    }
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    char *names = malloc(strlen(text) + 1), *before = self->names;
-    if (!names) {
-        Py_XDECREF(end(self, GM_OK));
-        return PyErr_NoMemory();
-    }
-    memcpy(names, text, strlen(text) + 1);
-    gm_comm_set_namer(c, name_line, names);
-    self->names = names;
-    free(before);
-    return end(self, GM_OK);
 }
 
 /* Empty once it is freed; the GIL is held throughout, so nobody frees it meanwhile. */
@@ -546,13 +500,11 @@ static PyMethodDef comm_methods[] = {
      "(address, shard_count, dtype, stream)"},
     {"all_reduce", (PyCFunction)comm_all_reduce, METH_VARARGS,
      "(address, count, dtype, op, stream)"},
-    {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, "(address, bytes, root, stream)"},
     {"agree", (PyCFunction)comm_agree, METH_VARARGS,
      "(stream): are the ranks' collectives the same?"},
     {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
     {"name_ranks", (PyCFunction)comm_name_ranks, METH_VARARGS,
      "(names, n): rank r is names[r] of n."},
-    {"name_labels", (PyCFunction)comm_name_labels, METH_VARARGS, "(text): line k names label k."},
     {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
     {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},
     {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},

@@ -12,9 +12,8 @@
 #include <string.h>
 #include <unistd.h>
 
-static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast",
-                                         "agreement"};
-static const char *const dtype_names[] = {"fp32", "bf16", "fp16", "fp64", "u64"};
+static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce", "agreement"};
+static const char *const dtype_names[] = {"fp32", "bf16", "fp16", "u64"};
 
 int gm_comm_rank(const gm_comm *comm)
 {
@@ -76,7 +75,6 @@ static size_t dtype_bytes(gm_comm_dtype dtype)
     case GM_COMM_F32: return 4;
     case GM_COMM_BF16:
     case GM_COMM_F16: return 2;
-    case GM_COMM_F64:
     case GM_COMM_U64: break;
     }
     return 8;
@@ -105,9 +103,7 @@ static void describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_W
     if (has_shards(call)) {
         (void)snprintf(shards, sizeof shards, "%d x ", comm->size);
     }
-    if (call->kind == GM_COMM_BROADCAST) {
-        (void)snprintf(what, sizeof what, "from rank %d", gm_comm_rank_name(comm, call->root));
-    } else if (call->kind != GM_COMM_AGREE && !call->is_bytes) {
+    if (call->kind != GM_COMM_AGREE && !call->is_bytes) {
         (void)snprintf(what, sizeof what, "%s of %s", call->op == GM_COMM_MAX ? "max" : "sum",
                        dtype_names[call->dtype]);
     }
@@ -166,8 +162,7 @@ static uint64_t mix(uint64_t hash, uint64_t word)
 static void count(gm_comm *comm, gm_comm_call *call)
 {
     uint64_t shape = (uint64_t)call->kind | (uint64_t)call->is_bytes << 8 |
-                     (uint64_t)call->dtype << 16 | (uint64_t)call->op << 24 |
-                     (uint64_t)call->root << 32;
+                     (uint64_t)call->dtype << 16 | (uint64_t)call->op << 24;
     call->label = comm->label;
     pthread_mutex_lock(&comm->record);
     call->number = ++comm->n_calls;
@@ -345,20 +340,10 @@ gm_status gm_comm_all_reduce(gm_comm *comm, uintptr_t data, size_t count, gm_com
     gm_comm_call call = {
         .kind = GM_COMM_ALL_REDUCE, .base = data, .count = count, .dtype = dtype, .op = op};
     if ((unsigned)dtype > GM_COMM_U64) {
-        return refuse(comm, &call, "the dtype must be fp32, bf16, fp16, fp64 or u64");
+        return refuse(comm, &call, "the dtype must be fp32, bf16, fp16 or u64");
     }
     if (op != GM_COMM_SUM && (op != GM_COMM_MAX || dtype != GM_COMM_U64)) {
         return refuse(comm, &call, "the operation must be sum, or max of u64");
-    }
-    return issue(comm, &call, stream);
-}
-
-gm_status gm_comm_broadcast(gm_comm *comm, uintptr_t data, size_t bytes, int root, gm_stream stream)
-{
-    gm_comm_call call = {
-        .kind = GM_COMM_BROADCAST, .base = data, .count = bytes, .is_bytes = true, .root = root};
-    if (root < 0 || root >= comm->size) {
-        return refuse(comm, &call, "the root must be a rank from 0 to size - 1");
     }
     return issue(comm, &call, stream);
 }

@@ -33,7 +33,6 @@ typedef enum gm_comm_dtype {
     GM_COMM_F32 = GM_F32,
     GM_COMM_BF16 = GM_BF16,
     GM_COMM_F16 = GM_F16,
-    GM_COMM_F64,
     GM_COMM_U64,
 } gm_comm_dtype;
 
@@ -57,10 +56,8 @@ gm_status gm_comm_reduce_scatter(gm_comm *comm, uintptr_t base, size_t shard_cou
 /* The result has the same bits on every rank.  Sums of u64 are modulo 2^64. */
 gm_status gm_comm_all_reduce(gm_comm *comm, uintptr_t data, size_t count, gm_comm_dtype dtype,
                              gm_comm_op op, gm_stream stream);
-gm_status gm_comm_broadcast(gm_comm *comm, uintptr_t data, size_t bytes, int root,
-                            gm_stream stream);
 
-/* Are the ranks' collectives so far the same: kinds, sizes, dtypes, roots, labels?  All ranks call it at the same places (it
+/* Are the ranks' collectives so far the same: kinds, sizes, dtypes, labels?  All ranks call it at the same places (it
  * is a collective, and counted), the engine once a step.  The host does not wait: a difference becomes the failure of every
  * rank when the stream has come this far and the watching thread, gm_comm_check or the next collective looks.  (It waits if
  * as many as 16 are under way.)  On the host device ranks compare before each collective, so this one is only that

@@ -13,7 +13,6 @@ typedef enum gm_comm_kind {
     GM_COMM_ALL_GATHER,
     GM_COMM_REDUCE_SCATTER,
     GM_COMM_ALL_REDUCE,
-    GM_COMM_BROADCAST,
     GM_COMM_AGREE, /* no bytes: are `number` and `hash` the same everywhere? */
     GM_COMM_N_KINDS,
 } gm_comm_kind;
@@ -26,7 +25,6 @@ typedef struct gm_comm_call {
     bool is_bytes;       /* elements are bytes, dtype says nothing */
     gm_comm_dtype dtype; /* of the elements */
     gm_comm_op op;
-    int root;
     uint64_t label;
     uint64_t hash; /* of all collectives before this one */
 } gm_comm_call;

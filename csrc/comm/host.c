@@ -32,8 +32,6 @@ typedef struct host_comm {
 typedef struct header {
     uint64_t number, count;
     uint32_t kind, is_bytes, dtype, op;
-    int32_t root;
-    uint32_t zero;
     uint64_t label, hash;
 } header;
 
@@ -89,7 +87,6 @@ static void tell_words(job *j, const header *headers, words *all)
                              .is_bytes = h->is_bytes,
                              .dtype = (gm_comm_dtype)(h->dtype % (GM_COMM_U64 + 1)),
                              .op = (gm_comm_op)(h->op % (GM_COMM_MAX + 1)),
-                             .root = h->root,
                              .label = h->label};
         if (!is_told || r == rank) {
             gm_comm_describe(&c->base, &call, all[r].text);
@@ -159,7 +156,6 @@ static gm_status agree(job *j)
                    .is_bytes = call->is_bytes,
                    .dtype = (uint32_t)call->dtype,
                    .op = (uint32_t)call->op,
-                   .root = call->root,
                    .label = call->label,
                    .hash = call->hash};
     header *theirs = calloc(size, sizeof *theirs);
@@ -184,16 +180,6 @@ static gm_status agree(job *j)
 
 /* ---- sums ---- */
 
-static void add_f64(double *sum, const double *term, size_t n)
-{
-    fenv_t saved;
-    gm_fenv_enter(&saved);
-    for (size_t i = 0; i < n; i++) {
-        sum[i] += term[i];
-    }
-    gm_fenv_leave(&saved);
-}
-
 static void add_u64(uint64_t *sum, const uint64_t *term, size_t n, gm_comm_op op)
 {
     for (size_t i = 0; i < n; i++) {
@@ -204,7 +190,7 @@ static void add_u64(uint64_t *sum, const uint64_t *term, size_t n, gm_comm_op op
 /* sum = term for the first rank, sum += term for the others; n elements. */
 static void take(const gm_comm_call *call, void *sum, const void *term, size_t n, bool is_first)
 {
-    if (call->dtype != GM_COMM_F64 && call->dtype != GM_COMM_U64) {
+    if (call->dtype != GM_COMM_U64) {
         gm_grad_add_args add = {.dst = sum,
                                 .dst_dtype = GM_F32,
                                 .src = term,
@@ -214,8 +200,6 @@ static void take(const gm_comm_call *call, void *sum, const void *term, size_t n
         gm_grad_add_host(&add, NULL);
     } else if (is_first) {
         memcpy(sum, term, n * 8);
-    } else if (call->dtype == GM_COMM_F64) {
-        add_f64(sum, term, n);
     } else {
         add_u64(sum, term, n, call->op);
     }
@@ -223,7 +207,7 @@ static void take(const gm_comm_call *call, void *sum, const void *term, size_t n
 
 static void put(const gm_comm_call *call, void *dst, const void *sum, size_t n)
 {
-    if (call->dtype == GM_COMM_F64 || call->dtype == GM_COMM_U64) {
+    if (call->dtype == GM_COMM_U64) {
         memcpy(dst, sum, n * 8);
         return;
     }
@@ -306,17 +290,6 @@ static gm_status reduce(job *j, shares s)
     return status;
 }
 
-static gm_status broadcast(job *j)
-{
-    bool is_root = j->call.root == j->comm->base.rank;
-    for (size_t r = 0; r < (size_t)j->comm->base.size; r++) {
-        gm_comm_piece all = {(void *)j->call.base, j->call.count};
-        j->out[r] = is_root ? all : (gm_comm_piece){0};
-        j->in[r] = (int)r == j->call.root ? all : (gm_comm_piece){0};
-    }
-    return exchange(j);
-}
-
 static gm_status perform(job *j)
 {
     size_t size = (size_t)j->comm->base.size, count = j->call.count;
@@ -327,7 +300,6 @@ static gm_status perform(job *j)
     case GM_COMM_ALL_GATHER: return gather(j, shards);
     case GM_COMM_REDUCE_SCATTER: return reduce(j, shards);
     case GM_COMM_ALL_REDUCE: GM_TRY(reduce(j, even)); return gather(j, even);
-    case GM_COMM_BROADCAST: return broadcast(j);
     case GM_COMM_AGREE:
     case GM_COMM_N_KINDS: break;
     }

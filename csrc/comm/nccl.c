@@ -405,7 +405,6 @@ static int nccl_dtype(const gm_comm_call *call)
     case GM_COMM_F32: return NCCL_F32;
     case GM_COMM_BF16: return NCCL_BF16;
     case GM_COMM_F16: return NCCL_F16;
-    case GM_COMM_F64: return NCCL_F64;
     case GM_COMM_U64: break;
     }
     return NCCL_U64;
@@ -424,8 +423,6 @@ static nccl_result call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream st
         return n->reduce_scatter(base, own, call->count, dtype, op, c->handle, stream);
     case GM_COMM_ALL_REDUCE:
         return n->all_reduce(base, base, call->count, dtype, op, c->handle, stream);
-    case GM_COMM_BROADCAST:
-        return n->broadcast(base, base, call->count, dtype, call->root, c->handle, stream);
     case GM_COMM_AGREE:
     case GM_COMM_N_KINDS: break;
     }

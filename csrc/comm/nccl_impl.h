@@ -10,7 +10,7 @@
 
 enum { NCCL_OLDEST = 21800, NCCL_TOO_NEW = 30000 };
 enum { NCCL_SUCCESS = 0, NCCL_IN_PROGRESS = 7 };
-enum { NCCL_U8 = 1, NCCL_U64 = 5, NCCL_F16 = 6, NCCL_F32 = 7, NCCL_F64 = 8, NCCL_BF16 = 9 };
+enum { NCCL_U8 = 1, NCCL_U64 = 5, NCCL_F16 = 6, NCCL_F32 = 7, NCCL_BF16 = 9 };
 enum { NCCL_SUM = 0, NCCL_MAX = 2 };
 
 typedef int nccl_result;
@@ -43,8 +43,6 @@ typedef struct nccl_api {
                                   nccl_handle comm, CUstream stream);
     nccl_result (*all_reduce)(const void *src, void *dst, size_t count, int dtype, int op,
                               nccl_handle comm, CUstream stream);
-    nccl_result (*broadcast)(const void *src, void *dst, size_t count, int dtype, int root,
-                             nccl_handle comm, CUstream stream);
 } nccl_api;
 
 /* The functions, looked up at the first call; `path` as for gm_comm_nccl_id. */

@@ -32,7 +32,6 @@ static gm_status look_up(void *library)
         {"ncclAllGather", (void *)&a.all_gather},
         {"ncclReduceScatter", (void *)&a.reduce_scatter},
         {"ncclAllReduce", (void *)&a.all_reduce},
-        {"ncclBroadcast", (void *)&a.broadcast},
     };
     for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
         void *address = dlsym(library, symbols[i].name);

@@ -36,9 +36,8 @@ COMM_DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
-    torch.float64: 3,
-    torch.uint64: 4,
-    torch.int64: 4,
+    torch.uint64: 3,
+    torch.int64: 3,
 }
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
@@ -131,9 +130,6 @@ class Communicator:
         if op not in ("sum", "max"):
             raise ValueError(f'all_reduce: op is {op!r}; it must be "sum" or "max"')
         self._run(self.core.all_reduce, address, count, _number(dtype), int(op == "max"), stream)
-
-    def broadcast(self, address: int, n_bytes: int, root: int, stream: int = 0) -> None:
-        self._run(self.core.broadcast, address, n_bytes, root, stream)
 
     def label(self, label: int) -> None:
         """Says what the collectives from here on are for; the same on every rank. 0: nothing."""

@@ -245,5 +245,3 @@ int ncclAllReduce(const void *src, void *dst, size_t count, int dtype, int op, v
     }
     return collective(src, dst, count, dtype, op, comm);
 }
-
-WITH_OP(ncclBroadcast)

@@ -81,11 +81,6 @@ def check_sizes(comm: Communicator, count: int, device: torch.device) -> None:
         comm.all_reduce(x.data_ptr(), count * size, dtype, "sum", stream)
         assert torch.equal(x.cpu(), want)
 
-    doubles = [exact_numbers(r, count, torch.float64) * 2.0**40 for r in range(size)]
-    x = doubles[rank].to(device)
-    comm.all_reduce(x.data_ptr(), count, torch.float64, "sum", stream)
-    assert torch.equal(x.cpu(), torch.stack(doubles).sum(0))
-
     words = [torch.arange(count) * (r + 1) - 2**62 for r in range(size)]
     x = words[rank].to(device)
     comm.all_reduce(x.data_ptr(), count, torch.int64, "sum", stream)
@@ -94,11 +89,6 @@ def check_sizes(comm: Communicator, count: int, device: torch.device) -> None:
     x = positive[rank].to(device)
     comm.all_reduce(x.data_ptr(), count, torch.int64, "max", stream)
     assert torch.equal(x.cpu(), torch.stack(positive).amax(0))
-
-    for root in range(size):
-        x = torch.full((count,), 5 + rank, dtype=torch.uint8, device=device)
-        comm.broadcast(x.data_ptr(), count, root, stream)
-        assert bool((x == 5 + root).all())
 
 
 def check_order_between_streams(rank: int, size: int) -> None:
@@ -183,7 +173,6 @@ def check_agreement(rank: int, size: int) -> None:
     """The same bytes for another chunk: nothing but the agreement behind them can tell, and it does on every rank."""
     device = here(rank)
     with communicator(device=device, timeout=PATIENT) as comm:
-        comm.core.name_labels("\n".join(f"chunk {i}" for i in range(1, 10)))
         x = torch.zeros(size * MIB, dtype=torch.uint8, device=device)
         for _ in range(40):  # more than can be under way at once
             for label in (1, 2, 3):
@@ -207,7 +196,7 @@ def check_agreement(rank: int, size: int) -> None:
     assert time.monotonic() - began < 30
     assert f"agreement number 162, rank {rank} of {size}" in text and "after number 160" in text
     assert "the ranks differ from collective 161 on: " in text, text
-    assert f"rank {size - 1} all_gather of {size} x {MIB} bytes (chunk 9)" in text, text
+    assert f"rank {size - 1} all_gather of {size} x {MIB} bytes (label 9)" in text, text
     with pytest.raises(ValueError, match="closed"):
         comm.agree(current_stream())
 

@@ -69,12 +69,21 @@ def _whole(precision: str, chunk: int, index: int) -> int:
         run.engine.close()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_bits(policy: str, budget: float, chunk: int, precision: str) -> None:
-    index = (POLICIES.index(policy) + BUDGETS.index(budget) + 2 * CHUNKS.index(chunk)) % 6
+def _grid() -> list[tuple[str, float, int, str, int]]:
+    """Policy, budget, chunk size, precision and recipe: each pair of values once, each precision with every recipe."""
+    cases = []
+    for r, precision in enumerate(PRECISIONS):
+        n_trained = 0
+        for c, chunk in enumerate(CHUNKS):
+            for p, policy in enumerate(POLICIES):
+                budget = BUDGETS[(c + r + p) % 3]
+                cases.append((policy, budget, chunk, precision, n_trained % 6))
+                n_trained += policy != "cuda" or budget == 1.0
+    return cases
+
+
+@pytest.mark.parametrize(("policy", "budget", "chunk", "precision", "index"), _grid())
+def test_bits(policy: str, budget: float, chunk: int, precision: str, index: int) -> None:
     recipe = _recipe(precision, index)
     how = {
         "placement_policy": policy,
@@ -115,13 +124,14 @@ def test_bits_under_pressure(chunk: int, precision: str) -> None:
 
 
 def test_grid_is_complete() -> None:
-    """Every recipe variant is met by every precision in the grid above."""
-    met = {
-        (POLICIES.index(p) + BUDGETS.index(b) + 2 * CHUNKS.index(c)) % 6
-        for p, b, c in itertools.product(POLICIES, BUDGETS, CHUNKS)
-        if p != "cuda" or b == 1.0
-    }
-    assert met == set(range(6))
+    """What trains in the grid above has each pair of values, and every recipe with every precision."""
+    trained = [case for case in _grid() if case[0] != "cuda" or case[1] == 1.0]
+    axes: tuple[tuple[object, ...], ...] = (POLICIES, BUDGETS, CHUNKS, PRECISIONS, tuple(range(6)))
+    for a, b in [*itertools.combinations(range(4), 2), (3, 4)]:
+        want = set(itertools.product(axes[a], axes[b]))
+        if (a, b) == (0, 1):  # the others are refused
+            want -= {("cuda", budget) for budget in BUDGETS if budget < 1.0}
+        assert {(case[a], case[b]) for case in trained} == want, (a, b)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

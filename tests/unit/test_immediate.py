@@ -261,9 +261,14 @@ class _Sparse(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("chunk_size", [4096, 16384])
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("share", [0.4, 0.8, 1.2])
+@pytest.mark.parametrize(
+    ("share", "set_to_none", "chunk_size"),  # each pair of values
+    [
+        (share, set_to_none, (4096, 16384)[(s + set_to_none) % 2])
+        for s, share in enumerate((0.4, 0.8, 1.2))
+        for set_to_none in (False, True)
+    ],
+)
 def test_parameters_without_a_gradient(share: float, set_to_none: bool, chunk_size: int) -> None:
     """Their moments and counts stay, as torch's do, also beside others of their chunk."""
 
@@ -444,9 +449,14 @@ class _Own(nn.Module):
         return F.linear(x, self.weight), None
 
 
-@pytest.mark.parametrize("share", [0.6, 1.0, 2.5])
-@pytest.mark.parametrize("rates", ["as measured", "slow host", "slow copies"])
-@pytest.mark.parametrize("way", ["parent", "kept", "frozen", "own", "escaped"])
+@pytest.mark.parametrize(
+    ("way", "rates", "share"),  # each pair of values
+    [
+        (way, rates, (0.6, 1.0, 2.5)[(w + r) % 3])
+        for w, way in enumerate(("parent", "kept", "frozen", "own", "escaped"))
+        for r, rates in enumerate(("as measured", "slow host", "slow copies"))
+    ],
+)
 def test_detached_reuse_is_never_wrong(
     way: str, rates: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
