@@ -112,6 +112,7 @@ class Slot(_C.Slot):
     def lease(self, is_watched: bool = True) -> torch.Tensor:
         """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
         self.collect()
+        self.engine.begin_pass()
         core, stream = self.engine.core, self.engine.stream()
         lease = core.lease(self.id)
         tensor = self.blob(lease)
@@ -158,8 +159,9 @@ class Slot(_C.Slot):
     def let_go(self) -> None:
         """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
         core, stream = self.engine.core, self.engine.stream()
-        core.lease_watch(self._shown_lease, stream)
-        core.lease_pin(self._shown_lease, stream)
+        if 0 not in self.shape:  # without elements there is nothing to keep; autograd keeps such tensors as they are
+            core.lease_watch(self._shown_lease, stream)
+            core.lease_pin(self._shown_lease, stream)
         self.is_watched = False
         self.shown = None
 

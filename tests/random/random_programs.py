@@ -436,8 +436,12 @@ def generate(seed: int) -> Program:
 
 
 def is_plain(program: Program) -> bool:
-    """Whether nothing but forward, backward, step and evaluation happens, which an accepted budget has to serve."""
-    return all(action.kind in PLAIN_KINDS for action in program.actions)
+    """Whether nothing but forward, backward, step and evaluation happens, which an accepted budget has to serve.
+
+    What a module keeps of its weight keeps the chunk.
+    """
+    keeps = any("Keeps(" in part.made for part in program.parts)
+    return not keeps and all(action.kind in PLAIN_KINDS for action in program.actions)
 
 
 # ---- text ----------------------------------------------------------------------------------------
