@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -77,13 +79,24 @@ def main() -> int:
     threads = [threading.Thread(target=run) for _ in range(args.jobs)]
     for thread in threads:
         thread.start()
+
+    def tell() -> None:
+        seconds = round(time.monotonic() - begun)
+        total = {"count": sum(results.values()), **results, "seconds": seconds}
+        write({**total, "kinds": dict(kinds.most_common())})
+        print(json.dumps(total))
+        for kind, n in kinds.most_common(40):
+            print(f"{n:6} {kind}", flush=True)
+
+    def stop(*_: object) -> None:
+        """What was run counts, although something ends this."""
+        tell()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
     for thread in threads:
         thread.join()
-    total = {"count": sum(results.values()), **results, "seconds": round(time.monotonic() - begun)}
-    write({**total, "kinds": dict(kinds.most_common())})
-    print(json.dumps(total))
-    for kind, n in kinds.most_common(40):
-        print(f"{n:6} {kind}")
+    tell()
     return int(results[FAILED] > 0)
 
 
