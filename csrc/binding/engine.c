@@ -294,7 +294,6 @@ NUMBER_METHOD(write, 4,
 NUMBER_METHOD(fill, 6,
               gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
                              (const void *)(uintptr_t)v[4], v[5]))
-NUMBER_METHOD(settle, 1, gm_engine_settle(engine, (size_t)v[0]))
 
 /* One method without arguments. */
 #define PLAIN_METHOD(name)                                     \
@@ -506,7 +505,6 @@ static PyMethodDef core_methods[] = {
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
     METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
-    METHOD("settle", core_settle, METH_FASTCALL, "settle(reserve_bytes)"),
     METHOD("set_external_bytes", gm_py_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
     METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
     METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),

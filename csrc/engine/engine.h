@@ -202,8 +202,7 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes);
 bool gm_engine_shed(gm_engine *engine, size_t bytes);
 /* Others of this process now hold what they need and no more: what they held before counts no longer in plans. */
 gm_status gm_engine_forget_outside(gm_engine *engine);
-/* Settles as many chunks on the device as fit beside every chunk's weights and `reserve_bytes`. */
-gm_status gm_engine_settle(gm_engine *engine, size_t reserve_bytes);
+
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
 
 /* Whether a tensor outside units and backward nodes shows the parameter. */

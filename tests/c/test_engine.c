@@ -913,9 +913,6 @@ static void play(bool is_chaos, gm_workers *workers)
                                .clip_factor = 1};
     engine_new(w, workers, chance(w, 2));
     fill(w);
-    if (chance(w, 2)) {
-        CHECK_OK(gm_engine_settle(w->engine, 0));
-    }
     uint64_t shapes[2] = {next_random(&w->random), UINT64_MAX};
     bool is_alive = true;
     for (int number = 0; number < N_STEPS && is_alive; number++) {
