@@ -159,7 +159,7 @@ class Slot(_C.Slot):
     def let_go(self) -> None:
         """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
         core, stream = self.engine.core, self.engine.stream()
-        if 0 not in self.shape:  # without elements there is nothing to keep; autograd keeps such tensors as they are
+        if 0 not in self.shape:  # else there is nothing to keep; autograd keeps such tensors
             core.lease_watch(self._shown_lease, stream)
             core.lease_pin(self._shown_lease, stream)
         self.is_watched = False
