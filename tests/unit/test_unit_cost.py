@@ -103,7 +103,8 @@ def test_the_benchmark_of_these_times_runs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     from bench_units import measure
 
-    assert measure(n=3, repeats=1, device="cpu").keys() >= {"enter_leave", "touch", "gradient"}
+    figures = measure(n=3, parameters=1, repeats=1, device="cpu")
+    assert figures.keys() >= {"enter_leave", "touch", "gradient"}
 
 
 # ---- the short way and the long one ----
