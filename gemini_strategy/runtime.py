@@ -434,6 +434,7 @@ class Runtime(Uncopied, Reporting):
         self.steps += 1
         self.ranks.when = f" after step {self.steps}"
         self.note_step(self.core.stats())
+        absent.sweep()
         return loss
 
     def _run_step(self, updates: list[tuple[Any, ...]]) -> None:

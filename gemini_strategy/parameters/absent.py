@@ -28,7 +28,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ __all__ = [
     "nets",
     "plainly",
     "set_data",
+    "sweep",
     "tensor",
 ]
 
@@ -141,6 +142,10 @@ class _Keyed(torch.Tensor):
 # By the storage's address; the tensor keeps the storage.
 _homes: dict[int, tuple[Home, torch.Tensor]] = {}
 _n_live = 0  # of them, when last counted
+_heavy: set[int] = set()  # addresses of homes with memory of their own
+_n_own: dict[
+    int, int
+] = {}  # users of a storage when nobody has it: torch's wrapper, the anchor, the home
 _nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
 
 
@@ -181,7 +186,12 @@ def tensor(
         set_data(result, keyed)
     if home.memory is None and device.type == "cpu":
         _torch.refuse_writing(result)
-    _homes[_address(result)] = (home, result.detach())
+    storage = keyed = None  # they have it, too
+    address = _address(result)
+    _homes[address] = (home, _torch.TensorBase.data.__get__(result))  # no view, which would keep it
+    _n_own[address] = _torch.storage_use_count(address) - 1
+    if home.memory is not None:
+        _heavy.add(address)
     return result
 
 
@@ -198,15 +208,30 @@ def keep(shown: torch.Tensor, values: torch.Tensor) -> None:
 
 def _move(shown: torch.Tensor, home: Home) -> None:
     address = _address(shown)
-    _homes[address] = (home, _homes[address][1])
+    before, anchor = _homes[address]
+    _n_own[address] -= (
+        before.memory is not None
+    )  # if it goes; else this is one too few, and is kept
+    _homes[address] = (home, anchor)
+
+
+def _drop_unused(addresses: Iterable[int]) -> None:
+    for address in [a for a in addresses if _torch.storage_use_count(a) <= _n_own[a]]:
+        _heavy.discard(address)
+        del _homes[address], _n_own[address]
+
+
+def sweep() -> None:
+    """Lets go of memory that nobody has any more: state dicts are as large as the model."""
+    _drop_unused(list(_heavy))
 
 
 def _sweep() -> None:
-    """Now and then lets go of storages that nobody has any more."""
+    """Now and then the same for storages without bytes."""
     global _n_live
+    sweep()
     if len(_homes) > 2 * _n_live + 16:
-        for address in [a for a in list(_homes) if _torch.storage_use_count(a) <= 1]:
-            del _homes[address]
+        _drop_unused(list(_homes))
         _n_live = len(_homes)
 
 
