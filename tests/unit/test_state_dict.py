@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.parameters import absent
 from helpers.reference import (
     Outcome,
     Plain,
@@ -394,3 +397,31 @@ def test_unmanaged_start_is_the_recipes() -> None:
     """Guards the tests above: seeds make different models."""
     a, b = start(CASE.build, Recipe()), start(CASE.build, Recipe(seed=99))
     assert not torch.equal(a.head.weight, b.head.weight)
+
+
+def test_state_dicts_that_are_dropped_are_let_go() -> None:
+    """Their memory is as large as the model: it goes with the next step, and not before whoever has a part of it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with contextlib.closing(gs.manage(model, optimizer, device="cpu")) as engine:
+
+        def step() -> None:
+            engine.backward(model(torch.ones(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        gc.collect()
+        absent.sweep()
+        before = len(absent._heavy)
+        states = [model.state_dict(), optimizer.state_dict()]
+        row = states[0]["0.weight"][1]
+        assert len(absent._heavy) == before + 4 + 8
+        del states
+        gc.collect()
+        step()
+        assert len(absent._heavy) == before + 1
+        assert torch.equal(row.clone(), model[0].weight[1].detach().clone())
+        del row
+        step()
+        assert len(absent._heavy) == before
