@@ -667,31 +667,6 @@ def _(run: Run) -> Any:
     return [failed, run.step(1)]
 
 
-@door("flow/a thread reads while another trains", "8", needs_all=True)
-def _(run: Run) -> Any:
-    done = threading.Event()
-    failed = []
-    frozen = run.param("norm.bias").detach().shape
-
-    def read() -> None:
-        try:
-            while not done.is_set():
-                value = run.param("layers.2.weight").norm().item()
-                if not 0 < value < 100 or run.param("norm.bias").shape != frozen:
-                    failed.append(value)
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    losses = run.step(6)
-    done.set()
-    thread.join()
-    if failed and isinstance(failed[0], Exception):
-        raise failed[0]
-    return [losses, failed]
-
-
 @door("flow/backward in another thread", "8", served=True)
 def _(run: Run) -> Any:
     loss = run.loss()
