@@ -329,9 +329,8 @@ _PASSES = re.compile(r"here (.*), on another rank .*(?=; every rank)")
 
 
 def unit_names(engine: Runtime) -> Callable[[str], str]:
-    """The core knows units, chunks, parameters by numbers: gives a text the names of units, without the engine."""
+    """The core knows units and chunks by numbers: gives a text the names of units, without the engine."""
     names = {str(unit.id): unit.name or "the model" for unit in engine.units}
-    parameters = {str(slot.id): slot.name for slot in engine.slots}
     of_chunk: dict[str, list[str]] = {}
     for unit in engine.units:
         for chunk in dict.fromkeys(str(engine.core.chunk(slot.id)[0]) for slot in unit.slots):
@@ -347,7 +346,6 @@ def unit_names(engine: Runtime) -> Callable[[str], str]:
 
     def named(text: str) -> str:
         text = re.sub(r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1], m[1])}", text)
-        text = re.sub(r"\bparameter (\d+)\b", lambda m: parameters.get(m[1], m[0]), text)
         return re.sub(r"\bchunk (\d+)\b(?! \(unit)", with_units, text)
 
     return named
@@ -364,9 +362,7 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
     }
     fields["the clip factor"] = [engine.clip_factor]
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
-    has_leases = engine.core.stats()["leases"] > 0
-    leased = [s.id for s in engine.slots if has_leases and engine.core.is_leased(s.id)]
-    fields["shown"] = sum(1 << number for number in leased)
+    fields["shown"] = sum(1 << number for number in engine.core.leased())
     try:
         everyone = check_step(engine, what, present, fields)
         shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])

@@ -342,14 +342,25 @@ static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_a
     return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
 }
 
-static PyObject *core_is_leased(core *self, PyObject *const *args, Py_ssize_t n_args)
+static PyObject *core_leased(core *self, PyObject *unused)
 {
-    unsigned long long v[1];
+    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("is_leased", args, n_args, 1, v) < 0) {
-        return NULL;
+    bool *is_leased = engine ? malloc((size_t)self->n_params + 1) : NULL;
+    if (!is_leased) {
+        return engine ? PyErr_NoMemory() : NULL;
     }
-    return PyBool_FromLong(gm_engine_is_leased(engine, (uint32_t)v[0]));
+    gm_engine_leased(engine, is_leased);
+    PyObject *result = PyList_New(0);
+    for (uint32_t id = 0; result && id < self->n_params; id++) {
+        PyObject *number = is_leased[id] ? PyLong_FromUnsignedLong(id) : NULL;
+        if (is_leased[id] && (!number || PyList_Append(result, number) < 0)) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(number);
+    }
+    free(is_leased);
+    return result;
 }
 
 /* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
@@ -494,7 +505,7 @@ static PyMethodDef core_methods[] = {
     METHOD("part", core_part, METH_FASTCALL,
            "part(param) -> (first, n), the elements in this rank's shard"),
     METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
-    METHOD("is_leased", core_is_leased, METH_FASTCALL, "is_leased(param) -> bool"),
+    METHOD("leased", core_leased, METH_NOARGS, "leased() -> parameters that tensors show"),
     METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
     METHOD("grad_sumsq", gm_py_grad_sumsq, METH_VARARGS,
            "grad_sumsq(params, stream) -> (sum, n_nonfinite)"),

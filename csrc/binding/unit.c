@@ -187,7 +187,10 @@ static PyObject *unit_enter(unit *self, PyObject *unused)
         (void)leave_core(self);
         return NULL;
     }
-    *top_of(self) = entered;
+    frame *top = top_of(self);
+    if (top) { /* unless a signal's handler has taken it away */
+        *top = entered;
+    }
     return Py_NewRef(Py_None);
 }
 

@@ -205,8 +205,8 @@ gm_status gm_engine_forget_outside(gm_engine *engine);
 
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
 
-/* Whether a tensor outside units and backward nodes shows the parameter. */
-bool gm_engine_is_leased(gm_engine *engine, uint32_t id);
+/* out (n_params,): whether a tensor outside units and backward nodes shows the parameter. */
+void gm_engine_leased(gm_engine *engine, bool *out);
 /* The plan that is followed, or NULL; valid until the next call that may plan or run out of memory. */
 const gm_plan *gm_engine_plan(const gm_engine *engine);
 /* Between the two no call of another thread changes the plan. */

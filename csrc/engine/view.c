@@ -1,6 +1,8 @@
 /* view.c - what the engine shows of itself: figures, its plan, a timeline.  Changes nothing. */
 #include "engine/engine_impl.h"
 
+#include <string.h>
+
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
 {
     pthread_mutex_lock(&engine->lock);
@@ -56,15 +58,14 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
     pthread_mutex_unlock(&engine->lock);
 }
 
-bool gm_engine_is_leased(gm_engine *engine, uint32_t id)
+void gm_engine_leased(gm_engine *engine, bool *out)
 {
-    bool is_leased = false;
     pthread_mutex_lock(&engine->lock);
-    for (const gm_lease *lease = engine->watch.leases; lease && !is_leased; lease = lease->next) {
-        is_leased = lease->param == id && lease->is_pinned && !atomic_load(&lease->is_ended);
+    memset(out, 0, engine->n_params * sizeof *out);
+    for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
+        out[lease->param] |= lease->is_pinned && !atomic_load(&lease->is_ended);
     }
     pthread_mutex_unlock(&engine->lock);
-    return is_leased;
 }
 
 void gm_engine_lock(gm_engine *engine)

@@ -47,6 +47,7 @@ __all__ = [
     "install",
     "is_absent",
     "keep",
+    "n_users",
     "nets",
     "plainly",
     "set_data",
@@ -143,9 +144,8 @@ class _Keyed(torch.Tensor):
 _homes: dict[int, tuple[Home, torch.Tensor]] = {}
 _n_live = 0  # of them, when last counted
 _heavy: set[int] = set()  # addresses of homes with memory of their own
-_n_own: dict[
-    int, int
-] = {}  # users of a storage when nobody has it: torch's wrapper, the anchor, the home
+# By address, the users of a storage that nobody has: torch's wrapper, the anchor, the home.
+_n_own: dict[int, int] = {}
 _nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
 
 
@@ -209,14 +209,22 @@ def keep(shown: torch.Tensor, values: torch.Tensor) -> None:
 def _move(shown: torch.Tensor, home: Home) -> None:
     address = _address(shown)
     before, anchor = _homes[address]
-    _n_own[address] -= (
-        before.memory is not None
-    )  # if it goes; else this is one too few, and is kept
+    # The memory's home goes; if it does not, this is one too few, and the tensor is kept.
+    _n_own[address] -= before.memory is not None
     _homes[address] = (home, anchor)
 
 
+def n_users(shown: torch.Tensor) -> int:
+    """How many tensors have the storage of an absent one, itself included."""
+    return _n_users(_address(shown))
+
+
+def _n_users(address: int) -> int:
+    return _torch.storage_use_count(address) - _n_own[address]
+
+
 def _drop_unused(addresses: Iterable[int]) -> None:
-    for address in [a for a in addresses if _torch.storage_use_count(a) <= _n_own[a]]:
+    for address in [a for a in addresses if _n_users(a) <= 0]:
         _heavy.discard(address)
         del _homes[address], _n_own[address]
 

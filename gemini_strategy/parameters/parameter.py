@@ -35,9 +35,8 @@ class _Managed:
     @property
     def data(self) -> torch.Tensor:
         value = _base.data.__get__(self)
-        self._gm_slot.expose(
-            value
-        )  # what is written through it counts for no version of the parameter
+        # What is written through it counts for no version of the parameter.
+        self._gm_slot.expose(value)
         return value
 
     @data.setter
