@@ -558,18 +558,17 @@ def _(run: Run) -> Any:
     return [first, [t.detach() for t in kept]]
 
 
-@door("flow/several threads read", "8", needs_all=True)
-def _(run: Run) -> Any:
+def _in_threads(n: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` gives for 0 to n - 1, each in a thread of its own, at the same time; the first error is raised."""
     found: dict[int, Any] = {}
 
-    def read(i: int) -> None:
+    def run(i: int) -> None:
         try:
-            with torch.no_grad():
-                found[i] = [run.param(f"layers.{i}.weight").sum() for _ in range(20)]
+            found[i] = work(i)
         except Exception as error:
             found[i] = error
 
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -577,29 +576,25 @@ def _(run: Run) -> Any:
     for value in found.values():
         if isinstance(value, Exception):
             raise value
-    return [found[i] for i in range(4)]
+    return [found[i] for i in range(n)]
+
+
+@door("flow/several threads read", "8", needs_all=True)
+def _(run: Run) -> Any:
+    def read(i: int) -> list[Tensor]:
+        with torch.no_grad():
+            return [run.param(f"layers.{i}.weight").sum() for _ in range(20)]
+
+    return _in_threads(4, read)
 
 
 @door("flow/several threads evaluate", "8", needs_all=True)
 def _(run: Run) -> Any:
-    found: dict[int, Any] = {}
+    def evaluate(i: int) -> list[Tensor]:
+        with torch.no_grad():
+            return [run.loss(i) for _ in range(5)]
 
-    def evaluate(i: int) -> None:
-        try:
-            with torch.no_grad():
-                found[i] = [run.loss(i) for _ in range(5)]
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=evaluate, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for value in found.values():
-        if isinstance(value, Exception):
-            raise value
-    return [found[i] for i in range(3)]
+    return _in_threads(3, evaluate)
 
 
 @door("flow/threads evaluate beside a backward", "8", needs_all=True)
@@ -630,24 +625,11 @@ def _(run: Run) -> Any:
 
 @door("flow/backward in two threads", "8", needs_all=True)
 def _(run: Run) -> Any:
-    found: dict[int, Any] = {}
+    def differentiate(i: int) -> list[Any]:
+        x = run.x(i).requires_grad_()
+        return [torch.autograd.grad(run.model(x).sum(), x) for _ in range(5)]
 
-    def work(i: int) -> None:
-        try:
-            x = run.x(i).requires_grad_()
-            found[i] = [torch.autograd.grad(run.model(x).sum(), x) for _ in range(5)]
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for value in found.values():
-        if isinstance(value, Exception):
-            raise value
-    return [found[i] for i in range(2)]
+    return _in_threads(2, differentiate)
 
 
 @door("flow/backward that fails again and again", "8", served=True)
