@@ -17,7 +17,7 @@ from gemini_strategy.sizes import parse_bytes
 __all__ = ["MISSING", "POLICIES", "Arguments", "check_loss_scaling", "check_management"]
 
 POLICIES = _C.POLICIES
-MISSING = ("refuse", "init")  # what a parameter on the meta device is that the weights lack
+MISSING = ("refuse", "init")  # for parameters on the meta device that the weights do not name
 
 
 class Arguments:
