@@ -28,8 +28,8 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ __all__ = [
     "Home",
     "add_net",
     "drop_net",
+    "drop_unused",
     "forget",
     "home_of",
     "install",
@@ -140,12 +141,21 @@ class _Keyed(torch.Tensor):
         return NotImplemented
 
 
-# By the storage's address; the tensor keeps the storage.
-_homes: dict[int, tuple[Home, torch.Tensor]] = {}
+class _Entry(NamedTuple):
+    """Of a storage: it stands for as long as anybody has the storage, so its address is nobody else's."""
+
+    home: Home
+    anchor: torch.Tensor  # keeps the storage
+    n_own: int  # users of a storage that nobody has: torch's wrapper, the anchor, the home
+
+    @property
+    def n_users(self) -> int:
+        return _torch.storage_use_count(_address(self.anchor)) - self.n_own
+
+
+_homes: dict[int, _Entry] = {}  # by the storage's address
 _n_live = 0  # of them, when last counted
 _heavy: set[int] = set()  # addresses of homes with memory of their own
-# By address, the users of a storage that nobody has: torch's wrapper, the anchor, the home.
-_n_own: dict[int, int] = {}
 _nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
 
 
@@ -164,7 +174,11 @@ def tensor(
 
     `home` must not keep its engine; the strides are dense.
     """
-    _sweep()
+    global _n_live
+    sweep()
+    if len(_homes) > 2 * _n_live + 16:  # now and then
+        drop_unused()
+        _n_live = len(_homes)
     with torch.inference_mode(False), torch.no_grad(), plainly():
         keyed = _torch.make_wrapper_subclass(
             _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
@@ -188,10 +202,11 @@ def tensor(
         _torch.refuse_writing(result)
     storage = keyed = None  # they have it, too
     address = _address(result)
-    _homes[address] = (home, _torch.TensorBase.data.__get__(result))  # no view, which would keep it
-    _n_own[address] = _torch.storage_use_count(address) - 1
+    anchor = _torch.TensorBase.data.__get__(result)  # no view, which would keep it
+    entry = _Entry(home, anchor, _torch.storage_use_count(address) - 1)
     if home.memory is not None:
         _heavy.add(address)
+    _homes[address] = entry
     return result
 
 
@@ -208,39 +223,34 @@ def keep(shown: torch.Tensor, values: torch.Tensor) -> None:
 
 def _move(shown: torch.Tensor, home: Home) -> None:
     address = _address(shown)
-    before, anchor = _homes[address]
+    before = _homes[address]
     # The memory's home goes; if it does not, this is one too few, and the tensor is kept.
-    _n_own[address] -= before.memory is not None
-    _homes[address] = (home, anchor)
+    n_own = before.n_own - (before.home.memory is not None)
+    _homes[address] = _Entry(home, before.anchor, n_own)
 
 
 def n_users(shown: torch.Tensor) -> int:
     """How many tensors have the storage of an absent one, itself included."""
-    return _n_users(_address(shown))
+    return _homes[_address(shown)].n_users
 
 
-def _n_users(address: int) -> int:
-    return _torch.storage_use_count(address) - _n_own[address]
-
-
-def _drop_unused(addresses: Iterable[int]) -> None:
-    for address in [a for a in addresses if _n_users(a) <= 0]:
-        _heavy.discard(address)
-        del _homes[address], _n_own[address]
+def drop_unused() -> None:
+    """Lets go of every storage that nobody has any more."""
+    _drop(list(_homes))
 
 
 def sweep() -> None:
-    """Lets go of memory that nobody has any more: state dicts are as large as the model."""
-    _drop_unused(list(_heavy))
+    """The same for those with memory: state dicts are as large as the model."""
+    _drop(list(_heavy))
 
 
-def _sweep() -> None:
-    """Now and then the same for storages without bytes."""
-    global _n_live
-    sweep()
-    if len(_homes) > 2 * _n_live + 16:
-        _drop_unused(list(_homes))
-        _n_live = len(_homes)
+def _drop(addresses: list[int]) -> None:
+    # Threads and finalizers may come in anywhere: what `entries` has keeps its address until the end.
+    entries = [(a, _homes.get(a)) for a in addresses]
+    for address, entry in entries:
+        if entry is not None and entry.n_users <= 0:
+            _homes.pop(address, None)
+            _heavy.discard(address)
 
 
 def _home_at(address: int) -> Home:
@@ -249,7 +259,7 @@ def _home_at(address: int) -> Home:
         raise GuardError(
             "a tensor without bytes: what it showed was a managed model's, which is gone"
         )
-    return found[0]
+    return found.home
 
 
 def home_of(value: torch.Tensor) -> Home:
@@ -376,7 +386,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
             return shown_as[id(value)]
         if id(value) in kept or not _torch.has_storage(value) or _address(value) not in of_base:
             return value
-        anchor = _homes[of_base[_address(value)]][1]
+        anchor = _homes[of_base[_address(value)]].anchor
         return _like(anchor.detach(), value)  # a view: absent, too
 
     with plainly():
