@@ -63,10 +63,7 @@ static void describe(const gm_problem *problem, gm_plan *plan)
     info->n_blocks = plan->n_blocks;
     info->device_bytes = plan->n_blocks * input->block_bytes;
     info->when = input->when;
-    info->n_ops = 0;
-    for (uint32_t i = 0; i < plan->n_schedules; i++) {
-        info->n_ops += plan->schedules[i].begin[plan->schedules[i].n_ticks];
-    }
+    info->n_ops = gm_plan_n_ops(plan);
     info->hash = hash_of(plan);
 }
 

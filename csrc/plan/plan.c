@@ -43,6 +43,15 @@ gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out)
     return GM_OK;
 }
 
+uint64_t gm_plan_n_ops(const gm_plan *plan)
+{
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < plan->n_schedules; i++) {
+        n += plan->schedules[i].begin[plan->schedules[i].n_ticks];
+    }
+    return n;
+}
+
 gm_class gm_plan_class(const gm_plan *plan, uint32_t chunk)
 {
     return (gm_class)plan->class_of[chunk];

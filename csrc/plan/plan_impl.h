@@ -132,6 +132,7 @@ gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
 /* choice.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there are. */
 gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);
 /* search.c: the best plan found, schedules of all courses included. */
+uint64_t gm_plan_n_ops(const gm_plan *plan); /* of all its schedules */
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out);
 
 #endif

@@ -32,6 +32,7 @@ typedef struct gm_search {
     gm_choice choice; /* that is being made */
     gm_found best;
     uint32_t n_left;       /* questions to the time model */
+    uint64_t n_weighed;    /* operations in those that were asked */
     bool has_all_weights;  /* as many weights are resident as fit: this dial is not turned */
     uint64_t least_blocks; /* that a choice would have taken, of all that were tried */
 } gm_search;
@@ -60,6 +61,7 @@ static gm_status ask(gm_search *s, bool *is_best)
     *is_best = false;
     s->n_left -= s->n_left > 0;
     GM_TRY(gm_plan_for_choice(s->problem, &s->choice, &plan));
+    s->n_weighed += plan ? gm_plan_n_ops(plan) : 0;
     if (plan && (!s->best.plan || is_better(plan, s->best.plan))) {
         gm_plan_free(s->best.plan);
         s->best.plan = plan;
@@ -544,6 +546,7 @@ gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
         gm_plan_free(s.best.plan);
         return status;
     }
+    s.best.plan->info.n_weighed = s.n_weighed;
     *out = s.best.plan;
     return GM_OK;
 }

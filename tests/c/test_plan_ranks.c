@@ -559,7 +559,7 @@ static void test_planning_time(void)
             m.n_runs[0] = 4;
             m.input.when = (gm_when)when;
             m.input.device_bytes = whole_bytes(&m) / part;
-            (void)plan_in_time(&m);
+            (void)plan_with_bounded_work(&m);
             model_free(&m);
         }
     }

@@ -112,7 +112,7 @@ static void test_planning_time(void)
         m.n_runs[0] = 4;
         m.input.when = (gm_when)when;
         m.input.device_bytes = whole_bytes(&m) / 5;
-        CHECK(plan_in_time(&m) + m.traces[0]->n > 100000);
+        CHECK(plan_with_bounded_work(&m) + m.traces[0]->n > 100000);
         model_free(&m);
     }
 }
