@@ -286,8 +286,9 @@ NUMBER_METHOD(grad_put, 4,
                                  (gm_dtype)v[2], v[3]))
 NUMBER_METHOD(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
 NUMBER_METHOD(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
-NUMBER_METHOD(read, 3,
-              gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], (void *)(uintptr_t)v[2]))
+NUMBER_METHOD(read, 5,
+              gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                             (void *)(uintptr_t)v[4]))
 NUMBER_METHOD(write, 4,
               gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1], (const void *)(uintptr_t)v[2],
                               v[3]))

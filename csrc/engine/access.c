@@ -25,11 +25,36 @@ static gm_status check_grad(const gm_engine *engine, uint32_t id, gm_field field
                : GM_OK;
 }
 
-gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *dst)
+/* Of elements [first, first + n) those that this rank has; begin counts in its part. */
+typedef struct span {
+    uint64_t begin, n, skip; /* skip: of what was asked for, before them */
+} span;
+
+static gm_status span_of(const gm_engine *engine, uint32_t id, uint64_t first, uint64_t n,
+                         span *out)
+{
+    const gm_param *p = &engine->params[id];
+    if (first > p->spec.numel || n > p->spec.numel - first) {
+        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of %s, which has %llu of them",
+                       (unsigned long long)first, (unsigned long long)(first + n),
+                       gm_engine_name(engine, id), (unsigned long long)p->spec.numel);
+    }
+    uint64_t part_end = p->part_first + p->part_numel;
+    uint64_t begin = first > p->part_first ? first : p->part_first;
+    uint64_t end = first + n < part_end ? first + n : part_end;
+    *out =
+        begin < end ? (span){begin - p->part_first, end - begin, begin - first} : (span){0, 0, 0};
+    return GM_OK;
+}
+
+gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_t first, uint64_t n,
+                         void *dst)
 {
     GM_TRY(gm_engine_check_param(engine, id));
     const gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
+    span part = {0};
+    GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
     gm_window_spoil(engine); /* the host waits */
     gm_status status = check_grad(engine, id, field);
@@ -40,11 +65,18 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, void *d
     } else if (status == GM_OK) {
         status = gm_gradient_reduce(engine, p->place.chunk);
     }
-    if (status == GM_OK && p->part_numel > 0) {
-        void *part = (uint8_t *)dst + p->part_first * gm_field_width(engine, p, field);
-        status = gm_field_read(engine, p, field, part);
+    if (status == GM_OK && part.n > 0) {
+        uint8_t *to = (uint8_t *)dst + part.skip * gm_field_width(engine, p, field);
+        status = gm_field_read(engine, p, field, part.begin, part.n, to);
     }
     return gm_call_end(engine, status);
+}
+
+static gm_status begin_write(gm_engine *engine, uint32_t chunk)
+{
+    GM_TRY(gm_update_check_between(engine, chunk));
+    GM_TRY(gm_watch_poll(engine));
+    return gm_update_issue(engine, chunk);
 }
 
 gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
@@ -54,9 +86,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
     GM_TRY(gm_call_begin(engine));
-    gm_status status = gm_update_check_between(engine, p->place.chunk);
-    status = status == GM_OK ? gm_watch_poll(engine) : status;
-    status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
+    gm_status status = begin_write(engine, p->place.chunk);
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_drop(engine, p);
         p->sums = 0;
@@ -78,24 +108,18 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
 {
     GM_TRY(gm_engine_check_param(engine, id));
     const gm_param *p = &engine->params[id];
-    if (first > p->spec.numel || n > p->spec.numel - first) {
-        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of %s, which has %llu of them",
-                       (unsigned long long)first, (unsigned long long)(first + n),
-                       gm_engine_name(engine, id), (unsigned long long)p->spec.numel);
-    }
-    if (field != GM_FIELD_MASTER && (field != GM_FIELD_WEIGHT || p->spec.has_low)) {
+    GM_TRY(check_field(engine, id, field));
+    if (field == GM_FIELD_GRAD || (field == GM_FIELD_WEIGHT && p->spec.has_low)) {
         return GM_FAIL(GM_ERR_ARG, "field %d of %s cannot be filled in parts", (int)field,
                        gm_engine_name(engine, id));
     }
+    span part = {0};
+    GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
-    uint64_t begin = first > p->part_first ? first : p->part_first;
-    uint64_t end =
-        p->part_first + p->part_numel < first + n ? p->part_first + p->part_numel : first + n;
-    gm_status status = GM_OK;
-    if (begin < end) {
-        const uint8_t *from =
-            (const uint8_t *)src + (begin - first) * gm_field_width(engine, p, field);
-        status = gm_field_fill(engine, p, field, begin - p->part_first, end - begin, from, stream);
+    gm_status status = begin_write(engine, p->place.chunk);
+    if (status == GM_OK && part.n > 0) {
+        const uint8_t *from = (const uint8_t *)src + part.skip * gm_field_width(engine, p, field);
+        status = gm_field_fill(engine, p, field, part.begin, part.n, from, stream);
     }
     engine->chunk_states[p->place.chunk].version++;
     return gm_call_end(engine, status);
@@ -123,8 +147,8 @@ static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream strea
                                        weight);
     }
     if (status == GM_OK && p->part_numel > 0) {
-        status =
-            gm_field_read(engine, p, GM_FIELD_WEIGHT, old + p->part_first * p->spec.weight_bytes);
+        status = gm_field_read(engine, p, GM_FIELD_WEIGHT, 0, p->part_numel,
+                               old + p->part_first * p->spec.weight_bytes);
     }
     status = status == GM_OK ? gm_field_take_back(engine, p, old, weight, stream) : status;
     free(weight);

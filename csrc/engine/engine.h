@@ -156,13 +156,15 @@ uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
 
 /* Fields of one parameter, to and from host memory of numel elements; the host waits.  WEIGHT and GRAD in their
  * dtype, the others fp32.  Writing WEIGHT makes the master equal to it; writing MASTER rounds the weight.
+ * Reading gives the elements [first, first + n), of which `dst` has place for all.
  * Of several ranks each reads and writes its own part (gm_engine_part) and leaves the rest of `dst` as it is; all of
  * them write, from the same `src`. */
-gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, void *dst);
+gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
+                         uint64_t n, void *dst);
 gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src,
                           gm_stream stream);
-/* The first bytes of a parameter, part by part: elements [first, first + n), before anything has read them.  MASTER
- * takes fp32 and rounds the weight; WEIGHT takes the weight's dtype and is for parameters without a low part. */
+/* Elements [first, first + n) of MASTER, which rounds the weight, of a moment, or of WEIGHT without a low part.  For
+ * first values and checkpoints: nothing shows the parameter, and what was gathered of it is old. */
 gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
                          uint64_t n, const void *src, gm_stream stream);
 

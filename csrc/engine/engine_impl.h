@@ -389,11 +389,12 @@ gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field fie
 gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p);
 /* Bytes of one element of a field, as the caller has it. */
 size_t gm_field_width(const gm_engine *engine, const gm_param *p, gm_field field);
-gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field,
-                        void *dst); /* of the part */
+/* Elements [first, first + n) of the part. */
+gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                        uint64_t n, void *dst);
 gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
                          gm_stream stream); /* src: whole */
-/* Elements [first, first + n) of the part's weights, with their low part where `field` is MASTER. */
+/* The same, written; not of a gradient, nor of a weight with a low part. */
 gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
                         uint64_t n, const void *src, gm_stream stream);
 /* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows. */

@@ -31,9 +31,19 @@ gm_slice gm_field_shown(const gm_engine *engine, const gm_param *p)
     return (gm_slice){engine->shown, width * p->place.offset, width * p->spec.numel};
 }
 
-static gm_status read_slice(gm_engine *engine, const gm_param *p, gm_field field, void *dst)
+/* Of elements [first, first + n) of the part. */
+static gm_slice slice_of(const gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                         uint64_t n)
 {
     gm_slice s = gm_field_slice(engine, p, field);
+    size_t width = p->part_numel ? s.bytes / p->part_numel : 0;
+    return (gm_slice){s.piece, s.offset + width * first, width * n};
+}
+
+static gm_status read_slice(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                            uint64_t n, void *dst)
+{
+    gm_slice s = slice_of(engine, p, field, first, n);
     return gm_chunks_read(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, dst);
 }
 
@@ -58,15 +68,14 @@ static gm_status scratch_new(const gm_param *p, uint64_t n, uint8_t **out_weight
     return GM_OK;
 }
 
-/* dst: of the part. */
-static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
+static gm_status read_master(gm_engine *engine, const gm_param *p, uint64_t first, uint64_t n,
+                             float *dst)
 {
     uint8_t *weight, *low;
-    uint64_t n = p->part_numel;
     GM_TRY(scratch_new(p, n, &weight, &low));
-    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, weight);
+    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, first, n, weight);
     if (status == GM_OK && p->spec.has_low) {
-        status = read_slice(engine, p, GM_FIELD_MASTER, low);
+        status = read_slice(engine, p, GM_FIELD_MASTER, first, n, low);
     } else if (status == GM_OK) { /* no low part: the weight is all there is */
         gm_grad_add_host(&(gm_grad_add_args){.dst = dst,
                                              .src = weight,
@@ -83,10 +92,11 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, float *dst)
     return status;
 }
 
-gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, void *dst)
+gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+                        uint64_t n, void *dst)
 {
-    return field == GM_FIELD_MASTER ? read_master(engine, p, dst)
-                                    : read_slice(engine, p, field, dst);
+    return field == GM_FIELD_MASTER ? read_master(engine, p, first, n, dst)
+                                    : read_slice(engine, p, field, first, n, dst);
 }
 
 static bool is_spilled(const gm_engine *engine, const gm_param *p)
@@ -155,7 +165,7 @@ gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *o
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
                        (unsigned long long)p->part_numel);
     }
-    gm_status status = read_slice(engine, p, GM_FIELD_MASTER, low);
+    gm_status status = read_slice(engine, p, GM_FIELD_MASTER, 0, p->part_numel, low);
     if (status == GM_OK) {
         (void)gm_reconcile_host(p->spec.format, old, weight, low, p->part_numel);
         status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
@@ -174,7 +184,7 @@ static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
                        (unsigned long long)p->part_numel);
     }
-    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, old);
+    gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, 0, p->part_numel, old);
     status = status == GM_OK ? gm_field_reset_low(engine, p, old, part, stream) : status;
     status = status == GM_OK ? write_slice(engine, p, GM_FIELD_WEIGHT, part, stream) : status;
     status = status == GM_OK ? show(engine, p, src, stream) : status;
@@ -199,31 +209,26 @@ gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, c
                                       : write_slice(engine, p, field, part, stream);
 }
 
-/* Elements [first, first + n) of the part's weights, with their low part where `field` is MASTER. */
 gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
                         uint64_t n, const void *src, gm_stream stream)
 {
     gm_chunks *chunks = engine->chunks;
     uint32_t chunk = p->place.chunk;
-    size_t width = p->spec.weight_bytes, low_width = gm_low_bytes(&p->spec);
-    size_t weight_at = gm_field_slice(engine, p, GM_FIELD_WEIGHT).offset + width * first;
-    if (field == GM_FIELD_WEIGHT) {
-        return gm_chunks_write(chunks, chunk, GM_WEIGHT, weight_at, width * n, src, stream);
+    gm_slice s = slice_of(engine, p, field, first, n);
+    if (field != GM_FIELD_MASTER) {
+        return gm_chunks_write(chunks, chunk, s.piece, s.offset, s.bytes, src, stream);
     }
-    uint8_t *scratch = malloc((width + 4) * n + 1); /* 4: the widest low part */
-    if (!scratch) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
-                       (unsigned long long)n);
-    }
-    uint8_t *weight = scratch + 4 * n;
-    gm_split_host(p->spec.format, src, weight, scratch, n, engine->workers);
+    uint8_t *weight, *low;
+    GM_TRY(scratch_new(p, n, &weight, &low));
+    gm_split_host(p->spec.format, src, weight, low, n, engine->workers);
+    gm_slice to = slice_of(engine, p, GM_FIELD_WEIGHT, first, n);
     gm_status status =
-        gm_chunks_write(chunks, chunk, GM_WEIGHT, weight_at, width * n, weight, stream);
+        gm_chunks_write(chunks, chunk, to.piece, to.offset, to.bytes, weight, stream);
     if (status == GM_OK && p->spec.has_low) {
-        size_t low_at = gm_field_slice(engine, p, GM_FIELD_MASTER).offset + low_width * first;
-        status = gm_chunks_write(chunks, chunk, GM_STATE, low_at, low_width * n, scratch, stream);
+        status = gm_chunks_write(chunks, chunk, s.piece, s.offset, s.bytes, low, stream);
     }
-    free(scratch);
+    free(weight);
+    free(low);
     return status;
 }
 

@@ -137,7 +137,7 @@ typedef struct gm_plan_info {
         prefetch; /* chunks that the weight ring holds beyond the one in use; 0: all weights resident */
     uint64_t n_ops;
     uint64_t n_weighed; /* operations that the search asked the time model about: its work */
-    uint64_t hash; /* of placement and operations: equal on all ranks */
+    uint64_t hash;      /* of placement and operations: equal on all ranks */
     gm_when when;
     gm_rates rates; /* that it was made from */
 } gm_plan_info;

@@ -376,7 +376,7 @@ class Slot(_C.Slot):
         self.collect()
         core, ranks = self.engine.core, self.engine.ranks
         values = self._empty(dtype)
-        core.read(self.id, field, values.data_ptr())
+        core.read(self.id, field, 0, values.numel(), values.data_ptr())
         if ranks.shard.size > 1:
             core.catch_up()
             what = f"{_NAMES[field]} of {self.name} (every rank has to read it)"
@@ -390,7 +390,8 @@ class Slot(_C.Slot):
         dtype = torch.float32 if is_fp32 else self.dtype
         filler = float("nan") if dtype.is_floating_point else 0
         values = self._empty(dtype).fill_(filler)
-        self.engine.core.read(self.id, _MASTER if is_fp32 else _WEIGHT, values.data_ptr())
+        field = _MASTER if is_fp32 else _WEIGHT
+        self.engine.core.read(self.id, field, 0, values.numel(), values.data_ptr())
         return values
 
     def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
@@ -463,7 +464,7 @@ class Slot(_C.Slot):
         """Each rank its part: no collective but the reduction that may be due."""
         dtype = self.engine.grad_dtype(self)
         values = self._empty(dtype).zero_()
-        self.engine.core.read(self.id, _GRAD, values.data_ptr())
+        self.engine.core.read(self.id, _GRAD, 0, values.numel(), values.data_ptr())
         values = values.to(self.device, self.dtype).clamp_(-bound, bound)
         self._put_grad(self._ordered(values, dtype))
 

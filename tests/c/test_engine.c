@@ -223,20 +223,20 @@ static bool is_as(world *w, uint32_t id, const model *p)
 {
     static uint8_t read[MOST_NUMEL * 8];
     static float master[MOST_NUMEL];
-    CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_WEIGHT, read));
+    CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_WEIGHT, 0, p->spec.numel, read));
     bool is_same = memcmp(read, p->weight, weight_bytes(p)) == 0;
     if (p->spec.has_moments) {
-        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_MASTER, read));
+        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_MASTER, 0, p->spec.numel, read));
         get_master(p, master);
         is_same = is_same && memcmp(read, master, p->spec.numel * 4) == 0;
-        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_M, read));
+        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_M, 0, p->spec.numel, read));
         is_same = is_same && memcmp(read, p->m, p->spec.numel * 4) == 0;
-        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_V, read));
+        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_V, 0, p->spec.numel, read));
         is_same = is_same && memcmp(read, p->v, p->spec.numel * 4) == 0;
     }
     CHECK(gm_engine_has_grad(w->engine, id) == p->has_grad);
     if (p->has_grad) {
-        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_GRAD, read));
+        CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_GRAD, 0, p->spec.numel, read));
         is_same = is_same && memcmp(read, p->grad, grad_bytes(p)) == 0;
     }
     return is_same;
