@@ -82,6 +82,11 @@ tree_unflatten = _private("torch.utils._pytree.tree_unflatten")
 BatchNormBase: Any = _private("torch.nn.modules.batchnorm._NormBase")
 set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg_timeout")
 
+# ---- files ----
+
+StorageInfo: Any = _private("torch.distributed.checkpoint.filesystem._StorageInfo")
+ArchiveReader: Any = _private("torch._C.PyTorchFileReader")
+
 # ---- CUDA ----
 
 current_raw_stream = _cuda_private("torch._C._cuda_getCurrentRawStream")

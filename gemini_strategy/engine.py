@@ -6,6 +6,7 @@ What is under it is a Runtime (runtime.py): hooks, slots, states and the optimiz
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import nn
 
 from gemini_strategy import close
 from gemini_strategy import state as states
+from gemini_strategy.checkpoint.load import load
+from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters import absent
@@ -263,6 +266,58 @@ class Engine(Uncopied):
             self.load_optimizer_state_dict(state["optimizer"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+
+    def save(
+        self, folder: str | os.PathLike[str], extra: Any = None, *, keep_last: int | None = None
+    ) -> Path:
+        """Saves everything for an exact resume into a folder.
+
+        That is masters, buffers, moments, steps, groups, the loss scaler and each rank's random numbers; gradients are
+        not saved.
+
+        Every rank writes its own part, straight from where it is: the host needs a few MiB beside the engine. All ranks
+        call it, with a folder that all hosts can write. The folder is whole or not there at every moment: an older
+        checkpoint of the same name is replaced at the end, when the new one is on the disk. After an error, on any
+        rank, training goes on as if it had not been called.
+
+        torch.distributed.checkpoint reads the folder too, and
+        `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER` makes an ordinary file of it.
+
+        Args:
+            folder: where; its parents are made if they are not there.
+            extra: plain data to be kept beside it (the states of schedulers and loaders, the position in the loop), of
+                each rank its own: numbers, strings, lists, tuples, dicts, tensors.
+            keep_last: `folder` is for a series of checkpoints: this one is `step-000000123` in it, `latest` names it
+                when all of it is on the disk, and only so many are kept.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            GeminiError: it cannot be written, on which rank and why; or `folder` is there and no checkpoint.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last={keep_last!r} must be at least 1")
+        return save(self._runtime, Path(folder), extra, keep_last)
+
+    def load(self, folder: str | os.PathLike[str], *, model_only: bool = False) -> Any:
+        """Loads what `save` has saved, bit for bit, whatever the number of ranks, the policy and the budget are now.
+
+        All ranks call it. Names, shapes and every byte are checked before anything changes. Random numbers go on where
+        they were if there are as many ranks as at saving; else they stay as they are.
+
+        Args:
+            folder: the checkpoint, or a series of them, of which `latest` is taken.
+            model_only: leaves the optimizer as it is.
+
+        Returns:
+            This rank's `extra`; rank 0's if there are not as many ranks as at saving.
+
+        Raises:
+            GeminiError: there is no checkpoint, it does not fit the model or the optimizer (by name), or it is damaged
+                (which file, on which rank). Nothing has changed then.
+        """
+        return load(self._runtime, Path(folder), model_only)
 
     # ---- the rest ----
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["precision"],
     ["memory", "report", "ranks", "parameters", "step_in_backward"],
     ["machine", "optim", "weights"],
-    ["settings", "state", "close"],
+    ["settings", "state", "close", "checkpoint"],
     ["agreement"],
     ["runtime"],
     ["engine"],

@@ -1,0 +1,116 @@
+"""What a checkpoint of an engine has: its tensors by name, and what is beside them.
+
+The names are those of torch.distributed.checkpoint for {"model": ..., "optimizer_0": ...}, flattened with dots, where
+states of the optimizer go by the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy import _C
+from gemini_strategy.parameters.slot import FORMATS, Slot
+
+if TYPE_CHECKING:
+    from gemini_strategy.runtime import Runtime
+
+__all__ = ["MOMENTS", "Field", "Model", "memory_order", "moment"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a slot: its master (the weight of what has none) or a moment.
+
+    Attributes:
+        path: in the nested state.
+        name: "master", "exp_avg" or "exp_avg_sq".
+    """
+
+    path: tuple[str, ...]
+    slot: Slot
+    name: str
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is kept."""
+        is_weight = self.name == "master" and not self.slot.has_low
+        return self.slot.dtype if is_weight else torch.float32
+
+    def read(self, first: int, n: int) -> torch.Tensor:
+        """The n elements from `first` on, which this rank has: flat, on the CPU, in the order of memory."""
+        slot = self.slot
+        name = "weight" if self.name == "master" and not slot.has_low else self.name
+        values = torch.empty(n, dtype=self.dtype, device="cpu")
+        slot.engine.core.read(slot.id, _C.FIELDS[name], first, n, values.data_ptr())
+        return values
+
+    def fill(self, first: int, values: torch.Tensor) -> None:
+        """The elements from `first` on become `values`, flat."""
+        slot = self.slot
+        is_float = slot.dtype in FORMATS
+        name = "weight" if self.name == "master" and not is_float else self.name
+        values = values.to(torch.float32 if is_float else slot.dtype)
+        args = (first, values.numel(), values.data_ptr(), slot.engine.stream())
+        slot.engine.core.fill(slot.id, _C.FIELDS[name], *args)
+
+
+class Model:
+    """A model's state, by the names of `model.state_dict()`.
+
+    Attributes:
+        names: all of them, in order.
+        slots: of managed parameters, by their first name there.
+        aliases: other names of them, with that first name.
+        tensors: buffers and what else is no managed parameter.
+        others: what is no tensor (`get_extra_state`).
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.aliases: dict[str, str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.others: dict[str, Any] = {}
+        first: dict[int, str] = {}
+        state = runtime.model.state_dict(keep_vars=True)
+        self.names = list(state)
+        for name, value in state.items():
+            slot = getattr(value, "_gm_slot", None)
+            if slot is not None and slot.id in first:
+                self.aliases[name] = first[slot.id]
+            elif slot is not None:
+                first[slot.id] = name
+                self.slots[name] = slot
+            elif isinstance(value, torch.Tensor):
+                self.tensors[name] = value.detach()
+            else:
+                self.others[name] = value
+
+    def fields(self, runtime: Runtime) -> Iterator[Field]:
+        """Weights, and the moments of what has been updated."""
+        for name, slot in self.slots.items():
+            yield Field(("model", name), slot, "master")
+        for slot in runtime.slots:
+            for key in MOMENTS if slot.has_state else ():
+                yield moment(slot, key)
+
+
+def moment(slot: Slot, key: str) -> Field:
+    """One of MOMENTS."""
+    return Field(("optimizer_0", "state", slot.name, key), slot, key)
+
+
+def memory_order(slot: Slot) -> tuple[int, ...]:
+    """The dimensions of a parameter, the slowest first, as its elements lie in memory."""
+    if slot.is_row_major:
+        return tuple(range(len(slot.shape)))
+    return tuple(sorted(range(len(slot.shape)), key=lambda d: (-slot.strides[d], d)))

@@ -1,0 +1,174 @@
+"""Folders that are whole or not there: written under another name, made durable, then put in their place.
+
+Invariants
+    1. A folder of the given name is whole at every moment: the old one until the rename, the new one after it. Where
+       the file system cannot exchange two names, the old one is `.NAME.old-*` for the moment between two renames, and
+       `find` knows it.
+    2. Before the rename all files and the folder itself are on the disk (fsync); after it the parent is.
+    3. `latest` names a folder only when that is in its place and on the disk; folders that go, go after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from gemini_strategy.errors import GeminiError
+
+__all__ = ["Draft", "find", "keep", "point", "series_name"]
+
+LATEST = "latest"
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
+_AT_FDCWD = -100
+_SERIES = re.compile(r"step-(\d{9,})")
+
+
+def sync(path: Path) -> None:
+    """What a file has, or the names in a folder, is on the disk afterwards."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Draft:
+    """A folder under another name, beside the one that it is to become.
+
+    Args:
+        target: where it goes; its parent is made if it is not there.
+        is_ours: whether a folder that is there already may be replaced.
+
+    Attributes:
+        path: where to write.
+
+    Raises:
+        GeminiError: something else has the target's name.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, target: Path, is_ours: Callable[[Path], bool]) -> None:
+        self._target = target
+        if target.exists() and not _is_replaceable(target, is_ours):
+            raise GeminiError(
+                f"{target} is there already and is no checkpoint folder: give another name, or remove it"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".{target.name}.saving-*"):
+            if not _is_in_use(left):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        self.path = self._beside("saving")
+        self.path.mkdir()
+
+    def _beside(self, what: str) -> Path:
+        mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        return self._target.with_name(f".{self._target.name}.{what}-{mark}")
+
+    def publish(self) -> None:
+        """Puts the folder, the files of which are on the disk, into its place."""
+        sync(self.path)
+        if not self._target.exists():
+            self.path.rename(self._target)
+            sync(self._target.parent)
+        else:
+            old = self._exchange()
+            sync(self._target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        for old in self._target.parent.glob(f".{self._target.name}.old-*"):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _exchange(self) -> Path:
+        """Gives where the old folder is now."""
+        if rename_exchange(self.path, self._target):
+            return self.path
+        old = self._beside("old")
+        self._target.rename(old)
+        self.path.rename(self._target)
+        return old
+
+    def discard(self) -> None:
+        """Nothing of it is kept."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_replaceable(target: Path, is_ours: Callable[[Path], bool]) -> bool:
+    return (
+        target.is_dir()
+        and not target.is_symlink()
+        and (is_ours(target) or not any(target.iterdir()))
+    )
+
+
+def _is_in_use(left: Path) -> bool:
+    """Whether the process that writes there may still do so."""
+    host, pid, _ = left.name.split(".saving-")[-1].rsplit("-", 2)
+    if host != socket.gethostname() or int(pid) == os.getpid():
+        return host != socket.gethostname()
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+    return True
+
+
+def rename_exchange(a: Path, b: Path) -> bool:
+    """Exchanges two names at once; False where this system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def find(folder: Path, is_ours: Callable[[Path], bool]) -> Path:
+    """The checkpoint that is meant by `folder`: itself, the latest one in it, or what a killed save has left of it.
+
+    Raises:
+        GeminiError: there is none.
+    """
+    for path in (folder, folder / LATEST):
+        if is_ours(path):
+            return path
+    for path in sorted(folder.parent.glob(f".{folder.name}.old-*")):
+        if not folder.exists() and is_ours(path):
+            return path
+    what = "is no checkpoint folder" if folder.exists() else "does not exist"
+    raise GeminiError(f"{folder} {what}: engine.save(folder) makes one")
+
+
+# ---- a series of checkpoints in one folder ----
+
+
+def series_name(step: int) -> str:
+    """The name of a checkpoint in a series."""
+    return f"step-{step:09d}"
+
+
+def point(series: Path, name: str) -> None:
+    """`latest` in `series` is `name` from now on."""
+    link = series / f".{LATEST}-{secrets.token_hex(4)}"
+    link.symlink_to(name)
+    link.replace(series / LATEST)
+    sync(series)
+
+
+def keep(series: Path, n: int, is_ours: Callable[[Path], bool]) -> None:
+    """Removes all but the last n checkpoints of a series."""
+    found = [p for p in series.iterdir() if _SERIES.fullmatch(p.name) and is_ours(p)]
+    found.sort(key=lambda path: int(_SERIES.fullmatch(path.name)[1]))  # type: ignore[index]
+    for path in found[: max(len(found) - n, 0)]:
+        shutil.rmtree(path)

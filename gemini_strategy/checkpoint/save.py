@@ -1,0 +1,309 @@
+"""Saving: every rank writes its own part of the engine's state, straight from where it is, into a folder.
+
+Invariants
+    1. The host holds one piece more than the engine does: a piece is read, written and forgotten.
+    2. Nothing changes before the folder is whole (folder.py): an error anywhere leaves the old one, and training goes
+       on.
+    3. The ranks meet before the first file, after each GiB of tensors and before the folder gets its name. So an error
+       on one rank ends the saving on all, and no rank waits longer for another than that takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy.checkpoint import distcp, folder, manifest
+from gemini_strategy.checkpoint.boxes import Box, boxes
+from gemini_strategy.checkpoint.contents import Field, Model, memory_order
+from gemini_strategy.checkpoint.manifest import Piece, Stored
+from gemini_strategy.checkpoint.plain import encode
+from gemini_strategy.checkpoint.random_numbers import random_state
+from gemini_strategy.checkpoint.records import Record, RecordFile
+from gemini_strategy.checkpoint.together import together
+from gemini_strategy.errors import GeminiError
+
+if TYPE_CHECKING:
+    from gemini_strategy.runtime import Runtime
+
+__all__ = ["save"]
+
+MOST_ELEMENTS = 1 << 22  # of a piece
+_STRETCH = 1 << 30  # bytes of tensors between two meetings
+
+
+class _Part:
+    """What one rank writes: its file, and where in it the pieces of each tensor are."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = RecordFile(path)
+        self.stored: dict[str, dict[str, Any]] = {}  # for the manifest
+        self.boxes: dict[str, list[Any]] = {}  # for torch's metadata
+        self.paths: dict[str, tuple[str, ...]] = {}
+
+    def begin(self, name: str, value: torch.dtype, shape: Any, order: Any = None) -> None:
+        """A tensor, of which this rank may have pieces."""
+        order = list(range(len(shape)) if order is None else order)
+        kind = {"dtype": manifest.dtype_name(value), "shape": list(shape), "order": order}
+        self.stored[name] = {**kind, "pieces": []}
+
+    def add(self, name: str, first: int, n: int, values: torch.Tensor) -> Record:
+        """n elements from `first` on; `values` has them in any shape."""
+        record = self._file.add(values)
+        if n:
+            self.stored[name]["pieces"].append([self._file.name, record.raw, first, n, record.crc])
+        return record
+
+    def add_for_tools(self, path: tuple[str, ...], record: Record, box: Box | None) -> None:
+        """The record is also what torch.distributed.checkpoint finds under a path."""
+        key = ".".join(path)
+        self.paths[key] = path
+        where = [self._file.name, record.offset, record.length]
+        self.boxes.setdefault(key, []).append([*where, *(box or (None, None))])
+
+    def add_object(self, path: tuple[str, ...], value: Any) -> None:
+        """For tools alone."""
+        self.add_for_tools(path, self._file.add_object(value), None)
+
+    def add_whole(self, name: str, value: torch.Tensor, path: tuple[str, ...] = ()) -> None:
+        """A tensor that one rank has."""
+        value = value.detach().to("cpu").contiguous()
+        self.begin(name, value.dtype, value.shape)
+        first = 0
+        for offsets, sizes in boxes(value.shape, 0, value.numel(), MOST_ELEMENTS):
+            values = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            record = self.add(name, first, values.numel(), values.clone())
+            first += values.numel()
+            if path:
+                self.add_for_tools(path, record, (offsets, sizes))
+
+    def finish(self) -> dict[str, Any]:
+        self._file.finish()
+        size = {self._file.name: self._file.size}
+        return {"files": size, "stored": self.stored, "boxes": self.boxes, "paths": self.paths}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def save(
+    runtime: Runtime, target: Path, extra: Any, keep_last: int | None, meta: Any = None
+) -> Path:
+    """See Engine.save; meta: what is in the file meta.pt, None: extra and the loss scaler's state.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    runtime.check_open()
+    ranks = runtime.ranks
+    series = target if keep_last is not None else None
+    if series is not None:
+        steps = max((slot.adam_step for slot in runtime.slots), default=0)
+        target = series / folder.series_name(steps)
+    what = f"saving {target}"
+    together(ranks, what, lambda: _check(runtime))
+    draft = together(ranks, what, lambda: _begin(runtime, target))
+    path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
+    try:
+        own = _write_part(runtime, what, path, extra)
+        everyone = ranks.gather(what, own)
+
+        def publish() -> None:
+            if draft is not None:
+                _write_manifest(runtime, path, everyone, extra, meta)
+                draft.publish()
+                if series is not None:
+                    folder.point(series, target.name)
+                    folder.keep(series, keep_last or 1, manifest.is_checkpoint)
+
+        together(ranks, what, publish)
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+    return target
+
+
+def _check(runtime: Runtime) -> None:
+    runtime.recover()
+    runtime.collect()
+    runtime.core.drain()
+
+
+def _begin(runtime: Runtime, target: Path) -> folder.Draft | None:
+    if runtime.ranks.rank:
+        return None
+    return folder.Draft(target, _is_old_checkpoint)
+
+
+def _is_old_checkpoint(path: Path) -> bool:
+    """Whether saving there may replace it: one of ours, or of torch.distributed.checkpoint."""
+    return manifest.is_checkpoint(path) or (path / ".metadata").is_file()
+
+
+def _write_part(runtime: Runtime, what: str, path: Path, extra: Any) -> dict[str, Any]:
+    ranks = runtime.ranks
+    part: _Part | None = None
+
+    def begin() -> _Part:
+        if not path.is_dir():
+            raise GeminiError(
+                f"{path.parent} is not the same folder on all ranks: save where every host can write"
+            )
+        return _Part(path / f"__{ranks.rank}_0.distcp")
+
+    part = together(ranks, what, begin)
+    try:
+        model = Model(runtime)
+        for stretch in _stretches(runtime, model, part):
+            together(ranks, what, stretch)
+
+        def rest() -> dict[str, Any]:
+            beside = _write_rest(runtime, model, part, extra)
+            return {**part.finish(), "rest": beside}
+
+        return together(ranks, what, rest)
+    finally:
+        part.close()
+
+
+def _stretches(runtime: Runtime, model: Model, part: _Part) -> Iterator[Callable[[], None]]:
+    """The writing of all fields, in parts that are the same on every rank."""
+    todo: list[Callable[[], None]] = []
+    n_bytes = 0
+
+    def write(todo: list[Callable[[], None]]) -> None:
+        for one in todo:
+            one()
+
+    for field in model.fields(runtime):
+        slot = field.slot
+        todo.append(lambda field=field: _write_field(runtime, part, field))  # type: ignore[misc]
+        n_bytes += math.prod(slot.shape) * field.dtype.itemsize
+        if n_bytes >= _STRETCH:
+            yield lambda done=todo: write(done)  # type: ignore[misc]
+            todo, n_bytes = [], 0
+    yield lambda: write(todo)
+
+
+def _write_field(runtime: Runtime, part: _Part, field: Field) -> None:
+    """Of several replicas of a shard one writes it."""
+    slot, ranks = field.slot, runtime.ranks
+    order = memory_order(slot)
+    part.begin(field.key, field.dtype, slot.shape, order)
+    first, n = slot.part()
+    is_empty = math.prod(slot.shape) == 0
+    if ranks.replica.rank or (is_empty and ranks.shard.rank) or (n == 0 and not is_empty):
+        return
+    inverse = [order.index(d) for d in range(len(order))]
+    in_memory = tuple(slot.shape[d] for d in order)
+    for offsets, sizes in boxes(in_memory, first, first + n, MOST_ELEMENTS):
+        count = math.prod(sizes)
+        values = field.read(first, count)
+        record = part.add(field.key, first, count, values.view(sizes).permute(inverse))
+        box = tuple(offsets[i] for i in inverse), tuple(sizes[i] for i in inverse)
+        part.add_for_tools(field.path, record, box)
+        first += count
+
+
+def _write_rest(runtime: Runtime, model: Model, part: _Part, extra: Any) -> dict[str, Any]:
+    """What is no field of a slot; of what all ranks have alike, rank 0's."""
+    rank = runtime.ranks.rank
+    tensors: list[torch.Tensor] = []
+    rest: dict[str, Any] = {
+        "extra": encode(extra, "extra", tensors),
+        "random": encode(random_state(runtime.device), "random numbers", tensors),
+    }
+    if rank == 0:
+        for name, value in model.tensors.items():
+            part.add_whole(f"model.{name}", value, ("model", name))
+        for name, value in model.others.items():
+            rest.setdefault("model", {})[name] = encode(value, name, tensors)
+            part.add_object(("model", name), value)
+        rest["aliases"] = model.aliases
+        if runtime.scaler is not None:
+            rest["scaler"] = encode(runtime.scaler.state_dict(), "the loss scaler", tensors)
+        if runtime.optimizer is not None:
+            rest["optimizer"] = _write_optimizer(runtime, part, tensors)
+    for number, value in enumerate(tensors):
+        part.add_whole(f"rank {rank}: {number}", value)
+    return rest
+
+
+def _write_optimizer(runtime: Runtime, part: _Part, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Steps, groups, and what others have put into the optimizer's state."""
+    optimizer: Any = runtime.optimizer
+    names = {id(slot.parameter): slot.name for slot in runtime.slots}
+    groups = [
+        {k: v for k, v in group.items() if k != "params"}
+        | {"params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    steps: dict[str, int] = {}
+    others: dict[str, Any] = {}
+    for slot in runtime.slots:
+        entry = optimizer.state.get(slot.parameter) or {}
+        if slot.has_state:
+            steps[slot.name] = slot.adam_step
+            path = ("optimizer_0", "state", slot.name, "step")
+            step = torch.tensor(float(slot.adam_step))
+            part.add_whole(".".join(path), step, path)
+        known = ("step", "exp_avg", "exp_avg_sq", "remainder", "master") if slot.has_moments else ()
+        others |= (
+            {slot.name: more} if (more := {k: entry[k] for k in entry if k not in known}) else {}
+        )
+    part.add_object(("optimizer_0", "param_groups"), groups)
+    return {
+        "groups": encode(groups, "param_groups", tensors),
+        "steps": steps,
+        "others": encode(others, "optimizer.state", tensors),
+    }
+
+
+def _write_manifest(
+    runtime: Runtime, path: Path, everyone: list[dict[str, Any]], extra: Any, meta: Any
+) -> None:
+    """Of all ranks' parts one folder: the manifest last."""
+    stored: dict[str, dict[str, Any]] = {}
+    parts: dict[str, list[distcp.Part]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for own in everyone:
+        for name, code in own["stored"].items():
+            stored.setdefault(name, {**code, "pieces": []})["pieces"] += code["pieces"]
+        for key, found in own["boxes"].items():
+            parts.setdefault(key, []).extend(distcp.Part(*one) for one in found)
+            paths[key] = tuple(own["paths"][key])
+    tensors = {
+        name: Stored(
+            getattr(torch, code["dtype"]),
+            tuple(code["shape"]),
+            tuple(code["order"]),
+            tuple(Piece(*one) for one in sorted(code["pieces"], key=lambda one: one[2])),
+        )
+        for name, code in stored.items()
+    }
+    rest = dict(everyone[0]["rest"])
+    for alias, name in rest["aliases"].items():
+        parts[f"model.{alias}"] = parts[f"model.{name}"]
+        paths[f"model.{alias}"] = ("model", alias)
+    order = [f"model.{name}" for name in Model(runtime).names]  # as the model has them
+    order += [name for name in stored if name in parts] + list(parts)
+    parts = {key: parts[key] for key in dict.fromkeys(order)}
+    same = {f"model.{alias}": f"model.{name}" for alias, name in rest["aliases"].items()}
+    kinds = {
+        key: (tensors[name].dtype, tensors[name].shape)
+        for key in parts
+        if (name := same.get(key, key)) in tensors
+    }
+    if meta is None:
+        scaler = runtime.scaler.state_dict() if runtime.scaler is not None else None
+        meta = {"extra": extra, "scaler": scaler}
+    distcp.write(path, paths, kinds, parts, meta)
+    rest["ranks"] = [{key: own["rest"][key] for key in ("extra", "random")} for own in everyone]
+    del rest["extra"], rest["random"]
+    sizes = {name: size for own in everyone for name, size in own["files"].items()}
+    manifest.write(path, sizes, tensors, rest)

@@ -1,0 +1,852 @@
+"""engine.save and engine.load: exact resume, whatever the engine is now; folders that are whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import gemini_strategy as gs
+from gemini_strategy.checkpoint import boxes as boxes_module
+from gemini_strategy.checkpoint import folder as folders
+from gemini_strategy.checkpoint import manifest as manifests
+from gemini_strategy.checkpoint import plain as plain_data
+from gemini_strategy.checkpoint import save as saving
+from helpers.forked import Ended, Forks
+from helpers.reference import (
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    drive,
+    managed,
+    plain,
+)
+from helpers.zoo import CASES
+
+PRECISIONS = ("bf16-true", "16-mixed", "32-true")
+
+
+class Odd(nn.Module):
+    """Transposed and channels-last weights, an empty one, a scalar, tied ones, a frozen one, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(7, 13).t())
+        self.kernel = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.a, self.b = nn.Linear(13, 13), nn.Linear(13, 13)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Parameter(torch.randn(13), requires_grad=False)
+        self.norm = nn.BatchNorm1d(13)
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "kind": ("odd", None)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["kind"] == ("odd", None)
+        self.calls = state["calls"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.b(torch.relu(self.a(x))) @ self.transposed
+        image = self.kernel(x[:, :1, None, None].expand(-1, 3, 3, 3) * self.scalar)
+        y = self.norm(nn.functional.pad(y, (0, 6)) * self.frozen)
+        return y.sum() + image.sum() + self.empty.sum()
+
+
+def make(seed: int = 0, build: Callable[[], nn.Module] = Odd, **how: Any) -> gs.Engine:
+    torch.manual_seed(seed)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return gs.manage(model, optimizer, device="cpu", **{"precision": "bf16-true"} | how)
+
+
+def train(engine: gs.Engine, steps: int) -> list[float]:
+    """The batches come from the global random numbers."""
+    losses = []
+    for _ in range(steps):
+        loss = engine.model(torch.randn(4, 13).to(engine.model.a.weight.dtype)).float()
+        losses.append(float(loss))
+        engine.backward(loss)
+        engine.clip_grad_norm_(1.0)
+        engine.step()
+        engine.zero_grad()
+    return losses
+
+
+def state_of(engine: gs.Engine) -> list[Any]:
+    """Everything that a step uses, flat; equal lists are equal bits."""
+    state = engine.state_dict()
+    result: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    for name, value in state["model"].items():
+        result += [name, _bits(value)]
+    for index, entry in state["optimizer"]["state"].items():
+        result += [index, *(_bits(entry[key]) for key in sorted(entry))]
+    return [*result, state["optimizer"]["param_groups"], state.get("scaler")]
+
+
+def assert_same_model(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert list(got) == list(want)
+    for name, value in want.items():
+        if isinstance(value, torch.Tensor):
+            assert_same_bits(got[name].contiguous(), value.contiguous(), name)
+        else:
+            assert got[name] == value
+
+
+def _bits(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.shape, value.dtype, value.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+# ---- exact ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"placement_policy": "cpu", "chunk_size": 4096},
+        {"placement_policy": "cuda"},
+        {"chunk_size": 4096, "device_budget": 1 << 20},
+    ],
+    ids=["auto", "cpu", "cuda", "budget"],
+)
+def test_resume_is_exact(precision: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """Another engine, made otherwise, goes on as the first one does: 50 steps, its random numbers included."""
+    with make(precision=precision) as engine:
+        train(engine, 4)
+        engine.save(tmp_path / "saved", {"step": 4})
+        saved = state_of(engine)
+        want_losses, want = train(engine, 50), state_of(engine)
+    with make(seed=9, precision=precision, **how) as again:
+        train(again, 1)
+        assert again.load(tmp_path / "saved") == {"step": 4}
+        assert state_of(again) == saved
+        assert train(again, 50) == want_losses
+        assert state_of(again) == want
+        assert again.model.calls == 54
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_model_of_the_zoo(case: Any, tmp_path: Path) -> None:
+    recipe = Recipe(case.precisions[-1], steps=6)
+    reference = plain(case.build, recipe)
+    drive(reference, case, 6)
+    first = managed(case.build, recipe)
+    drive(first, case, 3)
+    first.engine.save(tmp_path / "saved")
+    first.engine.close()
+    second = managed(case.build, recipe, placement_policy="cpu", chunk_size=4096)
+    second.engine.load(tmp_path / "saved")
+    second.losses, second.norms, second.scales = first.losses, first.norms, first.scales
+    drive(second, case, 3, first=3)
+    assert_same_outcome(second.outcome(), reference.outcome())
+    second.engine.close()
+
+
+def test_into_models_in_another_order_of_memory(tmp_path: Path) -> None:
+    """A weight that was saved transposed loads into one that is not, and the other way round."""
+    contiguous = lambda: _contiguous(Odd())  # noqa: E731
+    for there, here in ((Odd, contiguous), (contiguous, Odd)):
+        with make(build=there) as engine:
+            train(engine, 3)
+            engine.save(tmp_path / "saved")
+            want = engine.state_dict()
+        with make(seed=4, build=here) as again:
+            again.load(tmp_path / "saved")
+            got = again.state_dict()
+        assert_same_model(got["model"], want["model"])
+        for index, entry in want["optimizer"]["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(got["optimizer"]["state"][index][key], value), (index, key)
+
+
+def _contiguous(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    return model
+
+
+def test_between_precisions(tmp_path: Path) -> None:
+    """Masters are fp32 whatever the weights are."""
+    with make(precision="bf16-true") as engine:
+        train(engine, 3)
+        engine.save(tmp_path / "saved")
+        want = engine.model_state_dict()
+    with make(seed=4, precision="32-true") as again:
+        again.load(tmp_path / "saved")
+        got = again.model_state_dict()
+        assert torch.equal(got.pop("frozen"), want.pop("frozen").float())  # it was in bf16 there
+        assert_same_model(got, want)
+
+
+def test_before_the_first_step_and_without_gradients(tmp_path: Path) -> None:
+    """A state that has never been updated loads over one that has; gradients are not a part of it."""
+    with make() as engine:
+        engine.save(tmp_path / "new")
+        want = state_of(engine)
+        train(engine, 2)
+        engine.backward(engine.model(torch.randn(4, 13).bfloat16()).float())
+        engine.save(tmp_path / "late")
+        assert engine.model.a.weight.grad is not None
+        engine.load(tmp_path / "new")
+        assert state_of(engine) == want
+        assert not [v for v in engine.optimizer.state.values() if v]
+
+
+def test_the_model_alone(tmp_path: Path) -> None:
+    with make() as engine:
+        train(engine, 2)
+        engine.save(tmp_path / "saved")
+        want = engine.model_state_dict()
+    with make(seed=3) as again:
+        train(again, 5)
+        moments = again.optimizer_state_dict(with_lows=False)["state"]
+        again.load(tmp_path / "saved", model_only=True)
+        assert_same_model(again.model_state_dict(), want)
+        kept = again.optimizer_state_dict(with_lows=False)["state"]
+        for index, entry in moments.items():
+            for key, value in entry.items():
+                assert_same_bits(kept[index][key], value, key)
+    with gs.manage(Odd(), device="cpu", precision="bf16-true") as without:
+        without.load(tmp_path / "saved")
+        assert_same_bits(without.model_state_dict()["scalar"], want["scalar"])
+        without.save(tmp_path / "weights")
+    with (
+        make() as again,
+        pytest.raises(gs.GeminiError, match="no state of an optimizer: model_only"),
+    ):
+        again.load(tmp_path / "weights")
+
+
+def test_schedulers_groups_and_extra(tmp_path: Path) -> None:
+    """Groups come back with what schedulers have put there; `extra` is plain data, and comes back as it was."""
+    extra = {
+        "step": 3,
+        7: [1.5, float("inf"), -0.0, None, True],
+        "nested": {"t": (torch.arange(6).view(2, 3), torch.tensor(2.5, dtype=torch.bfloat16))},
+        "array": np.arange(3.0),
+        "scalar": np.float32(0.1),
+        "bytes": b"\0\xff",
+        "empty": torch.empty(0, 4),
+    }
+    with make() as engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5)
+        train(engine, 1)
+        scheduler.step()
+        engine.save(tmp_path / "saved", {**extra, "scheduler": scheduler.state_dict()})
+    with make() as again:
+        got = again.load(tmp_path / "saved")
+        assert again.optimizer.param_groups[0]["lr"] == 5e-3
+        assert again.optimizer.param_groups[0]["initial_lr"] == 1e-2
+        assert got["scheduler"]["last_epoch"] == 1
+    assert got["step"] == 3 and repr(got[7]) == repr(extra[7])
+    for a, b in zip(got["nested"]["t"], extra["nested"]["t"], strict=True):
+        assert_same_bits(a, b)
+    assert got["array"].tolist() == [0.0, 1.0, 2.0] and got["scalar"] == extra["scalar"]
+    assert got["bytes"] == b"\0\xff" and got["empty"].shape == (0, 4)
+
+
+def test_what_is_not_plain_is_refused_by_its_place(tmp_path: Path) -> None:
+    with make() as engine:
+        with pytest.raises(gs.GeminiError, match=r"extra\['a'\]\[1\] is a Odd, and a checkpoint"):
+            engine.save(tmp_path / "saved", {"a": [1, Odd()]})
+        assert list(tmp_path.iterdir()) == []
+        train(engine, 1)
+
+
+def test_codes_that_are_none() -> None:
+    for code in ({"tensor": 1, "dict": []}, {"set": []}, {"tensor": "0"}, {"dict": 3}):
+        with pytest.raises((ValueError, TypeError)):
+            plain_data.decode(code, lambda n: torch.zeros(n))
+
+
+def test_boxes_are_the_run() -> None:
+    """Of every shape and run: each box has the next elements, and no more than asked for."""
+    draw = random.Random(5)
+    for _ in range(3000):
+        shape = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
+        values = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        begin = draw.randint(0, values.numel())
+        end = draw.randint(begin, values.numel())
+        most = draw.randint(1, 40)
+        at = begin
+        for offsets, sizes in boxes_module.boxes(shape, begin, end, most):
+            box = values[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            assert box.shape == sizes and 0 < box.numel() <= most
+            assert box.flatten().tolist() == list(range(at, at + box.numel()))
+            at += box.numel()
+        assert at == end
+
+
+# ---- what other tools make of it -----------------------------------------------------------------
+
+
+def test_torchs_tools_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, so that a tensor is put together of several boxes."""
+    monkeypatch.setattr(saving, "MOST_ELEMENTS", 20)
+    with make() as engine:
+        train(engine, 3)
+        engine.save(tmp_path / "saved", {"step": 3})
+        want = engine.state_dict()
+        names = [name for name, _ in engine.model.named_parameters()]
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert set(one["model"]) == set(want["model"])
+    assert_same_model(one["model"], want["model"])
+    groups = one["optimizer_0"]["param_groups"]
+    assert groups[0]["params"] == names
+    assert groups[0]["lr"] == 1e-2
+    for index, entry in want["optimizer"]["state"].items():
+        for key, value in entry.items():
+            got = one["optimizer_0"]["state"][names[index]][key]
+            assert_same_bits(got.contiguous(), value.contiguous(), f"{names[index]}: {key}")
+    only = {"model": {"a.weight": torch.zeros(13, 13)}}
+    dcp.load(only, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert_same_bits(only["model"]["a.weight"], want["model"]["a.weight"])
+    assert torch.load(tmp_path / "saved" / "meta.pt", weights_only=True)["extra"] == {"step": 3}
+
+
+def test_lightnings_consolidation(tmp_path: Path) -> None:
+    """Its own tool makes one ordinary file, from which torch's AdamW goes on."""
+    with make(precision="32-true") as engine:
+        train(engine, 3)
+        engine.save(tmp_path / "saved")
+        want = engine.state_dict()
+    one = _format_checkpoint(_load_distributed_checkpoint(tmp_path / "saved"))
+    model = Odd()
+    model.load_state_dict(one["state_dict"])
+    assert_same_model(dict(model.state_dict()), want["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(one["optimizer_states"][0])
+    state = optimizer.state_dict()
+    for index, entry in want["optimizer"]["state"].items():
+        for key, value in entry.items():
+            assert_same_bits(state["state"][index][key].contiguous(), value.contiguous(), key)
+
+
+def test_loading_needs_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as engine:
+        train(engine, 2)
+        engine.save(tmp_path / "saved", {"t": torch.ones(3)})
+        want = state_of(engine)
+        for name in (".metadata", "meta.pt"):
+            (tmp_path / "saved" / name).unlink()
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("pickle")
+
+        for owner, name in (
+            (pickle, "Unpickler"),
+            (pickle, "loads"),
+            (pickle, "load"),
+            (torch, "load"),
+        ):
+            monkeypatch.setattr(owner, name, refuse)
+        train(engine, 1)
+        engine.load(tmp_path / "saved")
+        monkeypatch.undo()
+        assert state_of(engine) == want
+
+
+# ---- what does not fit, and what is damaged ------------------------------------------------------
+
+
+def test_another_model_is_refused_by_names(tmp_path: Path) -> None:
+    class Other(Odd):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transposed = nn.Parameter(torch.randn(13, 8))
+            self.more = nn.Parameter(torch.randn(2))
+            del self.kernel
+
+    with make() as engine:
+        engine.save(tmp_path / "saved")
+    with make(build=Other) as other:
+        before = state_of(other)
+        with pytest.raises(gs.GeminiError) as error:
+            other.load(tmp_path / "saved")
+        text = str(error.value)
+        assert "it lacks more" in text and "it has, and this model does not, kernel." in text
+        assert "transposed has shape (13, 7) there and (13, 8) here" in text
+        assert state_of(other) == before
+    torch.manual_seed(0)
+    model = Odd()
+    few = torch.optim.AdamW([model.scalar, model.transposed], lr=1e-2)
+    with (
+        gs.manage(model, few, device="cpu", precision="bf16-true") as fewer,
+        pytest.raises(gs.GeminiError, match="does not fit the optimizer: it has, and this model"),
+    ):
+        fewer.load(tmp_path / "saved")
+
+
+def test_a_tensor_that_shows_a_parameter_is_in_the_way(tmp_path: Path) -> None:
+    with make() as engine:
+        engine.save(tmp_path / "saved")
+        with (
+            engine.full_parameters(engine.model.a, writable=False),
+            pytest.raises(gs.GeminiError, match=r"a.weight: a tensor outside its module shows it"),
+        ):
+            engine.load(tmp_path / "saved")
+        engine.load(tmp_path / "saved")
+
+
+def _saved(folder: Path) -> gs.Engine:
+    """An engine that has changed since it was saved."""
+    engine = make()
+    train(engine, 2)
+    engine.save(folder, {"t": torch.arange(1000)})
+    train(engine, 1)
+    return engine
+
+
+def test_every_truncated_or_flipped_file_is_found(tmp_path: Path) -> None:
+    """Nothing has changed after the error, which names the file."""
+    folder = tmp_path / "saved"
+    draw = random.Random(3)
+    with _saved(folder) as engine:
+        before = state_of(engine)
+        used = _used_bytes(folder)
+        for name in ("__0_0.distcp", "manifest.json"):
+            whole = (folder / name).read_bytes()
+            cuts = [0, 1, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(10))]
+            flips = [
+                draw.choice(used) if name[0] == "_" else draw.randrange(len(whole))
+                for _ in range(40)
+            ]
+            damaged = [whole[:at] for at in cuts] + [whole + b"\0"]
+            damaged += [
+                whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :]
+                for at in flips
+            ]
+            for content in damaged:
+                (folder / name).write_bytes(content)
+                with pytest.raises(gs.GeminiError, match=str(folder)):
+                    engine.load(folder)
+                assert state_of(engine) == before
+            (folder / name).write_bytes(whole)
+        engine.load(folder)
+        assert state_of(engine) != before
+
+
+def _used_bytes(folder: Path) -> list[int]:
+    """The places in the file that have values, not what torch.save puts around them."""
+    manifest = manifests.Manifest(folder)
+    return [
+        piece.offset + byte
+        for stored in manifest.tensors.values()
+        for piece in stored.pieces
+        for byte in range(piece.n * stored.dtype.itemsize)
+    ]
+
+
+def test_files_that_are_missing_swapped_or_no_files(tmp_path: Path) -> None:
+    folder, name = tmp_path / "saved", "__0_0.distcp"
+    with _saved(folder) as engine:
+        before = state_of(engine)
+        other = tmp_path / "other"
+        engine.save(other)
+        whole = (folder / name).read_bytes()
+
+        def refused(match: str) -> None:
+            with pytest.raises(gs.GeminiError, match=match):
+                engine.load(folder)
+            assert state_of(engine) == before
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).write_bytes(whole)
+
+        (folder / name).unlink()
+        refused(f"{name} cannot be read: No such file")
+        (folder / name).write_bytes((other / name).read_bytes())
+        refused(name)
+        (folder / name).unlink()
+        (folder / name).symlink_to(other / name)
+        refused(f"{name} cannot be read")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused("no ordinary file")
+        engine.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["files"].update({"../x": 10**9}),
+        lambda c: _piece(c).__setitem__(0, "../../etc/passwd"),
+        lambda c: _piece(c).__setitem__(0, "__1_0.distcp"),
+        lambda c: _piece(c).__setitem__(1, -1),
+        lambda c: _piece(c).__setitem__(1, 2**63),
+        lambda c: _piece(c).__setitem__(2, 1),
+        lambda c: _piece(c).__setitem__(3, 2**62),
+        lambda c: _piece(c).__setitem__(3, 1.5),
+        lambda c: _piece(c).append(1),
+        lambda c: c["tensors"]["model.a.weight"].__setitem__("shape", [2**40, 2**40]),
+        lambda c: c["tensors"]["model.a.weight"].__setitem__("shape", [-13, -13]),
+        lambda c: c["tensors"]["model.a.weight"].__setitem__("dtype", "load"),
+        lambda c: c["tensors"]["model.a.weight"].__setitem__("order", [0, 0]),
+        lambda c: c["tensors"]["model.a.weight"].__setitem__("pieces", []),
+        lambda c: c["tensors"].pop("model.a.weight"),
+        lambda c: c["tensors"].pop("rank 0: 0"),
+        lambda c: c["rest"].pop("aliases"),
+        lambda c: c["rest"].__setitem__("ranks", []),
+        lambda c: c["rest"]["ranks"][0].__setitem__("extra", {"tensor": 99}),
+        lambda c: c["rest"]["optimizer"].pop("groups"),
+        lambda c: c["rest"]["optimizer"]["steps"].__setitem__("a.weight", -3),
+        lambda c: c["rest"]["optimizer"]["steps"].__setitem__("nobody", 3),
+        lambda c: c.pop("tensors"),
+        lambda c: c.__setitem__("tensors", [1]),
+    ],
+)
+def test_hostile_manifests(change: Callable[[Any], None], tmp_path: Path) -> None:
+    """With a hash that is right: an error, nothing changes, nothing outside the folder is read."""
+    folder = tmp_path / "saved"
+    with _saved(folder) as engine:
+        before = state_of(engine)
+        content = json.loads((folder / "manifest.json").read_bytes().split(b"\n", 1)[1])
+        change(content)
+        body = json.dumps(content).encode()
+        head = f"gemini-checkpoint-1 {len(body)} {hashlib.sha256(body).hexdigest()}\n"
+        (folder / "manifest.json").write_bytes(head.encode() + body)
+        if "../x" not in content.get("files", {}):
+            with pytest.raises(gs.GeminiError):
+                engine.load(folder)
+        else:  # nobody asks for it
+            with pytest.raises(gs.GeminiError, match="cannot be read"):
+                engine.load(folder)
+        assert state_of(engine) == before
+
+
+def _piece(content: Any) -> list[Any]:
+    return content["tensors"]["model.a.weight"]["pieces"][0]
+
+
+@pytest.mark.parametrize("body", [b"[" * 100000, b"{}", b"null", b"\xff", b'{"files": 3}', b""])
+def test_manifests_that_are_none(body: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    with _saved(folder) as engine:
+        for head in (b"gemini-checkpoint-1 %d %s\n", b"gemini-checkpoint-9 %d %s\n", b"%d %s", b""):
+            with contextlib.suppress(TypeError):
+                head = head % (len(body), hashlib.sha256(body).hexdigest().encode())
+            (folder / "manifest.json").write_bytes(head + body)
+            with pytest.raises(gs.GeminiError, match=r"manifest\.json"):
+                engine.load(folder)
+
+
+def test_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with make() as engine:
+        with pytest.raises(gs.GeminiError, match="does not exist: engine.save"):
+            engine.load(tmp_path / "none")
+        with pytest.raises(gs.GeminiError, match="is no checkpoint folder: engine.save"):
+            engine.load(tmp_path)
+        (tmp_path / "notes.txt").write_text("mine")
+        for target in (tmp_path, tmp_path / "notes.txt"):
+            with pytest.raises(
+                gs.GeminiError, match="is there already and is no checkpoint folder"
+            ):
+                engine.save(target)
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+        (tmp_path / "empty").mkdir()
+        engine.save(tmp_path / "empty")
+
+
+# ---- whole or not there --------------------------------------------------------------------------
+
+
+def test_a_series_keeps_the_last(tmp_path: Path) -> None:
+    with make() as engine:
+        for step in range(1, 6):
+            train(engine, 1)
+            assert engine.save(tmp_path / "run", step, keep_last=2).name == f"step-{step:09d}"
+            assert str((tmp_path / "run" / "latest").readlink()) == f"step-{step:09d}"
+        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+            "latest",
+            "step-000000004",
+            "step-000000005",
+        ]
+        assert engine.load(tmp_path / "run") == 5
+        assert engine.load(tmp_path / "run" / "step-000000004") == 4
+        with pytest.raises(ValueError, match="keep_last=0"):
+            engine.save(tmp_path / "run", keep_last=0)
+
+
+class _Calls:
+    """Counts the calls that change files, and does something at the n-th."""
+
+    NAMES = ("open", "fsync", "rename", "replace", "mkdir", "symlink", "rmdir", "unlink")
+
+    def __init__(self, patch: pytest.MonkeyPatch, n: int, what: Callable[[], None]) -> None:
+        self.count, self._n, self._what = 0, n, what
+        for name in self.NAMES:
+            patch.setattr(os, name, self._watched(getattr(os, name)))
+        patch.setattr(folders, "rename_exchange", self._watched(folders.rename_exchange))
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self._n:
+                self._what()
+            return call(*args, **kwargs)
+
+        return watched
+
+
+def _fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_error_at_every_call(
+    is_new: bool, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old checkpoint stays, or the new one is there; nothing is left behind; training goes on to the same bits."""
+    if not can_exchange:
+        monkeypatch.setattr(folders, "rename_exchange", lambda a, b: False)
+    target = tmp_path / "saved"
+    with make() as engine, make(seed=8) as reader:
+        train(engine, 1)
+        if not is_new:
+            engine.save(target, "old")
+        train(engine, 1)
+        n = outcomes = 0
+        while True:
+            n += 1
+            random_numbers = torch.get_rng_state()
+            with monkeypatch.context() as patch:
+                calls = _Calls(patch, n, _fail)
+                try:
+                    engine.save(target, "new")
+                    error = None
+                except gs.GeminiError as raised:
+                    error = raised
+            assert torch.equal(torch.get_rng_state(), random_numbers)
+            if error is None and calls.count < n:
+                break
+            outcomes += error is not None
+            assert error is None or "No space left on device" in str(error), error
+            found = None
+            with contextlib.suppress(gs.GeminiError):
+                found = reader.load(target)
+            assert found in (("new", None) if is_new else ("new", "old")), (n, found)
+            assert error is not None or found == "new"
+            if is_new:
+                shutil.rmtree(target, ignore_errors=True)
+        assert n > 10 and outcomes > 8
+        shutil.rmtree(target, ignore_errors=True)
+        engine.save(target, "new")
+        assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+        assert reader.load(target) == "new"
+
+
+def test_the_order_in_which_it_becomes_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, then the folder, then its name, then the folder that it is in; the manifest is the last file."""
+    done: list[tuple[str, str]] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        done.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        real_fsync(descriptor)
+
+    def rename(a: Any, b: Any) -> None:
+        done.append(("rename", Path(b).name))
+        assert {p.name for p in Path(a).iterdir()} == {n for what, n in done if what == "fsync"} - {
+            Path(a).name
+        }
+        real_rename(a, b)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    with make() as engine:
+        engine.save(tmp_path / "saved")
+    names = [name for what, name in done]
+    assert done[-2:] == [("rename", "saved"), ("fsync", tmp_path.name)]
+    assert names[0] == "__0_0.distcp" and names[-4] == "manifest.json"
+    assert names[-3].startswith(".saved.saving-")
+
+
+# ---- kill -9 -------------------------------------------------------------------------------------
+
+N_KILLS = int(os.environ.get("GEMINI_TEST_KILLS", "200"))
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks((Path(__file__).parent,)) as forks:
+        yield forks
+
+
+class Small(nn.Module):
+    """An engine of it is made in a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(13, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.a(x)).square().sum()
+
+
+def save_until_killed(folder: str, seed: int) -> None:
+    """Goes on from what is there, trains and saves until a timer ends the process at a random moment of three saves."""
+    engine = make(seed=1, build=Small)
+    target = Path(folder) / "saved"
+    step = 0
+    with contextlib.suppress(gs.GeminiError):
+        step = engine.load(target)
+    began = time.monotonic()
+    engine.save(Path(folder) / "scratch")
+    seconds = time.monotonic() - began
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once, wherever it is
+    signal.setitimer(signal.ITIMER_REAL, 3 * seconds * random.Random(seed).random() + 1e-4)
+    while True:
+        torch.manual_seed(step)
+        train(engine, 1)
+        step += 1
+        engine.save(target, step)
+
+
+def digest_of(engine: gs.Engine) -> str:
+    return hashlib.sha256(repr(state_of(engine)[2:]).encode()).hexdigest()
+
+
+def digests(n: int) -> list[str]:
+    """Of the uninterrupted run, before each step and after the last. In a fork, as the others: with one thread."""
+    engine = make(1, Small)
+    result = [digest_of(engine)]
+    for step in range(n):
+        torch.manual_seed(step)
+        train(engine, 1)
+        result.append(digest_of(engine))
+    return result
+
+
+def test_kill_at_any_moment_loses_no_checkpoint(tmp_path: Path, forks: Forks) -> None:
+    """Each process goes on from what the one before has left: the state of the step that it says, to the bit."""
+    ended = forks.run(f"{__name__}:digests", 4 * N_KILLS)[0]
+    assert ended.value is not None, ended.how
+    want, reached = ended.value, 0
+    with make(2, Small) as reader:
+        for kill in range(N_KILLS):
+            ended = forks.run(f"{__name__}:save_until_killed", str(tmp_path), kill)[0]
+            assert ended.exit_code == -signal.SIGALRM, ended.how
+            try:
+                step = reader.load(tmp_path / "saved")
+            except gs.GeminiError:
+                assert reached == 0, "a checkpoint is lost"
+                continue
+            assert step >= reached
+            assert digest_of(reader) == want[step], f"after kill {kill}, at step {step}"
+            reached = step
+        assert reached > N_KILLS // 4, reached
+        left = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+        assert len(left) <= 2  # of the last one, and of its scratch
+
+
+def kill_at_call(folder: str, n: int, can_exchange: bool) -> int:
+    engine = make(build=Small)
+    patch = pytest.MonkeyPatch()
+    if not can_exchange:
+        patch.setattr(folders, "rename_exchange", lambda a, b: False)
+    train(engine, 2)
+    calls = _Calls(patch, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    engine.save(Path(folder) / "saved", "new")
+    return calls.count
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_kill_at_every_call(can_exchange: bool, tmp_path: Path, forks: Forks) -> None:
+    with make(build=Small) as engine:
+        train(engine, 1)
+        engine.save(tmp_path / "old", "old")
+        found = set()
+        for n in range(1, 1000):
+            shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+            for left in tmp_path.glob(".saved*"):
+                shutil.rmtree(left)
+            shutil.copytree(tmp_path / "old", tmp_path / "saved")
+            ended: Ended = forks.run(f"{__name__}:kill_at_call", str(tmp_path), n, can_exchange)[0]
+            found.add(engine.load(tmp_path / "saved"))
+            if ended.exit_code == 0:
+                break
+            assert ended.exit_code == -9, ended.how
+        assert n > 10 and found == {"old", "new"}
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def peaks(folder: str) -> tuple[int, int, int]:
+    """(of training, of saving, of loading), bytes of this process."""
+
+    def peak_resident_bytes(work: Callable[[], Any]) -> int:
+        """The kernel's own count, begun anew."""
+        Path("/proc/self/clear_refs").write_text("5")
+        work()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+    engine = make(build=lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24))))
+    runtime = engine._runtime
+
+    def step() -> None:
+        engine.backward(engine.model(torch.randn(2, 1024).bfloat16()).float().square().mean())
+        engine.step()
+        engine.zero_grad()
+
+    for _ in range(3):
+        step()
+    training = peak_resident_bytes(step)
+    saving = peak_resident_bytes(lambda: engine.save(Path(folder) / "saved"))
+    loading = peak_resident_bytes(lambda: engine.load(Path(folder) / "saved"))
+    assert runtime.core.stats()["state_bytes"] > 250e6
+    return training, saving, loading
+
+
+def test_the_host_holds_two_chunks_more(tmp_path: Path, forks: Forks) -> None:
+    """300 MB of state; a chunk is 2 MiB of weights here, and a piece of 4 Mi elements is as large as any."""
+    ended = forks.run(f"{__name__}:peaks", str(tmp_path))[0]
+    assert ended.value is not None, ended.how
+    training, saving, loading = ended.value
+    piece = 4 * saving_piece()
+    assert saving < training + 3 * piece + (16 << 20)
+    assert loading < training + 3 * piece + (16 << 20)
+
+
+def saving_piece() -> int:
+    return saving.MOST_ELEMENTS
+
+
+def test_files_are_for_those_who_may_read_new_files(tmp_path: Path) -> None:
+    """As any file that this process makes (umask)."""
+    with make() as engine:
+        folder = engine.save(tmp_path / "saved")
+    (tmp_path / "plain").write_text("")
+    want = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()} == {want}

@@ -1,0 +1,263 @@
+"""engine.save and engine.load on several ranks: the same bits for any number of them, then and now."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import gemini_strategy as gs
+from gemini_strategy.checkpoint import manifest as manifests
+from gemini_strategy.checkpoint import records
+from gemini_strategy.checkpoint import save as saving
+from helpers.forked import Ended, Forks
+from helpers.sharded import Exact, ExactCase
+
+SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks((Path(__file__).parent,)) as forks:
+        yield forks
+
+
+def run(forks: Forks, job: Any, *args: Any, ranks: int) -> list[Any]:
+    ended = forks.run(f"{__name__}:{job.__name__}", *args, ranks=ranks, timeout=120.0)
+    for rank, end in enumerate(ended):
+        assert end.error is None and end.exit_code == 0, f"rank {rank}: {end.how}"
+    return [end.value for end in ended]
+
+
+def engine_of(seed: int, **how: Any) -> gs.Engine:
+    torch.manual_seed(seed)
+    model = Exact()
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    how = {"precision": "bf16-true", "chunk_size": 4096, "timeout": 60.0} | how
+    return gs.manage(model, optimizer, device="cpu", **how)
+
+
+def train(engine: gs.Engine, steps: range) -> None:
+    case = ExactCase(engine.ranks.rank, engine.ranks.size)
+    for step in steps:
+        engine.backward(case.loss(engine.model, case.batch(step)))
+        engine.clip_grad_norm_(1.0)
+        engine.step()
+        engine.zero_grad()
+
+
+def digest(engine: gs.Engine) -> str:
+    """Of all that a step uses but random numbers."""
+    return hashlib.sha256(pickle.dumps(_plain(engine.state_dict()))).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.contiguous()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.view(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, dict):
+        return [(k, _plain(v)) for k, v in value.items()]
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def save_job(*args: Any) -> tuple[str, str, list[float]]:
+    """(digest when saved, two steps later, the next random numbers)."""
+    rank, folder, how = args if len(args) == 3 else (0, *args)
+    engine = engine_of(3, **how)
+    train(engine, range(3))
+    torch.manual_seed(50 + rank)
+    engine.save(folder, {"rank": rank})
+    saved, numbers = digest(engine), torch.rand(3).tolist()
+    train(engine, range(3, 5))
+    return saved, digest(engine), numbers
+
+
+def load_job(*args: Any) -> tuple[str, str, list[float], Any]:
+    """The same of an engine that has loaded, and this rank's `extra`."""
+    rank, folder, how = args if len(args) == 3 else (0, *args)
+    engine = engine_of(4, **how)
+    train(engine, range(1))
+    torch.manual_seed(rank)
+    extra = engine.load(folder)
+    loaded, numbers = digest(engine), torch.rand(3).tolist()
+    train(engine, range(3, 5))
+    return loaded, digest(engine), numbers, extra
+
+
+@pytest.mark.parametrize("there", SIZES)
+def test_any_number_of_ranks(there: int, forks: Forks, tmp_path: Path) -> None:
+    """Saved by so many ranks it loads on any number, and trains on as they do."""
+    saved = run(forks, save_job, str(tmp_path / "saved"), {}, ranks=there)
+    want, later, _ = saved[0]
+    assert {own[:2] for own in saved} == {(want, later)}
+    hows = [{}, {"placement_policy": "cpu", "chunk_size": 8192}, {"placement_policy": "cuda"}, {}]
+    for here, how in zip(SIZES, hows, strict=True):
+        loaded = run(forks, load_job, str(tmp_path / "saved"), how, ranks=here)
+        for rank, (now, then, numbers, extra) in enumerate(loaded):
+            assert (now, then) == (want, later), (here, rank)
+            assert extra == {"rank": rank if here == there else 0}
+            torch.manual_seed(rank)
+            kept = torch.rand(3).tolist()
+            assert numbers == (saved[rank][2] if here == there else kept), (here, rank)
+
+
+def mesh_job(rank: int, folder: str, shape: Any) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    is_there = Path(folder).exists()
+    engine = engine_of(4 if is_there else 3, mesh=mesh)
+    if is_there:
+        engine.load(folder)
+    else:
+        train(engine, range(3))
+        engine.save(folder)
+    return digest(engine)
+
+
+def test_replicas(forks: Forks, tmp_path: Path) -> None:
+    """Of several replicas one writes, and all read."""
+    want = run(forks, mesh_job, str(tmp_path / "saved"), (2, 2), ranks=4)
+    sizes = [p.stat().st_size for p in sorted((tmp_path / "saved").glob("*.distcp"))]
+    assert len(sizes) == 4 and max(sizes[2:]) < min(sizes[:2]) / 2  # random numbers alone
+    for shape in ((2, 2), (1, 4), (4, 1)):
+        assert set(run(forks, mesh_job, str(tmp_path / "saved"), shape, ranks=4)) == set(want)
+    assert run(forks, load_job, str(tmp_path / "saved"), {}, ranks=1)[0][0] == want[0]
+
+
+def test_torchs_tools_read_it(forks: Forks, tmp_path: Path) -> None:
+    """What three ranks have written in parts is put together as one rank's."""
+    for ranks in (1, 3):
+        run(forks, save_job, str(tmp_path / f"of{ranks}"), {}, ranks=ranks)
+        dcp_to_torch_save(tmp_path / f"of{ranks}", tmp_path / f"of{ranks}.pt")
+    one, three = (torch.load(tmp_path / f"of{n}.pt", weights_only=False) for n in (1, 3))
+    assert _plain(one) == _plain(three)
+    assert torch.isfinite(one["model"]["terms.5.p"]).all()
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def failing_job(rank: int, folder: str, who: int, what: str) -> tuple[str, str, str, bool]:
+    """(the error, digest before and after, whether a later save works); rank `who` has the error."""
+    patch = pytest.MonkeyPatch()
+    engine = engine_of(3)
+    train(engine, range(2))
+    before = digest(engine)
+    if rank == who:
+        if what == "write":
+            n = [0]
+            real = records.RecordFile.add
+
+            def add(self: Any, value: torch.Tensor) -> Any:
+                n[0] += 1
+                if n[0] == 7:
+                    raise OSError(28, "No space left on device", self.name)
+                return real(self, value)
+
+            patch.setattr(records.RecordFile, "add", add)
+        elif what == "fsync":
+            patch.setattr(records.RecordFile, "finish", _no_space)
+        elif what == "folder":
+            patch.setattr(Path, "is_dir", lambda self: False)
+        elif what == "manifest":
+            patch.setattr(manifests, "write", _no_space)
+    patch.setattr(saving, "_STRETCH", 1000)
+    try:
+        engine.save(folder)
+        error = "none"
+    except gs.GeminiError as raised:
+        error = str(raised)
+    patch.undo()
+    after = digest(engine)
+    assert not list(Path(folder).parent.iterdir())
+    engine.ranks.gather("looked")
+    train(engine, range(2, 3))
+    engine.save(folder)
+    return error, before, after, (Path(folder) / "manifest.json").exists()
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device", "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("who", "what", "text"),
+    [
+        (1, "write", "No space left on device: '__1_0.distcp'"),
+        (0, "write", "No space left on device: '__0_0.distcp'"),
+        (2, "fsync", "No space left on device"),
+        (1, "folder", "is not the same folder on all ranks"),
+        (0, "manifest", "No space left on device"),
+    ],
+)
+def test_an_error_on_one_rank(who: int, what: str, text: str, forks: Forks, tmp_path: Path) -> None:
+    """All raise, with that rank's number; nothing is left; training and the next save go on."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for error, before, after, works in run(
+        forks, failing_job, str(folder / "saved"), who, what, ranks=3
+    ):
+        assert text in error and f"rank {who}: " in error
+        assert before == after and works
+
+
+def damaged_job(rank: int, folder: str) -> tuple[str, str, str]:
+    engine = engine_of(4)
+    before = digest(engine)
+    try:
+        engine.load(folder)
+        error = "none"
+    except gs.GeminiError as raised:
+        error = str(raised)
+    return error, before, digest(engine)
+
+
+def test_damage_that_one_rank_reads(forks: Forks, tmp_path: Path) -> None:
+    """No rank loads anything; all name the file and the rank."""
+    run(forks, save_job, str(tmp_path / "saved"), {}, ranks=2)
+    manifest = manifests.Manifest(tmp_path / "saved")
+    last = manifest.tensors["model.terms.5.p"].pieces[-1]
+    path = tmp_path / "saved" / last.file
+    whole = bytearray(path.read_bytes())
+    whole[last.offset + 4 * last.n - 1] ^= 16
+    path.write_bytes(whole)
+    for error, before, after in run(forks, damaged_job, str(tmp_path / "saved"), ranks=2):
+        assert f"rank 1: {path} is damaged" in error
+        assert before == after
+
+
+def dying_job(rank: int, folder: str) -> str:
+    engine = engine_of(3, timeout=5.0)
+    train(engine, range(2))
+    if rank == 1:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(records.RecordFile, "finish", lambda self: os._exit(7))
+    try:
+        engine.save(folder)
+    except gs.GeminiError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_rank_dies_while_saving(forks: Forks, tmp_path: Path) -> None:
+    """The others have an error within the timeout, and the old checkpoint is whole."""
+    target = tmp_path / "saved"
+    want = run(forks, save_job, str(target), {}, ranks=2)[0][0]
+    ended: list[Ended] = forks.run(f"{__name__}:dying_job", str(target), ranks=2, timeout=60.0)
+    assert ended[1].exit_code == 7
+    assert ended[0].value is not None and "rank 1" in ended[0].value, ended[0].how
+    assert run(forks, load_job, str(target), {}, ranks=1)[0][0] == want
+    shutil.rmtree(target)
