@@ -1,9 +1,9 @@
-# The adapter to Lightning: importing this module makes `Trainer(strategy="gemini")` known.
+# The adapter to Lightning: importing this module makes the strategies known to Trainer and Fabric.
 #
 # Lightning is distributed twice, as `lightning` and as `pytorch_lightning`, with separate classes and registries, and
-# has no entry point for strategies. So the strategy class is built once per installed tree and registered in each, and
-# this import is the line that a user writes. Importing the second tree costs about a tenth of a second once the first
-# is there, so every installed one is served.
+# has no entry point for strategies. So the strategy classes, one for the Trainer and one for Fabric, are built once per
+# installed tree and registered in each, and this import is the line that a user writes. Importing the second tree costs
+# about a tenth of a second once the first is there, so every installed one is served.
 #
 # Invariants
 #   1. Importing or reloading this module any number of times is the same as once: classes keep their identity.
@@ -12,19 +12,22 @@
 
     import gemini_strategy.lightning
     trainer = lightning.Trainer(strategy="gemini", precision="bf16-mixed")
+    fabric = lightning.Fabric(strategy="gemini", precision="bf16-mixed")
 
-:data:`GeminiStrategy` takes the options; it is the class for the Lightning that the program uses (the one that is
-imported already; ``lightning`` when both or neither are). :func:`strategy_class` returns the other one's.
+:data:`GeminiStrategy` takes the options, for Fabric :data:`GeminiFabricStrategy`; they are the classes for the
+Lightning that the program uses (the one that is imported already; ``lightning`` when both or neither are).
+:func:`strategy_class` and :func:`fabric_strategy_class` return the other one's.
 """
 
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from gemini_strategy import GeminiError
+from gemini_strategy.lightning.fabric import build_fabric_strategy
 from gemini_strategy.lightning.strategy import build_strategy
 from gemini_strategy.lightning.trees import MODULES, import_tree, installed_trees
 
-__all__ = ["GeminiStrategy", "strategy_class"]
+__all__ = ["GeminiFabricStrategy", "GeminiStrategy", "fabric_strategy_class", "strategy_class"]
 
 _NAMES: dict[str, dict[str, Any]] = {
     "gemini": {"placement_policy": "auto"},
@@ -36,10 +39,11 @@ _DESCRIPTION = "Chunked model state within a device budget, {}={!r}"
 
 # Kept over a reload (invariant 1).
 _classes: dict[str, type] = globals().get("_classes", {})
+_fabric_classes: dict[str, type] = globals().get("_fabric_classes", {})
 
 
 def strategy_class(tree: str) -> type:
-    """The strategy class for one distribution of Lightning.
+    """The strategy class for the Trainer of one distribution of Lightning.
 
     Args:
         tree: ``"lightning"`` (``lightning.pytorch`` means the same) or ``"pytorch_lightning"``.
@@ -48,27 +52,44 @@ def strategy_class(tree: str) -> type:
         ValueError: any other name.
         ImportError: the distribution is not installed.
     """
-    name = "lightning" if tree == "lightning.pytorch" else tree
-    if name not in MODULES:
-        raise ValueError(
-            f"strategy_class(tree={tree!r}): expected one of {', '.join(map(repr, MODULES))}."
-        )
-    if name not in _classes:
-        _classes[name] = build_strategy(import_tree(name))
+    return _classes[_built("strategy_class", tree)]
+
+
+def fabric_strategy_class(tree: str) -> type:
+    """The strategy class for the Fabric of one distribution of Lightning.
+
+    Args:
+        tree: ``"lightning"`` (``lightning.fabric`` means the same) or ``"pytorch_lightning"`` (``lightning_fabric``).
+
+    Raises:
+        ValueError: any other name.
+        ImportError: the distribution is not installed.
+    """
+    return _fabric_classes[_built("fabric_strategy_class", tree)]
+
+
+def _built(call: str, tree: str) -> str:
+    """The name in MODULES of a tree, whose classes are there and registered."""
+    name = next((n for n, modules in MODULES.items() if tree in (n, *modules)), None)
+    if name is None:
+        raise ValueError(f"{call}(tree={tree!r}): expected one of {', '.join(map(repr, MODULES))}.")
+    if name not in _fabric_classes:
+        found = import_tree(name)
+        _classes[name], _fabric_classes[name] = build_strategy(found), build_fabric_strategy(found)
     _register(name)
-    return _classes[name]
+    return name
 
 
 def _register(tree: str) -> None:
     trainer, fabric = (sys.modules[module] for module in MODULES[tree])
     for name, preset in _NAMES.items():
-        for registry, strategy, arguments in (
-            (trainer.strategies.StrategyRegistry, _classes[tree], preset),
-            (fabric.strategies.STRATEGY_REGISTRY, _refuse_fabric, {}),
+        for registry, strategy in (
+            (trainer.strategies.StrategyRegistry, _classes[tree]),
+            (fabric.strategies.STRATEGY_REGISTRY, _fabric_classes[tree]),
         ):
             if name not in registry:
                 described = _DESCRIPTION.format(*next(iter(preset.items())))
-                registry.register(name, strategy, description=described, **arguments)
+                registry.register(name, strategy, description=described, **preset)
             elif registry[name]["strategy"].__module__.partition(".")[0] != "gemini_strategy":
                 raise GeminiError(
                     f"the strategy name {name!r} is taken in `{tree}` by {registry[name]['strategy']!r}: unregister it"
@@ -76,28 +97,20 @@ def _register(tree: str) -> None:
                 )
 
 
-def _refuse_fabric() -> NoReturn:
-    raise NotImplementedError(
-        "strategy='gemini' is not available for Fabric in this version. Use Trainer(strategy='gemini'), or call"
-        " gemini_strategy.manage(model, optimizer) in your own loop without Fabric."
-    )
-
-
-def _adopt_trees() -> Any:
+def _adopt_trees() -> tuple[Any, Any]:
     trees = list(_classes) or installed_trees()
     if not trees:
         raise ImportError("gemini_strategy.lightning needs Lightning: pip install lightning")
-    classes = [strategy_class(name) for name in trees]
     # Each class can be imported by name (LightningCLI and YAML need that), the preferred one as GeminiStrategy.
-    for tree, cls in zip(trees, classes, strict=True):
-        name = (
-            "GeminiStrategy"
-            if cls is classes[0]
-            else f"{tree.title().replace('_', '')}GeminiStrategy"
-        )
-        cls.__module__, cls.__name__, cls.__qualname__ = __name__, name, name
-        globals()[name] = cls
-    return classes[0]
+    for tree in trees:
+        start = "" if tree == trees[0] else tree.title().replace("_", "")
+        for cls, end in (
+            (strategy_class(tree), "GeminiStrategy"),
+            (fabric_strategy_class(tree), "GeminiFabricStrategy"),
+        ):
+            cls.__module__, cls.__name__, cls.__qualname__ = __name__, start + end, start + end
+            globals()[start + end] = cls
+    return strategy_class(trees[0]), fabric_strategy_class(trees[0])
 
 
-GeminiStrategy = _adopt_trees()
+GeminiStrategy, GeminiFabricStrategy = _adopt_trees()

@@ -1,8 +1,9 @@
 # The precision plugin: how one Lightning tree casts, scales and clips when the engine holds the weights.
 #
 # Lightning knows no third-party precision, so a strategy is handed `Precision`, `MixedPrecision` or
-# `HalfPrecision`; `precision_class(tree)` builds the plugin of one tree and its `translate` turns those into it.
-# Nothing here imports Lightning: a tree is given as modules.
+# `HalfPrecision`; `precision_class(tree)` builds the plugin of one tree for its Trainer, `fabric_precision_class(tree)`
+# that for its Fabric, and their `translate` turns those into them. Nothing here imports Lightning: a tree is given as
+# modules.
 #
 # Invariants
 #   1. A plugin that cannot be honoured exactly is refused by name, never replaced by a near one.
@@ -11,13 +12,15 @@
 #      resumes under either.
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
+import gemini_strategy as gs
 from gemini_strategy.lightning.trees import Tree, import_tree
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -34,12 +37,9 @@ _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 class EnginePrecision:
-    """What happens around the engine in one of the precisions of :data:`SUPPORTED`.
+    """What a Trainer and Fabric have around an engine alike, in one of the precisions of :data:`SUPPORTED`.
 
-    To be inherited from before the tree's own plugin; see `precision_class`.
-
-    ``32-true``: nothing is cast. ``bf16-true``: floating inputs and new tensors are bf16. ``bf16-mixed``,
-    ``16-mixed``: forward runs under autocast. ``16-mixed``: the loss is scaled by the engine's loss scale.
+    To be inherited from before the tree's own plugin.
 
     Args:
         precision: one of :data:`SUPPORTED`.
@@ -49,14 +49,20 @@ class EnginePrecision:
     """
 
     _tree: Tree
+    _call: str  # what makes the strategy, for errors,
+    _argument: str  # its argument for a plugin,
+    _runner: str  # and what has the strategy: "Trainer" or "Fabric"
+    _device_type = "cpu"
 
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in SUPPORTED:
-            raise ValueError(_refusal(f"precision={precision!r}"))
+            raise ValueError(self._refusal(f"precision={precision!r}"))
         self.precision = precision
-        self._engine: Any = None
-        self._device_type = "cpu"
-        self.ends_step = False  # the strategy's word on the backward that comes
+
+    @classmethod
+    def _plugins(cls) -> Any:
+        """The tree's module with the plugins of the Trainer or of Fabric."""
+        raise NotImplementedError
 
     @classmethod
     def translate(cls, plugin: Any) -> "EnginePrecision":
@@ -67,25 +73,28 @@ class EnginePrecision:
                 or a plugin of the other tree.
             ValueError: a precision outside :data:`SUPPORTED`, or a gradient scaler with its own settings.
         """
-        plugins = cls._tree.pl.plugins
-        cls._tree.check("precision_plugin", plugin, plugins.Precision)
+        plugins = cls._plugins()
+        cls._tree.check(cls._argument, plugin, plugins.Precision, cls._call)
         if isinstance(plugin, cls):
             return plugin
         if type(plugin) not in (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision):
-            raise TypeError(_refusal(f"the precision plugin {type(plugin).__qualname__}"))
+            raise TypeError(cls._refusal(f"the precision plugin {type(plugin).__qualname__}"))
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and not _is_default_scaler(scaler):
             raise ValueError(
                 "strategy='gemini' keeps its own loss scale and would ignore the settings of the gradient scaler"
-                " in MixedPrecision(scaler=...): pass GeminiStrategy(initial_scale=..., growth_factor=...,"
-                " backoff_factor=..., growth_interval=..., hysteresis=...) and Trainer(precision='16-mixed')."
+                f" in MixedPrecision(scaler=...): pass {cls._call}(initial_scale=..., growth_factor=...,"
+                " backoff_factor=..., growth_interval=..., hysteresis=...) and"
+                f" {cls._runner}(precision='16-mixed')."
             )
         return cls(plugin.precision)
 
-    def attach(self, engine: Any, device: torch.device) -> None:
-        """Serve `engine` (None: a module without parameters), whose forward runs on `device`."""
-        self._engine = engine
-        self._device_type = device.type
+    @classmethod
+    def _refusal(cls, what: str) -> str:
+        return (
+            f"strategy='gemini' does not support {what}. Supported: {cls._runner}(precision=...) with"
+            f" {', '.join(repr(name) for name in SUPPORTED)}."
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -114,6 +123,40 @@ class EnginePrecision:
             yield
         finally:
             torch.set_default_dtype(previous)
+
+
+class TrainerPrecision(EnginePrecision):
+    """What happens around the engine in one of the precisions of :data:`SUPPORTED`, under a Trainer.
+
+    To be inherited from before the tree's own plugin; see `precision_class`.
+
+    ``32-true``: nothing is cast. ``bf16-true``: floating inputs and new tensors are bf16. ``bf16-mixed``,
+    ``16-mixed``: forward runs under autocast. ``16-mixed``: the loss is scaled by the engine's loss scale.
+
+    Args:
+        precision: one of :data:`SUPPORTED`.
+
+    Raises:
+        ValueError: for any other precision.
+    """
+
+    _call = "GeminiStrategy"
+    _argument = "precision_plugin"
+    _runner = "Trainer"
+
+    def __init__(self, precision: str = "32-true") -> None:
+        super().__init__(precision)
+        self._engine: Any = None
+        self.ends_step = False  # the strategy's word on the backward that comes
+
+    @classmethod
+    def _plugins(cls) -> Any:
+        return cls._tree.pl.plugins
+
+    def attach(self, engine: Any, device: torch.device) -> None:
+        """Serve `engine` (None: a module without parameters), whose forward runs on `device`."""
+        self._engine = engine
+        self._device_type = device.type
 
     def convert_input(self, data: Any) -> Any:
         if self.precision != "bf16-true":
@@ -194,16 +237,94 @@ class EnginePrecision:
         return _plain_plugin, (self._tree.name,), self.__getstate__()
 
 
-_classes: dict[str, type] = {}  # by the name of their tree
+class FabricPrecision(EnginePrecision):
+    """What happens around the engines in one of the precisions of :data:`SUPPORTED`, under Fabric.
+
+    To be inherited from before the tree's own plugin; see `fabric_precision_class`. Like Fabric's own plugins, it casts
+    floating inputs of a model to the precision's dtype, and its floating outputs to torch's default dtype.
+    ``bf16-mixed``, ``16-mixed``: forward runs under autocast.
+
+    Args:
+        precision: one of :data:`SUPPORTED`.
+
+    Raises:
+        ValueError: for any other precision.
+    """
+
+    _call = "GeminiFabricStrategy"
+    _argument = "precision"
+    _runner = "Fabric"
+
+    def __init__(self, precision: str = "32-true") -> None:
+        super().__init__(precision)
+        self._engines: WeakSet[Any] = WeakSet()
+        if precision == "16-mixed":
+            # Of the instance: where it is the class's, Fabric refuses `loss.backward()`, which other precisions take.
+            self.backward = self._scaled_backward
+
+    @classmethod
+    def _plugins(cls) -> Any:
+        return cls._tree.fabric.plugins.precision
+
+    def attach(self, engine: Any, device: torch.device) -> None:
+        """Serve `engine`, one of a Fabric's, whose forward runs on `device`."""
+        self._engines.add(engine)
+        self._device_type = device.type
+
+    def tensor_init_context(self) -> Any:
+        return self.forward_context() if self.precision == "bf16-true" else nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        if self.precision == "32-true":
+            return data
+        return apply_to_collection(data, Tensor, cast_floating, self.compute_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        if self.precision == "32-true":
+            return data
+        return apply_to_collection(data, Tensor, cast_floating, torch.get_default_dtype())
+
+    def _scaled_backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        engine = self._engine_of(model)
+        if engine is None:
+            tensor.backward(*args, **kwargs)
+            return
+        with engine._runtime.accept_scaled():
+            engine._runtime.scale(tensor).backward(*args, **kwargs)
+
+    def _engine_of(self, model: Any) -> Any:
+        """The engine whose loss scale a backward has; each model that is trained has its own."""
+        scaled = [engine for engine in self._engines if not engine.closed and engine.optimizer]
+        found = scaled if model is None else [e for e in scaled if e is gs.engine_of(model)]
+        if len(found) > 1:
+            raise gs.GeminiError(
+                f"fabric.backward(loss): {len(found)} models are trained in '16-mixed', each with a loss scale of its"
+                " own: say whose loss it is, with fabric.backward(loss, model=model)."
+            )
+        return found[0] if found else None
+
+
+# By the name of their tree.
+_classes: dict[str, type] = {}
+_fabric_classes: dict[str, type] = {}
 
 
 def precision_class(tree: Tree) -> type:
     """The precision plugin class of `tree`; made at the first call. Under this name checkpoints have the scale."""
     if tree.name not in _classes:
-        bases = (EnginePrecision, tree.pl.plugins.Precision)
-        names = {"_tree": tree, "__module__": __name__, "__doc__": EnginePrecision.__doc__}
+        bases = (TrainerPrecision, tree.pl.plugins.Precision)
+        names = {"_tree": tree, "__module__": __name__, "__doc__": TrainerPrecision.__doc__}
         _classes[tree.name] = type("GeminiPrecision", bases, names)
     return _classes[tree.name]
+
+
+def fabric_precision_class(tree: Tree) -> type:
+    """The precision plugin class of the Fabric of `tree`; made at the first call."""
+    if tree.name not in _fabric_classes:
+        bases = (FabricPrecision, tree.fabric.plugins.precision.Precision)
+        names = {"_tree": tree, "__module__": __name__, "__doc__": FabricPrecision.__doc__}
+        _fabric_classes[tree.name] = type("GeminiFabricPrecision", bases, names)
+    return _fabric_classes[tree.name]
 
 
 def _plain_plugin(tree: str) -> Any:
@@ -214,13 +335,6 @@ def _plain_plugin(tree: str) -> Any:
 def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype` when it is floating point, itself otherwise."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _refusal(what: str) -> str:
-    return (
-        f"strategy='gemini' does not support {what}. Supported: Trainer(precision=...) with"
-        f" {', '.join(repr(name) for name in SUPPORTED)}."
-    )
 
 
 def _is_default_scaler(scaler: Any) -> bool:

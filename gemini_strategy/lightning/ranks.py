@@ -1,26 +1,19 @@
-# The ranks of a Trainer: one process for each device, how they start, what they say to each other, how they end.
+# The ranks of a Trainer or of Fabric: one process for each device, how they start, what they say to each other.
 #
-# A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
+# A class for the strategies of each Lightning tree to inherit from; nothing here imports Lightning. What only the ranks
+# of a Trainer do is in trainer_ranks.py.
 #
 # Barriers, objects and decisions travel between hosts (gloo) also where tensors travel over NCCL: they then wait for no
 # kernel, and an error names the rank that is missing where NCCL would hang and then end the process.
 #
 # Invariants
 #   1. One device: no launcher, no process group, nothing collective. Notebooks and debuggers keep working.
-#   2. What a rank alone sees (an error, a signal) decides nothing before the others know of it.
-#   3. A rank that fails ends its part of the collectives, so that no other waits for it; the process that launched the
-#      others does not leave them behind.
+#   2. A rank that fails ends its part of the collectives, so that no other waits for it.
 
-import atexit
 import copy
-import os
-import signal
-import subprocess
-import threading
-import time
 import zipfile
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini_strategy import _torch
+from gemini_strategy.arguments import Arguments
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
 PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
@@ -43,8 +37,6 @@ MESH_NAMES = ("replicate", "shard")
 START_PATIENCE = timedelta(seconds=300)
 # How long a checkpoint may take to write. A rank that dies meanwhile is seen at once, one that stops is not.
 FILE_PATIENCE = timedelta(hours=1)
-# What launched ranks have, after an error in the process that launched them, to say theirs and to end.
-GRACE = 20.0
 
 # The gloo group beside a default group of another kind, and that default group: one for all strategies.
 _between_hosts: tuple[Any, Any] = globals().get("_between_hosts", (None, None))
@@ -53,14 +45,15 @@ _between_hosts: tuple[Any, Any] = globals().get("_between_hosts", (None, None))
 class RankProcesses:
     """To be inherited from before the tree's `ParallelStrategy`."""
 
-    _pl: ModuleType  # the tree's module with Trainer in it
     _fabric: ModuleType
+    _call: str  # what makes the strategy, for errors,
+    _runner: str  # and what uses it: "Trainer" or "Fabric"
+    _launcher_class: type
+    _misconfiguration: type[Exception]
     accelerator: Any
     cluster_environment: Any
     enable_distributed_storage: bool
-    engine: Any
     launcher: Any
-    lightning_module: Any
     process_group_backend: str | None
     timeout: timedelta
     device_mesh: Any  # what the user gave
@@ -68,7 +61,10 @@ class RankProcesses:
     _num_nodes = 1
     _mesh: DeviceMesh | None = None  # what it means for this run,
     _mesh_of: Any = None  # which has this default group
-    _requeue: "_Requeue | None" = None
+
+    def _engines(self) -> Iterable[Any]:
+        """The open engines that these ranks have together."""
+        raise NotImplementedError
 
     # -- who is who ----------------------------------------------------------------------------------------------
 
@@ -120,7 +116,7 @@ class RankProcesses:
         )
         environment.set_world_size(self.num_nodes * self.num_processes)
         # Where somebody else starts the processes, the setters do nothing: the getter knows.
-        for only in (rank_zero_only, self._pl.utilities.rank_zero.rank_zero_only):
+        for only in (rank_zero_only, self._fabric.utilities.rank_zero.rank_zero_only):
             only.rank = self._rank
 
     def _configure_launcher(self) -> None:
@@ -128,8 +124,9 @@ class RankProcesses:
         # of processes.
         wanted = self.num_nodes * max(self.num_processes, 1)
         if self._n_ranks != wanted:
-            raise self._pl.utilities.exceptions.MisconfigurationException(
-                f"strategy='gemini': Trainer(devices={max(self.num_processes, 1)}, num_nodes={self.num_nodes}) is for"
+            per_node = max(self.num_processes, 1)
+            raise self._misconfiguration(
+                f"strategy='gemini': {self._runner}(devices={per_node}, num_nodes={self.num_nodes}) is for"
                 f" {wanted} processes, one for each device, but {type(self.cluster_environment).__name__} reports"
                 f" {self._n_ranks}."
             )
@@ -138,13 +135,13 @@ class RankProcesses:
             and self.device_mesh[0] * self.device_mesh[1] != wanted
         ):
             replicas, shards = self.device_mesh
-            raise self._pl.utilities.exceptions.MisconfigurationException(
-                f"GeminiStrategy(device_mesh={self.device_mesh!r}): {replicas} replicas of {shards} shards need"
-                f" {replicas * shards} devices, and the Trainer has {wanted}."
+            raise self._misconfiguration(
+                f"{self._call}(device_mesh={self.device_mesh!r}): {replicas} replicas of {shards} shards need"
+                f" {replicas * shards} devices, and the {self._runner} has {wanted}."
             )
         if wanted > 1:
             # Also where the processes are there already: it then checks their number, and shares the cores.
-            self._launcher = self._pl.strategies.launchers._SubprocessScriptLauncher(
+            self._launcher = self._launcher_class(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
@@ -161,9 +158,9 @@ class RankProcesses:
         self.set_world_ranks()
         device = self.root_device
         if self.process_group_backend == "nccl" and device.type == "cpu":
-            raise self._pl.utilities.exceptions.MisconfigurationException(
-                "GeminiStrategy(process_group_backend='nccl') is for CUDA; with Trainer(accelerator='cpu') leave it"
-                " None."
+            raise self._misconfiguration(
+                f"{self._call}(process_group_backend='nccl') is for CUDA; with {self._runner}(accelerator='cpu')"
+                " leave it None."
             )
         was_initialized = dist.is_initialized()
         distributed._init_dist_connection(
@@ -178,7 +175,7 @@ class RankProcesses:
         here = (dist.get_rank(), dist.get_world_size())
         if here != (self._rank, self._n_ranks):
             raise GeminiError(
-                f"strategy='gemini': this process is rank {self._rank} of {self._n_ranks} for the Trainer, but"
+                f"strategy='gemini': this process is rank {self._rank} of {self._n_ranks} for the {self._runner}, but"
                 f" torch.distributed was initialised before as rank {here[0]} of {here[1]}."
             )
         if self._hosts is not None and self._mesh_of is not dist.group.WORLD:
@@ -207,9 +204,9 @@ class RankProcesses:
         if isinstance(mesh, DeviceMesh):
             members = mesh.mesh.flatten().tolist()
             if members[0] != 0 or sorted(members) != list(range(self._n_ranks)):
-                raise self._pl.utilities.exceptions.MisconfigurationException(
-                    f"GeminiStrategy(device_mesh=...): the mesh has the ranks {members}; it needs all"
-                    f" {self._n_ranks} of the Trainer, and rank 0 first."
+                raise self._misconfiguration(
+                    f"{self._call}(device_mesh=...): the mesh has the ranks {members}; it needs all"
+                    f" {self._n_ranks} of the {self._runner}, and rank 0 first."
                 )
             return mesh
         shape = (self.num_nodes, self.num_processes) if mesh == "hybrid" else mesh
@@ -231,7 +228,7 @@ class RankProcesses:
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups cannot be copied or pickled; the next setup_environment finds or makes them.
-        return {**super().__getstate__(), "_mesh": None, "_mesh_of": None, "_requeue": None}  # type: ignore[misc]
+        return {**super().__getstate__(), "_mesh": None, "_mesh_of": None}  # type: ignore[misc]
 
     # -- what ranks say to each other ----------------------------------------------------------------------------
 
@@ -289,14 +286,16 @@ class RankProcesses:
         return box[0]
 
     def barrier(self, name: str | None = None) -> None:
+        self._meet(name, self.timeout)
+
+    def _meet(self, name: str | None, patience: timedelta) -> None:
         if self._is_connected:
             with self._named(f"barrier {name!r}"):
-                # Rank 0 alone writes the file that this waits for.
-                is_file = name == "Trainer.save_checkpoint"
-                patience = max(self.timeout, FILE_PATIENCE) if is_file else self.timeout
                 dist.monitored_barrier(self._hosts, patience, wait_all_ranks=True)
-        if name == "run-stage":  # the Trainer has its signal handlers, and goes on to its loop
-            self._defer_requeue()
+
+    def _meet_after_file(self, name: str | None) -> None:
+        """A barrier that waits for a file that rank 0 alone writes."""
+        self._meet(name, max(self.timeout, FILE_PATIENCE))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (Lightning's name)
         """Whether all ranks, or with `all=False` any of them, decided so."""
@@ -321,66 +320,23 @@ class RankProcesses:
             failure = GeminiDeviceError(
                 f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
             )
-            if self.engine is not None:  # the others may wait in its collectives, and hear there
-                failure = self.engine.ranks.failed(failure)
+            for engine in self._engines():  # the others may wait in its collectives, and hear there
+                failure = engine.ranks.failed(failure)
             raise failure from error
 
-    def _explaining(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _explaining(self) -> Generator[None, None, None]:
         """Around a module's own steps, where units are entered: an error about other ranks says what those said."""
-        return nullcontext() if self.engine is None else self.engine.ranks.explaining()
+        with ExitStack() as stack:
+            for engine in self._engines():
+                stack.enter_context(engine.ranks.explaining())
+            yield
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def _on_rank_zero(self, state: dict[str, Any]) -> dict[str, Any]:
         """What all ranks have made together is kept by the one that writes it."""
         return state if not self.is_distributed or self._rank == 0 else {}
-
-    def _defer_requeue(self) -> None:
-        """Take the signal by which SLURM asks for a checkpoint: it finds each rank at another place."""
-        environment = self.cluster_environment
-        asked_by = getattr(environment, "requeue_signal", None)
-        self._requeue = None
-        if not self.is_distributed or not getattr(environment, "auto_requeue", False):
-            return
-        if threading.current_thread() is threading.main_thread() and asked_by is not None:
-            self._requeue = _Requeue(asked_by)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        requeue = self._requeue
-        if requeue is not None and self.reduce_boolean_decision(requeue.is_asked, all=False):
-            requeue.answer()
-
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)  # type: ignore[misc]
-        if not self.is_distributed:
-            return
-        engine = self.engine
-        if engine is not None:
-            engine.ranks.abort(f"{type(exception).__name__}: {exception}")
-        launched = getattr(self.launcher, "procs", None)
-        if launched:
-            atexit.register(end_processes, list(launched))
-
-
-class _Requeue:
-    """Lightning's own answer to a signal, put off until all ranks can give it together."""
-
-    def __init__(self, signum: signal.Signals) -> None:
-        self.is_asked = False
-        self._signum = signum
-        self._handler: Any = signal.getsignal(signum)
-        signal.signal(signum, self._note)
-
-    def _note(self, signum: int, frame: Any) -> None:
-        self.is_asked = True
-
-    def answer(self) -> None:
-        self.is_asked = False
-        if callable(self._handler):
-            self._handler(self._signum, None)
 
 
 class _Gathered(torch.autograd.Function):
@@ -407,38 +363,66 @@ def is_mappable(path: Any) -> bool:
     return Path(path).is_file() and zipfile.is_zipfile(path)
 
 
-def load_mapped(path: Any, weights_only: bool | None) -> dict[str, Any]:
+def load_mapped(path: Any, weights_only: bool | None, copied: Collection[str] | None) -> Any:
     """torch.load of a file whose large tensors all ranks of a host share as pages of the file.
 
-    Only the weights and the optimizer's state, which are copied into chunks, stay mapped, and of them the large
-    tensors: whoever keeps another must not see the file change when it is written again.
+    Only what is copied into chunks, weights and optimizers' states, stays mapped, and of it the large tensors: whoever
+    keeps another must not see the file change when it is written again.
+
+    Args:
+        path: the file.
+        weights_only: as torch.load has it.
+        copied: under which names the file has what is copied; None: all of it is.
     """
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-
-    def small_own(tensor: Tensor) -> Tensor:
-        is_large = tensor.untyped_storage().nbytes() >= MAPPED_BYTES
-        return tensor if is_large else copy.deepcopy(tensor)
-
+    if copied is None:
+        return _owned(checkpoint, _own_if_small)
     for key, value in checkpoint.items():
-        if key == "state_dict":  # in place: torch keeps versions in an attribute of it
-            value.update(
-                {n: small_own(v) if isinstance(v, Tensor) else v for n, v in value.items()}
-            )
-            continue
-        own = small_own if key == "optimizer_states" else copy.deepcopy
-        checkpoint[key] = apply_to_collection(value, Tensor, own)
+        checkpoint[key] = _owned(value, _own_if_small if key in copied else copy.deepcopy)
     return checkpoint
 
 
-def end_processes(processes: Iterable[subprocess.Popen[Any]], grace: float = GRACE) -> None:
-    """Wait for processes, and kill those that have not ended after `grace` seconds (a stopped one never does)."""
-    end = time.monotonic() + grace
-    for process in processes:
-        try:
-            process.wait(max(end - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+def _own_if_small(tensor: Tensor) -> Tensor:
+    is_large = tensor.untyped_storage().nbytes() >= MAPPED_BYTES
+    return tensor if is_large else copy.deepcopy(tensor)
+
+
+def _owned(value: Any, own: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, dict):  # in place: torch keeps versions in an attribute of a state dict
+        value.update({n: apply_to_collection(v, Tensor, own) for n, v in value.items()})
+        return value
+    return apply_to_collection(value, Tensor, own)
+
+
+def checked_timeout(call: str, given: Mapping[str, Any]) -> timedelta:
+    """The arguments that say how several processes share; gives the timeout.
+
+    Raises:
+        ValueError: process_group_backend, device_mesh or timeout cannot be.
+    """
+    arguments = Arguments(call, given)
+    arguments.check_choice("process_group_backend", PROCESS_GROUP_BACKENDS)
+    mesh, timeout = given["device_mesh"], given["timeout"]
+    allowed = "None, (replicas, shards), 'hybrid' or a DeviceMesh of one or two dimensions"
+    arguments.check(_is_mesh(mesh), "device_mesh", allowed)
+    if mesh is not None and not given["enable_distributed_storage"]:
+        raise ValueError(
+            f"{call}(enable_distributed_storage=False, device_mesh=...): without shared chunks there is nothing to"
+            " share over a mesh; give one of the two."
+        )
+    if not isinstance(timeout, timedelta):
+        arguments.check_number("timeout", 0, 1e9, is_exclusive=True)
+        timeout = timedelta(seconds=timeout)
+    arguments.check(timeout > timedelta(0), "timeout", "a timedelta longer than 0, or seconds")
+    return timeout
+
+
+def _is_mesh(mesh: Any) -> bool:
+    if isinstance(mesh, tuple | list):
+        return len(mesh) == 2 and all(type(size) is int and size >= 1 for size in mesh)
+    if isinstance(mesh, DeviceMesh):
+        return mesh.ndim in (1, 2)
+    return mesh is None or mesh == "hybrid"
 
 
 def _operation(reduce_op: Any) -> str:

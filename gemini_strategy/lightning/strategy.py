@@ -30,45 +30,18 @@ from torchmetrics import Metric
 
 import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, engines_of_parts, materialize
 from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, precision_class
-from gemini_strategy.lightning.ranks import (
-    PROCESS_GROUP_BACKENDS,
-    RankProcesses,
-    is_mappable,
-    load_mapped,
-)
+from gemini_strategy.lightning.ranks import checked_timeout, is_mappable, load_mapped
 from gemini_strategy.lightning.schedule import (
     UPDATE_SCHEDULES,
     StepSchedule,
     saves_after_errors,
 )
+from gemini_strategy.lightning.trainer_ranks import TrainerRanks
 from gemini_strategy.lightning.trees import Tree
-from gemini_strategy.weights.initial_values import silent_modules
 from gemini_strategy.weights.loading import Weights
-
-# Those of the strategy's arguments that manage() gets as they are.
-_ENGINE_ARGUMENTS = (
-    "device_budget",
-    "host_budget",
-    "placement_policy",
-    "chunk_size",
-    "block_size",
-    "chunk_search_range",
-    "chunk_search_n_grids",
-    "min_chunk_size",
-    "gpu_margin_mem_ratio",
-    "gradient_dtype",
-    "force_outputs_fp32",
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-    "threads",
-)
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
 _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
@@ -76,7 +49,7 @@ _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
 _loaded: "WeakSet[nn.Module]" = WeakSet()
 
 
-class Strategy(StepLogs, StepSchedule, RankProcesses):
+class Strategy(StepLogs, StepSchedule, TrainerRanks):
     """Train, evaluate and predict with the model's state in chunks, on CUDA GPUs or on CPU hosts.
 
     ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
@@ -162,6 +135,7 @@ class Strategy(StepLogs, StepSchedule, RankProcesses):
     """
 
     strategy_name = "gemini"
+    _call = "GeminiStrategy"
     _tree: Tree
     _pl: ModuleType
     _fabric: ModuleType
@@ -224,7 +198,7 @@ class Strategy(StepLogs, StepSchedule, RankProcesses):
         self.report = report
         self.weights = weights
         self.missing = missing
-        self.engine_arguments = {name: given[name] for name in _ENGINE_ARGUMENTS}
+        self.engine_arguments = {name: given[name] for name in ENGINE_ARGUMENTS}
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -237,8 +211,8 @@ class Strategy(StepLogs, StepSchedule, RankProcesses):
     def __repr__(self) -> str:
         # Lightning prints this when a strategy is given to the other tree's Trainer, or to Fabric.
         return (
-            f"<{type(self).__name__} for the Trainer of `{self._tree.name}`; Fabric is not supported in this version;"
-            " for another installation of Lightning see gemini_strategy.lightning.strategy_class>"
+            f"<{type(self).__name__} for the Trainer of `{self._tree.name}`; for another installation of Lightning see"
+            " gemini_strategy.lightning.strategy_class, for Fabric fabric_strategy_class>"
         )
 
     # -- what the Trainer sets while it is constructed ------------------------------------------------------
@@ -316,7 +290,7 @@ class Strategy(StepLogs, StepSchedule, RankProcesses):
             # evaluation, the synchronised layers are the ordinary ones.
             self.model = self._layer_sync.apply(self.model)
         if self.weights is None:  # what manage() cannot give values to
-            _materialize(module, self._warn)
+            materialize(module, self._warn)
         for metric in module.modules():
             if isinstance(metric, Metric) and engine is None:
                 metric.to(self.root_device)
@@ -390,7 +364,7 @@ class Strategy(StepLogs, StepSchedule, RankProcesses):
     def _adopt(self, module: nn.Module, reuse: bool) -> Any:
         """The engine of `module` when it can go on (invariant 3); every other engine over it is closed."""
         engine = self.engine
-        managed = _engines_of_parts(module)
+        managed = engines_of_parts(module)
         for found in managed:
             if found not in _configurations:
                 raise gs.GeminiError(
@@ -523,7 +497,7 @@ class Strategy(StepLogs, StepSchedule, RankProcesses):
             weights_only = self.checkpoint_weights_only
         is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
         if self.is_distributed and is_plain and is_mappable(checkpoint_path):
-            return load_mapped(checkpoint_path, weights_only)
+            return load_mapped(checkpoint_path, weights_only, ("state_dict", "optimizer_states"))
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
 
@@ -534,31 +508,10 @@ def _checked(given: dict[str, Any]) -> timedelta:
     arguments.check_number("min_scale", 0, None, is_exclusive=True)
     is_true = given["use_chunk"] is True
     arguments.check(is_true, "use_chunk", "True: parameters always live in chunks")
-    arguments.check_choice("process_group_backend", PROCESS_GROUP_BACKENDS)
     arguments.check_choice("checkpoint_weights_only", (None, True, False))
     arguments.check_choice("update_schedule", UPDATE_SCHEDULES)
     arguments.check_bool("report")
-    mesh, timeout = given["device_mesh"], given["timeout"]
-    allowed = "None, (replicas, shards), 'hybrid' or a DeviceMesh of one or two dimensions"
-    arguments.check(_is_mesh(mesh), "device_mesh", allowed)
-    if mesh is not None and not given["enable_distributed_storage"]:
-        raise ValueError(
-            "GeminiStrategy(enable_distributed_storage=False, device_mesh=...): without shared chunks there is"
-            " nothing to share over a mesh; give one of the two."
-        )
-    if not isinstance(timeout, timedelta):
-        arguments.check_number("timeout", 0, 1e9, is_exclusive=True)
-        timeout = timedelta(seconds=timeout)
-    arguments.check(timeout > timedelta(0), "timeout", "a timedelta longer than 0, or seconds")
-    return timeout
-
-
-def _is_mesh(mesh: Any) -> bool:
-    if isinstance(mesh, tuple | list):
-        return len(mesh) == 2 and all(type(size) is int and size >= 1 for size in mesh)
-    if isinstance(mesh, DeviceMesh):
-        return mesh.ndim in (1, 2)
-    return mesh is None or mesh == "hybrid"
+    return checked_timeout("GeminiStrategy", given)
 
 
 def build_strategy(tree: Tree) -> type:
@@ -567,12 +520,14 @@ def build_strategy(tree: Tree) -> type:
     averaging = ("StochasticWeightAveraging", "WeightAveraging")
     parts = {
         "__doc__": Strategy.__doc__,
+        "__module__": __name__,
         "__init__": _init_for(tree),
         "_tree": tree,
         "_pl": pl,
         "_fabric": tree.fabric,
         "_say": staticmethod(rank_zero.rank_zero_info),
         "_warn": staticmethod(rank_zero.rank_zero_warn),
+        "_launcher_class": pl.strategies.launchers._SubprocessScriptLauncher,
         "_misconfiguration": pl.utilities.exceptions.MisconfigurationException,
         "_averaging": tuple(
             getattr(pl.callbacks, name) for name in averaging if hasattr(pl.callbacks, name)
@@ -596,14 +551,6 @@ def _init_for(tree: Tree) -> FunctionType:
     return init
 
 
-def _engines_of_parts(module: nn.Module) -> list[Any]:
-    """Every engine that manages `module`, a part of it, or more than it."""
-    found = {
-        id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None
-    }
-    return list(found.values())
-
-
 def _manages_all(engine: Any, module: nn.Module) -> bool:
     try:
         for parameter in module.parameters():
@@ -611,39 +558,3 @@ def _manages_all(engine: Any, module: nn.Module) -> bool:
     except gs.GeminiError:
         return False
     return True
-
-
-def _materialize(module: nn.Module, warn: Any) -> None:
-    """Give memory on the CPU to what is on the meta device and for which manage() would find no initial values.
-
-    Such modules keep uninitialised memory and are named in a warning: a checkpoint that holds every key makes up for
-    it. Tied parameters stay tied.
-    """
-    silent = silent_modules(module)
-    silent_ids = {id(part) for part in silent}
-    spoken_for = {
-        id(parameter)
-        for part in module.modules()
-        if id(part) not in silent_ids
-        for parameter in part._parameters.values()
-    }
-    made: dict[int, nn.Parameter] = {}
-    named = set()
-    for part in silent:
-        for name, tensor in part._parameters.items():
-            if tensor is None or not tensor.is_meta or id(tensor) in spoken_for:
-                continue
-            if id(tensor) not in made:
-                values = torch.empty_like(tensor, device="cpu")
-                made[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
-            part._parameters[name] = made[id(tensor)]
-            named.add(type(part).__name__)
-        for name, tensor in part._buffers.items():
-            if tensor is not None and tensor.is_meta:
-                part._buffers[name] = torch.empty_like(tensor, device="cpu")
-                named.add(type(part).__name__)
-    if named:
-        warn(
-            "These modules were built without memory and have no reset_parameters(), so their parameters and buffers"
-            f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(named))}."
-        )

@@ -37,7 +37,7 @@ class Tree:
     roots: frozenset[str]
     foreign: frozenset[str]
 
-    def check(self, argument: str, value: Any, wanted: type) -> None:
+    def check(self, argument: str, value: Any, wanted: type, call: str = "GeminiStrategy") -> None:
         """Raise TypeError, naming the remedy, unless `value` is None or an instance of this tree's `wanted`."""
         if value is None or isinstance(value, wanted):
             return
@@ -45,13 +45,14 @@ class Tree:
         roots = {base.__module__.partition(".")[0] for base in got.__mro__}
         if roots & self.foreign:
             other = "pytorch_lightning" if self.name == "lightning" else "lightning"
+            finder = "strategy_class" if call == "GeminiStrategy" else "fabric_strategy_class"
             raise TypeError(
-                f"GeminiStrategy({argument}=...): {got.__module__}.{got.__qualname__} belongs to `{other}`, but this"
-                f" strategy class belongs to `{self.name}`. Import everything from `{self.name}`, or take the other"
-                f" class with gemini_strategy.lightning.strategy_class({other!r})."
+                f"{call}({argument}=...): {got.__module__}.{got.__qualname__} belongs to `{other}`, but this strategy"
+                f" class belongs to `{self.name}`. Import everything from `{self.name}`, or take the other class with"
+                f" gemini_strategy.lightning.{finder}({other!r})."
             )
         raise TypeError(
-            f"GeminiStrategy({argument}=...): expected None or an instance of"
+            f"{call}({argument}=...): expected None or an instance of"
             f" {wanted.__module__}.{wanted.__qualname__}, got {got.__module__}.{got.__qualname__}."
         )
 

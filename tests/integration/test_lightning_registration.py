@@ -95,15 +95,6 @@ def test_a_name_of_someone_else_is_not_replaced(tree: str) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_fabric_is_refused(tree: str) -> None:
-    fabric = load_fabric(tree)
-    with pytest.raises(NotImplementedError, match="not available for Fabric in this version"):
-        fabric.Fabric(strategy="gemini", accelerator="cpu", devices=1)
-    with pytest.raises(ValueError, match="Fabric is not supported in this version"):
-        fabric.Fabric(strategy=adapter.strategy_class(tree)(), accelerator="cpu", devices=1)
-
-
-@pytest.mark.parametrize("tree", TREES)
 def test_objects_of_the_other_tree_are_refused(tree: str) -> None:
     cls, foreign = adapter.strategy_class(tree), load_tree(other(tree))
     hint = f"belongs to `{other(tree)}`.*strategy_class\\('{other(tree)}'\\)"

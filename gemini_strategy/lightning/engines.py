@@ -1,0 +1,109 @@
+# What the strategies of a Trainer and of Fabric do alike around gemini_strategy.manage().
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gemini_strategy as gs
+from gemini_strategy.weights.initial_values import silent_modules
+
+# Those of the strategy's arguments that manage() gets as they are.
+ENGINE_ARGUMENTS = (
+    "device_budget",
+    "host_budget",
+    "placement_policy",
+    "chunk_size",
+    "block_size",
+    "chunk_search_range",
+    "chunk_search_n_grids",
+    "min_chunk_size",
+    "gpu_margin_mem_ratio",
+    "gradient_dtype",
+    "force_outputs_fp32",
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+    "threads",
+)
+
+
+def engines_of_parts(module: nn.Module) -> list[Any]:
+    """Every engine that manages `module`, a part of it, or more than it."""
+    found = {
+        id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None
+    }
+    return list(found.values())
+
+
+def engine_of_optimizer(optimizer: Optimizer) -> Any:
+    """The open engine that has taken an optimizer over, or None."""
+    runtime = getattr(optimizer, "_gm_engine", None)
+    return None if runtime is None or runtime.closed else runtime.engine
+
+
+def masters_of(module: nn.Module, rank0_only: bool) -> dict[str, Any]:
+    """What `module.state_dict()` has, with the fp32 masters of managed parameters, on the CPU.
+
+    Args:
+        module: a managed model, a part of one, or any other module.
+        rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict.
+    """
+    engine = gs.engine_of(module)
+    if engine is None:
+        return module.state_dict()
+    if engine.model is module and type(module).state_dict is nn.Module.state_dict:
+        return engine.model_state_dict(rank0_only=rank0_only)  # type: ignore[no-any-return]
+    # The module has its own idea of what is saved: its keys and shapes, our masters.
+    state = dict(module.state_dict())
+    masters: dict[nn.Parameter, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value, slot = state.get(name), getattr(parameter, "_gm_slot", None)
+        if slot is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue
+        if parameter not in masters:
+            masters[parameter] = slot.read_master(0 if rank0_only else None)
+        state[name] = masters[parameter]
+    return {} if rank0_only and engine.ranks.rank else state
+
+
+def materialize(module: nn.Module, warn: Callable[[str], None]) -> None:
+    """Give memory on the CPU to what is on the meta device and for which manage() would find no initial values.
+
+    Such modules keep uninitialised memory and are named in a warning: a checkpoint that holds every key makes up for
+    it. Tied parameters stay tied.
+    """
+    silent = silent_modules(module)
+    silent_ids = {id(part) for part in silent}
+    spoken_for = {
+        id(parameter)
+        for part in module.modules()
+        if id(part) not in silent_ids
+        for parameter in part._parameters.values()
+    }
+    made: dict[int, nn.Parameter] = {}
+    named = set()
+    for part in silent:
+        for name, tensor in part._parameters.items():
+            if tensor is None or not tensor.is_meta or id(tensor) in spoken_for:
+                continue
+            if id(tensor) not in made:
+                values = torch.empty_like(tensor, device="cpu")
+                made[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+            part._parameters[name] = made[id(tensor)]
+            named.add(type(part).__name__)
+        for name, tensor in part._buffers.items():
+            if tensor is not None and tensor.is_meta:
+                part._buffers[name] = torch.empty_like(tensor, device="cpu")
+                named.add(type(part).__name__)
+    if named:
+        warn(
+            "These modules were built without memory and have no reset_parameters(), so their parameters and buffers"
+            f" are uninitialised unless a checkpoint fills them: {', '.join(sorted(named))}."
+        )

@@ -1,0 +1,505 @@
+# The strategy of Fabric: how one Lightning tree hands the models and optimizers of a loop of one's own to engines.
+#
+# `build_fabric_strategy(tree)` joins `FabricStrategy` with the base of one tree; nothing here imports Lightning.
+#
+# Invariants
+#   1. Each model that is set up has an engine of its own, with one optimizer or none. The model keeps its class and is
+#      wrapped for Fabric only, so that Fabric sends its steps through `forward`, where inputs are cast.
+#   2. What a model has when it is set up, again or with an optimizer at last, are the values it had before, to the bit.
+#   3. Checkpoints hold plain keys, fp32 masters and Adam's own state form: files are interchangeable with those of
+#      Lightning's single-device and DDP strategies, and with those of a Trainer.
+#   4. Whatever cannot be honoured is refused by name.
+
+import functools
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+import gemini_strategy as gs
+from gemini_strategy.arguments import check_management
+from gemini_strategy.lightning.engines import (
+    ENGINE_ARGUMENTS,
+    engine_of_optimizer,
+    engines_of_parts,
+    masters_of,
+    materialize,
+)
+from gemini_strategy.lightning.precision import fabric_precision_class
+from gemini_strategy.lightning.ranks import (
+    RankProcesses,
+    checked_timeout,
+    is_mappable,
+    load_mapped,
+)
+from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.weights.loading import Weights
+
+# The engines that a Fabric's strategy made.
+_made: "WeakSet[Any]" = WeakSet()
+# The modules that have taken their strategy's weights: what they hold since is worth more.
+_loaded: "WeakSet[nn.Module]" = WeakSet()
+
+
+class FabricStrategy(RankProcesses):
+    """Train, evaluate and predict with Fabric and the models' state in chunks, on CUDA GPUs or on CPU hosts.
+
+    ``Fabric(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement policies of
+    the same name. ``fabric.launch()`` comes first, with one device too. ``fabric.setup(model, optimizer)`` makes an
+    engine, which ``gemini_strategy.engine_of(model)`` gives; its ``close()`` makes the model ordinary again.
+    ``fabric.setup_module(model)`` makes one without an optimizer; ``fabric.setup_optimizers(optimizer)`` afterwards
+    makes it anew, from the same values.
+
+    With several devices each has a process, a rank, with batches of its own and 1/N of every chunk. All ranks begin
+    with rank 0's values. Gradients are averaged over the ranks in every backward, also inside
+    ``fabric.no_backward_sync``. ``fabric.save`` and ``strategy.get_module_state_dict`` are called by all ranks; rank 0
+    writes the file, and the state dict is empty on the others.
+
+    Precision is Fabric's: ``"32-true"`` (parameters made fp32), ``"bf16-true"``, ``"bf16-mixed"`` (weights and compute
+    in bf16, fp32 masters in the engine), ``"16-mixed"`` (fp16 with a loss scale; each model has its own). Parameters
+    are built in fp32 whatever the precision, so that the masters start from the values the model was made with.
+
+    Sizes are bytes, as an int or a string (``"64MiB"``, ``"24GB"``); budgets also a fraction of what there is, in
+    (0, 1]. They are of each model that is set up.
+
+    Args:
+        chunk_size, enable_distributed_storage, placement_policy, gpu_margin_mem_ratio, chunk_search_range,
+            chunk_search_n_grids, min_chunk_size, initial_scale, min_scale, growth_factor, backoff_factor,
+            growth_interval, hysteresis, max_scale, device_budget, host_budget, gradient_dtype, block_size, threads,
+            timeout, process_group_backend, weights, missing, device_mesh: as in
+            :data:`gemini_strategy.lightning.GeminiStrategy`.
+        accelerator: the tree's ``CPUAccelerator`` or ``CUDAAccelerator``; normally ``Fabric(accelerator=...)``.
+        parallel_devices: this machine's devices; normally ``Fabric(devices=...)``.
+        cluster_environment: a cluster environment of the tree; None: the one that Lightning finds.
+        checkpoint_io: how checkpoint files are written and read.
+        precision: ``Precision``, ``MixedPrecision`` or ``HalfPrecision`` of the tree's Fabric; it wins over
+            ``Fabric(precision=...)``.
+        report: print what is planned and what was measured, as ``gemini_strategy.manage(report=...)`` does.
+
+    Raises:
+        ValueError, TypeError: an argument outside what is listed above.
+        MisconfigurationException: at construction of the Fabric, for other accelerators, and where the number of
+            processes or the mesh does not fit its devices.
+    """
+
+    strategy_name = "gemini"
+    _call = "GeminiFabricStrategy"
+    _runner = "Fabric"
+    _tree: Tree
+    _fabric: ModuleType
+    _warn: Callable[[str], None]  # the tree's rank_zero_warn
+
+    def __init__(
+        self,
+        chunk_size: int | str | None = None,
+        enable_distributed_storage: bool = True,
+        placement_policy: Literal["auto", "cpu", "cuda"] = "auto",
+        gpu_margin_mem_ratio: float | None = None,
+        chunk_search_range: int | str | None = None,
+        chunk_search_n_grids: int | None = None,
+        min_chunk_size: int | str | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        device_budget: int | float | str | None = None,
+        host_budget: int | float | str | None = None,
+        gradient_dtype: torch.dtype | str | None = None,
+        block_size: int | str | None = None,
+        threads: int | None = None,
+        timeout: timedelta | float = timedelta(seconds=300),
+        process_group_backend: str | None = None,
+        report: bool | None = None,
+        weights: Weights | None = None,
+        missing: Literal["refuse", "init"] = "refuse",
+        device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
+    ) -> None:
+        if gradient_dtype == "float32":
+            gradient_dtype = torch.float32
+        # Fabric's precision casts the outputs.
+        given = {**locals(), "force_outputs_fp32": False}
+        check_management(self._call, given)
+        self.timeout = checked_timeout(self._call, given)
+        plugins = self._fabric.plugins
+        for name, wanted in (
+            ("cluster_environment", plugins.ClusterEnvironment),
+            ("checkpoint_io", plugins.CheckpointIO),
+        ):
+            self._tree.check(name, given[name], wanted, self._call)
+        self.enable_distributed_storage = enable_distributed_storage
+        self.process_group_backend = process_group_backend
+        self.device_mesh = tuple(device_mesh) if isinstance(device_mesh, list) else device_mesh
+        self.report = report
+        self.weights = weights
+        self.missing = missing
+        self.engine_arguments = {name: given[name] for name in ENGINE_ARGUMENTS}
+        self._mine: WeakSet[Any] = WeakSet()
+        super().__init__(
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._backward_sync_control = _EveryBackward()
+        if accelerator is not None:
+            self.accelerator = accelerator
+
+    def __repr__(self) -> str:
+        # Lightning prints this when a strategy is given to the other tree's Fabric, or to a Trainer.
+        return (
+            f"<{type(self).__name__} for the Fabric of `{self._tree.name}`; for another installation of Lightning see"
+            " gemini_strategy.lightning.fabric_strategy_class, for a Trainer strategy_class>"
+        )
+
+    # -- what Fabric sets while it is constructed ------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        accelerators = self._fabric.accelerators
+        self._tree.check("accelerator", accelerator, accelerators.Accelerator, self._call)
+        known = (accelerators.CPUAccelerator, accelerators.CUDAAccelerator)
+        if accelerator is not None and not isinstance(accelerator, known):
+            raise self._misconfiguration(
+                f"strategy='gemini' does not run on {type(accelerator).__name__}. Supported:"
+                " Fabric(accelerator='cpu') and Fabric(accelerator='cuda')."
+            )
+        self._accelerator = accelerator
+
+    @property
+    def precision(self) -> Any:
+        return fabric_precision_class(self._tree)() if self._precision is None else self._precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        if precision is not None:
+            precision = fabric_precision_class(self._tree).translate(precision)
+        self._precision = precision
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        # None: one device keeps the sampler that it is given.
+        return super().distributed_sampler_kwargs if self.is_distributed else None
+
+    # -- models and optimizers -------------------------------------------------------------------------------
+
+    def _engines(self) -> Iterable[Any]:
+        return [engine for engine in self._mine if not engine.closed]
+
+    def module_to_device(self, module: nn.Module) -> None:
+        # The engine places parameters; a metric or a loss has none.
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        if len(optimizers) != 1:
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise self._misconfiguration(
+                f"strategy='gemini' trains a model with exactly one optimizer; fabric.setup() got {names}. Put all"
+                " trainable parameters into one torch.optim.AdamW, torch.optim.Adam, gemini_strategy.HybridAdam or"
+                " gemini_strategy.CPUAdam, with a parameter group for each setting."
+            )
+        return self._set_up(module, optimizers[0]), optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self._set_up(module, None)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        slots = [
+            getattr(parameter, "_gm_slot", None)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        engines = {slot.engine.engine for slot in slots if slot is not None}
+        if None in slots or len(engines) != 1 or not engines <= set(self._engines()):
+            raise RuntimeError(
+                "strategy='gemini': fabric.setup_optimizers(optimizer) needs an optimizer over parameters of one model"
+                " that is set up. Set up the model first, model = fabric.setup_module(model), or both together, model,"
+                " optimizer = fabric.setup(model, optimizer)."
+            )
+        engine = engines.pop()
+        if engine.optimizer is not None:
+            raise self._misconfiguration(
+                f"strategy='gemini' trains a model with exactly one optimizer, and {type(engine.model).__name__} has"
+                f" one: put the parameters of the new {type(optimizer).__name__} into a group of it, and set up both"
+                " with fabric.setup(model, optimizer)."
+            )
+        self._check_is_whole(engine)
+        self._set_up(engine.model, optimizer)
+        return optimizer
+
+    def _set_up(self, module: nn.Module, optimizer: Optimizer | None) -> nn.Module:
+        for engine in engines_of_parts(module):
+            if engine not in _made or engine.model is not module:
+                raise gs.GeminiError(
+                    f"{type(module).__name__} has parameters that an engine of {type(engine.model).__name__} manages:"
+                    " call engine.close() first, or set up the model that is managed."
+                )
+            engine.close(dtype=torch.float32)
+        if self.weights is None:  # what manage() cannot give values to
+            materialize(module, self._warn)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.to(self.root_device)
+        engine = self._manage(module, optimizer)
+        mixin = self._fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin
+        for part in module.modules():
+            if isinstance(part, mixin):
+                part._device = self.root_device
+                part._dtype = self.precision.module_dtype
+        return Managed(module)
+
+    def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
+        if next(module.parameters(), None) is None and optimizer is None:
+            module.to(self.root_device)
+            return None
+        is_blank = any(parameter.is_meta for parameter in module.parameters())
+        with torch.inference_mode(False):
+            engine = gs.manage(
+                module,
+                optimizer,
+                weights=self.weights if is_blank or module not in _loaded else None,
+                missing=self.missing,
+                device=self.root_device,
+                precision=self.precision.precision,
+                convert_inputs=False,
+                report=self.report,
+                **self.engine_arguments,
+                **self._rank_arguments(),
+            )
+        _made.add(engine)
+        _loaded.add(module)
+        self._mine.add(engine)
+        self.precision.attach(engine, self.root_device)
+        return engine
+
+    def _check_is_whole(self, engine: Any) -> None:
+        """Invariant 2: 16-bit weights that were frozen without an optimizer have lost what they would train on."""
+        for slot in engine._runtime.slots:
+            is_rounded = slot.dtype is not slot.original_dtype and not slot.has_low
+            if slot.parameter.requires_grad and is_rounded:
+                raise gs.GeminiError(
+                    f"{slot.name} was frozen when fabric.setup_module() rounded it to {slot.dtype}, and is to be"
+                    " trained now: unfreeze it before, or set up both together with fabric.setup(model, optimizer)."
+                )
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Never the GPU, and fp32: the engine decides what goes there, and casts.
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        engine = engine_of_optimizer(optimizer)
+        if engine is None:
+            return super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+        return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        engine = engine_of_optimizer(optimizer)
+        if engine is None:
+            super().clip_gradients_value(module, optimizer, clip_val)
+        else:
+            engine.clip_grad_value_(clip_val)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (or what `reduce_op` names) over the ranks; a tensor is changed in place, as Fabric has it."""
+        reduced = self.reduce(tensor, group, reduce_op)
+        if reduced is tensor or not isinstance(tensor, Tensor):
+            return reduced
+        with torch.no_grad():
+            return tensor.copy_(reduced)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002 (Lightning's name)
+    ) -> None:
+        """One file, written by rank 0; all ranks call this. Raises on every rank if it cannot be written."""
+        saved = self._convert_stateful_objects_in_state(state, filter or {})
+        failure = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint=saved, path=path, storage_options=storage_options
+                )
+            except Exception as error:
+                failure = error
+        if self._is_connected:
+            self._meet_after_file("fabric.save")
+            said = self.broadcast(
+                None if failure is None else f"{type(failure).__name__}: {failure}"
+            )
+            if said is not None and failure is None:
+                raise gs.GeminiError(f"rank 0 could not write the checkpoint {path}: {said}")
+        if failure is not None:
+            raise failure
+
+    def _convert_stateful_objects_in_state(self, state: dict[str, Any], filters: Any) -> Any:
+        modules = {id(obj.module) for obj in state.values() if isinstance(obj, Managed)}
+        modules |= {id(obj) for obj in state.values() if isinstance(obj, nn.Module)}
+        known = {}
+        for key, obj in state.items():
+            engine = engine_of_optimizer(obj) if isinstance(obj, Optimizer) else None
+            if engine is not None and id(engine.model) in modules:  # the masters are beside it
+                obj = engine.optimizer_state_dict(rank0_only=self.is_distributed, with_lows=False)
+            known[key] = obj
+        return super()._convert_stateful_objects_in_state(known, filters)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return masters_of(_unwrapped(module), rank0_only=self.is_distributed)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        engine = engine_of_optimizer(optimizer)
+        if engine is not None and self.is_distributed:
+            return engine.optimizer_state_dict(rank0_only=True)
+        return super().get_optimizer_state(optimizer)
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        module = _unwrapped(module)
+        engine = gs.engine_of(module)
+        with nullcontext() if engine is None else engine.ranks.revealing():
+            module.load_state_dict(state_dict, strict=strict)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """See Fabric.load and Fabric.load_raw; every rank reads the file."""
+        is_raw = isinstance(state, nn.Module | Optimizer)
+        copied = [] if is_raw else [k for k, v in (state or {}).items() if _is_copied(v)]
+        checkpoint = self._read(path, weights_only, None if is_raw else copied)
+        if not state:
+            return checkpoint
+        if is_raw:
+            self._load(state, checkpoint, strict)
+            return {}
+        missing = [key for key in state if key not in checkpoint]
+        if missing and strict:
+            raise KeyError(
+                f"{path}: the checkpoint has no {missing[0]!r}, which fabric.load() was asked for; it has"
+                f" {', '.join(map(repr, checkpoint))}. To load what there is, set strict=False."
+            )
+        for key in [key for key in state if key in checkpoint]:
+            value = checkpoint.pop(key)
+            if hasattr(state[key], "state_dict") and hasattr(state[key], "load_state_dict"):
+                self._load(state[key], value, strict)
+            else:
+                state[key] = value
+        return checkpoint
+
+    def _read(self, path: Any, weights_only: bool | None, copied: list[str] | None) -> Any:
+        is_plain = type(self.checkpoint_io) is self._fabric.plugins.TorchCheckpointIO
+        if self.is_distributed and is_plain and is_mappable(path):
+            return load_mapped(path, weights_only, copied)
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    def _load(self, target: Any, value: Any, strict: bool) -> None:
+        if isinstance(target, nn.Module):
+            self.load_module_state_dict(target, value, strict)
+        else:
+            target.load_state_dict(value)
+
+
+class Managed(nn.Module):
+    """A model as Fabric calls it.
+
+    It is another module than the model, so that Fabric sends `training_step` and what `mark_forward_method` names
+    through `forward`, with inputs cast and under autocast, and refuses other methods that would compute without.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        engine = gs.engine_of(self.module)
+        if engine is None:
+            return self.module(*args, **kwargs)
+        # Here and not only in the model's `forward`, which a step may not call.
+        with engine.meter.counting((args, kwargs)), engine.ranks.explaining():
+            return self.module(*args, **kwargs)
+
+
+class _EveryBackward:
+    """Fabric's switch for accumulation: ranks share the memory of gradients, so each backward averages its own."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, Managed) else module
+
+
+def _is_copied(target: Any) -> bool:
+    """Whether what is loaded into this is copied into chunks."""
+    if isinstance(target, Optimizer):
+        return engine_of_optimizer(target) is not None
+    return isinstance(target, nn.Module) and gs.engine_of(target) is not None
+
+
+def build_fabric_strategy(tree: Tree) -> type:
+    """The Fabric strategy class of `tree` (see :data:`gemini_strategy.lightning.GeminiFabricStrategy`)."""
+    fabric = tree.fabric
+    base = fabric.strategies.ParallelStrategy
+
+    # Wrapped: Fabric, which asks, then sees its own backward, and takes `loss.backward()` too where nothing is scaled.
+    @functools.wraps(base.backward)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self._explaining():
+            base.backward(self, *args, **kwargs)
+
+    parts = {
+        "__doc__": FabricStrategy.__doc__,
+        "__module__": __name__,
+        "_tree": tree,
+        "_fabric": fabric,
+        "_warn": staticmethod(fabric.utilities.rank_zero.rank_zero_warn),
+        "_launcher_class": fabric.strategies.launchers._SubprocessScriptLauncher,
+        "_misconfiguration": fabric.utilities.exceptions.MisconfigurationException,
+        "backward": backward,
+    }
+    return type("GeminiFabricStrategy", (FabricStrategy, base), parts)
