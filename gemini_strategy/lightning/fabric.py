@@ -203,6 +203,10 @@ class FabricStrategy(RankProcesses):
         # None: one device keeps the sampler that it is given.
         return super().distributed_sampler_kwargs if self.is_distributed else None
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.precision.device_type = self.root_device.type
+
     # -- models and optimizers -------------------------------------------------------------------------------
 
     def _engines(self) -> Iterable[Any]:
@@ -294,7 +298,7 @@ class FabricStrategy(RankProcesses):
         _made.add(engine)
         _loaded.add(module)
         self._mine.add(engine)
-        self.precision.attach(engine, self.root_device)
+        self.precision.attach(engine)
         return engine
 
     def _check_is_whole(self, engine: Any) -> None:
@@ -419,8 +423,8 @@ class FabricStrategy(RankProcesses):
         missing = [key for key in state if key not in checkpoint]
         if missing and strict:
             raise KeyError(
-                f"{path}: the checkpoint has no {missing[0]!r}, which fabric.load() was asked for; it has"
-                f" {', '.join(map(repr, checkpoint))}. To load what there is, set strict=False."
+                f"{path}: what fabric.load() is to fill contains a key {missing[0]!r} that does not exist in the"
+                f" checkpoint, which has {', '.join(map(repr, checkpoint))}. strict=False loads what there is."
             )
         for key in [key for key in state if key in checkpoint]:
             value = checkpoint.pop(key)

@@ -52,7 +52,7 @@ class EnginePrecision:
     _call: str  # what makes the strategy, for errors,
     _argument: str  # its argument for a plugin,
     _runner: str  # and what has the strategy: "Trainer" or "Fabric"
-    _device_type = "cpu"
+    device_type = "cpu"  # where forward runs
 
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in SUPPORTED:
@@ -113,7 +113,7 @@ class EnginePrecision:
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         if self.precision.endswith("-mixed"):
-            with torch.autocast(self._device_type, dtype=self.compute_dtype, cache_enabled=False):
+            with torch.autocast(self.device_type, dtype=self.compute_dtype, cache_enabled=False):
                 yield
             return
         previous = torch.get_default_dtype()
@@ -156,7 +156,7 @@ class TrainerPrecision(EnginePrecision):
     def attach(self, engine: Any, device: torch.device) -> None:
         """Serve `engine` (None: a module without parameters), whose forward runs on `device`."""
         self._engine = engine
-        self._device_type = device.type
+        self.device_type = device.type
 
     def convert_input(self, data: Any) -> Any:
         if self.precision != "bf16-true":
@@ -266,10 +266,9 @@ class FabricPrecision(EnginePrecision):
     def _plugins(cls) -> Any:
         return cls._tree.fabric.plugins.precision
 
-    def attach(self, engine: Any, device: torch.device) -> None:
-        """Serve `engine`, one of a Fabric's, whose forward runs on `device`."""
+    def attach(self, engine: Any) -> None:
+        """Serve `engine`, one of a Fabric's."""
         self._engines.add(engine)
-        self._device_type = device.type
 
     def tensor_init_context(self) -> Any:
         return self.forward_context() if self.precision == "bf16-true" else nullcontext()
