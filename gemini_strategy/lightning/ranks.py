@@ -32,6 +32,7 @@ from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
 PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
 MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
+TRAINERS_NAMES = ("state_dict", "optimizer_states")  # of what is copied into chunks
 MESH_NAMES = ("replicate", "shard")
 # How long processes may take to start: one may be importing what another has in its cache.
 START_PATIENCE = timedelta(seconds=300)
@@ -363,7 +364,9 @@ def is_mappable(path: Any) -> bool:
     return Path(path).is_file() and zipfile.is_zipfile(path)
 
 
-def load_mapped(path: Any, weights_only: bool | None, copied: Collection[str] | None) -> Any:
+def load_mapped(
+    path: Any, weights_only: bool | None, copied: Collection[str] | None = TRAINERS_NAMES
+) -> Any:
     """torch.load of a file whose large tensors all ranks of a host share as pages of the file.
 
     Only what is copied into chunks, weights and optimizers' states, stays mapped, and of it the large tensors: whoever
@@ -372,7 +375,7 @@ def load_mapped(path: Any, weights_only: bool | None, copied: Collection[str] | 
     Args:
         path: the file.
         weights_only: as torch.load has it.
-        copied: under which names the file has what is copied; None: all of it is.
+        copied: under which names the file has what is copied (default: a Trainer's); None: all of it is.
     """
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     if copied is None:

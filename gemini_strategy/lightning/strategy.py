@@ -497,7 +497,7 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
             weights_only = self.checkpoint_weights_only
         is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
         if self.is_distributed and is_plain and is_mappable(checkpoint_path):
-            return load_mapped(checkpoint_path, weights_only, ("state_dict", "optimizer_states"))
+            return load_mapped(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
 

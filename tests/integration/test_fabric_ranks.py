@@ -210,7 +210,7 @@ torch.manual_seed(fabric.global_rank)
 model = torch.nn.Linear(4, 4)
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 for step in range(3):
-    if sys.argv[1:] == ["raise"] and fabric.global_rank == 1 and step == 1:
+    if sys.argv[1:] == ["raise", str(fabric.global_rank)] and step == 1:
         raise ArithmeticError("this rank has had enough")
     fabric.backward(model(torch.ones(2, 4) * fabric.global_rank).square().mean())
     optimizer.step()
@@ -243,7 +243,9 @@ def test_a_script_launches_its_ranks(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "launched.ckpt")["model"]) == {"weight", "bias"}
 
 
-def test_a_rank_that_raises_ends_the_script(tmp_path: Path) -> None:
-    code, text = run_script(tmp_path, "raise")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_the_script(rank: int, tmp_path: Path) -> None:
+    # The words end when the last of the processes has ended.
+    code, text = run_script(tmp_path, "raise", str(rank))
     assert code != 0 and "this rank has had enough" in text
     assert not (tmp_path / "launched.ckpt").exists()
