@@ -186,6 +186,23 @@ def test_updates_may_run_inside_a_backward() -> None:
     loop.close()
 
 
+@pytest.mark.parametrize("precision", [*PRECISIONS, "16-mixed"])
+def test_inputs_and_outputs_are_cast_as_by_fabrics_own(precision: str) -> None:
+    class Seen(nn.Linear):
+        def forward(self, x: Tensor, more: Any) -> Any:
+            self.seen = [x.dtype, more["scale"].dtype, more["index"].dtype]
+            return super().forward(x), {"half": x.half(), "index": more["index"]}
+
+    def dtypes(fabric: Any) -> Any:
+        module = Seen(4, 2)
+        model = fabric.setup(module)
+        more = {"scale": torch.ones(1, dtype=torch.float64), "index": torch.ones(1).long()}
+        output, rest = model(torch.ones(3, 4), more)
+        return module.seen, output.dtype, rest["half"].dtype, rest["index"].dtype
+
+    assert dtypes(make_fabric(precision=precision)) == dtypes(single_device("lightning", precision))
+
+
 # ---- setting up ----------------------------------------------------------------------------------
 
 
