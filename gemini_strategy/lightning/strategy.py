@@ -10,16 +10,14 @@
 #      otherwise it is closed to its fp32 masters and a new one starts from exactly those values.
 #   4. `configure_optimizers` always sees ordinary parameters (on the meta device where the module was built there), and
 #      its optimizer is the one that the engine takes over.
-#   5. Checkpoints hold plain keys, fp32 masters and Adam's own state form: files are interchangeable with those of
-#      Lightning's single-device and DDP strategies.
-#   6. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
+#   5. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import FunctionType, ModuleType
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -30,10 +28,11 @@ from torchmetrics import Metric
 
 import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.lightning.checkpoints import Checkpoints
 from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, engines_of_parts, materialize
 from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, precision_class
-from gemini_strategy.lightning.ranks import checked_timeout, is_mappable, load_mapped
+from gemini_strategy.lightning.ranks import checked_timeout
 from gemini_strategy.lightning.schedule import (
     UPDATE_SCHEDULES,
     StepSchedule,
@@ -45,11 +44,9 @@ from gemini_strategy.weights.loading import Weights
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
 _configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
-# The modules that have taken their strategy's weights: what they hold since is worth more.
-_loaded: "WeakSet[nn.Module]" = WeakSet()
 
 
-class Strategy(StepLogs, StepSchedule, TrainerRanks):
+class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     """Train, evaluate and predict with the model's state in chunks, on CUDA GPUs or on CPU hosts.
 
     ``Trainer(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement
@@ -124,9 +121,9 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
         device_mesh: how several devices share the chunks: ``(replicas, shards)``, a ``DeviceMesh`` of one
             dimension (shards) or two (replicas, shards), or ``"hybrid"`` for a replica on each machine, shared by
             its devices. None: all devices share them.
-        checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning does not pass the one given to
-            ``fit``, ``validate``, ``test`` or ``predict``. None: torch's default, which loads nothing but
-            tensors and plain values; False for trusted files with other objects in them.
+        checkpoint_weights_only: `weights_only` of ``torch.load`` where ``fit``, ``validate``, ``test`` or
+            ``predict`` were given none. None: torch's default, which loads nothing but tensors and plain values;
+            False for trusted files with other objects in them.
 
     Raises:
         ValueError, TypeError: an argument outside what is listed above.
@@ -276,6 +273,9 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
                 " configure_model instead, for example self.block = torch.compile(self.block)."
             )
         super().setup_environment()
+        if module.trainer.state.fn == self._pl.trainer.states.TrainerFn.FITTING:
+            # Here and not in `setup`: hooks and a checkpoint meet ordinary parameters.
+            self._adopt(module, reuse=False)
 
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -305,6 +305,7 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
         self.precision_plugin.attach(engine, self.root_device)
         self._set_device_and_dtype(module)
         self.setup_precision_plugin()
+        self._load_late(module)
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
@@ -397,12 +398,11 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
                 f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
                 " precision, with fp32 masters, use Trainer(precision='bf16-true')."
             )
-        is_blank = any(parameter.is_meta for parameter in module.parameters())
         with torch.inference_mode(False):
             engine = gs.manage(
                 module,
                 optimizer,
-                weights=self.weights if is_blank or module not in _loaded else None,
+                weights=self._weights_of(module),
                 missing=self.missing,
                 device=self.root_device,
                 precision=self.precision_plugin.precision,
@@ -412,7 +412,6 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
                 **self._rank_arguments(),
             )
         _configurations[engine] = self._configuration()
-        _loaded.add(module)
         return engine
 
     def _only_optimizer(self) -> Optimizer:
@@ -441,64 +440,9 @@ class Strategy(StepLogs, StepSchedule, TrainerRanks):
                 part._device = self.root_device
                 part._dtype = self.precision_plugin.module_dtype
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     @property
     def handles_gradient_accumulation(self) -> bool:
         return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        engine = self.engine
-        if engine is None:
-            return super().lightning_module_state_dict()
-        module = self.lightning_module
-        if type(module).state_dict is self._pl.LightningModule.state_dict:
-            return engine.model_state_dict(masters=True, rank0_only=self.is_distributed)
-        # The module has its own idea of what is saved: its keys and shapes, our masters.
-        state = dict(module.state_dict())
-        root = 0 if self.is_distributed else None
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = engine._runtime.slot_of(parameter).read_master(root)
-        return self._on_rank_zero(state)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
-            optimizer = optimizer.optimizer
-        engine = self.engine
-        if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
-            return engine.optimizer_state_dict(rank0_only=self.is_distributed, with_lows=False)
-        return optimizer.state_dict()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise RuntimeError(
-                f"The checkpoint holds the state of {len(states)} optimizers, but strategy='gemini' trains with"
-                f" {len(self.optimizers)}. To start with fresh optimizer state, load the weights only:"
-                " model = type(model).load_from_checkpoint(path)."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        if weights_only is None:
-            weights_only = self.checkpoint_weights_only
-        is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
-        if self.is_distributed and is_plain and is_mappable(checkpoint_path):
-            return load_mapped(checkpoint_path, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
 
 def _checked(given: dict[str, Any]) -> timedelta:

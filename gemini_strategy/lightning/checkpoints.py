@@ -1,0 +1,159 @@
+# What a checkpoint has of the module and its optimizer, and when a stage takes it in.
+#
+# A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
+#
+# Invariants
+#   1. Checkpoints hold plain keys, fp32 masters and Adam's own state form: files are interchangeable with those of
+#      Lightning's single-device and DDP strategies.
+#   2. Weights come where those strategies load them: after `configure_model`, before `configure_optimizers` and
+#      `on_fit_start`, into ordinary parameters. Optimizer states come when there is an engine.
+#   3. What the module cannot take yet (parameters without memory, or a file of weights that is still to be read) it
+#      takes at the end of `setup`, over what they got there.
+#   4. No fp32 value of a file is rounded on its way into a master.
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gemini_strategy.lightning.ranks import is_mappable, load_mapped
+from gemini_strategy.weights.loading import Weights
+
+# The modules that have taken their strategy's weights: what they hold since is worth more.
+_loaded: "WeakSet[nn.Module]" = WeakSet()
+
+
+class Checkpoints:
+    """To be inherited from before the tree's own strategy.
+
+    Attributes:
+        checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning has no other word.
+        weights: the strategy's file of weights, or None.
+    """
+
+    _pl: ModuleType  # the tree's module with Trainer in it
+    _averaging: tuple[type, ...]
+    _misconfiguration: type[Exception]
+    checkpoint_io: Any
+    checkpoint_weights_only: bool | None
+    engine: Any
+    is_distributed: bool
+    lightning_module: Any
+    optimizers: Any
+    weights: Weights | None
+    _late: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for the end of `setup`
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        engine = self.engine
+        if engine is None:
+            return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
+        module = self.lightning_module
+        if type(module).state_dict is self._pl.LightningModule.state_dict:
+            return engine.model_state_dict(masters=True, rank0_only=self.is_distributed)  # type: ignore[no-any-return]
+        # The module has its own idea of what is saved: its keys and shapes, our masters.
+        state = dict(module.state_dict())
+        root = 0 if self.is_distributed else None
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = engine._runtime.slot_of(parameter).read_master(root)
+        return self._on_rank_zero(state)  # type: ignore[attr-defined,no-any-return]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
+            optimizer = optimizer.optimizer
+        engine = self.engine
+        if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
+            return engine.optimizer_state_dict(  # type: ignore[no-any-return]
+                rank0_only=self.is_distributed, with_lows=False
+            )
+        return optimizer.state_dict()
+
+    # -- loading ---------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if weights_only is None:
+            weights_only = self.checkpoint_weights_only
+        is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
+        if self.is_distributed and is_plain and is_mappable(checkpoint_path):
+            return load_mapped(checkpoint_path, weights_only)
+        return super().load_checkpoint(  # type: ignore[misc,no-any-return]
+            checkpoint_path, weights_only=weights_only
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        is_blank = any(parameter.is_meta for parameter in module.parameters())
+        if not is_blank and self._weights_of(module) is None:
+            _widen(module, checkpoint["state_dict"])
+            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+            return
+        for callback in module.trainer.callbacks:
+            if isinstance(
+                callback, self._averaging
+            ):  # it would load the module's values by itself, now
+                raise self._misconfiguration(
+                    f"strategy='gemini': a checkpoint of {type(callback).__name__} is resumed by a module whose"
+                    " parameters have memory, and without GeminiStrategy(weights=...): build the module on the CPU,"
+                    " and leave out weights=, which the checkpoint would replace."
+                )
+        self._late = checkpoint, strict
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if not states:  # saved where no optimizer was made: there is nothing to go on from
+            return
+        if len(states) != len(self.optimizers):
+            raise RuntimeError(
+                f"The checkpoint holds the state of {len(states)} optimizers, but strategy='gemini' trains with"
+                f" {len(self.optimizers)}. To start with fresh optimizer state, load the weights only:"
+                " model = type(model).load_from_checkpoint(path)."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _weights_of(self, module: nn.Module) -> Weights | None:
+        """The file of weights that manage() has to read for `module`."""
+        is_blank = any(parameter.is_meta for parameter in module.parameters())
+        return self.weights if is_blank or module not in _loaded else None
+
+    def _load_late(self, module: nn.Module) -> None:
+        """The end of `setup`: what had to wait (invariant 3)."""
+        _loaded.add(module)
+        late, self._late = self._late, None
+        if late is not None:
+            super().load_model_state_dict(late[0], strict=late[1])  # type: ignore[misc]
+
+
+@torch.no_grad()
+def _widen(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Parameters in half precision take fp32 values whole (invariant 4); manage() rounds them, and keeps the rest."""
+    wide = {
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.dtype is torch.float32
+    }
+    if not wide:
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        is_half = parameter.dtype in (torch.float16, torch.bfloat16)
+        # Of those that are trained no name is asked: the module may have names of its own for what is saved.
+        is_meant = parameter.requires_grad or name in wide
+        if is_half and is_meant and not hasattr(parameter, "_gm_slot"):
+            parameter.data = parameter.data.float()
