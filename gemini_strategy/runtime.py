@@ -69,6 +69,8 @@ class Runtime(Uncopied, Reporting):
         written: what this rank has written since the ranks compared it.
         memory: the device memory that is not in chunks.
         lent: slots of which memory was given away (parameters/loans.py).
+        takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
+            for which it has no place; thawed: those parameters.
         takes_plainly: whether the core may take gradients without asking take_grad.
         The others are those of Engine, and what they are made of.
     """
@@ -100,6 +102,8 @@ class Runtime(Uncopied, Reporting):
         self.steps = self._skipped = 0
         self.step_in_backward = StepInBackward(self)
         self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
+        self.takes_thawed = False
+        self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
         registration = Registration(self, grouped)
@@ -231,11 +235,26 @@ class Runtime(Uncopied, Reporting):
         )
 
     def check_requires_grad(self, slot: Slot, value: bool) -> None:
-        if value and self.optimizer is not None and not slot.has_grad_home:
+        if not value:
+            self.thawed.discard(slot)
+        elif self.optimizer is not None and not slot.has_grad_home:
+            if not self.takes_thawed:
+                raise GeminiError(
+                    f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
+                    "engine.close(), set requires_grad, and manage() again"
+                )
+            self.thaw(slot)
+
+    def thaw(self, slot: Slot) -> None:
+        """The parameter is to be trained from the next pass on, by another engine."""
+        is_rounded = slot.dtype.itemsize < slot.original_dtype.itemsize and not slot.has_low
+        if is_rounded:
             raise GeminiError(
-                f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
-                "engine.close(), set requires_grad, and manage() again"
+                f"{slot.name} was frozen when the model was managed, and its {slot.original_dtype} values were rounded "
+                f"to {slot.dtype}: they cannot be trained as if they had been kept. Freeze it in a BaseFinetuning "
+                'callback, for which they are kept, or train with precision="32-true"'
             )
+        self.thawed.add(slot)
 
     def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
@@ -316,6 +335,12 @@ class Runtime(Uncopied, Reporting):
 
     def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
         """What a step updates where there is a gradient: slots in the order of the groups, and their groups."""
+        if self.thawed:
+            slot = min(self.thawed, key=lambda slot: slot.id)
+            raise GeminiError(
+                f"{slot.name} was unfrozen inside a step, and has no place for a gradient yet: unfreeze before a batch "
+                "begins, in on_train_epoch_start or on_train_batch_start"
+            )
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
                 slot = self.slot_of(parameter)

@@ -331,6 +331,13 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         with torch.device("meta") if empty_init else nullcontext():
             yield
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        engine, module = self.engine, self.lightning_module
+        if engine is not None and engine._runtime.thawed:
+            is_first = batch_idx % module.trainer.accumulate_grad_batches == 0
+            self._manage_again(engine, drops_grads=is_first and module.automatic_optimization)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._explaining():
             return self._outputs(super().training_step(*args, **kwargs))
@@ -384,6 +391,21 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             found.close(dtype=torch.float32)
         return None
 
+    def _manage_again(self, engine: Any, drops_grads: bool) -> None:
+        """Parameters are to be trained that were not, from exactly what the engine holds.
+
+        `drops_grads`: the next backward begins with zero_grad, so what has a loss scale need not be kept.
+        """
+        optimizer = engine.optimizer
+        scale = None if engine.scaler is None else engine.scaler.state_dict()
+        if scale is not None and drops_grads:
+            engine.zero_grad()
+        engine.close(dtype=torch.float32, with_states=True)
+        engine = self._manage(self.lightning_module, optimizer)
+        if scale is not None:
+            engine.scaler.load_state_dict(scale)
+        self.precision_plugin.attach(engine, self.root_device)
+
     def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
         if next(module.parameters(), None) is None and optimizer is None:
             module.to(self.root_device)
@@ -398,7 +420,12 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
                 " precision, with fp32 masters, use Trainer(precision='bf16-true')."
             )
-        with torch.inference_mode(False):
+        thawing = optimizer is not None and any(
+            isinstance(callback, self._pl.callbacks.BaseFinetuning)
+            for callback in module.trainer.callbacks
+        )
+        frozen = [p for p in module.parameters() if thawing and not p.requires_grad]
+        with torch.inference_mode(False), _marked(frozen):
             engine = gs.manage(
                 module,
                 optimizer,
@@ -412,6 +439,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 **self._rank_arguments(),
             )
         _configurations[engine] = self._configuration()
+        engine._runtime.takes_thawed = optimizer is not None
         return engine
 
     def _only_optimizer(self) -> Optimizer:
@@ -493,6 +521,18 @@ def _init_for(tree: Tree) -> FunctionType:
         "precision_plugin": tree.pl.plugins.Precision | None,
     }
     return init
+
+
+@contextmanager
+def _marked(frozen: list[nn.Parameter]) -> Generator[None, None, None]:
+    """manage() keeps the fp32 values of these parameters, which will be trained later."""
+    for parameter in frozen:
+        parameter._gm_thaws = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            del parameter._gm_thaws  # type: ignore[attr-defined]
 
 
 def _manages_all(engine: Any, module: nn.Module) -> bool:

@@ -171,7 +171,9 @@ def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
     for item in given:
         parameter = item[1] if isinstance(item, tuple) else item
         slot = getattr(parameter, "_gm_slot", None)
-        if slot is not None and slot.engine is engine and slot.has_moments:
+        if slot is not None and slot.engine is engine and (slot.has_moments or engine.takes_thawed):
+            if parameter.requires_grad and not slot.has_moments:
+                engine.thaw(slot)
             continue
         what = f"a parameter of shape {tuple(parameter.shape)} is not the model's"
         if slot is not None and slot.engine is engine:

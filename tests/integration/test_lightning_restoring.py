@@ -35,15 +35,15 @@ def test_a_depleted_timer_trains_no_step_more(tree: str, tmp_path: Path) -> None
     used = timer()
     used._offset = 3600.0  # all of it
     path = tmp_path / "one.ckpt"
-    trainer = fit(tree, make(tree), "auto", callbacks=[timer()], max_steps=3)
+    trainer = fit(tree, make(tree), "auto", callbacks=[timer()])
     trainer.save_checkpoint(path)
     content = torch.load(path, weights_only=True)
     assert list(content["callbacks"]) == ["Timer"]
     content["callbacks"]["Timer"] = used.state_dict()
     torch.save(content, path)
     for strategy in STRATEGIES:
-        resumed = fit(tree, make(tree), strategy, ckpt_path=path, callbacks=[timer()], max_steps=9)
-        assert resumed.global_step == 3, strategy
+        resumed = fit(tree, make(tree), strategy, ckpt_path=path, callbacks=[timer()], max_epochs=3)
+        assert resumed.global_step == 11, strategy
 
 
 def seen_on_resume(tree: str, strategy: str, path: Path) -> list[tuple[str, Any]]:

@@ -655,21 +655,6 @@ def test_number_and_kind_of_optimizers(tree: str) -> None:
     make_trainer(tree).test(module(several), verbose=False)
 
 
-def test_unfreezing_later_is_refused() -> None:
-    pl = load_tree("lightning")
-
-    class Unfreeze(pl.callbacks.BaseFinetuning):
-        def freeze_before_training(self, pl_module: Any) -> None:
-            self.freeze(pl_module.body[1])
-
-        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(pl_module.body[1], optimizer)
-
-    with pytest.raises(gs.GeminiError):
-        fit("lightning", make("lightning"), callbacks=[Unfreeze()], max_epochs=2)
-
-
 def test_compiled_module_is_refused() -> None:
     module = make("lightning")
     compiled = torch.compile(module)
