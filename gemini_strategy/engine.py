@@ -21,7 +21,7 @@ from gemini_strategy.checkpoint.load import load
 from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, masters
 from gemini_strategy.report import tables
 from gemini_strategy.report import timeline as timelines
 from gemini_strategy.runtime import Runtime, Uncopied
@@ -206,6 +206,21 @@ class Engine(Uncopied):
             raise GuardError(
                 f"{written[0].name} was written inside full_parameters(writable=False); use writable=True"
             )
+
+    def masters(self) -> AbstractContextManager[None]:
+        """Inside, each parameter of the model is its fp32 master, a tensor on the CPU that is read as it is used.
+
+        For what keeps weights of its own beside the model, such as torch.optim.swa_utils.AveragedModel: one parameter
+        at a time is in memory, and what is written to one is its master, exactly. Frozen parameters are their weights, in the dtype that they came in.
+        `copy.deepcopy(model)` copies masters. Forward passes inside see the model's ordinary weights.
+
+        With several ranks all of them read and write the same, and each gets the whole.
+
+        Raises:
+            GeminiError: inside a forward, or the engine is closed.
+        """
+        self._runtime.check_open()
+        return masters.shown(self._runtime)
 
     def model_state_dict(self, masters: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
         """The model's state on the CPU; keys and order as `model.state_dict()`.

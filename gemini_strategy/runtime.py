@@ -102,6 +102,9 @@ class Runtime(Uncopied, Reporting):
         self.steps = self._skipped = 0
         self.step_in_backward = StepInBackward(self)
         self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
+        self.masters: dict[
+            Slot, torch.Tensor
+        ] = {}  # that have been shown: see parameters/masters.py
         self.takes_thawed = False
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()

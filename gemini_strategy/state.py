@@ -154,6 +154,8 @@ class _LoadHook(_StateHook):
             if isinstance(home, _Entry) and home._slot() is slot and home.is_whole(value):
                 home.open(False)  # unless it ended, it shows what the weight is
                 state[prefix + name] = parameter
+            elif slot.shows_master:
+                pass  # torch copies into it
             elif slot.has_low and value.is_floating_point() and tuple(value.shape) == slot.shape:
                 state[prefix + name] = slot.load_weight(value)
             else:

@@ -36,8 +36,6 @@ class Checkpoints:
     """
 
     _pl: ModuleType  # the tree's module with Trainer in it
-    _averaging: tuple[type, ...]
-    _misconfiguration: type[Exception]
     checkpoint_io: Any
     checkpoint_weights_only: bool | None
     engine: Any
@@ -104,15 +102,6 @@ class Checkpoints:
             _widen(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
             return
-        for callback in module.trainer.callbacks:
-            if isinstance(
-                callback, self._averaging
-            ):  # it would load the module's values by itself, now
-                raise self._misconfiguration(
-                    f"strategy='gemini': a checkpoint of {type(callback).__name__} is resumed by a module whose"
-                    " parameters have memory, and without GeminiStrategy(weights=...): build the module on the CPU,"
-                    " and leave out weights=, which the checkpoint would replace."
-                )
         self._late = checkpoint, strict
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.lightning.averaging import put_over_masters, take_from_masters
 from gemini_strategy.lightning.checkpoints import Checkpoints
 from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, engines_of_parts, materialize
 from gemini_strategy.lightning.logs import StepLogs
@@ -254,11 +255,12 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     def setup_environment(self) -> None:
         module = self.lightning_module
         for callback in module.trainer.callbacks:
-            if isinstance(callback, self._averaging):
+            is_blank = any(parameter.is_meta for parameter in module.parameters())
+            if isinstance(callback, self._averaging) and (is_blank or self._weights_of(module)):
                 raise self._misconfiguration(
-                    f"strategy='gemini' does not support the callback {type(callback).__name__}: it copies the"
-                    " module and its parameters, which are not all in memory at once. Train without it, or average"
-                    " the state_dict of several checkpoints after training."
+                    f"strategy='gemini': the callback {type(callback).__name__} copies the module before its parameters"
+                    " have values. Build it on the CPU and load its weights there, without"
+                    " GeminiStrategy(weights=...)."
                 )
             if self.is_distributed and saves_after_errors(callback, self._pl.callbacks):
                 raise self._misconfiguration(
@@ -276,6 +278,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         if module.trainer.state.fn == self._pl.trainer.states.TrainerFn.FITTING:
             # Here and not in `setup`: hooks and a checkpoint meet ordinary parameters.
             self._adopt(module, reuse=False)
+        put_over_masters(module.trainer.callbacks, self._averaging)
 
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -318,6 +321,8 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     def teardown(self) -> None:
         # Called after every stage and after failures, however little of setup has run. The engine, the module and
         # the optimizer stay as they are: users save and evaluate after `fit`.
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        take_from_masters(() if trainer is None else trainer.callbacks)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -420,12 +425,12 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
                 " precision, with fp32 masters, use Trainer(precision='bf16-true')."
             )
-        thawing = optimizer is not None and any(
-            isinstance(callback, self._pl.callbacks.BaseFinetuning)
+        wants_whole = optimizer is not None and any(
+            isinstance(callback, (self._pl.callbacks.BaseFinetuning, *self._averaging))
             for callback in module.trainer.callbacks
         )
-        frozen = [p for p in module.parameters() if thawing and not p.requires_grad]
-        with torch.inference_mode(False), _marked(frozen):
+        frozen = [p for p in module.parameters() if wants_whole and not p.requires_grad]
+        with torch.inference_mode(False), _whole(frozen):
             engine = gs.manage(
                 module,
                 optimizer,
@@ -524,15 +529,15 @@ def _init_for(tree: Tree) -> FunctionType:
 
 
 @contextmanager
-def _marked(frozen: list[nn.Parameter]) -> Generator[None, None, None]:
-    """manage() keeps the fp32 values of these parameters, which will be trained later."""
+def _whole(frozen: list[nn.Parameter]) -> Generator[None, None, None]:
+    """manage() keeps the fp32 values of these parameters: they will be trained later, or are averaged."""
     for parameter in frozen:
-        parameter._gm_thaws = True  # type: ignore[attr-defined]
+        parameter._gm_whole = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for parameter in frozen:
-            del parameter._gm_thaws  # type: ignore[attr-defined]
+            del parameter._gm_whole  # type: ignore[attr-defined]
 
 
 def _manages_all(engine: Any, module: nn.Module) -> bool:

@@ -140,11 +140,8 @@ class _Managed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_state_dict(self._gm_engine, self, state_dict)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise GeminiError("a managed optimizer cannot be copied; copy optimizer.state_dict()")
-
     def __reduce__(self) -> Any:
-        """As an ordinary optimizer with the states of now: what holds one (a Trainer) can be pickled."""
+        """As an ordinary optimizer with the states of now: what holds one (a Trainer) is copied and pickled."""
         return object.__new__, (type(self).__mro__[2],), self.__getstate__()
 
 

@@ -81,8 +81,9 @@ class _Managed:
         return self._gm_plain_copy().__reduce_ex__(protocol)
 
     def _gm_plain_copy(self) -> torch.Tensor:
-        """An ordinary, unmanaged parameter with these values."""
-        values = self._gm_slot.read_weight()
+        """An ordinary, unmanaged parameter with the values that are shown."""
+        slot = self._gm_slot
+        values = slot.read_master().to(self.dtype) if slot.shows_master else slot.read_weight()
         return (
             nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
         )

@@ -141,9 +141,9 @@ class Registration:
             raise GeminiError(
                 f"{name} has a gradient already, without the loss scale of fp16: zero_grad() first"
             )
-        # A frozen one may be marked: its master is kept for the engine that will train it.
-        is_marked = "_gm_thaws" in parameter.__dict__ and dtype in FORMATS
-        slot.has_low = (parameter.requires_grad or is_marked) and dtype is not torch.float32
+        # A frozen one may be marked to keep its fp32 values: it will be trained later, or is averaged.
+        is_whole = "_gm_whole" in parameter.__dict__ and dtype in FORMATS
+        slot.has_low = (parameter.requires_grad or is_whole) and dtype is not torch.float32
         slot.has_moments = is_trained and is_grouped
         slot.has_grad_home = is_trained
         return slot

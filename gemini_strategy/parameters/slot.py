@@ -429,6 +429,11 @@ class Slot(_C.Slot):
         """A CPU copy of the weight, in its dtype."""
         return self._read(_WEIGHT, self.dtype, root)
 
+    @property
+    def shows_master(self) -> bool:
+        """Outside its units the parameter is its master for a while: see masters.py."""
+        return self.absent is self.engine.masters.get(self)
+
     def read_master(self, root: int | None = None) -> torch.Tensor:
         """A CPU copy: fp32 for what is trained, the weight itself for what is not."""
         if not (self.has_low or self.dtype is torch.float32):

@@ -606,28 +606,6 @@ def test_optimizer_that_the_module_keeps_goes_on() -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_averaging_callbacks_are_refused(tree: str) -> None:
-    callbacks = load_tree(tree).callbacks
-    error = load_tree(tree).utilities.exceptions.MisconfigurationException
-    for callback in (
-        callbacks.StochasticWeightAveraging(1e-2),
-        callbacks.WeightAveraging(),
-        callbacks.EMAWeightAveraging(),
-    ):
-        with pytest.raises(
-            error, match=f"does not support the callback {type(callback).__name__}: it copies"
-        ):
-            fit(tree, make(tree), callbacks=[callback])
-
-    class Own(module_class(tree)):
-        def configure_callbacks(self) -> list[Any]:
-            return [callbacks.StochasticWeightAveraging(1e-2)]
-
-    with pytest.raises(error, match="StochasticWeightAveraging"):
-        fit(tree, Own())
-
-
-@pytest.mark.parametrize("tree", TREES)
 def test_number_and_kind_of_optimizers(tree: str) -> None:
     error = load_tree(tree).utilities.exceptions.MisconfigurationException
 

@@ -1,0 +1,77 @@
+"""Masters in the place of weights: each parameter's data is its fp32 master, on the host, for as long as that is asked.
+
+Invariants
+    1. A master is absent, too (absent.py): an operation reads those of its own arguments and no others, and what it
+       writes is the master, and the weight its rounding, before the operation returns.
+    2. A unit that is entered meanwhile has its weights, and leaves masters behind.
+    3. Afterwards every parameter's data is what it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.slot import Slot, SlotHome
+
+if TYPE_CHECKING:
+    from gemini_strategy.runtime import Runtime
+
+__all__ = ["shown"]
+
+
+class _Master(SlotHome):
+    """The master; of what has none the weight, in the dtype that it came in. What `open` gives is a copy."""
+
+    field = "weight"
+
+    def open(self, is_written: bool) -> torch.Tensor:
+        if self.slot.engine.closed:
+            raise GeminiError(f"{self.name}: its engine is closed; this tensor went with it")
+        return self.slot.read_master().to(_dtype(self.slot))
+
+    def write(self, values: torch.Tensor) -> None:
+        self.slot.write_master(values)
+
+    def note_same(self) -> None:
+        self.slot.n_same += 1
+
+
+@contextlib.contextmanager
+def shown(engine: Runtime) -> Iterator[None]:
+    """See Engine.masters."""
+    entered = [slot.name for slot in engine.slots if slot.open_count]
+    if entered:
+        raise GeminiError(
+            f"{entered[0]}: engine.masters() inside a forward: call it between passes"
+        )
+    before = {slot: slot.absent for slot in engine.slots}
+    for slot in engine.slots:
+        if slot not in engine.masters:
+            engine.masters[slot] = _absent_master(slot)
+        _show(slot, engine.masters[slot])
+    try:
+        yield
+    finally:
+        for slot in engine.slots if not engine.closed else ():
+            if slot.absent is engine.masters[slot]:
+                _show(slot, before[slot])
+
+
+def _dtype(slot: Slot) -> torch.dtype:
+    return torch.float32 if slot.has_low or slot.dtype is torch.float32 else slot.original_dtype
+
+
+def _absent_master(slot: Slot) -> torch.Tensor:
+    dtype = _dtype(slot)
+    return absent.tensor(_Master(slot), slot.shape, slot.strides, dtype, torch.device("cpu"))
+
+
+def _show(slot: Slot, data: torch.Tensor) -> None:
+    slot.absent = data
+    absent.set_data(slot.parameter, data)
