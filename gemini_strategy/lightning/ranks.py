@@ -87,7 +87,7 @@ class RankProcesses:
     def root_device(self) -> torch.device:
         devices = self._parallel_devices or [torch.device("cpu")]
         # A Trainer with one device may also be made in a process that has been rank 2 of another Trainer's.
-        return devices[self.local_rank if len(devices) > 1 else 0]  # type: ignore[attr-defined]
+        return devices[self.local_rank if len(devices) > 1 else 0]
 
     @property
     def is_distributed(self) -> bool:
@@ -100,12 +100,44 @@ class RankProcesses:
         return {"num_replicas": self._n_ranks, "rank": self._rank}
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._ask("world_size", 1)
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all ranks."""
+        return self._ask("global_rank", 0)
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self._ask("local_rank", 0)
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all."""
+        return self._ask("node_rank", 0)
+
+    def _ask(self, name: str, alone: int) -> int:
+        environment = self.cluster_environment
+        if environment is None:
+            return alone
+        try:
+            return getattr(environment, name)()  # type: ignore[no-any-return]
+        except KeyError:
+            # A SLURMEnvironment that was given where SLURM has started nothing: its variables are not set.
+            if self.num_nodes * self.num_processes > 1:
+                raise
+            return alone
+
+    @property
     def _n_ranks(self) -> int:
-        return self.world_size  # type: ignore[attr-defined,no-any-return]
+        return self.world_size
 
     @property
     def _rank(self) -> int:
-        return self.global_rank  # type: ignore[attr-defined,no-any-return]
+        return self.global_rank
 
     def set_world_ranks(self) -> None:
         """Called when the Trainer is constructed, before the launcher is chosen."""

@@ -433,6 +433,20 @@ def test_ranks_of_torchrun_and_slurm(
 
 
 @pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("auto_requeue", [False, True])
+def test_an_environment_of_slurm_outside_of_slurm(tree: str, auto_requeue: bool) -> None:
+    """One process needs nobody to say which it is; several do."""
+    environment = load_fabric(tree).plugins.environments.SLURMEnvironment(auto_requeue)
+    trainer = make_trainer(tree, plugins=[environment])
+    trainer.fit(_tiny(tree)())
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (
+        (1, 0, 0, 0)
+    )
+    with pytest.raises(KeyError, match="SLURM"):
+        make_trainer(tree, devices=2, plugins=[environment])
+
+
+@pytest.mark.parametrize("tree", TREES)
 def test_a_rank_has_the_device_that_was_given(
     tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
 ) -> None:
