@@ -274,8 +274,19 @@ class Engine(Uncopied):
         return {} if rank0_only and self.ranks.rank else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict()."""
+        """The inverse of state_dict(). The optimizer's part and the scaler's may be missing: theirs stay as they are.
+
+        Raises:
+            ValueError: there is no model in it; nothing has been changed.
+        """
         self._runtime.check_open()
+        if "model" not in state:
+            has = ", ".join(map(repr, state)) or "nothing"
+            raise ValueError(
+                f"engine.load_state_dict: 'model' is missing, the state has {has}; it takes what engine.state_dict() "
+                "gave (with rank0_only=True that is empty on the other ranks). A model's own state_dict goes into "
+                "engine.load_model_state_dict"
+            )
         self.load_model_state_dict(state["model"])
         if "optimizer" in state:
             self.load_optimizer_state_dict(state["optimizer"])

@@ -3,14 +3,16 @@
 # A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
 #
 # Invariants
-#   1. Figures reach every logger at the steps at which Lightning logs its own, under the same step number.
-#   2. A figure that is not known (NaN) is left out.
+#   1. Figures reach every logger at the steps at which Lightning logs its own, in the row of what the module logs.
+#   2. A figure that is not known (NaN) is left out, and none is rounded on the way.
 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
+
+import torch
 
 from gemini_strategy.report import tables
 
@@ -24,6 +26,9 @@ LOGGED = {
     "device_peak_bytes": "gemini/device_peak_bytes",
     "host_peak_bytes": "gemini/host_peak_bytes",
 }
+
+# The hooks in which a step is logged: with manual optimization one may be taken anywhere, where Lightning refuses it.
+_STEPPING = ("optimizer_step", "training_step")
 
 # Engines whose plan has been shown.
 _shown: "WeakSet[Any]" = WeakSet()
@@ -53,7 +58,7 @@ class StepLogs:
                 self._say(tables.plan_table(engine._runtime))
                 if self.deferred_because is not None:
                     self._say(f"Updates run under the next forward: {self.deferred_because}.")
-            _log(self.lightning_module.trainer, engine)
+            _log(self.lightning_module, engine)
         return result
 
     def on_train_end(self) -> None:
@@ -63,10 +68,18 @@ class StepLogs:
             self._say(tables.result_table(engine._runtime))
 
 
-def _log(trainer: Any, engine: Any) -> None:
+def _log(module: Any, engine: Any) -> None:
+    trainer = module.trainer
     if not trainer.loggers or not trainer._logger_connector.should_update_logs:
         return
+    if module._current_fx_name not in _STEPPING:
+        return
     stats = engine.stats()
-    figures = {name: stats[key] for key, name in LOGGED.items() if not math.isnan(stats[key])}
-    for logger in trainer.loggers:
-        logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+    # Lightning makes numbers fp32, which bytes do not fit.
+    figures = {
+        name: torch.tensor(stats[key], dtype=torch.float64, device="cpu")
+        for key, name in LOGGED.items()
+        if not math.isnan(stats[key])
+    }
+    # The batch size is of no use to what is not averaged, and looking for it may fail.
+    module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)

@@ -2,13 +2,15 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gemini_strategy.engine import Engine
 from gemini_strategy.lightning.logs import LOGGED
 from gemini_strategy.report import tables
-from lightning_case import TREES, fit, load_tree, make, same
+from lightning_case import TREES, fit, load_tree, make, module_class, same
 
 KEYS = {
     "gemini/tokens_per_s",
@@ -60,7 +62,7 @@ def test_figures_are_logged_where_lightning_logs(tree: str, every: int) -> None:
     assert logger.steps_with("gemini/device_peak_bytes") == logger.steps_with("train_loss")
     ours = [metrics for _, metrics in logger.rows if "gemini/device_peak_bytes" in metrics]
     for metrics in ours:
-        assert set(metrics) <= KEYS  # a row of its own, and no other key
+        assert set(metrics) <= KEYS | {"train_loss", "epoch"}  # the module's row, and no other key
         assert not any(math.isnan(value) for value in metrics.values())
     # The first step only starts the clock.
     assert all("gemini/tokens_per_s" in metrics for metrics in ours[1 if every == 1 else 0 :])
@@ -79,6 +81,55 @@ def test_figures_are_those_of_the_engine(tree: str) -> None:
             assert metrics[name] == stats[key]
     assert stats["tokens_per_step"] == BATCH_TOKENS
     assert metrics["gemini/tokens_per_s"] == BATCH_TOKENS * (1.0 / stats["step_seconds"])
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_step_has_one_row(tree: str, manual: bool, tmp_path: Path) -> None:
+    """For loggers that take a step's figures once: as many rows as without the engine, and the same figures in them."""
+    rows = []
+    for strategy in ("auto", "gemini"):
+        pl = load_tree(tree)
+        loggers = [memory_logger(tree), pl.loggers.CSVLogger(tmp_path / strategy)]
+        module = make(tree, steps_are_manual=manual)
+        options = {"log_every_n_steps": 1, "limit_val_batches": 0, "max_epochs": 2}
+        fit(tree, module, strategy, logger=loggers, **options)
+        rows.append([step for step, _ in loggers[0].rows])
+        (file,) = (tmp_path / strategy).rglob("metrics.csv")
+        assert len(file.read_text().splitlines()) == 1 + len(rows[-1])
+    theirs, ours = rows
+    assert ours == theirs == list(range(22))
+    metrics = loggers[0].rows[-1][1]
+    assert metrics["train_loss"] == module.losses[-1]
+    assert {"gemini/tokens_per_s", "gemini/device_peak_bytes"} <= set(metrics)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_step_outside_of_training_step_is_taken(tree: str) -> None:
+    """With manual optimization, in a hook in which Lightning takes no figures of a step."""
+
+    class Late(module_class(tree)):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+
+        def on_train_epoch_end(self) -> None:
+            self.optimizers().step()
+
+    logger = memory_logger(tree)
+    options = {"logger": logger, "log_every_n_steps": 1, "limit_val_batches": 0}
+    trainer = fit(tree, Late(steps_are_manual=True), **options)
+    assert trainer.strategy.engine.stats()["steps"] == 1
+
+
+def test_bytes_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own numbers are fp32, in which 2**24 + 1 is another number."""
+    logger = memory_logger("lightning")
+    stats = Engine.stats
+    monkeypatch.setattr(
+        Engine, "stats", lambda self: {**stats(self), "host_peak_bytes": 5 * 2**33 + 1}
+    )
+    fit("lightning", make("lightning"), logger=logger, log_every_n_steps=1, limit_val_batches=0)
+    assert {m["gemini/host_peak_bytes"] for _, m in logger.rows} == {5 * 2**33 + 1}
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -393,6 +393,20 @@ def test_resume_of_another_model_is_refused() -> None:
     other.engine.close()
 
 
+def test_a_state_without_a_model_says_what_is_missing() -> None:
+    run = _started(Recipe(precision="bf16-true"))
+    before = run.engine.state_dict()
+    with pytest.raises(ValueError, match="'model' is missing, the state has nothing"):
+        run.engine.load_state_dict({})
+    with pytest.raises(ValueError, match="'model' is missing, the state has 'optimizer'"):
+        run.engine.load_state_dict({"optimizer": before["optimizer"]})
+    with pytest.raises(ValueError, match="engine.load_model_state_dict"):
+        run.engine.load_state_dict(run.model.state_dict())
+    after = run.engine.state_dict()["model"]
+    for name, value in before["model"].items():
+        assert_same_bits(after[name], value, name)
+
+
 def test_unmanaged_start_is_the_recipes() -> None:
     """Guards the tests above: seeds make different models."""
     a, b = start(CASE.build, Recipe()), start(CASE.build, Recipe(seed=99))
