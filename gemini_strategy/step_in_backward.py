@@ -1,7 +1,8 @@
 """`backward(step=True)`: the step that a backward was said to end, until its gradients are let go.
 
 Updates run inside that backward where the plan allows it, and the gradients are used up then. What is refused does
-not depend on where they ran, so that no program works until there is a plan.
+not depend on where they ran, so that no program works until there is a plan. Only who chooses the schedule by itself is
+served while the gradients are there, as in the first step, and told, so that it chooses the other one.
 
 Invariants
     1. From the end of that backward to its step the numbers of the step stay, and no gradient is read, changed or
@@ -40,6 +41,8 @@ class StepInBackward:
     Attributes:
         waits: the backward is done, and its step has not come.
         used: slots whose gradients the last step has used up.
+        is_served: gradients of such a step may be read as long as they are there.
+        was_served: that has happened.
     """
 
     def __init__(self, engine: Runtime) -> None:
@@ -48,6 +51,8 @@ class StepInBackward:
             int, tuple[Any, ...]
         ] = {}  # of the step that has been announced, by slot
         self._is_armed = False  # the core may have updated weights
+        self._ran_inside = False  # so it was in the last step
+        self.is_served = self.was_served = False
         self.waits = False
         self.used: set[int] = set()
 
@@ -103,7 +108,10 @@ class StepInBackward:
     def check_read(self, slots: Iterable[Slot]) -> None:
         """Gradients are asked for: to be read, measured, clipped."""
         for slot in slots if self.waits or self.used else ():
-            if (self.waits and slot.id in self._numbers) or slot.id in self.used:
+            is_awaited = self.waits and slot.id in self._numbers
+            if slot.id in self.used and self.is_served and not (is_awaited or self._ran_inside):
+                self.was_served = True
+            elif is_awaited or slot.id in self.used:
                 raise GeminiError(self._used_up(slot.id))
 
     def check_change(self, slot: Slot) -> None:
@@ -140,7 +148,7 @@ class StepInBackward:
         """The step was taken."""
         if self.waits:
             self.used.update(slot.id for slot in slots)
-        self._is_armed = False
+        self._ran_inside, self._is_armed = self._is_armed, False
         self._numbers = {}
         self._now(waits=False)
 

@@ -9,6 +9,8 @@
 #   1. The immediate schedule is chosen only if nothing that Lightning or the user runs between that backward and the
 #      next zero_grad is known to need gradients, and nobody counts on the weights of before a backward that fails.
 #   2. In doubt the step is deferred: that costs time, never bits.
+#   3. Who reads gradients after the first step of a fit gets them, in that step and in all that follow. Who begins later
+#      is told what to do.
 
 from types import ModuleType
 from typing import Any
@@ -85,6 +87,8 @@ class StepSchedule:
             return "optimization is manual"
         if engine.scaler is not None:
             return "the loss is scaled"
+        if engine._runtime.step_in_backward.was_served:
+            return "a gradient was read after its step"
         if trainer.gradient_clip_val:
             return f"gradient_clip_val is {trainer.gradient_clip_val}"
         if not self._has_started:

@@ -370,7 +370,9 @@ def test_an_error_in_such_a_backward_names_the_way_out(tree: str) -> None:
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("how", ["gradient", "norm"])
 def test_gradients_after_the_step_name_the_way_out(tree: str, how: str) -> None:
-    def look(self: Any, *args: Any) -> None:
+    def look(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx < 3:  # too late: in the first step nobody has asked for them
+            return
         if how == "norm":
             self.seen.append(self.trainer.strategy.engine.grad_norm())
         else:
@@ -382,7 +384,39 @@ def test_gradients_after_the_step_name_the_way_out(tree: str, how: str) -> None:
     assert "update_schedule='deferred'" in "".join(error.value.__notes__)
     module = build(cls)
     fit(tree, module, strategy(tree, update_schedule="deferred"))
-    assert len(module.seen) == 11 and min(module.seen) > 0
+    assert len(module.seen) == 8 and min(module.seen) > 0
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("who", ["module", "callback", "helper"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_reading_gradients_from_the_first_step_on_defers(
+    tree: str, who: str, accumulate: int, said: list[int]
+) -> None:
+    """Every read has the gradient that the run without the engine has."""
+    seen: dict[bool, list[Any]] = {True: [], False: []}
+
+    def look(module: Any) -> None:
+        if (len(module.losses) % accumulate == 0 or len(module.losses) == 11) and who == "helper":
+            norms = load_tree(tree).utilities.grad_norm(module.body[5], 2)
+            seen[module.reference].append({k: float(v) for k, v in norms.items()})
+        elif len(module.losses) % accumulate == 0 or len(module.losses) == 11:
+            grads = [p.grad.detach().clone() for p in module.body.parameters()]
+            seen[module.reference].append(grads)
+
+    class Watching(load_tree(tree).Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            look(pl_module)
+
+    methods = {"on_train_batch_end": lambda self, *args: look(self)} if who != "callback" else {}
+    options = {"callbacks": [Watching()] if who == "callback" else []}
+    trainer, _ = compare(
+        tree, plain_class(tree, **methods), accumulate_grad_batches=accumulate, **options
+    )
+    assert said == [0]
+    assert trainer.strategy.deferred_because == "a gradient was read after its step"
+    assert len(seen[False]) == len(seen[True]) == -(-11 // accumulate)
+    same(seen[False], seen[True])
 
 
 def test_the_batch_size_finder_may_fail_in_backward(tmp_path: Any, said: list[int]) -> None:
