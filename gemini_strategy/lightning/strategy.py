@@ -425,7 +425,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
                 " precision, with fp32 masters, use Trainer(precision='bf16-true')."
             )
-        wants_whole = optimizer is not None and any(
+        wants_whole = any(
             isinstance(callback, (self._pl.callbacks.BaseFinetuning, *self._averaging))
             for callback in module.trainer.callbacks
         )
