@@ -211,7 +211,8 @@ class Engine(Uncopied):
         """Inside, each parameter of the model is its fp32 master, a tensor on the CPU that is read as it is used.
 
         For what keeps weights of its own beside the model, such as torch.optim.swa_utils.AveragedModel: one parameter
-        at a time is in memory, and what is written to one is its master, exactly. Frozen parameters are their weights, in the dtype that they came in.
+        at a time is in memory, and what is written to one is its master, exactly. Frozen parameters are their weights,
+        in the dtype that they came in.
         `copy.deepcopy(model)` copies masters. Forward passes inside see the model's ordinary weights.
 
         With several ranks all of them read and write the same, and each gets the whole.

@@ -9,8 +9,8 @@
 #   1. The immediate schedule is chosen only if nothing that Lightning or the user runs between that backward and the
 #      next zero_grad is known to need gradients, and nobody counts on the weights of before a backward that fails.
 #   2. In doubt the step is deferred: that costs time, never bits.
-#   3. Who reads gradients after the first step of a fit gets them, in that step and in all that follow. Who begins later
-#      is told what to do.
+#   3. Who reads gradients after the first step of a fit gets them, in that step and in all that follow. Who begins
+#      later is told what to do.
 
 from types import ModuleType
 from typing import Any

@@ -1,5 +1,6 @@
 # Parameters that begin to train while training: the engine is made again from exactly what it held.
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_the_loss_scale_goes_on() -> None:
     )
     assert scales[10] != settings["initial_scale"]
     # Each step's scale follows from the one before: halved, kept or doubled.
-    assert all(b / a in (0.5, 1.0, 2.0) for a, b in zip(scales, scales[1:], strict=False))
+    assert all(b / a in (0.5, 1.0, 2.0) for a, b in itertools.pairwise(scales))
     assert len(trainer.optimizers[0].param_groups) == 3
 
 
