@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gemini_strategy.lightning.engines import masters_of
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.weights.loading import Weights
 
@@ -56,20 +57,7 @@ class Checkpoints:
     # -- saving ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        engine = self.engine
-        if engine is None:
-            return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
-        module = self.lightning_module
-        if type(module).state_dict is self._pl.LightningModule.state_dict:
-            return engine.model_state_dict(masters=True, rank0_only=self.is_distributed)  # type: ignore[no-any-return]
-        # The module has its own idea of what is saved: its keys and shapes, our masters.
-        state = dict(module.state_dict())
-        root = 0 if self.is_distributed else None
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = engine._runtime.slot_of(parameter).read_master(root)
-        return self._on_rank_zero(state)  # type: ignore[attr-defined,no-any-return]
+        return masters_of(self.lightning_module, rank0_only=self.is_distributed)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
