@@ -17,7 +17,7 @@ from torch import nn
 
 from gemini_strategy import close
 from gemini_strategy import state as states
-from gemini_strategy.checkpoint.load import load
+from gemini_strategy.checkpoint.load import EVERYTHING, load
 from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
@@ -335,7 +335,7 @@ class Engine(Uncopied):
 
         Args:
             folder: the checkpoint, or a series of them, of which `latest` is taken.
-            model_only: leaves the optimizer as it is.
+            model_only: weights and buffers alone; the optimizer and random numbers stay as they are.
 
         Returns:
             This rank's `extra`; rank 0's if there are not as many ranks as at saving.
@@ -344,7 +344,8 @@ class Engine(Uncopied):
             GeminiError: there is no checkpoint, it does not fit the model or the optimizer (by name), or it is damaged
                 (which file, on which rank). Nothing has changed then.
         """
-        return load(self._runtime, Path(folder), model_only)
+        parts = {"model"} if model_only else EVERYTHING
+        return load(self._runtime, Path(folder), parts)
 
     # ---- the rest ----
 

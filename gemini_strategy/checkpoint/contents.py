@@ -95,11 +95,11 @@ class Model:
             else:
                 self.others[name] = value
 
-    def fields(self, runtime: Runtime) -> Iterator[Field]:
+    def fields(self, runtime: Runtime, with_optimizer: bool) -> Iterator[Field]:
         """Weights, and the moments of what has been updated."""
         for name, slot in self.slots.items():
             yield Field(("model", name), slot, "master")
-        for slot in runtime.slots:
+        for slot in runtime.slots if with_optimizer else ():
             for key in MOMENTS if slot.has_state else ():
                 yield moment(slot, key)
 

@@ -57,7 +57,8 @@ class Draft:
 
     def __init__(self, target: Path, is_ours: Callable[[Path], bool]) -> None:
         self._target = target
-        if target.exists() and not _is_replaceable(target, is_ours):
+        is_empty = target.is_dir() and not any(target.iterdir())
+        if target.exists() and not is_empty and not is_ours(target):
             raise GeminiError(
                 f"{target} is there already and is no checkpoint folder: give another name, or remove it"
             )
@@ -81,9 +82,9 @@ class Draft:
         else:
             old = self._exchange()
             sync(self._target.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
         for old in self._target.parent.glob(f".{self._target.name}.old-*"):
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
     def _exchange(self) -> Path:
         """Gives where the old folder is now."""
@@ -99,12 +100,11 @@ class Draft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _is_replaceable(target: Path, is_ours: Callable[[Path], bool]) -> bool:
-    return (
-        target.is_dir()
-        and not target.is_symlink()
-        and (is_ours(target) or not any(target.iterdir()))
-    )
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_in_use(left: Path) -> bool:
@@ -135,7 +135,7 @@ def rename_exchange(a: Path, b: Path) -> bool:
 
 
 def find(folder: Path, is_ours: Callable[[Path], bool]) -> Path:
-    """The checkpoint that is meant by `folder`: itself, the latest one in it, or what a killed save has left of it.
+    """The folder that is meant by `folder`: itself, the latest one in it, or what a killed save has left of it.
 
     Raises:
         GeminiError: there is none.

@@ -9,15 +9,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint.contents import MOMENTS, Field, Model, memory_order, moment
-from gemini_strategy.checkpoint.manifest import Manifest, Stored, is_checkpoint
+from gemini_strategy.checkpoint.manifest import Manifest, Stored, find
 from gemini_strategy.checkpoint.plain import decode
 from gemini_strategy.checkpoint.random_numbers import set_random_state
 from gemini_strategy.checkpoint.together import together
@@ -28,17 +27,20 @@ from gemini_strategy.parameters.slot import FORMATS, Slot
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["load"]
+__all__ = ["EVERYTHING", "load"]
 
 _FEW = 10
 
 
-def load(runtime: Runtime, folder: Path, model_only: bool) -> Any:
-    """See Engine.load."""
+EVERYTHING = frozenset({"model", "optimizer", "random"})
+
+
+def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
+    """See Engine.load; parts: of EVERYTHING, where the loss scaler goes with the optimizer."""
     runtime.check_open()
     what = f"loading {folder}"
     ranks = runtime.ranks
-    loading = together(ranks, what, lambda: _Loading(runtime, folder, model_only))
+    loading = together(ranks, what, lambda: _Loading(runtime, folder, parts))
     ranks.agree({"manifest": loading.manifest.digest}, what)
     together(ranks, what, loading.check_bytes)
     together(ranks, what, loading.apply)
@@ -52,12 +54,13 @@ class _Loading:
         GeminiError: it does not fit, or is damaged.
     """
 
-    def __init__(self, runtime: Runtime, folder: Path, model_only: bool) -> None:
+    def __init__(self, runtime: Runtime, folder: Path, parts: Set[str]) -> None:
         self._runtime = runtime
-        self.manifest = Manifest(folders.find(folder, is_checkpoint))
+        self._parts = parts
+        self.manifest = Manifest(find(folder))
         self.manifest.check_files()
         self._model = Model(runtime)
-        self._with_optimizer = not model_only and runtime.optimizer is not None
+        self._with_optimizer = "optimizer" in parts and runtime.optimizer is not None
         self._rest = self.manifest.rest
         try:
             self._check_model()
@@ -170,7 +173,7 @@ class _Loading:
     def _wanted(self) -> Iterator[tuple[Field, Stored]]:
         """Fields of this model, and what is stored of them."""
         tensors = self.manifest.tensors
-        for name, slot in self._model.slots.items():
+        for name, slot in self._model.slots.items() if "model" in self._parts else ():
             stored = name if f"model.{name}" in tensors else self._rest["aliases"][name]
             yield Field(("model", name), slot, "master"), tensors[f"model.{stored}"]
         if self._with_optimizer:
@@ -186,32 +189,26 @@ class _Loading:
                 stored, *(field.slot.part() if is_same else (0, stored.numel))
             ):
                 pass
-        for name in self._model.tensors:
+        for name in self._model.tensors if "model" in self._parts else ():
             stored = self.manifest.tensors[f"model.{name}"]
             for _ in self.manifest.read(stored, 0, stored.numel):
                 pass
 
     def apply(self) -> None:
-        """Everything becomes what was saved."""
+        """What is wanted becomes what was saved."""
         runtime = self._runtime
         runtime.collect()
         for field, stored in self._wanted():
             self._fill(field, stored)
-        steps = self._rest["optimizer"]["steps"] if self._with_optimizer else {}
-        for slot in runtime.slots:
-            slot.loaded = slot.low = None
-            slot.note_change()
-            if self._with_optimizer:
-                _note_state(slot, steps.get(slot.name))
-        beside: dict[str, Any] = {
-            name: self.manifest.whole(f"model.{name}") for name in self._model.tensors
-        }
-        runtime.model.load_state_dict(beside | self._others, strict=False)
+        if "model" in self._parts:
+            for slot in runtime.slots:
+                slot.loaded = slot.low = None
+                slot.note_change()
+            tensors = {name: self.manifest.whole(f"model.{name}") for name in self._model.tensors}
+            runtime.model.load_state_dict({**tensors, **self._others}, strict=False)
         if self._with_optimizer:
             self._apply_optimizer()
-        if runtime.scaler is not None and self._scaler is not None:
-            runtime.scaler.load_state_dict(self._scaler)
-        if self._random is not None:
+        if self._random is not None and "random" in self._parts:
             set_random_state(self._random, runtime.device)
 
     def _fill(self, field: Field, stored: Stored) -> None:
@@ -228,6 +225,11 @@ class _Loading:
     def _apply_optimizer(self) -> None:
         runtime = self._runtime
         optimizer: Any = runtime.optimizer
+        steps = self._rest["optimizer"]["steps"]
+        for slot in runtime.slots:
+            _note_state(slot, steps.get(slot.name))
+        if runtime.scaler is not None and self._scaler is not None:
+            runtime.scaler.load_state_dict(self._scaler)
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         by_name = {slot.name: slot for slot in runtime.slots}

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
+from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["MANIFEST", "Manifest", "Piece", "Stored", "dtype_name", "is_checkpoint"]
+__all__ = ["MANIFEST", "Manifest", "Piece", "Stored", "dtype_name", "find", "is_checkpoint"]
 
 MANIFEST = "manifest.json"
 _FORMAT = "gemini-checkpoint-1"
@@ -47,6 +48,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def is_checkpoint(folder: Path) -> bool:
     """Whether `folder` is a checkpoint folder; a killed save leaves none."""
     return (folder / MANIFEST).is_file()
+
+
+def find(path: Path) -> Path:
+    """The checkpoint folder that is meant: see folder.find."""
+    return folders.find(path, is_checkpoint)
 
 
 @dataclass(frozen=True)

@@ -91,25 +91,39 @@ class _Part:
 
 
 def save(
-    runtime: Runtime, target: Path, extra: Any, keep_last: int | None, meta: Any = None
+    runtime: Runtime,
+    target: Path,
+    extra: Any = None,
+    keep_last: int | None = None,
+    *,
+    meta: Any = None,
+    with_optimizer: bool = True,
+    is_ours: Callable[[Path], bool] | None = None,
 ) -> Path:
-    """See Engine.save; meta: what is in the file meta.pt, None: extra and the loss scaler's state.
+    """See Engine.save.
+
+    Args:
+        runtime, target, extra, keep_last: as there.
+        meta: what is in the file meta.pt; None: extra and the loss scaler's state.
+        with_optimizer: False: the model alone.
+        is_ours: what else than a checkpoint folder may be replaced.
 
     Returns:
         The checkpoint's folder.
     """
     runtime.check_open()
     ranks = runtime.ranks
+    target = target.resolve()
     series = target if keep_last is not None else None
     if series is not None:
         steps = max((slot.adam_step for slot in runtime.slots), default=0)
         target = series / folder.series_name(steps)
     what = f"saving {target}"
     together(ranks, what, lambda: _check(runtime))
-    draft = together(ranks, what, lambda: _begin(runtime, target))
+    draft = together(ranks, what, lambda: _begin(runtime, target, is_ours or _is_old_checkpoint))
     path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
     try:
-        own = _write_part(runtime, what, path, extra)
+        own = _write_part(runtime, what, path, extra, with_optimizer)
         everyone = ranks.gather(what, own)
 
         def publish() -> None:
@@ -134,10 +148,8 @@ def _check(runtime: Runtime) -> None:
     runtime.core.drain()
 
 
-def _begin(runtime: Runtime, target: Path) -> folder.Draft | None:
-    if runtime.ranks.rank:
-        return None
-    return folder.Draft(target, _is_old_checkpoint)
+def _begin(runtime: Runtime, target: Path, is_ours: Callable[[Path], bool]) -> folder.Draft | None:
+    return None if runtime.ranks.rank else folder.Draft(target, is_ours)
 
 
 def _is_old_checkpoint(path: Path) -> bool:
@@ -145,7 +157,9 @@ def _is_old_checkpoint(path: Path) -> bool:
     return manifest.is_checkpoint(path) or (path / ".metadata").is_file()
 
 
-def _write_part(runtime: Runtime, what: str, path: Path, extra: Any) -> dict[str, Any]:
+def _write_part(
+    runtime: Runtime, what: str, path: Path, extra: Any, with_optimizer: bool
+) -> dict[str, Any]:
     ranks = runtime.ranks
     part: _Part | None = None
 
@@ -159,11 +173,11 @@ def _write_part(runtime: Runtime, what: str, path: Path, extra: Any) -> dict[str
     part = together(ranks, what, begin)
     try:
         model = Model(runtime)
-        for stretch in _stretches(runtime, model, part):
+        for stretch in _stretches(runtime, model, part, with_optimizer):
             together(ranks, what, stretch)
 
         def rest() -> dict[str, Any]:
-            beside = _write_rest(runtime, model, part, extra)
+            beside = _write_rest(runtime, model, part, extra, with_optimizer)
             return {**part.finish(), "rest": beside}
 
         return together(ranks, what, rest)
@@ -171,7 +185,9 @@ def _write_part(runtime: Runtime, what: str, path: Path, extra: Any) -> dict[str
         part.close()
 
 
-def _stretches(runtime: Runtime, model: Model, part: _Part) -> Iterator[Callable[[], None]]:
+def _stretches(
+    runtime: Runtime, model: Model, part: _Part, with_optimizer: bool
+) -> Iterator[Callable[[], None]]:
     """The writing of all fields, in parts that are the same on every rank."""
     todo: list[Callable[[], None]] = []
     n_bytes = 0
@@ -180,7 +196,7 @@ def _stretches(runtime: Runtime, model: Model, part: _Part) -> Iterator[Callable
         for one in todo:
             one()
 
-    for field in model.fields(runtime):
+    for field in model.fields(runtime, with_optimizer):
         slot = field.slot
         todo.append(lambda field=field: _write_field(runtime, part, field))  # type: ignore[misc]
         n_bytes += math.prod(slot.shape) * field.dtype.itemsize
@@ -210,7 +226,9 @@ def _write_field(runtime: Runtime, part: _Part, field: Field) -> None:
         first += count
 
 
-def _write_rest(runtime: Runtime, model: Model, part: _Part, extra: Any) -> dict[str, Any]:
+def _write_rest(
+    runtime: Runtime, model: Model, part: _Part, extra: Any, with_optimizer: bool
+) -> dict[str, Any]:
     """What is no field of a slot; of what all ranks have alike, rank 0's."""
     rank = runtime.ranks.rank
     tensors: list[torch.Tensor] = []
@@ -227,7 +245,7 @@ def _write_rest(runtime: Runtime, model: Model, part: _Part, extra: Any) -> dict
         rest["aliases"] = model.aliases
         if runtime.scaler is not None:
             rest["scaler"] = encode(runtime.scaler.state_dict(), "the loss scaler", tensors)
-        if runtime.optimizer is not None:
+        if with_optimizer and runtime.optimizer is not None:
             rest["optimizer"] = _write_optimizer(runtime, part, tensors)
     for number, value in enumerate(tensors):
         part.add_whole(f"rank {rank}: {number}", value)

@@ -10,8 +10,12 @@
 #   3. What the module cannot take yet (parameters without memory, or a file of weights that is still to be read) it
 #      takes at the end of `setup`, over what they got there.
 #   4. No fp32 value of a file is rounded on its way into a master.
+#   5. With state_dict_type="sharded" a checkpoint is a folder (checkpoint/) as Lightning's FSDP strategy writes it:
+#      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint.
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -20,9 +24,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import gemini_strategy as gs
+from gemini_strategy.checkpoint.distcp import META
+from gemini_strategy.checkpoint.load import load
+from gemini_strategy.checkpoint.manifest import Manifest, find, is_checkpoint
+from gemini_strategy.checkpoint.save import save
 from gemini_strategy.lightning.engines import masters_of
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.weights.loading import Weights
+
+
+class _InFolder(dict[str, Any]):
+    """Stands in a checkpoint for a state that stays in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
 
 # The modules that have taken their strategy's weights: what they hold since is worth more.
 _loaded: "WeakSet[nn.Module]" = WeakSet()
@@ -33,6 +51,7 @@ class Checkpoints:
 
     Attributes:
         checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning has no other word.
+        state_dict_type: "full": one file, written by rank 0; "sharded": a folder, written by all ranks.
         weights: the strategy's file of weights, or None.
     """
 
@@ -43,6 +62,7 @@ class Checkpoints:
     is_distributed: bool
     lightning_module: Any
     optimizers: Any
+    state_dict_type: str
     weights: Weights | None
     _late: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for the end of `setup`
 
@@ -57,17 +77,52 @@ class Checkpoints:
     # -- saving ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._is_sharded:
+            return {}  # save_checkpoint writes it from where it is
         return masters_of(self.lightning_module, rank0_only=self.is_distributed)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
             optimizer = optimizer.optimizer
         engine = self.engine
+        if self._is_sharded:
+            return {}
         if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
             return engine.optimizer_state_dict(  # type: ignore[no-any-return]
                 rank0_only=self.is_distributed, with_lows=False
             )
         return optimizer.state_dict()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.state_dict_type == "sharded"
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))  # type: ignore[attr-defined]
+        if not self._is_sharded:
+            if is_checkpoint(path) and self.is_global_zero:  # type: ignore[attr-defined]
+                shutil.rmtree(path)
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "GeminiStrategy(state_dict_type='sharded') writes a folder by itself: storage_options have no use"
+            )
+        if self.engine is None:
+            raise gs.GeminiError(
+                f"{path}: GeminiStrategy(state_dict_type='sharded') saves what an engine has; no stage has begun"
+            )
+        meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        runtime = self.engine._runtime
+        save(
+            runtime,
+            path,
+            with_optimizer="optimizer_states" in checkpoint,
+            meta=meta,
+            is_ours=lambda old: old.is_file() or is_checkpoint(old),
+        )
 
     # -- loading ---------------------------------------------------------------------------------------------
 
@@ -76,6 +131,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.checkpoint_weights_only
+        if Path(checkpoint_path).is_dir():
+            return self._load_folder(Path(checkpoint_path), weights_only)
         is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
         if self.is_distributed and is_plain and is_mappable(checkpoint_path):
             return load_mapped(checkpoint_path, weights_only)
@@ -83,10 +140,23 @@ class Checkpoints:
             checkpoint_path, weights_only=weights_only
         )
 
+    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """All but the engine's state, for which there is none yet."""
+        folder = find(path)
+        checkpoint = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+        if "pytorch-lightning_version" not in checkpoint:
+            raise gs.GeminiError(
+                f"{path} was saved by engine.save(): a Trainer goes on from what a Trainer has saved"
+            )
+        has_optimizer = "optimizer" in Manifest(folder).rest
+        states = [_InFolder(folder)] if has_optimizer else []
+        return {**checkpoint, "state_dict": _InFolder(folder), "optimizer_states": states}
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         is_blank = any(parameter.is_meta for parameter in module.parameters())
-        if not is_blank and self._weights_of(module) is None:
+        is_in_folder = isinstance(checkpoint["state_dict"], _InFolder)
+        if not is_blank and not is_in_folder and self._weights_of(module) is None:
             _widen(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
             return
@@ -103,7 +173,10 @@ class Checkpoints:
                 " model = type(model).load_from_checkpoint(path)."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            if isinstance(state, _InFolder):
+                load(self.engine._runtime, state.folder, {"optimizer", "random"})
+            else:
+                optimizer.load_state_dict(state)
 
     def _weights_of(self, module: nn.Module) -> Weights | None:
         """The file of weights that manage() has to read for `module`."""
@@ -114,7 +187,9 @@ class Checkpoints:
         """The end of `setup`: what had to wait (invariant 3)."""
         _loaded.add(module)
         late, self._late = self._late, None
-        if late is not None:
+        if late is not None and isinstance(late[0]["state_dict"], _InFolder):
+            load(self.engine._runtime, late[0]["state_dict"].folder, {"model"})
+        elif late is not None:
             super().load_model_state_dict(late[0], strict=late[1])  # type: ignore[misc]
 
 

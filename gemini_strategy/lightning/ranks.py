@@ -365,12 +365,6 @@ class RankProcesses:
                 stack.enter_context(engine.ranks.explaining())
             yield
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _on_rank_zero(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What all ranks have made together is kept by the one that writes it."""
-        return state if not self.is_distributed or self._rank == 0 else {}
-
 
 class _Gathered(torch.autograd.Function):
     """The tensors of a group, stacked; backward adds up what all ranks made of this one's."""

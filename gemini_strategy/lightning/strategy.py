@@ -125,6 +125,10 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         checkpoint_weights_only: `weights_only` of ``torch.load`` where ``fit``, ``validate``, ``test`` or
             ``predict`` were given none. None: torch's default, which loads nothing but tensors and plain values;
             False for trusted files with other objects in them.
+        state_dict_type: ``"full"``: a checkpoint is one file, which rank 0 writes and any strategy loads.
+            ``"sharded"``: it is a folder, to which each rank writes its part straight from where it is: the host
+            needs no second copy of the model. Any number of devices goes on from it, random numbers included, and
+            ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of it.
 
     Raises:
         ValueError, TypeError: an argument outside what is listed above.
@@ -172,6 +176,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         timeout: timedelta | float = timedelta(seconds=300),
         process_group_backend: str | None = None,
         checkpoint_weights_only: bool | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
         update_schedule: Literal["auto", "deferred"] = "auto",
         report: bool = True,
         weights: Weights | None = None,
@@ -192,6 +197,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         self.process_group_backend = process_group_backend
         self.device_mesh = tuple(device_mesh) if isinstance(device_mesh, list) else device_mesh
         self.checkpoint_weights_only = checkpoint_weights_only
+        self.state_dict_type = state_dict_type
         self.update_schedule = update_schedule
         self.report = report
         self.weights = weights
@@ -487,6 +493,7 @@ def _checked(given: dict[str, Any]) -> timedelta:
     is_true = given["use_chunk"] is True
     arguments.check(is_true, "use_chunk", "True: parameters always live in chunks")
     arguments.check_choice("checkpoint_weights_only", (None, True, False))
+    arguments.check_choice("state_dict_type", ("full", "sharded"))
     arguments.check_choice("update_schedule", UPDATE_SCHEDULES)
     arguments.check_bool("report")
     return checked_timeout("GeminiStrategy", given)

@@ -1,0 +1,179 @@
+# GeminiStrategy(state_dict_type="sharded"): checkpoints that are folders, written and read by all ranks.
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+import gemini_strategy as gs
+from gemini_strategy.lightning import strategy_class
+from lightning_case import TREES, fit, load_tree, make, make_trainer, same
+
+ALL_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+
+
+def sharded(tree: str, **settings: Any) -> Any:
+    return strategy_class(tree)(state_dict_type="sharded", **settings)
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    return trainer.strategy.engine.state_dict()  # type: ignore[no-any-return]
+
+
+def run(tree: str, module: Any, precision: str, strategy: Any, **options: Any) -> Any:
+    if precision == "16-mixed":
+        options["plugins"] = [load_tree(tree).plugins.MixedPrecision("16-mixed", "cpu")]
+    else:
+        options["precision"] = precision
+    return fit(tree, module, strategy, **options)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("precision", ALL_PRECISIONS)
+def test_resume_equals_going_on(tree: str, precision: str, tmp_path: Path) -> None:
+    """Random numbers, too: nobody seeds an epoch."""
+    how = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    module_how = {"schedule": "onecycle", "optimizer": "AdamW"}
+    whole = make(tree, **module_how)
+    torch.manual_seed(5)
+    straight = run(tree, whole, precision, sharded(tree), max_epochs=2, **how)
+
+    first = make(tree, **module_how)
+    checkpoint = load_tree(tree).callbacks.ModelCheckpoint(tmp_path, filename="one")
+    torch.manual_seed(5)
+    run(
+        tree,
+        first,
+        precision,
+        sharded(tree),
+        max_epochs=1,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+        **how,
+    )
+    folder = Path(checkpoint.best_model_path)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "manifest.json",
+        "meta.pt",
+    ]
+    meta = torch.load(folder / "meta.pt", weights_only=True)
+    assert {"callbacks", "epoch", "loops"} <= set(meta)
+    assert not {"state_dict", "optimizer_states"} & set(meta)
+    second = make(tree, seed=99, **module_how)
+    resumed = run(
+        tree,
+        second,
+        precision,
+        sharded(tree, placement_policy="cpu", chunk_size=4096),
+        max_epochs=2,
+        ckpt_path=folder,
+        **how,
+    )
+    same(first.losses + second.losses, whole.losses, "losses")
+    same(state_of(resumed), state_of(straight), "state")
+    assert resumed.global_step == straight.global_step == 12
+
+
+def test_a_full_strategy_goes_on_from_a_folder_and_the_other_way_round(tmp_path: Path) -> None:
+    first = make("lightning")
+    trainer = fit("lightning", first, sharded("lightning"), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    want = state_of(trainer)
+    full = fit(
+        "lightning",
+        make("lightning", seed=9),
+        "gemini",
+        max_epochs=1,
+        ckpt_path=tmp_path / "one.ckpt",
+    )
+    same(state_of(full), want, "state")
+    full.save_checkpoint(tmp_path / "one.ckpt")  # in the folder's place
+    assert (tmp_path / "one.ckpt").is_file()
+    again = fit(
+        "lightning",
+        make("lightning", seed=8),
+        sharded("lightning"),
+        max_epochs=1,
+        ckpt_path=tmp_path / "one.ckpt",
+    )
+    same(state_of(again), want, "state")
+    again.save_checkpoint(tmp_path / "one.ckpt")  # in the file's place
+    assert (tmp_path / "one.ckpt").is_dir()
+
+
+def test_lightnings_tool_makes_a_file_for_its_own_strategies(tmp_path: Path) -> None:
+    module = make("lightning", optimizer="AdamW")
+    trainer = fit("lightning", module, sharded("lightning"), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "folder")
+    want = state_of(trainer)
+    torch.save(
+        _format_checkpoint(_load_distributed_checkpoint(tmp_path / "folder")), tmp_path / "one.ckpt"
+    )
+    plain = make("lightning", seed=7, optimizer="AdamW")
+    fit("lightning", plain, "auto", max_epochs=1, ckpt_path=tmp_path / "one.ckpt")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, want["model"][name]), name
+    state = plain.trainer.optimizers[0].state_dict()["state"]
+    for index, entry in want["optimizer"]["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(state[index][key], value), (index, key)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluating_from_a_folder(stage: str, tmp_path: Path) -> None:
+    module = make("lightning")
+    trainer = fit("lightning", module, sharded("lightning"), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "all")
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    want = state_of(trainer)["model"]
+    for name in ("all", "weights"):
+        other = make("lightning", seed=6)
+        evaluating = make_trainer("lightning", sharded("lightning"), max_epochs=1)
+        getattr(evaluating, stage)(other, ckpt_path=tmp_path / name)
+        same(evaluating.strategy.engine.model_state_dict(), want, name)
+    assert not list((tmp_path / "weights").glob("*optimizer*"))
+    keys = torch.load(tmp_path / "weights" / "meta.pt", weights_only=True)
+    assert "optimizer_states" not in keys
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    """ModelCheckpoint removes folders as it removes files."""
+    checkpoint = load_tree("lightning").callbacks.ModelCheckpoint(
+        tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True
+    )
+    fit(
+        "lightning",
+        make("lightning"),
+        sharded("lightning"),
+        max_epochs=1,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+    )
+    assert len(list(tmp_path.iterdir())) == 3
+    assert all((p / "manifest.json").is_file() for p in tmp_path.iterdir())
+
+
+def test_what_is_refused_by_name(tmp_path: Path) -> None:
+    module = make("lightning")
+    trainer = make_trainer("lightning", sharded("lightning"), max_epochs=1)
+    trainer.strategy.connect(module)
+    with pytest.raises(gs.GeminiError, match="no stage has begun"):
+        trainer.save_checkpoint(tmp_path / "early")
+    trainer.fit(module)
+    with pytest.raises(TypeError, match="storage_options have no use"):
+        trainer.save_checkpoint(tmp_path / "options", storage_options={})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(gs.GeminiError, match="is there already and is no checkpoint folder"):
+        trainer.save_checkpoint(tmp_path / "mine")
+    trainer.strategy.engine.save(tmp_path / "plain")
+    other = make_trainer("lightning", sharded("lightning"), max_epochs=1)
+    with pytest.raises(gs.GeminiError, match=r"was saved by engine.save\(\)"):
+        other.fit(make("lightning"), ckpt_path=tmp_path / "plain")
+    with pytest.raises(ValueError, match="state_dict_type"):
+        strategy_class("lightning")(state_dict_type="both")
