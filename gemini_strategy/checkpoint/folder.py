@@ -36,6 +36,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system without it for folders
+            raise
     finally:
         os.close(descriptor)
 
@@ -63,13 +66,13 @@ class Draft:
                 f"{target} is there already and is no checkpoint folder: give another name, or remove it"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".{target.name}.saving-*"):
+        for left in _beside(target, "saving"):
             if not _is_in_use(left):  # of a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-        self.path = self._beside("saving")
+                _remove(left)
+        self.path = self._other_name("saving")
         self.path.mkdir()
 
-    def _beside(self, what: str) -> Path:
+    def _other_name(self, what: str) -> Path:
         mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         return self._target.with_name(f".{self._target.name}.{what}-{mark}")
 
@@ -83,14 +86,14 @@ class Draft:
             old = self._exchange()
             sync(self._target.parent)
             _remove(old)
-        for old in self._target.parent.glob(f".{self._target.name}.old-*"):
+        for old in _beside(self._target, "old"):
             _remove(old)
 
     def _exchange(self) -> Path:
         """Gives where the old folder is now."""
         if rename_exchange(self.path, self._target):
             return self.path
-        old = self._beside("old")
+        old = self._other_name("old")
         self._target.rename(old)
         self.path.rename(self._target)
         return old
@@ -98,6 +101,13 @@ class Draft:
     def discard(self) -> None:
         """Nothing of it is kept."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _beside(target: Path, what: str) -> list[Path]:
+    """What `_other_name` has given, of this process or another."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.{what}-.+-\d+-[0-9a-f]{{8}}")
+    parent = target.parent
+    return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []
 
 
 def _remove(path: Path) -> None:
@@ -143,7 +153,7 @@ def find(folder: Path, is_ours: Callable[[Path], bool]) -> Path:
     for path in (folder, folder / LATEST):
         if is_ours(path):
             return path
-    for path in sorted(folder.parent.glob(f".{folder.name}.old-*")):
+    for path in _beside(folder, "old"):
         if not folder.exists() and is_ours(path):
             return path
     what = "is no checkpoint folder" if folder.exists() else "does not exist"
@@ -160,7 +170,8 @@ def series_name(step: int) -> str:
 
 def point(series: Path, name: str) -> None:
     """`latest` in `series` is `name` from now on."""
-    link = series / f".{LATEST}-{secrets.token_hex(4)}"
+    link = series / f".{LATEST}"
+    link.unlink(missing_ok=True)  # of a process that was killed
     link.symlink_to(name)
     link.replace(series / LATEST)
     sync(series)

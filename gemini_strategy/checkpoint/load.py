@@ -43,7 +43,8 @@ def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
     loading = together(ranks, what, lambda: _Loading(runtime, folder, parts))
     ranks.agree({"manifest": loading.manifest.digest}, what)
     together(ranks, what, loading.check_bytes)
-    together(ranks, what, loading.apply)
+    started = f"{what}, which is loaded in part now (load again before training on)"
+    together(ranks, started, loading.apply)
     return loading.extra
 
 
