@@ -10,7 +10,17 @@ from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoin
 
 import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
-from lightning_case import TREES, fit, load_tree, make, make_trainer, same
+from helpers.ranks import run_ranks, values
+from lightning_case import (
+    TREES,
+    fit,
+    load_tree,
+    make,
+    make_trainer,
+    ranked_trainer,
+    same,
+    summable,
+)
 
 ALL_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 
@@ -177,3 +187,34 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
         other.fit(make("lightning"), ckpt_path=tmp_path / "plain")
     with pytest.raises(ValueError, match="state_dict_type"):
         strategy_class("lightning")(state_dict_type="both")
+
+
+def on_ranks(rank: int, size: int, folder: str, first: str | None) -> Any:
+    """The engine's state after two epochs, or of another model that has gone on from the first one's folder."""
+    module = summable("lightning", 0 if first is None else 4, n_ranks=size)
+    checkpoint = load_tree("lightning").callbacks.ModelCheckpoint(
+        folder, filename="{epoch}", save_top_k=-1
+    )
+    trainer = ranked_trainer(
+        rank,
+        size,
+        "lightning",
+        sharded("lightning", report=False),
+        precision="bf16-mixed",
+        max_epochs=2,
+        callbacks=[checkpoint] if first is None else [],
+        enable_checkpointing=first is None,
+    )
+    trainer.fit(module, ckpt_path=first)
+    return trainer.strategy.engine.state_dict()
+
+
+def test_ranks_write_their_parts_and_go_on(tmp_path: Path) -> None:
+    for name in ("a", "b", "saved"):
+        (tmp_path / name).mkdir()
+    saved = str(tmp_path / "saved")
+    want = values(run_ranks(2, tmp_path / "a", on_ranks, saved, None))
+    assert len(list((tmp_path / "saved" / "epoch=0.ckpt").glob("*.distcp"))) == 2
+    got = values(run_ranks(2, tmp_path / "b", on_ranks, saved, f"{saved}/epoch=0.ckpt"))
+    for one in (want[1], *got):
+        same(one, want[0], "state")
