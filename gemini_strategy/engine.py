@@ -315,16 +315,15 @@ class Engine(Uncopied):
             extra: plain data to be kept beside it (the states of schedulers and loaders, the position in the loop), of
                 each rank its own: numbers, strings, lists, tuples, dicts, tensors.
             keep_last: `folder` is for a series of checkpoints: this one is `step-000000123` in it, `latest` names it
-                when all of it is on the disk, and only so many are kept.
+                when all of it is on the disk, and only the last so many that were saved are kept.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
             GeminiError: it cannot be written, on which rank and why; or `folder` is there and no checkpoint.
+            ValueError: keep_last is less than 1.
         """
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last={keep_last!r} must be at least 1")
         return save(self._runtime, Path(folder), extra, keep_last)
 
     def load(self, folder: str | os.PathLike[str], *, model_only: bool = False) -> Any:

@@ -76,6 +76,7 @@ class Runtime(Uncopied, Reporting):
     """
 
     engine: Any = None
+    half_loaded: str | None = None  # what engine.load() has begun and not ended
 
     def __init__(
         self,
@@ -310,6 +311,11 @@ class Runtime(Uncopied, Reporting):
     def check_open(self) -> None:
         if self.closed:
             raise GeminiError("this engine is closed: call gemini_strategy.manage() again")
+        if self.half_loaded is not None:
+            raise GeminiError(
+                f"{self.half_loaded} was interrupted, and the model is partly of one state and partly of another: "
+                "engine.load() a checkpoint first"
+            )
 
     def slot_of(self, parameter: torch.Tensor) -> Slot:
         """The slot of one of this engine's parameters."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_strategy import _C
+from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.slot import FORMATS, Slot
 
 if TYPE_CHECKING:
@@ -65,14 +66,17 @@ class Field:
 
 
 class Model:
-    """A model's state, by the names of `model.state_dict()`.
+    """A model's state, by the names of `model.state_dict()`, and of the parameters that are trained all.
 
     Attributes:
         names: all of them, in order.
         slots: of managed parameters, by their first name there.
         aliases: other names of them, with that first name.
-        tensors: buffers and what else is no managed parameter.
-        others: what is no tensor (`get_extra_state`).
+        tensors: buffers.
+        others: what else there is: extra states, and what hooks of the module make.
+
+    Raises:
+        GeminiError: something that cannot be kept, by name.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -80,20 +84,30 @@ class Model:
         self.aliases: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.others: dict[str, Any] = {}
-        first: dict[int, str] = {}
-        state = runtime.model.state_dict(keep_vars=True)
+        model = runtime.model
+        # A hook may have put copies there.
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        known = {id(buffer) for buffer in buffers.values()}
+        state = model.state_dict(keep_vars=True)
         self.names = list(state)
+        first: dict[int, str] = {}
         for name, value in state.items():
-            slot = getattr(value, "_gm_slot", None)
+            slot = getattr(value, "_gm_slot", getattr(parameters.get(name), "_gm_slot", None))
             if slot is not None and slot.id in first:
                 self.aliases[name] = first[slot.id]
             elif slot is not None:
                 first[slot.id] = name
                 self.slots[name] = slot
-            elif isinstance(value, torch.Tensor):
-                self.tensors[name] = value.detach()
+            elif isinstance(value, torch.Tensor) and (id(value) in known or name in buffers):
+                buffer = value if id(value) in known else buffers[name]
+                self.tensors[name] = _checked(name, buffer)
             else:
                 self.others[name] = value
+        for slot in runtime.slots:
+            if slot.has_moments and slot.id not in first:
+                self.names.append(slot.name)
+                self.slots[slot.name] = slot
 
     def fields(self, runtime: Runtime, with_optimizer: bool) -> Iterator[Field]:
         """Weights, and the moments of what has been updated."""
@@ -114,3 +128,12 @@ def memory_order(slot: Slot) -> tuple[int, ...]:
     if slot.is_row_major:
         return tuple(range(len(slot.shape)))
     return tuple(sorted(range(len(slot.shape)), key=lambda d: (-slot.strides[d], d)))
+
+
+def _checked(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_meta:
+        raise GeminiError(
+            f"the buffer {name} is {'on the meta device' if buffer.is_meta else buffer.layout}: engine.save() and "
+            "engine.load() know ordinary tensors only"
+        )
+    return buffer.detach()

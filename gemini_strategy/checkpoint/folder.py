@@ -48,7 +48,7 @@ class Draft:
 
     Args:
         target: where it goes; its parent is made if it is not there.
-        is_ours: whether a folder that is there already may be replaced.
+        objection: why what is there already may not be replaced; None: it may.
 
     Attributes:
         path: where to write.
@@ -58,13 +58,14 @@ class Draft:
         OSError: it cannot be made.
     """
 
-    def __init__(self, target: Path, is_ours: Callable[[Path], bool]) -> None:
+    def __init__(self, target: Path, objection: Callable[[Path], str | None]) -> None:
         self._target = target
         is_empty = target.is_dir() and not any(target.iterdir())
-        if target.exists() and not is_empty and not is_ours(target):
-            raise GeminiError(
-                f"{target} is there already and is no checkpoint folder: give another name, or remove it"
-            )
+        reason = objection(target) if target.exists() and not is_empty else None
+        if is_empty and target == Path.cwd():
+            reason = "is the current folder"
+        if reason is not None:
+            raise GeminiError(f"{target} {reason}: give another name, or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in _beside(target, "saving"):
             if not _is_in_use(left):  # of a process that was killed
@@ -152,7 +153,7 @@ def find(folder: Path, is_ours: Callable[[Path], bool]) -> Path:
     """
     for path in (folder, folder / LATEST):
         if is_ours(path):
-            return path
+            return path.resolve()  # where it is, whatever `latest` names later
     for path in _beside(folder, "old"):
         if not folder.exists() and is_ours(path):
             return path
@@ -178,8 +179,9 @@ def point(series: Path, name: str) -> None:
 
 
 def keep(series: Path, n: int, is_ours: Callable[[Path], bool]) -> None:
-    """Removes all but the last n checkpoints of a series."""
+    """Removes all but the n checkpoints of a series that were saved last, whatever their steps."""
     found = [p for p in series.iterdir() if _SERIES.fullmatch(p.name) and is_ours(p)]
-    found.sort(key=lambda path: int(_SERIES.fullmatch(path.name)[1]))  # type: ignore[index]
+    newest = (series / LATEST).resolve()
+    found.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns, path.name))
     for path in found[: max(len(found) - n, 0)]:
         shutil.rmtree(path)

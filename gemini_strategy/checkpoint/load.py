@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gemini_strategy.checkpoint.contents import MOMENTS, Field, Model, memory_order, moment
 from gemini_strategy.checkpoint.manifest import Manifest, Stored, find
@@ -37,14 +38,20 @@ EVERYTHING = frozenset({"model", "optimizer", "random"})
 
 def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
     """See Engine.load; parts: of EVERYTHING, where the loss scaler goes with the optimizer."""
-    runtime.check_open()
-    what = f"loading {folder}"
+    if runtime.half_loaded is None:
+        runtime.check_open()
+    what, was = f"loading {folder}", runtime.half_loaded
     ranks = runtime.ranks
     loading = together(ranks, what, lambda: _Loading(runtime, folder, parts))
-    ranks.agree({"manifest": loading.manifest.digest}, what)
-    together(ranks, what, loading.check_bytes)
-    started = f"{what}, which is loaded in part now (load again before training on)"
-    together(ranks, started, loading.apply)
+    try:
+        ranks.agree({"manifest": loading.manifest.digest, "parts": sorted(parts)}, what)
+        together(ranks, what, loading.check_bytes)
+        runtime.half_loaded = what
+        together(ranks, what, loading.apply)
+        if parts == EVERYTHING or was is None:
+            runtime.half_loaded = None
+    finally:
+        loading.manifest.close()
     return loading.extra
 
 
@@ -59,7 +66,7 @@ class _Loading:
         self._runtime = runtime
         self._parts = parts
         self.manifest = Manifest(find(folder))
-        self.manifest.check_files()
+        self.manifest.open_files()
         self._model = Model(runtime)
         self._with_optimizer = "optimizer" in parts and runtime.optimizer is not None
         self._rest = self.manifest.rest
@@ -86,8 +93,8 @@ class _Loading:
         if leased:
             name = runtime.slots_by_id[leased[0]].name
             raise GeminiError(
-                f"{name}: a tensor outside its module shows it (inside engine.full_parameters(), say): load when "
-                "nobody has one"
+                f"{name}: a tensor outside its module shows it (inside engine.full_parameters(), or its NumPy array): "
+                "load when nobody has one"
             )
 
     def _own(self) -> dict[str, Any]:
@@ -111,18 +118,29 @@ class _Loading:
         lacking = [n for n in [*known, *model.aliases] if n not in saved and n not in aliases]
         lacking += [name for name in model.others if name not in others]
         more = [n for n in [*saved, *aliases] if n not in known and n not in model.aliases]
+        more += [name for name in others if name not in model.others]
         wrong = []
         for name in known & saved:
             stored = tensors[f"model.{name}"]
             slot = model.slots.get(name)
-            shape = tuple(model.tensors[name].shape) if slot is None else slot.shape
-            dtype = model.tensors[name].dtype if slot is None else slot.dtype
+            here = model.tensors[name] if slot is None else slot
+            shape, dtype = tuple(here.shape), here.dtype
+            is_float = slot is not None and dtype in FORMATS
             if stored.shape != shape:
                 wrong.append(f"{name} has shape {stored.shape} there and {shape} here")
-            elif stored.dtype.is_floating_point != dtype.is_floating_point or (
-                slot is not None and slot.dtype not in FORMATS and stored.dtype is not slot.dtype
+            elif not (
+                stored.dtype.is_floating_point
+                if is_float
+                else stored.dtype is dtype or (slot is None and torch.can_cast(stored.dtype, dtype))
             ):
                 wrong.append(f"{name} is of {stored.dtype} there and of {dtype} here")
+            elif slot is None and any(
+                step == 0 < size - 1 for step, size in zip(here.stride(), shape, strict=True)
+            ):
+                wrong.append(f"{name} is expanded here, and cannot be written")
+        for name, first in model.aliases.items():
+            if name in saved and self._first(name) != self._first(first):
+                wrong.append(f"{first} and {name} are one parameter here and two there")
         self._refuse("the model", lacking, more, wrong)
 
     def _check_optimizer(self) -> None:
@@ -175,12 +193,15 @@ class _Loading:
         """Fields of this model, and what is stored of them."""
         tensors = self.manifest.tensors
         for name, slot in self._model.slots.items() if "model" in self._parts else ():
-            stored = name if f"model.{name}" in tensors else self._rest["aliases"][name]
-            yield Field(("model", name), slot, "master"), tensors[f"model.{stored}"]
+            yield Field(("model", name), slot, "master"), tensors[f"model.{self._first(name)}"]
         if self._with_optimizer:
             for slot in self._runtime.slots:
                 for key in MOMENTS if slot.name in self._rest["optimizer"]["steps"] else ():
                     yield moment(slot, key), tensors[moment(slot, key).key]
+
+    def _first(self, name: str) -> str:
+        """Under which of a tied parameter's names it is stored."""
+        return name if f"model.{name}" in self.manifest.tensors else self._rest["aliases"][name]
 
     def check_bytes(self) -> None:
         """Reads all that `apply` will read."""
@@ -205,8 +226,11 @@ class _Loading:
             for slot in runtime.slots:
                 slot.loaded = slot.low = None
                 slot.note_change()
-            tensors = {name: self.manifest.whole(f"model.{name}") for name in self._model.tensors}
-            runtime.model.load_state_dict({**tensors, **self._others}, strict=False)
+            with torch.no_grad():
+                for name, buffer in self._model.tensors.items():
+                    buffer.copy_(self.manifest.whole(f"model.{name}"))
+            if self._others:
+                nn.Module.load_state_dict(runtime.model, self._others, strict=False)
         if self._with_optimizer:
             self._apply_optimizer()
         if self._random is not None and "random" in self._parts:
@@ -228,24 +252,25 @@ class _Loading:
         optimizer: Any = runtime.optimizer
         steps = self._rest["optimizer"]["steps"]
         for slot in runtime.slots:
-            _note_state(slot, steps.get(slot.name))
+            self._note_state(slot, steps.get(slot.name))
         if runtime.scaler is not None and self._scaler is not None:
             runtime.scaler.load_state_dict(self._scaler)
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        by_name = {slot.name: slot for slot in runtime.slots}
-        for slot in runtime.slots:
-            if slot.has_state:
-                _ = optimizer.state[slot.parameter]  # it has an entry from now on
-        for name, more in self._states.items():
-            optimizer.state[by_name[name].parameter].update(more)
 
-
-def _note_state(slot: Slot, step: int | None) -> None:
-    """The moments are those of so many updates; None: there are none."""
-    if step is None and slot.has_state:
-        slot.forget_state()
-    elif step is not None:
-        slot.adam_step = step
-        slot.has_state = True
-        slot.note_state_change()
+    def _note_state(self, slot: Slot, step: int | None) -> None:
+        """The moments are those of so many updates; None: there are none."""
+        states: Any = self._runtime.optimizer.state  # type: ignore[union-attr]
+        own = self._states.get(slot.name, {})
+        if step is not None:
+            slot.adam_step = step
+            slot.has_state = True
+            slot.note_state_change()
+        elif slot.parameter in states:
+            del states[slot.parameter]
+        if step is None and not own:
+            return
+        entry = states[slot.parameter]  # there is one from now on
+        for key in [key for key in dict.keys(entry) if key not in own]:
+            dict.__delitem__(entry, key)
+        entry.update(own)

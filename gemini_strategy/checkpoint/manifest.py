@@ -114,6 +114,7 @@ class Manifest:
                 "checkpoint"
             )
         self.digest = digest
+        self._files: dict[str, Any] = {}
         try:
             content = json.loads(body)
             self._sizes: dict[str, int] = dict(content["files"])
@@ -124,11 +125,15 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise GeminiError(f"{path}: {type(error).__name__}: {error}") from None
 
-    def check_files(self) -> None:
-        """Raises a GeminiError for a file that is missing, no ordinary file, or of another length."""
+    def open_files(self) -> None:
+        """What is read from now on is what was there now, also when another checkpoint gets the folder's name.
+
+        Raises:
+            GeminiError: a file is missing, no ordinary file, or of another length.
+        """
         for name, size in self._sizes.items():
-            with _opened(self.folder / name) as file:
-                found = os.fstat(file.fileno()).st_size
+            file = self._files[name] = _opened(self.folder / name)
+            found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise GeminiError(
                     f"{self.folder / name} has {found} bytes, and the checkpoint was saved with {size}"
@@ -144,15 +149,18 @@ class Manifest:
         for piece in stored.pieces:
             if piece.first >= first + n or piece.first + piece.n <= first:
                 continue
-            with _opened(self.folder / piece.file) as file:
-                file.seek(piece.offset)
-                data = bytearray(piece.n * width)
-                if file.readinto(data) != len(data) or zlib.crc32(data) != piece.crc:
-                    raise GeminiError(
-                        f"{self.folder / piece.file} is damaged: the {len(data)} bytes at {piece.offset} are not those "
-                        "that were saved; load another checkpoint"
-                    )
+            data = bytearray(piece.n * width)
+            self._files[piece.file].seek(piece.offset)
+            if self._files[piece.file].readinto(data) != len(data) or zlib.crc32(data) != piece.crc:
+                raise GeminiError(
+                    f"{self.folder / piece.file} is damaged: the {len(data)} bytes at {piece.offset} are not those "
+                    "that were saved; load another checkpoint"
+                )
             yield piece.first, torch.frombuffer(data, dtype=stored.dtype)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
     def whole(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
@@ -160,7 +168,7 @@ class Manifest:
 
     def whole_of(self, stored: Stored) -> torch.Tensor:
         """The same; its elements lie in the order in which they were saved."""
-        flat = torch.empty(stored.numel, dtype=stored.dtype)
+        flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
         for first, values in self.read(stored, 0, stored.numel):
             flat[first : first + values.numel()] = values
         return in_shape(flat, stored)
@@ -180,7 +188,7 @@ def _opened(path: Path) -> Any:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise GeminiError(f"{path} is no ordinary file")
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return os.fdopen(descriptor, "rb")
 
 
 def _stored(name: str, code: dict[str, Any], sizes: dict[str, int]) -> Stored:
@@ -219,6 +227,11 @@ def write(
             code["order"] = stored.order
     content = {"files": sizes, "tensors": codes, "rest": rest}
     body = json.dumps(content, separators=(",", ":")).encode()
+    if len(body) > _MOST_MANIFEST:
+        raise GeminiError(
+            f"what is beside the tensors (extra) has {len(body)} bytes, more than {_MOST_MANIFEST}: keep large data in "
+            "tensors"
+        )
     head = f"{_FORMAT} {len(body)} {hashlib.sha256(body).hexdigest()}\n".encode()
     with open(folder / MANIFEST, "xb") as file:
         file.write(head + body)

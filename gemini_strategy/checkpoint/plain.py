@@ -7,6 +7,7 @@ dicts, NumPy's scalars as Python's. Loading makes nothing else, so a file cannot
 from __future__ import annotations
 
 import base64
+import io
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,8 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
+    if isinstance(value, io.BytesIO):  # as some modules' extra state is
+        return {"file": base64.b64encode(value.getvalue()).decode()}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
@@ -76,8 +79,9 @@ def decode(code: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
         return tensor(content)
     if kind == "array" and type(content) is int:
         return tensor(content).numpy()
-    if kind == "bytes" and isinstance(content, str):
-        return base64.b64decode(content, validate=True)
+    if kind in ("bytes", "file") and isinstance(content, str):
+        raw = base64.b64decode(content, validate=True)
+        return raw if kind == "bytes" else io.BytesIO(raw)
     if kind == "tuple" and isinstance(content, list):
         return tuple(decode(item, tensor) for item in content)
     if kind == "dict" and isinstance(content, list):

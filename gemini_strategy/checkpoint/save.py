@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["save"]
 
 MOST_ELEMENTS = 1 << 22  # of a piece
+_OWN = re.compile(r"\.metadata|meta\.pt|manifest\.json|__\d+_\d+\.distcp")
 _STRETCH = 1 << 30  # bytes of tensors between two meetings
 
 
@@ -98,15 +100,15 @@ def save(
     *,
     meta: Any = None,
     with_optimizer: bool = True,
-    is_ours: Callable[[Path], bool] | None = None,
+    replaces_files: bool = False,
 ) -> Path:
     """See Engine.save.
 
     Args:
         runtime, target, extra, keep_last: as there.
-        meta: what is in the file meta.pt; None: extra and the loss scaler's state.
+        meta: what is in the file meta.pt; None: the loss scaler's state.
         with_optimizer: False: the model alone.
-        is_ours: what else than a checkpoint folder may be replaced.
+        replaces_files: an ordinary file of the target's name may be replaced, too.
 
     Returns:
         The checkpoint's folder.
@@ -119,20 +121,20 @@ def save(
         steps = max((slot.adam_step for slot in runtime.slots), default=0)
         target = series / folder.series_name(steps)
     what = f"saving {target}"
-    together(ranks, what, lambda: _check(runtime))
-    draft = together(ranks, what, lambda: _begin(runtime, target, is_ours or _is_old_checkpoint))
-    path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
+    model = together(ranks, what, lambda: _begin(runtime, keep_last))
+    draft = together(ranks, what, lambda: _draft(runtime, target, series, replaces_files))
     try:
-        own = _write_part(runtime, what, path, extra, with_optimizer)
+        path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
+        own = _write_part(runtime, model, what, path, extra, with_optimizer)
         everyone = ranks.gather(what, own)
 
         def publish() -> None:
             if draft is not None:
-                _write_manifest(runtime, path, everyone, extra, meta)
+                _write_manifest(runtime, path, everyone, model.names, meta)
                 draft.publish()
-                if series is not None:
+                if series is not None and keep_last is not None:
                     folder.point(series, target.name)
-                    folder.keep(series, keep_last or 1, manifest.is_checkpoint)
+                    folder.keep(series, keep_last, manifest.is_checkpoint)
 
         together(ranks, what, publish)
     except BaseException:
@@ -142,23 +144,37 @@ def save(
     return target
 
 
-def _check(runtime: Runtime) -> None:
+def _begin(runtime: Runtime, keep_last: int | None) -> Model:
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last={keep_last!r} must be at least 1")
     runtime.recover()
     runtime.collect()
     runtime.core.drain()
+    return Model(runtime)
 
 
-def _begin(runtime: Runtime, target: Path, is_ours: Callable[[Path], bool]) -> folder.Draft | None:
-    return None if runtime.ranks.rank else folder.Draft(target, is_ours)
+def _draft(
+    runtime: Runtime, target: Path, series: Path | None, replaces_files: bool
+) -> folder.Draft | None:
+    if runtime.ranks.rank:
+        return None
+    if series is not None and manifest.is_checkpoint(series):
+        raise GeminiError(f"{series} is a checkpoint itself: keep a series in another folder")
+    return folder.Draft(target, lambda old: _objection(old, replaces_files))
 
 
-def _is_old_checkpoint(path: Path) -> bool:
-    """Whether saving there may replace it: one of ours, or of torch.distributed.checkpoint."""
-    return manifest.is_checkpoint(path) or (path / ".metadata").is_file()
+def _objection(old: Path, replaces_files: bool) -> str | None:
+    """Why what has the name may not be replaced: only what a saving has made goes."""
+    if old.is_file() and replaces_files:
+        return None
+    if not old.is_dir() or not (manifest.is_checkpoint(old) or (old / ".metadata").is_file()):
+        return "is there already and is no checkpoint folder"
+    names = sorted(path.name for path in old.iterdir() if not _OWN.fullmatch(path.name))
+    return f"is a checkpoint with {names[0]!r} of somebody else in it" if names else None
 
 
 def _write_part(
-    runtime: Runtime, what: str, path: Path, extra: Any, with_optimizer: bool
+    runtime: Runtime, model: Model, what: str, path: Path, extra: Any, with_optimizer: bool
 ) -> dict[str, Any]:
     ranks = runtime.ranks
     part: _Part | None = None
@@ -172,7 +188,6 @@ def _write_part(
 
     part = together(ranks, what, begin)
     try:
-        model = Model(runtime)
         for stretch in _stretches(runtime, model, part, with_optimizer):
             together(ranks, what, stretch)
 
@@ -241,7 +256,10 @@ def _write_rest(
             part.add_whole(f"model.{name}", value, ("model", name))
         for name, value in model.others.items():
             rest.setdefault("model", {})[name] = encode(value, name, tensors)
-            part.add_object(("model", name), value)
+            if isinstance(value, torch.Tensor):
+                part.add_whole(f"other: {name}", value, ("model", name))
+            else:
+                part.add_object(("model", name), value)
         rest["aliases"] = model.aliases
         if runtime.scaler is not None:
             rest["scaler"] = encode(runtime.scaler.state_dict(), "the loss scaler", tensors)
@@ -268,7 +286,7 @@ def _write_optimizer(runtime: Runtime, part: _Part, tensors: list[torch.Tensor])
         if slot.has_state:
             steps[slot.name] = slot.adam_step
             path = ("optimizer_0", "state", slot.name, "step")
-            step = torch.tensor(float(slot.adam_step))
+            step = torch.tensor(float(slot.adam_step), device="cpu")
             part.add_whole(".".join(path), step, path)
         known = ("step", "exp_avg", "exp_avg_sq", "remainder", "master") if slot.has_moments else ()
         others |= (
@@ -283,7 +301,7 @@ def _write_optimizer(runtime: Runtime, part: _Part, tensors: list[torch.Tensor])
 
 
 def _write_manifest(
-    runtime: Runtime, path: Path, everyone: list[dict[str, Any]], extra: Any, meta: Any
+    runtime: Runtime, path: Path, everyone: list[dict[str, Any]], names: list[str], meta: Any
 ) -> None:
     """Of all ranks' parts one folder: the manifest last."""
     stored: dict[str, dict[str, Any]] = {}
@@ -308,10 +326,11 @@ def _write_manifest(
     for alias, name in rest["aliases"].items():
         parts[f"model.{alias}"] = parts[f"model.{name}"]
         paths[f"model.{alias}"] = ("model", alias)
-    order = [f"model.{name}" for name in Model(runtime).names]  # as the model has them
-    order += [name for name in stored if name in parts] + list(parts)
-    parts = {key: parts[key] for key in dict.fromkeys(order)}
+    order = [f"model.{name}" for name in names]  # as the model has them
+    order += [*stored, *parts]
+    parts = {key: parts[key] for key in dict.fromkeys(order) if key in parts}
     same = {f"model.{alias}": f"model.{name}" for alias, name in rest["aliases"].items()}
+    same |= {f"model.{name}": f"other: {name}" for name in names if f"other: {name}" in tensors}
     kinds = {
         key: (tensors[name].dtype, tensors[name].shape)
         for key in parts
@@ -319,7 +338,7 @@ def _write_manifest(
     }
     if meta is None:
         scaler = runtime.scaler.state_dict() if runtime.scaler is not None else None
-        meta = {"extra": extra, "scaler": scaler}
+        meta = {"scaler": scaler}
     distcp.write(path, paths, kinds, parts, meta)
     rest["ranks"] = [{key: own["rest"][key] for key in ("extra", "random")} for own in everyone]
     del rest["extra"], rest["random"]

@@ -121,7 +121,7 @@ class Checkpoints:
             path,
             with_optimizer="optimizer_states" in checkpoint,
             meta=meta,
-            is_ours=lambda old: old.is_file() or is_checkpoint(old),
+            replaces_files=True,
         )
 
     # -- loading ---------------------------------------------------------------------------------------------

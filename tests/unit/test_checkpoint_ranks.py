@@ -239,6 +239,24 @@ def test_damage_that_one_rank_reads(forks: Forks, tmp_path: Path) -> None:
         assert before == after
 
 
+def differing_job(rank: int, folder: str) -> tuple[str, str, str]:
+    engine = engine_of(4)
+    before = digest(engine)
+    try:
+        engine.load(folder, model_only=rank == 1)
+        error = "none"
+    except gs.GeminiError as raised:
+        error = str(raised)
+    return error, before, digest(engine)
+
+
+def test_ranks_that_load_other_parts(forks: Forks, tmp_path: Path) -> None:
+    run(forks, save_job, str(tmp_path / "saved"), {}, ranks=2)
+    for error, before, after in run(forks, differing_job, str(tmp_path / "saved"), ranks=2):
+        assert "parts" in error
+        assert before == after
+
+
 def dying_job(rank: int, folder: str) -> str:
     engine = engine_of(3, timeout=5.0)
     train(engine, range(2))
