@@ -18,6 +18,7 @@ from torch import nn
 from gemini_strategy import close
 from gemini_strategy import state as states
 from gemini_strategy.checkpoint.load import EVERYTHING, load
+from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
@@ -25,6 +26,7 @@ from gemini_strategy.parameters import absent, masters
 from gemini_strategy.report import tables
 from gemini_strategy.report import timeline as timelines
 from gemini_strategy.runtime import Runtime, Uncopied
+from gemini_strategy.sizes import parse_bytes
 
 __all__ = ["Engine"]
 
@@ -345,6 +347,50 @@ class Engine(Uncopied):
         """
         parts = {"model"} if model_only else EVERYTHING
         return load(self._runtime, Path(folder), parts)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        module: nn.Module | None = None,
+    ) -> Path:
+        """Saves the weights as a Hugging Face folder, which `from_pretrained` of the model's class loads.
+
+        It has safetensors files, their index if there are several, config.json and generation_config.json. Names are
+        those that transformers' own `save_pretrained` writes, and tied weights are in it once. Of a model with peft's
+        adapters only these are written (adapter_model.safetensors, adapter_config.json), and the frozen base is not
+        read. A module that is not of transformers becomes model.safetensors without a configuration.
+
+        All ranks call it, with a folder that all hosts can write, and each writes what it has, straight from where it
+        is. The folder is whole or not there at every moment, as with `save`. Files of an older model in it are
+        replaced; others, such as a tokenizer's, stay.
+
+        Args:
+            folder: where; its parents are made if they are not there.
+            dtype: of all floating-point parameters in the files (torch.float32, torch.bfloat16, torch.float16), rounded
+                from the fp32 masters; those that the model's class keeps in fp32 stay so. None: nothing is rounded,
+                trained parameters are their fp32 masters and frozen ones are as they are. config.json says which dtype
+                that is. Buffers are as they are.
+            max_shard_size: of one file; a larger tensor has a file of its own.
+            module: a module of the model, to save it alone; None: the model.
+
+        Returns:
+            The folder.
+
+        Raises:
+            GeminiError: it cannot be written, on which rank and why; a value is beyond the range of `dtype`; or
+                `folder` has other things than files. An older model in it is as it was then.
+        """
+        allowed = (None, torch.float32, torch.bfloat16, torch.float16)
+        if dtype not in allowed:
+            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(str, allowed))}")
+        most = parse_bytes(max_shard_size, name="max_shard_size")
+        module = self.model if module is None else module
+        if not any(module is each for each in self.model.modules()):
+            raise ValueError(f"module={type(module).__name__} is no module of the managed model")
+        return save_pretrained(self._runtime, Path(folder), dtype, most, module)
 
     # ---- the rest ----
 

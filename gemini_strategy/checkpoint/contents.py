@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
@@ -66,7 +67,8 @@ class Field:
 
 
 class Model:
-    """A model's state, by the names of `model.state_dict()`, and of the parameters that are trained all.
+    """A model's state, by the names of `model.state_dict()`, and of the parameters that are trained all; or the state of
+    a module in it.
 
     Attributes:
         names: all of them, in order.
@@ -79,12 +81,12 @@ class Model:
         GeminiError: something that cannot be kept, by name.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, module: nn.Module | None = None) -> None:
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.others: dict[str, Any] = {}
-        model = runtime.model
+        model = runtime.model if module is None else module
         # A hook may have put copies there.
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -104,7 +106,7 @@ class Model:
                 self.tensors[name] = _checked(name, buffer)
             else:
                 self.others[name] = value
-        for slot in runtime.slots:
+        for slot in runtime.slots if module is None else ():
             if slot.has_moments and slot.id not in first:
                 self.names.append(slot.name)
                 self.slots[slot.name] = slot

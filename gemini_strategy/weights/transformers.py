@@ -1,23 +1,32 @@
-"""What transformers says of its models: names in files, ties, patterns that are ignored.
+"""What transformers and peft say of their models: names in files, ties, patterns that are ignored, configurations.
 
-Nothing here imports transformers: a program that has a model of it has loaded it.
+Nothing here imports either: a program that has a model of them has loaded them.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from gemini_strategy.errors import GeminiError
 
 __all__ = [
+    "Output",
     "base_prefix",
     "declared_ties",
     "ignores_missing",
     "ignores_unused",
     "is_transformer",
+    "keeps_fp32",
+    "outputs",
     "renaming",
 ]
 
@@ -25,9 +34,9 @@ _ROTARY = re.compile(r"rotary_emb\.inv_freq")
 _POSITIONS = re.compile(r"(^|\.)position_ids$")
 
 
-def _loaded(module: str, name: str) -> Any:
+def _loaded(module: str, name: str, package: str = "transformers.") -> Any:
     """A name of one of its modules; None where that is not loaded or has no such name."""
-    return getattr(sys.modules.get(f"transformers.{module}"), name, None)
+    return getattr(sys.modules.get(package + module), name, None)
 
 
 def is_transformer(module: nn.Module) -> bool:
@@ -87,3 +96,152 @@ def ignores_unused(module: nn.Module, name: str) -> bool:
     if _ROTARY.search(name):
         return any(buffer.endswith("rotary_emb.inv_freq") for buffer in buffers)
     return bool(_POSITIONS.search(name)) and any(b.endswith("position_ids") for b in buffers)
+
+
+# ---- saving ----
+
+
+@dataclass(frozen=True)
+class Output:
+    """Files of one kind that a model's own class would write.
+
+    Attributes:
+        folder: where, below the folder of the model; "" is that itself.
+        stem: of the files' names.
+        tensors: by the names in the files, as `convert` makes them of stand-ins.
+        convert: from tensors by the names of the state to those by the names in the files; what is not given takes no
+            part.
+        describe: writes the configurations into a folder, with the dtype that the weights have in the files.
+        others: further names of tensors, with the name that the file has.
+    """
+
+    folder: str
+    stem: str
+    tensors: dict[str, Tensor]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    describe: Callable[[Path, torch.dtype | None], None]
+    others: dict[str, str] = field(default_factory=dict)
+
+
+def keeps_fp32(module: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which parameters `from_pretrained(dtype=dtype)` keeps in fp32, by name."""
+    plan = getattr(module, "_get_dtype_plan", None) if is_transformer(module) else None
+    patterns = [key.replace("*", ".*") for key in plan(dtype)] if plan is not None else []
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def outputs(module: nn.Module, state: dict[str, Tensor]) -> list[Output]:
+    """What the module's class would write of its state: a model, or the adapters alone of one that has adapters.
+
+    Args:
+        module: any; what is of neither package becomes one file without a configuration.
+        state: stand-ins by the names in its state dict; several names of one tensor have the same one.
+
+    Raises:
+        GeminiError: it cannot be saved so.
+    """
+    peft_class = _loaded("peft_model", "PeftModel", "peft.")
+    if peft_class is not None and isinstance(module, peft_class):
+        return [_adapter(module, state, name) for name in module.peft_config]
+    if not is_transformer(module):
+        tensors = _without_ties(module, state, False)
+        first = {id(value): name for name, value in tensors.items()}
+        others = {name: first[id(value)] for name, value in state.items() if name not in tensors}
+        return [Output("", "model", tensors, dict, lambda *_: None, others)]
+    if getattr(module, "_hf_peft_config_loaded", False):
+        return [_own_adapter(module, state)]
+    if getattr(module, "hf_quantizer", None) is not None:
+        raise GeminiError(
+            f"{type(module).__name__} is quantized, and what its quantizer adds to files is not written here: "
+            "engine.close(), then model.save_pretrained()"
+        )
+    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    state = {name: value for name, value in state.items() if name not in ignored}
+    revert = _loaded("core_model_loading", "revert_weight_conversion")
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors if revert is None else revert(module, dict(tensors))
+
+    def describe(folder: Path, dtype: torch.dtype | None) -> None:
+        _describe_model(module, folder, dtype)
+
+    tensors = convert(_without_ties(module, state, True))
+    return [Output("", "model", tensors, convert, describe)]
+
+
+def _without_ties(
+    module: nn.Module, state: dict[str, Tensor], has_undeclared: bool
+) -> dict[str, Tensor]:
+    """Each tensor under one name, the one that its class declares as the source where it does.
+
+    has_undeclared: names that no class ties all stay, as nothing would tie them again at loading.
+    """
+    declared = declared_ties(module)
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    kept: set[str] = set()
+    for same in names.values():
+        sources = [name for name in same if name not in declared] or same[:1]
+        kept.update(sources if has_undeclared else sources[:1])
+    return {name: value for name, value in state.items() if name in kept}
+
+
+def _describe_model(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """config.json, generation_config.json and the code of a model that is registered with its own."""
+    config = copy.deepcopy(module.config)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(module).__name__]
+    if module.is_remote_code():
+        _loaded("dynamic_module_utils", "custom_object_save")(module, str(folder), config=config)
+    config.save_pretrained(str(folder))
+    if module.can_generate() and getattr(module, "generation_config", None) is not None:
+        module.generation_config.save_pretrained(str(folder))
+
+
+def _adapter_state(module: nn.Module, state: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    get = _loaded("save_and_load", "get_peft_model_state_dict", "peft.utils.")
+    return get(module, state_dict=dict(state), adapter_name=adapter)  # type: ignore[no-any-return]
+
+
+def _adapter(module: Any, state: dict[str, Tensor], name: str) -> Output:
+    """One adapter of a PeftModel."""
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return _adapter_state(module, {**state, **tensors}, name)
+
+    def describe(folder: Path, dtype: torch.dtype | None) -> None:
+        config = copy.deepcopy(module.peft_config[name])
+        config.inference_mode = True
+        base = module.get_base_model()
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+        kind = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        config.save_pretrained(
+            str(folder), auto_mapping_dict=kind if config.task_type is None else None
+        )
+
+    folder = "" if name == "default" else name
+    return Output(folder, "adapter_model", convert({}), convert, describe)
+
+
+def _own_adapter(module: Any, state: dict[str, Tensor]) -> Output:
+    """The adapter that a transformers model has been given by its `add_adapter`."""
+    active = module.active_adapters()
+    if len(active) != 1:
+        raise GeminiError(
+            f"{type(module).__name__} has the adapters {', '.join(active)} active, and a folder holds one: "
+            "model.set_adapter(name) chooses it"
+        )
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = _adapter_state(module, {**state, **tensors}, active[0])
+        return {f"base_model.model.{name}": value for name, value in found.items()}
+
+    def describe(folder: Path, dtype: torch.dtype | None) -> None:
+        if module.can_generate() and getattr(module, "generation_config", None) is not None:
+            module.generation_config.save_pretrained(str(folder))
+        copy.deepcopy(module.peft_config[active[0]]).save_pretrained(str(folder))
+
+    return Output("", "adapter_model", convert({}), convert, describe)
