@@ -129,6 +129,11 @@ class _Plan:
         groups: list[tuple[set[str], list[str]]] = []
         for name, tensor in output.tensors.items():
             found = origins(tensor)
+            if not found:
+                raise GeminiError(
+                    f"{name} is made of none of the model's tensors: engine.close(dtype=torch.float32), then "
+                    "model.save_pretrained()"
+                )
             source = next(iter(found), "")
             if len(found) == 1 and tensor is self._stands[source] and self._is_in_order(source):
                 self.direct.append((output, name, source))

@@ -207,6 +207,11 @@ def _adapter_state(module: nn.Module, state: dict[str, Tensor], adapter: str) ->
 
 def _adapter(module: Any, state: dict[str, Tensor], name: str) -> Output:
     """One adapter of a PeftModel."""
+    if module.peft_config[name].is_prompt_learning:
+        raise GeminiError(
+            f"the prompts of the adapter {name} are computed by running a part of the model, which would round them: "
+            "engine.close(dtype=torch.float32), then model.save_pretrained()"
+        )
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return _adapter_state(module, {**state, **tensors}, name)

@@ -391,6 +391,7 @@ ADAPTERS: dict[str, Callable[[], nn.Module]] = {
     "no task": lambda: lora(task_type=None),
     "a module besides": lambda: lora(modules_to_save=["norm"]),
     "two": two_adapters,
+    "ranks that change": lambda: adalora(),
 }
 
 
@@ -427,7 +428,30 @@ def test_of_peft_the_adapters_alone(
         llama(tie_word_embeddings=True), tmp_path / "mine", autocast_adapter_dtype=False
     )
     want = load_file(tmp_path / "its" / "adapter_model.safetensors")
-    assert_same_tensors(peft.get_peft_model_state_dict(again), want)
+    got = peft.get_peft_model_state_dict(again)
+    assert_same_tensors(got, {name: value.to(FP32) for name, value in want.items()})
+
+
+def test_prompts_are_refused(tmp_path: Path) -> None:
+    """Running their encoder would give what the 16-bit weights make of them."""
+
+    def build() -> nn.Module:
+        import peft
+
+        how = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+        return peft.get_peft_model(llama(), peft.PromptTuningConfig(**how))
+
+    engine = trained(build)
+    with pytest.raises(gs.GeminiError, match=r"adapter default are computed by running"):
+        engine.save_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def adalora() -> nn.Module:
+    import peft
+
+    how = {"task_type": "CAUSAL_LM", "init_r": 4, "target_r": 2, "total_step": 10}
+    return peft.get_peft_model(llama(), peft.AdaLoraConfig(target_modules=["q_proj"], **how))
 
 
 def test_an_adapter_of_transformers_own(tmp_path: Path) -> None:
@@ -620,7 +644,10 @@ def its_own_job(rank: int, folder: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_models_own_save_pretrained(ranks: int, forks: Forks, tmp_path: Path) -> None:
     """It writes the compute weights, as transformers sees the model."""
-    run(forks, its_own_job, str(tmp_path / "saved"), ranks=ranks)
+    if ranks == 1:
+        its_own_job(0, str(tmp_path / "saved"))
+    else:
+        run(forks, its_own_job, str(tmp_path / "saved"), ranks=ranks)
 
 
 # ---- memory --------------------------------------------------------------------------------------
