@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint import pretrained
 from gemini_strategy.checkpoint.contents import Field
 from gemini_strategy.parameters.slot import Slot
@@ -583,6 +585,49 @@ def test_an_error_on_one_rank(who: int, what: str, forks: Forks, tmp_path: Path)
     for error, works in run(forks, failing_job, folder, who, what, ranks=2):
         assert "No space left on device" in error and f"rank {who}: " in error
         assert works
+
+
+def kill_at_call(folder: str, n: int) -> int:
+    """Saves, and dies at the n-th call that changes files; how many there were."""
+    patch = pytest.MonkeyPatch()
+    torch.manual_seed(1)
+    engine = gs.manage(nn.Linear(4, 4), None, device="cpu")
+    count = [0]
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return watch
+
+    for name in ("open", "pwrite", "fsync", "link", "rename", "mkdir", "rmdir", "unlink"):
+        patch.setattr(os, name, watched(getattr(os, name)))
+    patch.setattr(folders, "rename_exchange", watched(folders.rename_exchange))
+    engine.save_pretrained(folder, max_shard_size="64B")
+    return count[0]
+
+
+def test_kill_at_every_call(forks: Forks, tmp_path: Path) -> None:
+    """The folder is the old one or the new one, and has the tokenizer; nothing is left after the next saving."""
+    folder = tmp_path / "saved"
+    engine = gs.manage(nn.Linear(4, 4), None, device="cpu")
+    found = []
+    for n in range(1, 1000):
+        engine.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text("{}")
+        old = contents(folder)
+        assert list(tmp_path.iterdir()) == [folder] and len(old) == 2
+        ended = forks.run(f"{__name__}:kill_at_call", str(folder), n)[0]
+        found.append(contents(folder))
+        assert found[-1]["tokenizer.json"] == old["tokenizer.json"]
+        if ended.exit_code == 0:
+            break
+        assert ended.exit_code == -9, ended.how
+    assert ended.value > 10 and found[0] == old and len(found[-1]) == 4
+    assert all(each in (found[0], found[-1]) for each in found)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
