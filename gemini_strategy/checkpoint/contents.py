@@ -67,8 +67,11 @@ class Field:
 
 
 class Model:
-    """A model's state, by the names of `model.state_dict()`, and of the parameters that are trained all; or the state of
-    a module in it.
+    """A model's state, by the names of `model.state_dict()`, and all parameters that are trained.
+
+    Args:
+        runtime: of the model.
+        module: a module in it, of which alone the state is; None: the model.
 
     Attributes:
         names: all of them, in order.

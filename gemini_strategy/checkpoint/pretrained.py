@@ -246,7 +246,7 @@ def _begin(target: Path) -> folder.Draft:
                     f"{target} has {entry.name}, which is no file, and the folder is replaced as a whole: give the "
                     "model a folder of its own"
                 )
-    return folder.Draft(target, lambda path: True)
+    return folder.Draft(target, lambda path: None)
 
 
 def _create(path: Path, plan: _Plan) -> None:
