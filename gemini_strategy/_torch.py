@@ -84,6 +84,8 @@ set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg
 
 # ---- files ----
 
+FakeTensor: Any = _private("torch._subclasses.fake_tensor.FakeTensor")
+FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode")
 StorageInfo: Any = _private("torch.distributed.checkpoint.filesystem._StorageInfo")
 ArchiveReader: Any = _private("torch._C.PyTorchFileReader")
 
@@ -102,6 +104,11 @@ def driver_version() -> str:
     """The CUDA that the driver offers; of a torch that does not tell, the CUDA that it was built for."""
     ask = getattr(torch._C, "_cuda_getDriverVersion", None)
     return str(torch.version.cuda if ask is None else ask())
+
+
+def storage_id(storage: Any) -> int:
+    """The same for all that torch makes of one storage, as long as it lives."""
+    return int(storage._cdata)
 
 
 if _missing:

@@ -46,6 +46,7 @@ def close(engine: Runtime, dtype: torch.dtype | None, with_states: bool) -> None
     first = _let_go(engine, is_dead=cause is not None)
     if cause is None:
         try:
+            engine.settle()
             values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine.slots}
             grads = _read_grads(engine)
             if engine.optimizer is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryE
 from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import clip_coefficient
-from gemini_strategy.parameters import absent, foreign, order
+from gemini_strategy.parameters import absent, foreign, order, stand_in
 from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.registration import Registration
@@ -106,6 +107,9 @@ class Runtime(Uncopied, Reporting):
         self.masters: dict[
             Slot, torch.Tensor
         ] = {}  # that have been shown: see parameters/masters.py
+        self.stand_ins: weakref.WeakSet[stand_in.StandIn] = (
+            weakref.WeakSet()
+        )  # see parameters/stand_in.py
         self.takes_thawed = False
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
@@ -220,6 +224,10 @@ class Runtime(Uncopied, Reporting):
                 "engine.full_parameter(p)"
             ) from None
         slot.refresh("weight")
+
+    def settle(self) -> None:
+        """Before a weight or a state changes: checkpoints that somebody still has keep what they had."""
+        stand_in.settle(self)
 
     def make_room(self) -> bool:
         """A chunk finds no room: whether torch could give something back, or tensors that nobody reaches any more."""
@@ -338,6 +346,7 @@ class Runtime(Uncopied, Reporting):
         if self.optimizer is None or self.scaler is not None or self.clip_factor != 1.0:
             yield
             return
+        self.settle()
         updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
         with self.step_in_backward.announced(updates):
             yield
@@ -450,6 +459,7 @@ class Runtime(Uncopied, Reporting):
                 self.clip_factor = 1.0
                 self.note_step(self.core.stats())
                 return loss
+        self.settle()
         updates = [self._update(slot, group, divisor) for slot, group in work]
         self.step_in_backward.check_step(updates)
         self._refresh_memory()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, stand_in
 from gemini_strategy.parameters.slot import Slot, WeightCopy
 
 if TYPE_CHECKING:
@@ -28,8 +28,13 @@ def install(engine: Runtime, model: nn.Module) -> list[Any]:
     return saves + loads
 
 
-def model_state_dict(engine: Runtime, masters: bool, root: int | None) -> dict[str, Any]:
-    """See Engine.model_state_dict; root: the rank that gets it, the others get nothing; None: all."""
+def model_state_dict(
+    engine: Runtime, masters: bool, root: int | None, for_file: bool = False
+) -> dict[str, Any]:
+    """See Engine.model_state_dict; root: the rank that gets it, the others get nothing; None: all.
+
+    `for_file`: masters come as stand_in.master gives them.
+    """
     copies: dict[int, torch.Tensor] = {}
     result = engine.model.state_dict(keep_vars=True)
     is_mine = root is None or root == engine.ranks.rank
@@ -37,7 +42,10 @@ def model_state_dict(engine: Runtime, masters: bool, root: int | None) -> dict[s
         slot = getattr(value, "_gm_slot", None)
         if slot is not None:
             if slot.id not in copies:
-                values = slot.read_master(root) if masters else slot.read_weight(root)
+                if for_file:
+                    values = stand_in.master(slot, root)
+                else:
+                    values = slot.read_master(root) if masters else slot.read_weight(root)
                 copies[slot.id] = values if is_mine else value
             result[key] = copies[slot.id]
         elif isinstance(value, torch.Tensor) and is_mine:

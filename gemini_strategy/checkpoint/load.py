@@ -89,6 +89,7 @@ class _Loading:
                 f"{self.manifest.folder}: its manifest is no checkpoint of a model: {type(error).__name__}: {error}"
             ) from None
         runtime.recover()
+        runtime.settle()
         leased = runtime.core.leased()
         if leased:
             name = runtime.slots_by_id[leased[0]].name

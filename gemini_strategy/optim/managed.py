@@ -292,12 +292,14 @@ def state_dict(
     root: int | None = None,
     with_lows: bool = True,
     is_live: bool = False,
+    for_file: bool = False,
 ) -> dict[str, Any]:
     """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
 
     `with_lows`: with what 16-bit weights lack to be their masters, as HybridAdam has it: an int16 "remainder" beside
     bf16, an fp32 "master" beside fp16. torch's optimizers load that, too, and do not look at it.
     Of several ranks `root` alone gets the state, the others an empty dict; None: all get it.
+    `for_file`: moments come as stand_in.moments gives them.
     `is_live`: what is written to its tensors is written to the states, unless several ranks have them.
     """
     is_mine = root is None or root == engine.ranks.rank
@@ -313,7 +315,7 @@ def state_dict(
         for parameter in group["params"]:
             slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
             if slot.has_moments:
-                saved = saved_entry(slot, entry, with_lows, root)
+                saved = saved_entry(slot, entry, with_lows, root, for_file)
                 is_alone = engine.ranks.shard.size == 1
                 has_more = is_live and slot.has_state and is_alone
                 entry = live_entry(entry, saved) if has_more else saved

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, stand_in
 from gemini_strategy.parameters.low import split_low
 from gemini_strategy.parameters.slot import Slot, checked_step
 
@@ -408,7 +408,9 @@ def live_entry(entry: _Entry, saved: dict[str, Any]) -> dict[str, Any]:
     return live
 
 
-def saved_entry(slot: Slot, entry: Mapping[str, Any], with_low: bool, root: int | None) -> Any:
+def saved_entry(
+    slot: Slot, entry: Mapping[str, Any], with_low: bool, root: int | None, for_file: bool = False
+) -> Any:
     """What a state dict has of one parameter; None: nothing.
 
     A weight that was never updated has an entry when it lacks something: what torch's Adam would begin with.
@@ -420,7 +422,8 @@ def saved_entry(slot: Slot, entry: Mapping[str, Any], with_low: bool, root: int 
         return None
     saved: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step), device="cpu")}
     if slot.has_state:
-        saved |= zip(_MOMENTS, slot.read_moments(root), strict=True)
+        read = stand_in.moments if for_file else Slot.read_moments
+        saved |= zip(_MOMENTS, read(slot, root), strict=True)
     else:
         saved |= {key: torch.zeros(slot.shape, device="cpu") for key in _MOMENTS}
     if low is not None:

@@ -416,6 +416,8 @@ def nets() -> list[Any]:
 
 def _expose(value: Any) -> None:
     """Memory of a plain tensor is given away: if it is managed, it is compared afterwards."""
+    if isinstance(value, _torch.FakeTensor):  # it has none
+        return
     for net in nets():
         try:
             slot = net.find(value)

@@ -397,15 +397,13 @@ class Slot(_C.Slot):
     def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
         """The first bytes: from rank 0's parameter, with the rest that cast_model_ has kept."""
         ranks, core = self.engine.ranks, self.engine.core
-        field = _WEIGHT
+        field = _MASTER
         if self.dtype not in FORMATS:
-            plain = self._ordered(values, self.dtype)
+            field, plain = _WEIGHT, self._ordered(values, self.dtype)
+        elif low is None:
+            plain = self._ordered(values, torch.float32)
         else:
-            field = _MASTER
-            if low is None:
-                plain = self._ordered(values, torch.float32)
-            else:
-                plain = self._ordered(merge(values.to("cpu"), low.to("cpu")), torch.float32)
+            plain = self._ordered(merge(values.to("cpu"), low.to("cpu")), torch.float32)
         if ranks.size > 1:
             plain = plain.clone() if plain.data_ptr() == values.data_ptr() else plain
             ranks.share(order.flat(plain), *self.part(), f"first values of {self.name}")
@@ -444,6 +442,7 @@ class Slot(_C.Slot):
         """Sets weight and master from values of any floating-point dtype (weight dtype if frozen)."""
         if tuple(values.shape) != self.shape:
             raise ValueError(f"{self.name} has shape {self.shape}, got {tuple(values.shape)}")
+        self.engine.settle()
         is_float = self.has_low or self.dtype is torch.float32
         plain = self._ordered(values, torch.float32 if is_float else self.dtype)
         field = _MASTER if is_float else _WEIGHT
@@ -493,6 +492,7 @@ class Slot(_C.Slot):
         return self._read(_M, torch.float32, root), self._read(_V, torch.float32, root)
 
     def write_moments(self, m: torch.Tensor, v: torch.Tensor, step: int) -> None:
+        self.engine.settle()
         for field, values in ((_M, m), (_V, v)):
             if tuple(values.shape) != self.shape:
                 raise ValueError(
@@ -584,6 +584,7 @@ class Slot(_C.Slot):
         fp32 is the master. 16 bits go with a low part that was loaded before them; else they are a write like any
         other: where they are another weight than now they are its master, elsewhere the master stays.
         """
+        self.engine.settle()
         value = value.detach().to("cpu", copy=True).contiguous()
         if value.dtype is not self.dtype:
             self.write_master(value)
@@ -650,11 +651,11 @@ class _Weight(SlotHome):
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self.slot
         if not slot.engine.closed:
+            if is_written:
+                slot.engine.settle()
             return slot.lease(is_watched=is_written)
-        now, then = (
-            slot.parameter.detach(),
-            slot.absent,
-        )  # the model is ordinary again, and its parameter is this
+        # The model is ordinary again, and its parameter is this.
+        now, then = slot.parameter.detach(), slot.absent
         if (now.dtype, now.device, now.stride()) != (then.dtype, then.device, then.stride()):
             raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
         return now
@@ -684,6 +685,7 @@ class WeightCopy(SlotHome):
         return self.slot.read_weight().to(self.slot.device)
 
     def write(self, values: torch.Tensor) -> None:
+        self.slot.engine.settle()
         self.slot.lease().copy_(values)
         self.slot.note_change()
 
