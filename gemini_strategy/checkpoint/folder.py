@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["Draft", "find", "keep", "point", "series_name"]
+__all__ = ["Draft", "clear", "find", "keep", "other_name", "point", "series_name", "sync"]
 
 LATEST = "latest"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -67,15 +67,9 @@ class Draft:
         if reason is not None:
             raise GeminiError(f"{target} {reason}: give another name, or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        for left in _beside(target, "saving"):
-            if not _is_in_use(left):  # of a process that was killed
-                _remove(left)
-        self.path = self._other_name("saving")
+        clear(target)
+        self.path = other_name(target, "saving")
         self.path.mkdir()
-
-    def _other_name(self, what: str) -> Path:
-        mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        return self._target.with_name(f".{self._target.name}.{what}-{mark}")
 
     def publish(self) -> None:
         """Puts the folder, the files of which are on the disk, into its place."""
@@ -94,7 +88,7 @@ class Draft:
         """Gives where the old folder is now."""
         if rename_exchange(self.path, self._target):
             return self.path
-        old = self._other_name("old")
+        old = other_name(self._target, "old")
         self._target.rename(old)
         self.path.rename(self._target)
         return old
@@ -104,8 +98,21 @@ class Draft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def clear(target: Path) -> None:
+    """Removes what killed processes have left of saving `target`."""
+    for left in _beside(target, "saving"):
+        if not _is_in_use(left):
+            _remove(left)
+
+
+def other_name(target: Path, what: str) -> Path:
+    """A name beside `target` that nobody has."""
+    mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.with_name(f".{target.name}.{what}-{mark}")
+
+
 def _beside(target: Path, what: str) -> list[Path]:
-    """What `_other_name` has given, of this process or another."""
+    """What `other_name` has given, of this process or another."""
     name = re.compile(rf"\.{re.escape(target.name)}\.{what}-.+-\d+-[0-9a-f]{{8}}")
     parent = target.parent
     return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []

@@ -12,6 +12,7 @@
 #   4. No fp32 value of a file is rounded on its way into a master.
 #   5. With state_dict_type="sharded" a checkpoint is a folder (checkpoint/) as Lightning's FSDP strategy writes it:
 #      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint.
+#   6. Else its tensors are stand-ins, which are read from the engine while the file is written (one_file.py).
 
 import shutil
 from collections.abc import Mapping
@@ -25,11 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
+from gemini_strategy.checkpoint import one_file
 from gemini_strategy.checkpoint.distcp import META
 from gemini_strategy.checkpoint.load import load
 from gemini_strategy.checkpoint.manifest import Manifest, find, is_checkpoint
 from gemini_strategy.checkpoint.save import save
-from gemini_strategy.lightning.engines import masters_of
+from gemini_strategy.lightning.engines import masters_of, states_of
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.weights.loading import Weights
 
@@ -79,7 +81,7 @@ class Checkpoints:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._is_sharded:
             return {}  # save_checkpoint writes it from where it is
-        return masters_of(self.lightning_module, rank0_only=self.is_distributed)
+        return masters_of(self.lightning_module, self.is_distributed, for_file=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
@@ -88,9 +90,7 @@ class Checkpoints:
         if self._is_sharded:
             return {}
         if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
-            return engine.optimizer_state_dict(  # type: ignore[no-any-return]
-                rank0_only=self.is_distributed, with_lows=False
-            )
+            return states_of(engine, self.is_distributed, for_file=True)
         return optimizer.state_dict()
 
     @property
@@ -104,7 +104,7 @@ class Checkpoints:
         if not self._is_sharded:
             if is_checkpoint(path) and self.is_global_zero:  # type: ignore[attr-defined]
                 shutil.rmtree(path)
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            self._save_file(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(
@@ -124,6 +124,19 @@ class Checkpoints:
             replaces_files=True,
         )
 
+    def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if not self.is_global_zero:  # type: ignore[attr-defined]
+            return
+        is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
+        if is_plain and storage_options is None and one_file.is_local(filepath):
+            one_file.write(checkpoint, Path(filepath))
+            return
+        if self.engine is not None and not self.engine.closed:
+            self.engine._runtime.settle()  # nobody knows when others read
+        super().save_checkpoint(  # type: ignore[misc]
+            checkpoint, filepath, storage_options=storage_options
+        )
+
     # -- loading ---------------------------------------------------------------------------------------------
 
     def load_checkpoint(
@@ -134,7 +147,7 @@ class Checkpoints:
         if Path(checkpoint_path).is_dir():
             return self._load_folder(Path(checkpoint_path), weights_only)
         is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
-        if self.is_distributed and is_plain and is_mappable(checkpoint_path):
+        if is_plain and is_mappable(checkpoint_path):
             return load_mapped(checkpoint_path, weights_only)
         return super().load_checkpoint(  # type: ignore[misc,no-any-return]
             checkpoint_path, weights_only=weights_only

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
+from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.parameters import stand_in
+from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.state import model_state_dict
 from gemini_strategy.weights.initial_values import silent_modules
 
 # Those of the strategy's arguments that manage() gets as they are.
@@ -48,18 +52,27 @@ def engine_of_optimizer(optimizer: Optimizer) -> Any:
     return None if runtime is None or runtime.closed else runtime.engine
 
 
-def masters_of(module: nn.Module, rank0_only: bool) -> dict[str, Any]:
+def states_of(engine: Any, rank0_only: bool, for_file: bool = False) -> dict[str, Any]:
+    """The state of the engine's optimizer, as it stands beside `masters_of` in a file."""
+    runtime, root = engine._runtime, 0 if rank0_only else None
+    return optimizer_state_dict(runtime, engine.optimizer, root, with_lows=False, for_file=for_file)
+
+
+def masters_of(module: nn.Module, rank0_only: bool, for_file: bool = False) -> dict[str, Any]:
     """What `module.state_dict()` has, with the fp32 masters of managed parameters, on the CPU.
 
     Args:
         module: a managed model, a part of one, or any other module.
         rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict.
+        for_file: stand-ins, which are read when they are asked for; False: copies.
     """
     engine = gs.engine_of(module)
     if engine is None:
         return module.state_dict()
+    root = 0 if rank0_only else None
     if engine.model is module and type(module).state_dict is nn.Module.state_dict:
-        return engine.model_state_dict(rank0_only=rank0_only)  # type: ignore[no-any-return]
+        runtime = engine._runtime
+        return model_state_dict(runtime, True, root, for_file)
     # The module has its own idea of what is saved: its keys and shapes, our masters.
     state = dict(module.state_dict())
     masters: dict[nn.Parameter, Tensor] = {}
@@ -68,7 +81,8 @@ def masters_of(module: nn.Module, rank0_only: bool) -> dict[str, Any]:
         if slot is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
             continue
         if parameter not in masters:
-            masters[parameter] = slot.read_master(0 if rank0_only else None)
+            read = stand_in.master if for_file else Slot.read_master
+            masters[parameter] = read(slot, root)
         state[name] = masters[parameter]
     return {} if rank0_only and engine.ranks.rank else state
 

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakSet
@@ -26,12 +27,14 @@ from torchmetrics import Metric
 
 import gemini_strategy as gs
 from gemini_strategy.arguments import check_management
+from gemini_strategy.checkpoint import one_file
 from gemini_strategy.lightning.engines import (
     ENGINE_ARGUMENTS,
     engine_of_optimizer,
     engines_of_parts,
     masters_of,
     materialize,
+    states_of,
 )
 from gemini_strategy.lightning.precision import fabric_precision_class
 from gemini_strategy.lightning.ranks import (
@@ -365,9 +368,7 @@ class FabricStrategy(RankProcesses):
         failure = None
         if self.is_global_zero:
             try:
-                self.checkpoint_io.save_checkpoint(
-                    checkpoint=saved, path=path, storage_options=storage_options
-                )
+                self._write(saved, path, storage_options)
             except Exception as error:
                 failure = error
         if self._is_connected:
@@ -380,6 +381,17 @@ class FabricStrategy(RankProcesses):
         if failure is not None:
             raise failure
 
+    def _write(self, saved: dict[str, Any], path: Any, storage_options: Any) -> None:
+        is_plain = type(self.checkpoint_io) is self._fabric.plugins.TorchCheckpointIO
+        if is_plain and storage_options is None and one_file.is_local(path):
+            one_file.write(saved, Path(path))
+            return
+        for engine in self._engines():
+            engine._runtime.settle()  # nobody knows when others read
+        self.checkpoint_io.save_checkpoint(
+            checkpoint=saved, path=path, storage_options=storage_options
+        )
+
     def _convert_stateful_objects_in_state(self, state: dict[str, Any], filters: Any) -> Any:
         modules = {id(obj.module) for obj in state.values() if isinstance(obj, Managed)}
         modules |= {id(obj) for obj in state.values() if isinstance(obj, nn.Module)}
@@ -387,12 +399,12 @@ class FabricStrategy(RankProcesses):
         for key, obj in state.items():
             engine = engine_of_optimizer(obj) if isinstance(obj, Optimizer) else None
             if engine is not None and id(engine.model) in modules:  # the masters are beside it
-                obj = engine.optimizer_state_dict(rank0_only=self.is_distributed, with_lows=False)
+                obj = states_of(engine, self.is_distributed, for_file=True)
             known[key] = obj
         return super()._convert_stateful_objects_in_state(known, filters)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return masters_of(_unwrapped(module), rank0_only=self.is_distributed)
+        return masters_of(_unwrapped(module), self.is_distributed, for_file=True)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         engine = engine_of_optimizer(optimizer)
@@ -436,7 +448,7 @@ class FabricStrategy(RankProcesses):
 
     def _read(self, path: Any, weights_only: bool | None, copied: list[str] | None) -> Any:
         is_plain = type(self.checkpoint_io) is self._fabric.plugins.TorchCheckpointIO
-        if self.is_distributed and is_plain and is_mappable(path):
+        if is_plain and is_mappable(path):
             return load_mapped(path, weights_only, copied)
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 

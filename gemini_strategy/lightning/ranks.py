@@ -393,7 +393,7 @@ def is_mappable(path: Any) -> bool:
 def load_mapped(
     path: Any, weights_only: bool | None, copied: Collection[str] | None = TRAINERS_NAMES
 ) -> Any:
-    """torch.load of a file whose large tensors all ranks of a host share as pages of the file.
+    """torch.load of a file whose large tensors are pages of the file, which all ranks of a host share.
 
     Only what is copied into chunks, weights and optimizers' states, stays mapped, and of it the large tensors: whoever
     keeps another must not see the file change when it is written again.
