@@ -279,6 +279,7 @@ def test_fabric(tree: str, tmp_path: Path) -> None:
     fabric.launch()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()  # in another order
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     for _ in range(2):
         fabric.backward(model(torch.ones(3, 6)).square().sum())
@@ -293,7 +294,9 @@ def test_fabric(tree: str, tmp_path: Path) -> None:
         "n": 3,
         "more": torch.arange(5),
     }
-    same(torch.load(tmp_path / "one.ckpt", weights_only=True), expected)
+    found = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    same(found, expected)
+    assert found["model"]["0.weight"].stride() == (1, 5)
     assert zipfile.ZipFile(tmp_path / "one.ckpt").testzip() is None
 
 
