@@ -17,6 +17,7 @@ from torch import nn
 
 from gemini_strategy import close
 from gemini_strategy import state as states
+from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import EVERYTHING, load
 from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import save
@@ -326,7 +327,7 @@ class Engine(Uncopied):
             GeminiError: it cannot be written, on which rank and why; or `folder` is there and no checkpoint.
             ValueError: keep_last is less than 1.
         """
-        return save(self._runtime, Path(folder), extra, keep_last)
+        return save(self._runtime, local(folder), extra, keep_last)
 
     def load(self, folder: str | os.PathLike[str], *, model_only: bool = False) -> Any:
         """Loads what `save` has saved, bit for bit, whatever the number of ranks, the policy and the budget are now.
@@ -346,7 +347,7 @@ class Engine(Uncopied):
                 (which file, on which rank). Nothing has changed then.
         """
         parts = {"model"} if model_only else EVERYTHING
-        return load(self._runtime, Path(folder), parts)
+        return load(self._runtime, local(folder), parts)
 
     def save_pretrained(
         self,
@@ -390,7 +391,7 @@ class Engine(Uncopied):
         module = self.model if module is None else module
         if not any(module is each for each in self.model.modules()):
             raise ValueError(f"module={type(module).__name__} is no module of the managed model")
-        return save_pretrained(self._runtime, Path(folder), dtype, most, module)
+        return save_pretrained(self._runtime, local(folder), dtype, most, module)
 
     # ---- the rest ----
 

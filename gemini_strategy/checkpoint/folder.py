@@ -23,12 +23,35 @@ from pathlib import Path
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["Draft", "clear", "find", "keep", "other_name", "point", "series_name", "sync"]
+__all__ = [
+    "Draft",
+    "clear",
+    "find",
+    "keep",
+    "local",
+    "other_name",
+    "point",
+    "series_name",
+    "sync",
+]
 
 LATEST = "latest"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD = -100
 _SERIES = re.compile(r"step-(\d{9,})")
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """`path`, of which folders can be renamed and brought to the disk.
+
+    Raises:
+        GeminiError: it is the address of something else.
+    """
+    if "://" in os.fspath(path):
+        raise GeminiError(
+            f"{os.fspath(path)} is no folder of a file system: save to one and copy it"
+        )
+    return Path(path)
 
 
 def sync(path: Path) -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 import gemini_strategy as gs
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.checkpoint.distcp import META
+from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import load
 from gemini_strategy.checkpoint.manifest import Manifest, find, is_checkpoint
 from gemini_strategy.checkpoint.save import save
@@ -100,7 +101,8 @@ class Checkpoints:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        path = Path(self.broadcast(filepath))  # type: ignore[attr-defined]
+        filepath = self.broadcast(filepath)  # type: ignore[attr-defined]
+        path = Path(filepath)
         if not self._is_sharded:
             if is_checkpoint(path) and self.is_global_zero:  # type: ignore[attr-defined]
                 shutil.rmtree(path)
@@ -114,11 +116,11 @@ class Checkpoints:
             raise gs.GeminiError(
                 f"{path}: GeminiStrategy(state_dict_type='sharded') saves what an engine has; no stage has begun"
             )
-        meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         runtime = self.engine._runtime
+        meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         save(
             runtime,
-            path,
+            local(filepath),
             with_optimizer="optimizer_states" in checkpoint,
             meta=meta,
             replaces_files=True,

@@ -686,6 +686,9 @@ def test_nothing_of_a_persons_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(gs.GeminiError, match="is the current folder"):
             engine.save(".")
+        for call in (engine.save, engine.load):
+            with pytest.raises(gs.GeminiError, match="s3://bucket/x is no folder of a file system"):
+                call("s3://bucket/x")
         engine.save("below")
         assert (tmp_path / "here" / "below" / "manifest.json").is_file()
 
