@@ -15,6 +15,7 @@
 #   6. Else its tensors are stand-ins, which are read from the engine while the file is written (one_file.py).
 
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -82,7 +83,7 @@ class Checkpoints:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._is_sharded:
             return {}  # save_checkpoint writes it from where it is
-        return masters_of(self.lightning_module, self.is_distributed, for_file=True)
+        return masters_of(self.lightning_module, self.is_distributed, for_file=_is_for_file())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
@@ -91,7 +92,7 @@ class Checkpoints:
         if self._is_sharded:
             return {}
         if engine is not None and engine.optimizer is optimizer:  # the masters are beside it
-            return states_of(engine, self.is_distributed, for_file=True)
+            return states_of(engine, self.is_distributed, for_file=_is_for_file())
         return optimizer.state_dict()
 
     @property
@@ -206,6 +207,12 @@ class Checkpoints:
             load(self.engine._runtime, late[0]["state_dict"].folder, {"model"})
         elif late is not None:
             super().load_model_state_dict(late[0], strict=late[1])  # type: ignore[misc]
+
+
+def _is_for_file() -> bool:
+    """Whether a Trainer makes a checkpoint: others keep what they get, perhaps for longer than the engine lives."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return str(caller).endswith(".checkpoint_connector")
 
 
 @torch.no_grad()

@@ -231,7 +231,7 @@ def test_who_keeps_a_checkpoint_keeps_its_values(change: Callable[[Any], Any]) -
 def test_a_changed_value_is_no_wrong_number(tmp_path: Path) -> None:
     """By somebody who did not say so before."""
     trainer = trained()
-    state = trainer.strategy.lightning_module_state_dict()
+    state = trainer._checkpoint_connector.dump_checkpoint()["state_dict"]
     weight = trainer.lightning_module.body[1].weight
     weight._gm_slot.note_change()
     with pytest.raises(GuardError, match=r"body\.1\.weight: master in a checkpoint.*changed"):
@@ -262,9 +262,9 @@ def test_other_ways_of_writing_get_ordinary_tensors(tmp_path: Path) -> None:
 def test_pickled_by_others(tmp_path: Path) -> None:
     trainer = trained()
     weights = trainer.strategy.engine.model_state_dict()
-    torch.save(trainer.strategy.lightning_module_state_dict(), tmp_path / "one.pt")
+    torch.save(trainer._checkpoint_connector.dump_checkpoint()["state_dict"], tmp_path / "one.pt")
     same(torch.load(tmp_path / "one.pt"), weights, "torch.save")
-    raw = pickle.dumps(trainer.strategy.lightning_module_state_dict())
+    raw = pickle.dumps(trainer._checkpoint_connector.dump_checkpoint()["state_dict"])
     same(pickle.loads(raw), weights, "pickle")
     trainer.save_checkpoint("memory://one.ckpt")
     found = load_fabric("lightning").utilities.cloud_io._load("memory://one.ckpt")
