@@ -6,6 +6,7 @@ states of the optimizer go by the parameter's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,11 @@ class Field:
         """In which it is kept."""
         is_weight = self.name == "master" and not self.slot.has_low
         return self.slot.dtype if is_weight else torch.float32
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all ranks' parts together."""
+        return math.prod(self.slot.shape) * self.dtype.itemsize
 
     def read(self, first: int, n: int) -> torch.Tensor:
         """The n elements from `first` on, which this rank has: flat, on the CPU, in the order of memory."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["EVERYTHING", "load"]
 
 _FEW = 10
-
-
 EVERYTHING = frozenset({"model", "optimizer", "random"})
 
 
@@ -42,16 +40,17 @@ def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
         runtime.check_open()
     what, was = f"loading {folder}", runtime.half_loaded
     ranks = runtime.ranks
-    loading = together(ranks, what, lambda: _Loading(runtime, folder, parts))
+    manifest = together(ranks, what, lambda: Manifest(find(folder)))
     try:
-        ranks.agree({"manifest": loading.manifest.digest, "parts": sorted(parts)}, what)
+        loading = together(ranks, what, lambda: _Loading(runtime, manifest, parts))
+        ranks.agree({"manifest": manifest.digest, "parts": sorted(parts)}, what)
         together(ranks, what, loading.check_bytes)
         runtime.half_loaded = what
         together(ranks, what, loading.apply)
         if parts == EVERYTHING or was is None:
             runtime.half_loaded = None
     finally:
-        loading.manifest.close()
+        manifest.close()
     return loading.extra
 
 
@@ -62,16 +61,19 @@ class _Loading:
         GeminiError: it does not fit, or is damaged.
     """
 
-    def __init__(self, runtime: Runtime, folder: Path, parts: Set[str]) -> None:
+    def __init__(self, runtime: Runtime, manifest: Manifest, parts: Set[str]) -> None:
         self._runtime = runtime
         self._parts = parts
-        self.manifest = Manifest(find(folder))
-        self.manifest.open_files()
+        self.manifest = manifest
+        manifest.open_files()
         self._model = Model(runtime)
         self._with_optimizer = "optimizer" in parts and runtime.optimizer is not None
         self._rest = self.manifest.rest
         try:
             self._check_model()
+            optimizer = self._rest.get("optimizer") or {}
+            self._groups = self._decoded(optimizer.get("groups"), 0)
+            self._states = self._decoded(optimizer.get("others"), 0)
             if self._with_optimizer:
                 self._check_optimizer()
             own = self._own()
@@ -81,9 +83,6 @@ class _Loading:
                 name: self._decoded(code, 0) for name, code in self._rest.get("model", {}).items()
             }
             self._scaler = self._decoded(self._rest.get("scaler"), 0)
-            optimizer = self._rest.get("optimizer") or {}
-            self._groups = self._decoded(optimizer.get("groups"), 0)
-            self._states = self._decoded(optimizer.get("others"), 0)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise GeminiError(
                 f"{self.manifest.folder}: its manifest is no checkpoint of a model: {type(error).__name__}: {error}"
@@ -153,16 +152,15 @@ class _Loading:
         optimizer: Any = self._runtime.optimizer
         names = {id(slot.parameter): slot.name for slot in self._runtime.slots}
         here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        groups = self._decoded(saved["groups"], 0)
-        there = [list(group["params"]) for group in groups]
+        there = [list(group["params"]) for group in self._groups]
         if here != there:
             mine, its = {n for g in here for n in g}, {n for g in there for n in g}
             texts = [f"groups of {[len(g) for g in there]} there and {[len(g) for g in here]} here"]
             self._refuse("the optimizer", sorted(mine - its), sorted(its - mine), texts)
         by_name = {slot.name: slot for slot in self._runtime.slots}
+        wrong = []
         for name, step in saved["steps"].items():
             slot = by_name.get(name)
-            wrong = []
             if slot is None or not slot.has_moments:
                 wrong.append(f"{name} has a state there and no place for one here")
             elif type(step) is not int or step < 0:
@@ -172,7 +170,7 @@ class _Loading:
                     stored = self.manifest.tensors[moment(slot, key).key]
                     if stored.shape != slot.shape or stored.dtype is not torch.float32:
                         wrong.append(f"{key} of {name} is of {stored.dtype}, {stored.shape} there")
-            self._refuse("the optimizer", [], [], wrong)
+        self._refuse("the optimizer", [], [], wrong)
 
     def _refuse(self, what: str, lacking: list[str], more: list[str], wrong: list[str]) -> None:
         texts = [

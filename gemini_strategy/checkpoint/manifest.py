@@ -28,7 +28,16 @@ import torch
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["MANIFEST", "Manifest", "Piece", "Stored", "dtype_name", "find", "is_checkpoint"]
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "Piece",
+    "Stored",
+    "dtype_name",
+    "find",
+    "is_checkpoint",
+    "kind_of",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = "gemini-checkpoint-1"
@@ -193,7 +202,7 @@ def _opened(path: Path) -> Any:
 
 def _stored(name: str, code: dict[str, Any], sizes: dict[str, int]) -> Stored:
     dtype = _DTYPES[code["dtype"]]
-    shape, order = tuple(code["shape"]), tuple(code.get("order", range(len(code["shape"]))))
+    shape, order = tuple(code["shape"]), tuple(code["order"])
     pieces = tuple(Piece(*fields) for fields in code["pieces"])
     numbers = [*shape, *order, *(x for p in pieces for x in (p.offset, p.first, p.n, p.crc))]
     if any(type(x) is not int or x < 0 for x in numbers) or sorted(order) != [*range(len(shape))]:
@@ -212,20 +221,23 @@ def _stored(name: str, code: dict[str, Any], sizes: dict[str, int]) -> Stored:
     return Stored(dtype, shape, order, tuple(sorted(pieces, key=lambda piece: piece.first)))
 
 
+def kind_of(code: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a tensor's entry."""
+    return _DTYPES[code["dtype"]], tuple(code["shape"])
+
+
 def write(
-    folder: Path, sizes: dict[str, int], tensors: dict[str, Stored], rest: dict[str, Any]
+    folder: Path, sizes: dict[str, int], tensors: dict[str, dict[str, Any]], rest: dict[str, Any]
 ) -> None:
-    """Writes the manifest of a folder, the files of which are there."""
-    codes: dict[str, Any] = {}
-    for name, stored in tensors.items():
-        code = codes[name] = {
-            "dtype": dtype_name(stored.dtype),
-            "shape": stored.shape,
-            "pieces": [(p.file, p.offset, p.first, p.n, p.crc) for p in stored.pieces],
-        }
-        if stored.order != tuple(range(len(stored.shape))):
-            code["order"] = stored.order
-    content = {"files": sizes, "tensors": codes, "rest": rest}
+    """Writes the manifest of a folder, the files of which are there.
+
+    Args:
+        folder: where.
+        sizes: of the files, in bytes.
+        tensors: by name what `Stored` is made of: dtype, shape, order, and pieces as lists of Piece's fields.
+        rest: what is beside them.
+    """
+    content = {"files": sizes, "tensors": tensors, "rest": rest}
     body = json.dumps(content, separators=(",", ":")).encode()
     if len(body) > _MOST_MANIFEST:
         raise GeminiError(

@@ -28,7 +28,7 @@ from torch import nn
 from gemini_strategy.checkpoint import folder, manifest
 from gemini_strategy.checkpoint.contents import Field, Model
 from gemini_strategy.checkpoint.tensor_files import Entry, TensorFile, index_of, split
-from gemini_strategy.checkpoint.together import together
+from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.weights.origins import origins, stand_in
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["save_pretrained"]
 
 _PIECE = 1 << 22  # elements
-_STRETCH = 1 << 30  # bytes of tensors between two meetings
 _MODEL = re.compile(
     r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
     r"(generation_|adapter_)?config\.json"
@@ -261,8 +260,7 @@ def _write(runtime: Runtime, what: str, path: Path, plan: _Plan) -> None:
     ranks = runtime.ranks
     files = together(ranks, what, lambda: _Files(path, plan))
     try:
-        for stretch in _stretches(runtime, files, plan):
-            together(ranks, what, stretch)
+        in_stretches(ranks, what, _direct(runtime, files, plan))
         for group in plan.groups:
             values = {name: _whole(plan, name) for name in group.sources}  # a collective
             put = functools.partial(_put_group, files, plan, group, values)
@@ -277,23 +275,14 @@ def _nothing() -> None:
     """What the others do while rank 0 writes."""
 
 
-def _stretches(runtime: Runtime, files: _Files, plan: _Plan) -> Iterator[Callable[[], None]]:
-    """The writing of what needs no other rank, in parts that are the same on every rank."""
-    todo: list[Callable[[], None]] = []
-    n_bytes = 0
-
-    def write(todo: list[Callable[[], None]]) -> None:
-        for one in todo:
-            one()
-
+def _direct(
+    runtime: Runtime, files: _Files, plan: _Plan
+) -> Iterator[tuple[int, Callable[[], None]]]:
+    """The writing of what needs no other rank, with its bytes."""
     for output, name, source in plan.direct:
+        n_bytes = math.prod(plan.sources[source].shape) * plan.dtype_of(source).itemsize
         put = functools.partial(files.put, output, name)
-        todo.append(functools.partial(_put_own, runtime, plan, source, put))
-        n_bytes += math.prod(plan.sources[source].shape) * plan.dtype_of(source).itemsize
-        if n_bytes >= _STRETCH:
-            yield functools.partial(write, todo)
-            todo, n_bytes = [], 0
-    yield functools.partial(write, todo)
+        yield n_bytes, functools.partial(_put_own, runtime, plan, source, put)
 
 
 def _put_own(

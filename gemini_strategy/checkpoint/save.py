@@ -10,9 +10,9 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,10 @@ import torch
 from gemini_strategy.checkpoint import distcp, folder, manifest
 from gemini_strategy.checkpoint.boxes import Box, boxes
 from gemini_strategy.checkpoint.contents import Field, Model, memory_order
-from gemini_strategy.checkpoint.manifest import Piece, Stored
 from gemini_strategy.checkpoint.plain import encode
 from gemini_strategy.checkpoint.random_numbers import random_state
 from gemini_strategy.checkpoint.records import Record, RecordFile
-from gemini_strategy.checkpoint.together import together
+from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ __all__ = ["save"]
 
 MOST_ELEMENTS = 1 << 22  # of a piece
 _OWN = re.compile(r"\.metadata|meta\.pt|manifest\.json|__\d+_\d+\.distcp")
-_STRETCH = 1 << 30  # bytes of tensors between two meetings
 
 
 class _Part:
@@ -177,7 +175,6 @@ def _write_part(
     runtime: Runtime, model: Model, what: str, path: Path, extra: Any, with_optimizer: bool
 ) -> dict[str, Any]:
     ranks = runtime.ranks
-    part: _Part | None = None
 
     def begin() -> _Part:
         if not path.is_dir():
@@ -188,8 +185,14 @@ def _write_part(
 
     part = together(ranks, what, begin)
     try:
-        for stretch in _stretches(runtime, model, part, with_optimizer):
-            together(ranks, what, stretch)
+        in_stretches(
+            ranks,
+            what,
+            (
+                (field.n_bytes, functools.partial(_write_field, runtime, part, field))
+                for field in model.fields(runtime, with_optimizer)
+            ),
+        )
 
         def rest() -> dict[str, Any]:
             beside = _write_rest(runtime, model, part, extra, with_optimizer)
@@ -198,27 +201,6 @@ def _write_part(
         return together(ranks, what, rest)
     finally:
         part.close()
-
-
-def _stretches(
-    runtime: Runtime, model: Model, part: _Part, with_optimizer: bool
-) -> Iterator[Callable[[], None]]:
-    """The writing of all fields, in parts that are the same on every rank."""
-    todo: list[Callable[[], None]] = []
-    n_bytes = 0
-
-    def write(todo: list[Callable[[], None]]) -> None:
-        for one in todo:
-            one()
-
-    for field in model.fields(runtime, with_optimizer):
-        slot = field.slot
-        todo.append(lambda field=field: _write_field(runtime, part, field))  # type: ignore[misc]
-        n_bytes += math.prod(slot.shape) * field.dtype.itemsize
-        if n_bytes >= _STRETCH:
-            yield lambda done=todo: write(done)  # type: ignore[misc]
-            todo, n_bytes = [], 0
-    yield lambda: write(todo)
 
 
 def _write_field(runtime: Runtime, part: _Part, field: Field) -> None:
@@ -313,28 +295,20 @@ def _write_manifest(
         for key, found in own["boxes"].items():
             parts.setdefault(key, []).extend(distcp.Part(*one) for one in found)
             paths[key] = tuple(own["paths"][key])
-    tensors = {
-        name: Stored(
-            getattr(torch, code["dtype"]),
-            tuple(code["shape"]),
-            tuple(code["order"]),
-            tuple(Piece(*one) for one in sorted(code["pieces"], key=lambda one: one[2])),
-        )
-        for name, code in stored.items()
-    }
     rest = dict(everyone[0]["rest"])
+    same: dict[str, str] = {}  # keys for tools, by the tensors' names
     for alias, name in rest["aliases"].items():
+        same[f"model.{alias}"] = f"model.{name}"
         parts[f"model.{alias}"] = parts[f"model.{name}"]
         paths[f"model.{alias}"] = ("model", alias)
+    same |= {f"model.{name}": f"other: {name}" for name in names if f"other: {name}" in stored}
     order = [f"model.{name}" for name in names]  # as the model has them
     order += [*stored, *parts]
     parts = {key: parts[key] for key in dict.fromkeys(order) if key in parts}
-    same = {f"model.{alias}": f"model.{name}" for alias, name in rest["aliases"].items()}
-    same |= {f"model.{name}": f"other: {name}" for name in names if f"other: {name}" in tensors}
     kinds = {
-        key: (tensors[name].dtype, tensors[name].shape)
+        key: manifest.kind_of(stored[name])
         for key in parts
-        if (name := same.get(key, key)) in tensors
+        if (name := same.get(key, key)) in stored
     }
     if meta is None:
         scaler = runtime.scaler.state_dict() if runtime.scaler is not None else None
@@ -343,4 +317,4 @@ def _write_manifest(
     rest["ranks"] = [{key: own["rest"][key] for key in ("extra", "random")} for own in everyone]
     del rest["extra"], rest["random"]
     sizes = {name: size for own in everyone for name, size in own["files"].items()}
-    manifest.write(path, sizes, tensors, rest)
+    manifest.write(path, sizes, stored, rest)
