@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import gemini_strategy as gs
 from gemini_strategy.checkpoint import manifest as manifests
 from gemini_strategy.checkpoint import records
-from gemini_strategy.checkpoint import save as saving
+from gemini_strategy.checkpoint import together as meetings
 from helpers.forked import Ended, Forks
 from helpers.sharded import Exact, ExactCase
 
@@ -174,7 +174,7 @@ def failing_job(rank: int, folder: str, who: int, what: str) -> tuple[str, str, 
             patch.setattr(Path, "is_dir", lambda self: False)
         elif what == "manifest":
             patch.setattr(manifests, "write", _no_space)
-    patch.setattr(saving, "_STRETCH", 1000)
+    patch.setattr(meetings, "_STRETCH", 1000)
     try:
         engine.save(folder)
         error = "none"

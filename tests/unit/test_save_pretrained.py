@@ -24,6 +24,7 @@ from gemini_strategy.checkpoint.contents import Field
 from gemini_strategy.parameters.slot import Slot
 from helpers.forked import Forks
 from helpers.reference import assert_same_bits
+from helpers.saving import OddParts, peak_resident_bytes
 from helpers.sharded import Exact
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -266,19 +267,9 @@ def test_names_that_no_class_ties_stay(tmp_path: Path) -> None:
 # ---- other modules -------------------------------------------------------------------------------
 
 
-class Odd(nn.Module):
-    """Transposed and channels-last weights, an empty one, a scalar, tied ones, a frozen one, buffers."""
-
+class Odd(OddParts):
     def __init__(self) -> None:
         super().__init__()
-        self.transposed = nn.Parameter(torch.randn(7, 13).t())
-        self.kernel = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
-        self.scalar = nn.Parameter(torch.randn(()))
-        self.empty = nn.Parameter(torch.randn(0, 3))
-        self.a, self.b = nn.Linear(13, 13), nn.Linear(13, 13)
-        self.b.weight = self.a.weight
-        self.frozen = nn.Parameter(torch.randn(13), requires_grad=False)
-        self.norm = nn.BatchNorm1d(13)
         self.register_buffer("flags", torch.tensor([True, False, True]))
 
 
@@ -700,14 +691,6 @@ def test_the_models_own_save_pretrained(ranks: int, forks: Forks, tmp_path: Path
 
 def peaks(folder: str) -> tuple[int, int, int]:
     """(of training, of saving, of saving in bf16), bytes of this process."""
-
-    def peak_resident_bytes(work: Callable[[], Any]) -> int:
-        """The kernel's own count, begun anew."""
-        Path("/proc/self/clear_refs").write_text("5")
-        work()
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)), nn.Linear(1024, 24 * 1024))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
