@@ -344,7 +344,8 @@ class Engine(Uncopied):
 
         Raises:
             GeminiError: there is no checkpoint, it does not fit the model or the optimizer (by name), or it is damaged
-                (which file, on which rank). Nothing has changed then.
+                (which file, on which rank). Nothing has changed then. An error later (an interrupt, a module's own
+                set_extra_state) leaves a model of two states: what trains or saves it is refused until a load succeeds.
         """
         parts = {"model"} if model_only else EVERYTHING
         return load(self._runtime, local(folder), parts)

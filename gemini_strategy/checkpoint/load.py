@@ -2,7 +2,8 @@
 
 Invariants
     1. Nothing changes before names, shapes and files have been compared and every byte that is wanted has been checked:
-       a checkpoint is loaded whole or not at all, on all ranks or on none.
+       a checkpoint is loaded whole or not at all, on all ranks or on none. What is interrupted after that says so
+       (Runtime.half_loaded), and is not trained on.
     2. The host holds one piece more than the engine does. A parameter whose elements lie in another order than those
        saved is there as a whole for a moment.
 """

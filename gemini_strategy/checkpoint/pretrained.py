@@ -4,7 +4,7 @@ Invariants
     1. The host holds one piece of a tensor more than the engine does. Where the bytes of a file are in another order
        than those in memory, or are computed from several tensors, it holds these tensors, on each rank.
     2. Nothing changes before the folder is whole (folder.py). What an older one has beside a model, the new one has.
-    3. The ranks meet as in save.py, so an error on one rank ends the saving on all.
+    3. The ranks meet after each stretch (together.py), so an error on one rank ends the saving on all.
     4. A value that was finite is finite in the file.
 """
 
