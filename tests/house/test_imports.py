@@ -25,6 +25,8 @@ LAYERS = [
     ["manage"],
     [""],
     ["lightning"],
+    ["cli"],
+    ["__main__"],
 ]
 
 
