@@ -103,6 +103,7 @@ class Core:
         params: Sequence[tuple[int, int, int, bool, bool, bool, str]],
         unit_params: Sequence[int],
         unit_begin: Sequence[int],
+        unit_names: Sequence[str],
         chunk_bytes: int,
         block_bytes: int,
         device_budget: int,

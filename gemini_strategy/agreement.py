@@ -6,14 +6,12 @@ be equal, and a difference is an error on every rank that names it. With one ran
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import operator
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +21,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import managed
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.comm import ranks_text
-from gemini_strategy.ranks.ranks import Ranks, by_value, check_lines, check_same, fingerprint
+from gemini_strategy.ranks.ranks import Ranks, check_lines, check_same, fingerprint
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import WAY_OUT
 
@@ -38,8 +36,6 @@ __all__ = [
     "check_model",
     "check_step",
     "common_settings",
-    "naming_units",
-    "unit_names",
 ]
 
 
@@ -307,48 +303,6 @@ def _refuse_grads(engine: Runtime, what: str, mask: str, sums: bytes) -> None:
                 f"{what}: {slot.name} got its gradient in other backward passes on {ranks_text(others)} than on "
                 f"rank 0: in each micro-batch {_ALIKE}"
             )
-
-
-@contextlib.contextmanager
-def naming_units(engine: Runtime) -> Iterator[None]:
-    """An error inside is raised with the names of units; one of passes that differ, with those of each rank."""
-    try:
-        yield
-    except (GeminiError, ValueError) as error:
-        text = engine.ranks.named(str(error))
-        passes = _PASSES.search(text)
-        if passes is not None:  # all ranks have found it at the same place
-            said = engine.ranks.gather("where the passes differ", passes[1])
-            text = text.replace(passes[0], by_value(said))
-        if text == str(error):
-            raise
-        raise type(error)(text) from error
-
-
-_PASSES = re.compile(r"here (.*), on another rank .*(?=; every rank)")
-
-
-def unit_names(engine: Runtime) -> Callable[[str], str]:
-    """The core knows units and chunks by numbers: gives a text the names of units, without the engine."""
-    names = {str(unit.id): unit.name or "the model" for unit in engine.units}
-    of_chunk: dict[str, list[str]] = {}
-    for unit in engine.units:
-        for chunk in dict.fromkeys(str(engine.core.chunk(slot.id)[0]) for slot in unit.slots):
-            of_chunk.setdefault(chunk, []).append(names[str(unit.id)])
-
-    def with_units(match: re.Match[str]) -> str:
-        units = of_chunk.get(match[1], ())
-        if not units:
-            return match[0]
-        first, last = units[0], units[-1]
-        which = f"unit {first}" if first == last else f"units {first} to {last}"
-        return f"{match[0]} ({which})"
-
-    def named(text: str) -> str:
-        text = re.sub(r"\bunit (\d+)\b", lambda m: f"unit {names.get(m[1], m[1])}", text)
-        return re.sub(r"\bchunk (\d+)\b(?! \(unit)", with_units, text)
-
-    return named
 
 
 def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -> list[Slot]:

@@ -127,7 +127,6 @@ class Runtime(Uncopied, Reporting):
         self._make_core(registration)
         loading.fill(registration.slots, ranks)
         self.units, self.handles = registration.attach(loading, original)
-        self.ranks.named = agreement.unit_names(self)
         self.handles += state.install(self, model)
         self.net = SavedTensorNet(self, self.slots)
         self.root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
@@ -169,6 +168,7 @@ class Runtime(Uncopied, Reporting):
             params=[(*s, slot.name) for s, slot in zip(specs, registration.slots, strict=True)],
             unit_params=unit_params,
             unit_begin=unit_begin,
+            unit_names=registration.unit_names(),
             chunk_bytes=chunk_bytes,
             block_bytes=block_bytes,
             device_budget=settings.device_budget,
@@ -483,7 +483,7 @@ class Runtime(Uncopied, Reporting):
 
     def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
         try:
-            with agreement.naming_units(self), self.ranks.explaining():
+            with self.ranks.explaining():
                 self.core.step(updates, self.stream())
         except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
             self.ranks.abort(f"optimizer step: {error}")

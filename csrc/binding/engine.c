@@ -66,6 +66,29 @@ static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
     return params;
 }
 
+/* Pointers into the strings of a list or tuple, which the caller keeps. */
+static const char **parse_names(PyObject *sequence, uint32_t n_wanted)
+{
+    Py_ssize_t n = PySequence_Size(sequence);
+    const char **names = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *names);
+    if (n >= 0 && !names) {
+        PyErr_NoMemory();
+    }
+    if (names && n != (Py_ssize_t)n_wanted) {
+        PyErr_Format(PyExc_ValueError, "%zd names for %u units", n, n_wanted);
+    }
+    for (Py_ssize_t i = 0; names && i < n && !PyErr_Occurred(); i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        names[i] = item ? PyUnicode_AsUTF8AndSize(item, NULL) : NULL;
+        Py_XDECREF(item);
+    }
+    if (PyErr_Occurred()) {
+        free(names);
+        return NULL;
+    }
+    return names;
+}
+
 static gm_status make_engine(core *self, gm_engine_options *options, int ordinal,
                              size_t block_bytes)
 {
@@ -135,13 +158,13 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",     "params",       "unit_params",   "unit_begin",
-                            "chunk_bytes", "block_bytes",  "device_budget", "host_budget",
-                            "policy",      "is_grad_f32",  "threads",       "external_bytes",
-                            "rates",       "state_share",  "slack_bytes",   "is_tuned",
-                            "shard_comm",  "replica_comm", "gather_rate",   "reduce_rate",
-                            NULL};
-    PyObject *params, *unit_params, *unit_begin;
+    static char *names[] = {"ordinal",        "params",      "unit_params",  "unit_begin",
+                            "unit_names",     "chunk_bytes", "block_bytes",  "device_budget",
+                            "host_budget",    "policy",      "is_grad_f32",  "threads",
+                            "external_bytes", "rates",       "state_share",  "slack_bytes",
+                            "is_tuned",       "shard_comm",  "replica_comm", "gather_rate",
+                            "reduce_rate",    NULL};
+    PyObject *params, *unit_params, *unit_begin, *unit_names;
     int ordinal, policy, is_grad_f32, is_tuned;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
@@ -149,9 +172,9 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     gm_rates rates = {0};
     PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOnnnnipInOdnp|OOdd", names, &ordinal, &params, &unit_params,
-            &unit_begin, &chunk_bytes, &block_bytes, &device_budget, &host_budget, &policy,
-            &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
+            args, kwargs, "iOOOOnnnnipInOdnp|OOdd", names, &ordinal, &params, &unit_params,
+            &unit_begin, &unit_names, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
+            &policy, &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
             &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce) ||
         gm_py_rates_parse(figures, &rates) < 0) {
         return NULL;
@@ -170,10 +193,12 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .is_tuned = is_tuned,
     };
     uint32_t *ids = NULL, *begins = NULL, n_ids = 0, n_begins = 0;
+    const char **of_units = NULL;
     gm_engine_param *table = NULL;
     if (!self || !(table = parse_params(params, &options.n_params)) ||
         gm_py_parse_ids(unit_params, &ids, &n_ids) < 0 ||
-        gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0) {
+        gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0 ||
+        !(of_units = parse_names(unit_names, n_begins ? n_begins - 1 : 0))) {
         goto fail;
     }
     self->n_params = options.n_params;
@@ -181,6 +206,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.unit_params = ids;
     options.unit_begin = begins;
     options.n_units = n_begins ? n_begins - 1 : 0;
+    options.unit_names = of_units;
     if (make_outside(self, ordinal, external_bytes) < 0 ||
         take_workers(self, threads, &options.workers) < 0 ||
         take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
@@ -201,11 +227,13 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     free(table);
     free(ids);
     free(begins);
+    free(of_units);
     return (PyObject *)self;
 fail:
     free(table);
     free(ids);
     free(begins);
+    free(of_units);
     Py_XDECREF((PyObject *)self);
     return NULL;
 }

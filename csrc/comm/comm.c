@@ -41,8 +41,16 @@ gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size
     return GM_OK;
 }
 
+static void drop_context(gm_comm *comm)
+{
+    if (comm->drop_context) {
+        comm->drop_context(comm->namer_context);
+    }
+}
+
 void gm_comm_fini(gm_comm *comm)
 {
+    drop_context(comm);
     pthread_mutex_destroy(&comm->lock);
     pthread_mutex_destroy(&comm->record);
     free(comm->names);
@@ -99,7 +107,7 @@ size_t gm_comm_call_bytes(const gm_comm *comm, const gm_comm_call *call)
 /* The lock of the records is held. */
 static void describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_WORDS])
 {
-    char shards[16] = "", what[40] = "", label[160] = "", about[208] = "";
+    char shards[16] = "", what[40] = "", label[224] = "", about[272] = "";
     if (has_shards(call)) {
         (void)snprintf(shards, sizeof shards, "%d x ", comm->size);
     }
@@ -138,13 +146,18 @@ void gm_comm_label(gm_comm *comm, uint64_t label)
     comm->label = label;
 }
 
-void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context)
+void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context,
+                       void (*drop)(void *context))
 {
     if (comm->owner == getpid()) { /* a forked child may have inherited a lock that nobody holds */
         pthread_mutex_lock(&comm->record);
+        drop_context(comm);
         comm->namer = namer;
         comm->namer_context = context;
+        comm->drop_context = drop;
         pthread_mutex_unlock(&comm->record);
+    } else if (drop) {
+        drop(context);
     }
 }
 

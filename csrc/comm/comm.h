@@ -43,6 +43,8 @@ typedef enum gm_comm_op {
 
 int gm_comm_rank(const gm_comm *comm);
 int gm_comm_size(const gm_comm *comm);
+/* What texts call this communicator's rank r. */
+int gm_comm_rank_name(const gm_comm *comm, int r);
 /* What texts call the ranks, where these are a part of a run: rank r here is rank names[r] of `n`.  The names are copied.
  * Before the first collective. */
 gm_status gm_comm_name_ranks(gm_comm *comm, const int *names, int n);
@@ -71,11 +73,12 @@ void gm_comm_label(gm_comm *comm, uint64_t label);
 /* Words for a label: "gather of chunk 12, step 3, unit model.layers.4".  NULL (or no words): its number.  Called for
  * texts only, on any thread and late: for labels of the last 512 collectives, with a lock of the communicator held.  It must
  * not call the communicator, nor take a lock that is held around calls of it.  Once this returns, the namer before it
- * is not called any more. */
+ * is not called any more, and what it had for a context has been dropped. */
 typedef void (*gm_comm_namer)(void *context, uint64_t label, char *out, size_t bytes);
-void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context);
+void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context,
+                       void (*drop)(void *context));
 
-#define GM_COMM_WORDS 320 /* bytes that hold any collective in words */
+#define GM_COMM_WORDS 384 /* bytes that hold any collective in words */
 /* Collectives issued so far; the first has number 1. */
 uint64_t gm_comm_count(gm_comm *comm);
 /* Collectives issued so far, and a hash of what must be the same on all ranks in all of them. */

@@ -60,13 +60,12 @@ struct gm_comm {
     gm_comm_call records[GM_COMM_N_RECORDS]; /* number n at n % N */
     gm_comm_namer namer;
     void *namer_context;
+    void (*drop_context)(void *context); /* when no namer will need it; may be NULL */
 };
 
 /* GM_ERR_ARG for a rank or a size that cannot be. */
 gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size);
 void gm_comm_fini(gm_comm *comm);
-/* What texts call this communicator's rank r. */
-int gm_comm_rank_name(const gm_comm *comm, int r);
 
 size_t gm_comm_element_bytes(const gm_comm_call *call);
 /* All bytes that the collective reads or writes on a rank. */

@@ -38,6 +38,7 @@ typedef struct gm_engine_options {
     const uint32_t *unit_params; /* (unit_begin[n_units],) parameter ids, unit after unit */
     const uint32_t *unit_begin;  /* (n_units + 1,) */
     uint32_t n_units;
+    const char *const *unit_names; /* (n_units,) in errors; copied; NULL: their numbers */
     size_t chunk_bytes;
     size_t device_budget; /* SIZE_MAX: what the device has */
     size_t host_budget;   /* SIZE_MAX: what the host has */

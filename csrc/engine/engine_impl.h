@@ -223,6 +223,7 @@ struct gm_engine {
     uint32_t *unit_chunks; /* chunk ids, unit after unit, each chunk once per unit */
     uint32_t *unit_begin;  /* (n_units + 1,) */
     uint32_t n_units;
+    struct gm_names *names;
     gm_chunk_state *chunk_states; /* (n_chunks,) */
     uint32_t *chunk_params;       /* (n_params,) chunk after chunk */
 
@@ -312,6 +313,17 @@ uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappi
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
 void gm_engine_revive(gm_engine *engine);
 
+/* names.c */
+typedef struct gm_names gm_names;
+gm_status gm_names_new(gm_engine *engine, const gm_engine_options *options);
+/* NULL as well when there is no memory: errors do without it. */
+char *gm_names_copy(const char *name);
+gm_names *gm_names_ref(gm_names *names);
+void gm_names_unref(void *names);
+void gm_names_unit(const gm_names *names, uint32_t unit, char *out, size_t bytes);
+/* "chunk 3 (unit layers.4)" */
+void gm_names_chunk(const gm_names *names, uint32_t chunk, char *out, size_t bytes);
+
 /* sums.c */
 gm_status gm_sums_new(gm_engine *engine);
 void gm_sums_place_home(gm_engine *engine, void *home); /* gm_sums_bytes() of it */
@@ -350,6 +362,11 @@ gm_status gm_ranks_compare(gm_engine *engine);
 gm_status gm_ranks_check(const gm_engine *engine);
 /* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
 gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n);
+/* "... on ranks 0, 2, ... on rank 1": what each rank has for its value.  Likewise. */
+gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
+                        void (*say)(const gm_engine *engine, uint64_t value, char *out,
+                                    size_t bytes),
+                        char *out, size_t bytes);
 /* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
 gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out);
 /* *sum becomes the sum over the ranks; the host waits. */

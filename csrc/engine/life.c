@@ -66,6 +66,7 @@ static void engine_free(gm_engine *engine)
     free(engine->params);
     free(engine->unit_chunks);
     free(engine->unit_begin);
+    gm_names_unref(engine->names);
     gm_unit_free(engine);
     free(engine->chunk_states);
     free(engine->chunk_params);
@@ -99,13 +100,6 @@ void gm_engine_unref(gm_engine *engine)
     }
 }
 
-/* NULL as well when there is no memory: errors do without it. */
-static char *copy_name(const char *name)
-{
-    char *copy = name ? malloc(strlen(name) + 1) : NULL;
-    return copy ? strcpy(copy, name) : NULL;
-}
-
 static gm_status copy_params(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = options->n_params;
@@ -118,7 +112,7 @@ static gm_status copy_params(gm_engine *engine, const gm_engine_options *options
     }
     for (uint32_t i = 0; i < n; i++) {
         engine->params[i].spec = options->params[i];
-        engine->params[i].spec.name = copy_name(options->params[i].name);
+        engine->params[i].spec.name = gm_names_copy(options->params[i].name);
         specs[i] = (gm_param_spec){
             .numel = options->params[i].numel,
             .kind = kind_of(&options->params[i]),
@@ -300,6 +294,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
     GM_TRY_GOTO(status, fail, index_units(engine, options));
     GM_TRY_GOTO(status, fail, index_chunks(engine));
+    GM_TRY_GOTO(status, fail, gm_names_new(engine, options));
     GM_TRY_GOTO(status, fail, gm_sums_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
     GM_TRY_GOTO(status, fail, gm_ranks_new(engine));

@@ -97,12 +97,18 @@ static uint64_t code_of(const gm_inputs *in, uint64_t number)
     return 0;
 }
 
-static void say_tick(uint64_t code, char *out, size_t bytes)
+static void say_tick(const gm_engine *engine, uint64_t code, char *out, size_t bytes)
 {
-    static const char *const kinds[] = {"nothing more", "unit %u is entered",
-                                        "the backward needs chunk %u",
-                                        "the gradients of chunk %u are complete"};
-    (void)snprintf(out, bytes, kinds[code >> 32], (uint32_t)code);
+    static const char *const kinds[] = {"nothing more", "unit %s is entered",
+                                        "the backward needs %s",
+                                        "the gradients of %s are complete"};
+    char which[184] = "";
+    if (code >> 32 == GM_TICK_ENTER + 1) {
+        gm_names_unit(engine->names, (uint32_t)code, which, sizeof which);
+    } else {
+        gm_names_chunk(engine->names, (uint32_t)code, which, sizeof which);
+    }
+    (void)snprintf(out, bytes, kinds[code >> 32], which);
 }
 
 /* Names the first tick that is not the same on all ranks, of which one has `most`. */
@@ -119,20 +125,19 @@ static gm_status refuse_passes(gm_engine *engine, const gm_inputs *in, uint64_t 
         values[2 * i + 1] = ~values[2 * i];
     }
     gm_status status = gm_ranks_max(engine, values, 2 * most);
-    for (uint64_t i = 0; i < most && status == GM_OK; i++) {
-        uint64_t here = code_of(in, i), largest = values[2 * i], least = ~values[2 * i + 1];
-        if (largest != least) {
-            char mine[64], other[64];
-            say_tick(here, mine, sizeof mine);
-            say_tick(here == largest ? least : largest, other, sizeof other);
-            status = GM_FAIL(GM_ERR_STATE, "%s, from tick %llu on: here %s, on another rank %s; %s",
-                             before, (unsigned long long)i, mine, other, rule);
-        }
+    uint64_t first = 0; /* the same on all ranks */
+    while (first < most && values[2 * first] == ~values[2 * first + 1]) {
+        first++;
     }
     free(values);
-    return status != GM_OK
-               ? status
-               : GM_FAIL(GM_ERR_STATE, "%s, the same ones but not as often; %s", before, rule);
+    GM_TRY(status);
+    if (first == most) {
+        return GM_FAIL(GM_ERR_STATE, "%s, the same ones but not as often; %s", before, rule);
+    }
+    char said[600] = "";
+    GM_TRY(gm_ranks_tell(engine, code_of(in, first), say_tick, said, sizeof said));
+    return GM_FAIL(GM_ERR_STATE, "%s, from tick %llu on: %s; %s", before, (unsigned long long)first,
+                   said, rule);
 }
 
 /* The traces with the longest times and the most memory of all ranks: copies, to be freed with `in`. */

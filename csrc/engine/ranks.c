@@ -20,22 +20,23 @@ enum { WISH_SUMS = 2, VALUES_OF_SUM = sizeof(gm_sumsq) / sizeof(uint64_t) };
 enum { MOST = (GM_AGREE_SUMS - WISH_SUMS) * VALUES_OF_SUM };
 
 /* purpose (8 bits), step (24), chunk (32) */
-static void name_label(void *context, uint64_t label, char *out, size_t bytes)
+static void name_label(void *names, uint64_t label, char *out, size_t bytes)
 {
     static const char *const purposes[GM_N_PURPOSES] = {"",
-                                                        "gathering the weights of chunk",
-                                                        "summing the gradients of chunk",
+                                                        "gathering the weights of",
+                                                        "summing the gradients of",
                                                         "the norm of all gradients",
                                                         "a common plan",
                                                         "whether a plan is due"};
     uint32_t purpose = (uint32_t)(label >> 56), step = (uint32_t)(label >> 32) & 0xffffff;
     uint32_t chunk = (uint32_t)label;
-    (void)context;
     if (purpose == 0 || purpose >= GM_N_PURPOSES) {
         return;
     }
     if (purpose <= GM_FOR_REDUCE) {
-        (void)snprintf(out, bytes, "%s %u after step %u", purposes[purpose], chunk, step);
+        char which[184];
+        gm_names_chunk(names, chunk, which, sizeof which);
+        (void)snprintf(out, bytes, "%s %s after step %u", purposes[purpose], which, step);
     } else {
         (void)snprintf(out, bytes, "%s after step %u", purposes[purpose], step);
     }
@@ -84,7 +85,7 @@ gm_status gm_ranks_new(gm_engine *engine)
     for (int i = 0; i < 2; i++) {
         if (comms[i]) {
             GM_TRY(gm_comm_attach(comms[i], device));
-            gm_comm_set_namer(comms[i], name_label, NULL);
+            gm_comm_set_namer(comms[i], name_label, gm_names_ref(engine->names), gm_names_unref);
         }
     }
     GM_TRY(device->ops->event_new(device, false, &engine->ranks.wished[0]));
@@ -170,6 +171,48 @@ gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n)
         memcpy(values + done, &engine->sums.home[index], some * sizeof *values);
     }
     return GM_OK;
+}
+
+gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
+                        void (*say)(const gm_engine *engine, uint64_t value, char *out,
+                                    size_t bytes),
+                        char *out, size_t bytes)
+{
+    gm_comm *shards = engine->ranks.shard_comm, *replicas = engine->ranks.replica_comm;
+    uint32_t n = engine->ranks.n_shards * engine->ranks.n_replicas;
+    uint32_t row = replicas ? (uint32_t)gm_comm_rank(replicas) : 0;
+    uint64_t *values = calloc(2 * (size_t)n + 1, sizeof *values), *names = values + n;
+    if (!values) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: numbers of %u ranks", n);
+    }
+    uint32_t mine = row * engine->ranks.n_shards + engine->ranks.rank;
+    values[mine] = value;
+    names[mine] = (uint64_t)(shards ? gm_comm_rank_name(shards, (int)engine->ranks.rank)
+                                    : gm_comm_rank_name(replicas, (int)row));
+    gm_status status = gm_ranks_max(engine, values, 2 * (size_t)n);
+    size_t used = 0;
+    for (uint32_t i = 0; i < n && status == GM_OK && used < bytes; i++) {
+        uint32_t others = 0, earlier = 0;
+        for (uint32_t k = 0; k < n; k++) {
+            others += k > i && values[k] == values[i];
+            earlier += k < i && values[k] == values[i];
+        }
+        if (earlier > 0) {
+            continue;
+        }
+        char words[256];
+        say(engine, values[i], words, sizeof words);
+        used += (size_t)snprintf(out + used, bytes - used, "%s%s on rank%s %llu", used ? ", " : "",
+                                 words, others ? "s" : "", (unsigned long long)names[i]);
+        for (uint32_t k = i + 1; k < n && used < bytes; k++) {
+            if (values[k] == values[i]) {
+                used += (size_t)snprintf(out + used, bytes - used, ", %llu",
+                                         (unsigned long long)names[k]);
+            }
+        }
+    }
+    free(values);
+    return status;
 }
 
 gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out)

@@ -171,6 +171,9 @@ class Registration:
             begins.append(len(params))
         return params, begins
 
+    def unit_names(self) -> list[str]:
+        return [unit.name or "the model" for unit in self._units]
+
     def check_floor(self, budget: int, available: int) -> int:
         """Every module must fit together with the modules around it that own parameters, and with the gradients
         that wait for their sum over ranks.

@@ -25,7 +25,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from gemini_strategy.ranks.comm import (
     ranks_text,
 )
 
-__all__ = ["Group", "Ranks", "by_value", "check_lines", "check_same", "fingerprint"]
+__all__ = ["Group", "Ranks", "check_lines", "check_same", "fingerprint"]
 
 _FRAME = 1024  # bytes that the ranks tell each other at once
 _SAMPLES = 256  # elements of a tensor whose bits stand for all of them
@@ -102,7 +102,6 @@ class Ranks:
         self._gloo: Any = None
         self._reason: str | None = None  # of what may fail now
         self.when = ""  # " after step 7", for texts
-        self.named: Callable[[str], str] = str  # puts names for what the core counts in a text
         self._pid = os.getpid()
         if self.size == 1:
             return
@@ -309,7 +308,7 @@ class Ranks:
                 error = GeminiError(f"{what}: the ranks have not issued the same collectives")
                 told = comm.explained(error, max(own[i][0] for own in everyone))
                 self.abort(str(error))
-                raise type(told)(self.named(str(told)))
+                raise told
 
     def explained(self, error: GeminiError) -> GeminiError:
         """An error that may be about other ranks, with what they say of it."""
@@ -320,7 +319,6 @@ class Ranks:
                 comm.core.check()
             except GeminiError:
                 told = comm.explained(error)
-                told = type(told)(self.named(str(told)))
                 self.abort(str(error))
                 return told
         return error
@@ -346,7 +344,7 @@ class Ranks:
                 )
             elif silent:
                 parts.append(f"{ranks_text(silent)} said nothing")
-            error = type(error)(self.named("; ".join([str(error), *parts])))
+            error = type(error)("; ".join([str(error), *parts]))
             self._failure = type(error), str(error)
         return error
 

@@ -187,7 +187,7 @@ static gm_comm *agree_with_other(int change, bool is_late)
 {
     static char words[] = "gather";
     gm_comm *comm = meet(0, 2, 20);
-    gm_comm_set_namer(comm, name_label, words);
+    gm_comm_set_namer(comm, name_label, words, NULL);
     for (uint64_t i = 1; i <= 3; i++) {
         gm_comm_label(comm, i);
         CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
@@ -200,7 +200,7 @@ static gm_comm *agree_with_other(int change, bool is_late)
     gm_comm_free(comm);
 
     comm = meet(0, 2, 20);
-    gm_comm_set_namer(comm, name_label, words);
+    gm_comm_set_namer(comm, name_label, words, NULL);
     for (uint64_t i = 1; i <= 3; i++) {
         gm_comm_label(comm, change == 1 && i == 2 ? 9 : i);
         CHECK_OK(gm_comm_all_gather(comm, at, change == 2 && i == 2 ? 99 : 100, 0));

@@ -460,7 +460,7 @@ static void *different_labels(void *context)
     end e;
     gm_comm *comm = new_comm(&e, me->world, me->rank);
     float x[3] = {1, 2, 3}, before[3];
-    gm_comm_set_namer(comm, name_label, me->rank == 1 ? theirs : ours);
+    gm_comm_set_namer(comm, name_label, me->rank == 1 ? theirs : ours, NULL);
     gm_comm_label(comm, 5);
     CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0));
     memcpy(before, x, sizeof x);
@@ -515,12 +515,12 @@ static void check_records(void)
     }
     CHECK(gm_comm_recall(comm, 1000, words));
     CHECK(strcmp(words, "all_reduce number 1000 of 0 bytes (sum of bf16; label 1000)") == 0);
-    gm_comm_set_namer(comm, name_label, ours);
+    gm_comm_set_namer(comm, name_label, ours, NULL);
     CHECK(gm_comm_recall(comm, 1001, words));
     CHECK(strcmp(words, "all_reduce number 1001 of 2 bytes (sum of bf16; a's chunk 1001)") == 0);
     CHECK(gm_comm_recall(comm, 1002, words)); /* 3 * 334 */
     CHECK(strcmp(words, "all_reduce number 1002 of 4 bytes (sum of bf16)") == 0);
-    gm_comm_set_namer(comm, NULL, NULL);
+    gm_comm_set_namer(comm, NULL, NULL, NULL);
     CHECK(gm_comm_recall(comm, 1001, words) && strstr(words, "label 1001"));
     CHECK_OK(gm_comm_agree(comm, 0)); /* alone */
     CHECK(gm_comm_recall(comm, 1301, words));
