@@ -24,7 +24,7 @@ from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters import absent, masters
-from gemini_strategy.report import tables
+from gemini_strategy.report import chunks, tables
 from gemini_strategy.report import timeline as timelines
 from gemini_strategy.runtime import Runtime, Uncopied
 from gemini_strategy.sizes import parse_bytes
@@ -410,6 +410,15 @@ class Engine(Uncopied):
         process; on the CPU without activations).
         """
         return self._runtime.stats()
+
+    def chunk_states(self) -> list[chunks.ChunkState]:
+        """What each chunk is doing now, on this rank: FREE, HOLD, COMPUTE, HOLD_AFTER_BWD, READY or UPDATE.
+
+        May be called from anywhere, a module's forward included. See report/chunks.py, and docs/originals.md for what
+        leads from one state to the next.
+        """
+        self._runtime.check_open()
+        return chunks.chunk_states(self._runtime)
 
     def report(self) -> str:
         """The table of the plan and, once there have been steps, what was planned beside what was measured."""

@@ -69,6 +69,7 @@ class Runtime(Uncopied, Reporting):
         step_in_backward: what `backward(step=True)` has announced.
         written: what this rank has written since the ranks compared it.
         memory: the device memory that is not in chunks.
+        chunk_bytes: of weights, in a chunk at most, but for larger parameters.
         lent: slots of which memory was given away (parameters/loans.py).
         takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
             for which it has no place; thawed: those parameters.
@@ -160,6 +161,7 @@ class Runtime(Uncopied, Reporting):
         chunk_bytes, block_bytes = settings.sizes.choose(
             shapes, settings.device_budget, is_cuda, self.ranks.shard.size
         )
+        self.chunk_bytes = chunk_bytes
         unit_params, unit_begin = registration.unit_tables()
         agreement.check_model(self, registration.slots, (unit_params, unit_begin))
         external = self.memory.external_bytes(0)

@@ -424,6 +424,37 @@ static PyObject *core_plan_info(core *self, PyObject *unused)
     return info;
 }
 
+/* chunk_states() -> list of dicts */
+static PyObject *core_chunk_states(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    gm_engine_stats stats;
+    gm_engine_chunk *chunks;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    gm_engine_get_stats(engine, &stats);
+    chunks = malloc(((size_t)stats.n_chunks + 1) * sizeof *chunks);
+    if (chunks) {
+        gm_engine_chunks(engine, chunks);
+    }
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    PyObject *list = chunks ? PyList_New(0) : PyErr_NoMemory();
+    for (uint32_t id = 0; list && id < stats.n_chunks; id++) {
+        PyObject *dict = gm_py_chunk(&chunks[id]);
+        if (!dict || PyList_Append(list, dict) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(dict);
+    }
+    free(chunks);
+    return list;
+}
+
 NUMBER_METHOD(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
 
 /* timeline_end() -> list of dicts */
@@ -562,6 +593,7 @@ static PyMethodDef core_methods[] = {
     METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
     METHOD("disarm", core_disarm, METH_NOARGS, "disarm()"),
     METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
+    METHOD("chunk_states", core_chunk_states, METH_NOARGS, "chunk_states() -> list of dicts"),
     METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
     METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
     METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),

@@ -126,6 +126,24 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
     return finished(dict, failed);
 }
 
+/* {"weight": "CLEAN", "state": "HOME", ..., "uses", "trained", "gradients", "pending"}; pieces without bytes are not
+ * in it. */
+PyObject *gm_py_chunk(const gm_engine_chunk *chunk)
+{
+    const named_size counts[] = {
+        {"uses", chunk->n_uses}, {"trained", chunk->n_trained}, {"gradients", chunk->n_done}};
+    PyObject *dict = PyDict_New();
+    int failed = !dict || put_sizes(dict, counts, N_OF(counts)) < 0 ||
+                 put(dict, "pending", PyBool_FromLong(chunk->is_pending)) < 0;
+    for (int i = 0; !failed && i < GM_N_PIECES; i++) {
+        const char *where = !chunk->is_resident[i] ? "HOME"
+                            : chunk->is_dirty[i]   ? "DIRTY"
+                                                   : "CLEAN";
+        failed = chunk->bytes[i] > 0 && put(dict, piece_names[i], PyUnicode_FromString(where)) < 0;
+    }
+    return finished(dict, failed);
+}
+
 /* Bytes on the device: {"R": ..., "S1": ..., ..., "states", "grads", "gathered", "unreduced",
  * "outside", "free"}. */
 static PyObject *memory_of(const gm_log_memory *memory)

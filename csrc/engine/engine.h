@@ -210,6 +210,16 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
 
 /* out (n_params,): whether a tensor outside units and backward nodes shows the parameter. */
 void gm_engine_leased(gm_engine *engine, bool *out);
+/* Where a chunk is and what waits in it, now and on this rank. */
+typedef struct gm_engine_chunk {
+    bool is_resident[GM_N_PIECES], is_dirty[GM_N_PIECES]; /* as chunk.h has them */
+    size_t bytes[GM_N_PIECES];
+    uint32_t n_uses;            /* units, backward nodes and leases that show it */
+    uint32_t n_trained, n_done; /* parameters with gradients; of them, those that have one */
+    bool is_pending;            /* its update is stepped and has not been issued */
+} gm_engine_chunk;
+/* out (n_chunks,), as gm_engine_get_stats has it.  Waits for nothing. */
+void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out);
 /* The plan that is followed, or NULL; valid until the next call that may plan or run out of memory. */
 const gm_plan *gm_engine_plan(const gm_engine *engine);
 /* Between the two no call of another thread changes the plan. */

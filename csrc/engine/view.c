@@ -68,6 +68,30 @@ void gm_engine_leased(gm_engine *engine, bool *out)
     pthread_mutex_unlock(&engine->lock);
 }
 
+void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
+{
+    pthread_mutex_lock(&engine->lock);
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    for (uint32_t id = 0; id < n; id++) {
+        const gm_chunk_state *state = &engine->chunk_states[id];
+        out[id] = (gm_engine_chunk){.n_uses = gm_chunks_pins(engine->chunks, id, engine->shown),
+                                    .is_pending = state->is_pending};
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            bool is_resident = gm_chunks_is_resident(engine->chunks, id, (gm_piece)piece);
+            out[id].is_resident[piece] = is_resident;
+            out[id].is_dirty[piece] =
+                is_resident && gm_chunks_is_dirty(engine->chunks, id, (gm_piece)piece);
+            out[id].bytes[piece] = gm_engine_piece_bytes(engine, id, (gm_piece)piece);
+        }
+        for (uint32_t i = 0; i < state->n_params; i++) {
+            const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+            out[id].n_trained += p->spec.has_grad;
+            out[id].n_done += p->has_grad && !p->is_used_up;
+        }
+    }
+    pthread_mutex_unlock(&engine->lock);
+}
+
 void gm_engine_lock(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);

@@ -24,7 +24,8 @@ LAYERS = [
     ["engine"],
     ["manage"],
     [""],
-    ["lightning"],
+    ["lightning", "wrapper"],
+    ["elixir"],
     ["cli"],
     ["__main__"],
 ]

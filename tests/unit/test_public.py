@@ -41,6 +41,7 @@ def test_an_engine_shows_what_is_for_use() -> None:
     engine = gs.manage(nn.Linear(2, 2), device="cpu")
     assert public(engine) == [
         "backward",
+        "chunk_states",
         "clip_grad_norm_",
         "clip_grad_value_",
         "close",
