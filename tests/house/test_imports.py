@@ -25,7 +25,7 @@ LAYERS = [
     ["manage"],
     [""],
     ["lightning", "wrapper"],
-    ["elixir"],
+    ["elixir", "colossalai"],
     ["cli"],
     ["__main__"],
 ]
