@@ -9,6 +9,7 @@
 #   1. Importing or reloading this module any number of times is the same as once: classes keep their identity.
 #   2. A strategy name that someone else has registered is never replaced.
 """Lightning strategies ``"gemini"``, ``"gemini_cpu"``, ``"gemini_cuda"`` and ``"gemini_hybrid"``.
+For the Trainer also ``"colossalai"``, the old name.
 
     import gemini_strategy.lightning
     trainer = lightning.Trainer(strategy="gemini", precision="bf16-mixed")
@@ -23,11 +24,19 @@ import sys
 from typing import Any
 
 from gemini_strategy import GeminiError
+from gemini_strategy.lightning.colossalai import build_colossalai
 from gemini_strategy.lightning.fabric import build_fabric_strategy
 from gemini_strategy.lightning.strategy import build_strategy
 from gemini_strategy.lightning.trees import MODULES, import_tree, installed_trees
 
-__all__ = ["GeminiFabricStrategy", "GeminiStrategy", "fabric_strategy_class", "strategy_class"]
+__all__ = [
+    "ColossalAIStrategy",
+    "GeminiFabricStrategy",
+    "GeminiStrategy",
+    "colossalai_strategy_class",
+    "fabric_strategy_class",
+    "strategy_class",
+]
 
 _NAMES: dict[str, dict[str, Any]] = {
     "gemini": {"placement_policy": "auto"},
@@ -35,11 +44,13 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gemini_cuda": {"placement_policy": "cuda"},
     "gemini_hybrid": {"device_mesh": "hybrid"},
 }
+_OLD_NAME = "colossalai"
 _DESCRIPTION = "Chunked model state within a device budget, {}={!r}"
 
 # Kept over a reload (invariant 1).
 _classes: dict[str, type] = globals().get("_classes", {})
 _fabric_classes: dict[str, type] = globals().get("_fabric_classes", {})
+_old_classes: dict[str, type] = globals().get("_old_classes", {})
 
 
 def strategy_class(tree: str) -> type:
@@ -68,6 +79,11 @@ def fabric_strategy_class(tree: str) -> type:
     return _fabric_classes[_built("fabric_strategy_class", tree)]
 
 
+def colossalai_strategy_class(tree: str) -> type:
+    """The same under the old name: ``strategy="colossalai"``; see :func:`strategy_class`."""
+    return _old_classes[_built("colossalai_strategy_class", tree)]
+
+
 def _built(call: str, tree: str) -> str:
     """The name in MODULES of a tree, whose classes are there and registered."""
     name = next((n for n, modules in MODULES.items() if tree in (n, *modules)), None)
@@ -76,28 +92,35 @@ def _built(call: str, tree: str) -> str:
     if name not in _fabric_classes:
         found = import_tree(name)
         _classes[name], _fabric_classes[name] = build_strategy(found), build_fabric_strategy(found)
+        _old_classes[name] = build_colossalai(_classes[name])
     _register(name)
     return name
 
 
 def _register(tree: str) -> None:
     trainer, fabric = (sys.modules[module] for module in MODULES[tree])
+    of_trainer, of_fabric = (
+        trainer.strategies.StrategyRegistry,
+        fabric.strategies.STRATEGY_REGISTRY,
+    )
+    wanted = [(of_trainer, _OLD_NAME, _old_classes[tree], {"placement_policy": "auto"})]
     for name, preset in _NAMES.items():
-        for registry, strategy in (
-            (trainer.strategies.StrategyRegistry, _classes[tree]),
-            (fabric.strategies.STRATEGY_REGISTRY, _fabric_classes[tree]),
-        ):
-            if name not in registry:
-                described = _DESCRIPTION.format(*next(iter(preset.items())))
-                registry.register(name, strategy, description=described, **preset)
-            elif registry[name]["strategy"].__module__.partition(".")[0] != "gemini_strategy":
-                raise GeminiError(
-                    f"the strategy name {name!r} is taken in `{tree}` by {registry[name]['strategy']!r}: unregister it"
-                    " before importing gemini_strategy.lightning."
-                )
+        wanted += [
+            (of_trainer, name, _classes[tree], preset),
+            (of_fabric, name, _fabric_classes[tree], preset),
+        ]
+    for registry, name, strategy, preset in wanted:
+        if name not in registry:
+            described = _DESCRIPTION.format(*next(iter(preset.items())))
+            registry.register(name, strategy, description=described, **preset)
+        elif registry[name]["strategy"].__module__.partition(".")[0] != "gemini_strategy":
+            raise GeminiError(
+                f"the strategy name {name!r} is taken in `{tree}` by {registry[name]['strategy']!r}: unregister it"
+                " before importing gemini_strategy.lightning."
+            )
 
 
-def _adopt_trees() -> tuple[Any, Any]:
+def _adopt_trees() -> tuple[Any, Any, Any]:
     trees = list(_classes) or installed_trees()
     if not trees:
         raise ImportError("gemini_strategy.lightning needs Lightning: pip install lightning")
@@ -107,10 +130,12 @@ def _adopt_trees() -> tuple[Any, Any]:
         for cls, end in (
             (strategy_class(tree), "GeminiStrategy"),
             (fabric_strategy_class(tree), "GeminiFabricStrategy"),
+            (colossalai_strategy_class(tree), "ColossalAIStrategy"),
         ):
             cls.__module__, cls.__name__, cls.__qualname__ = __name__, start + end, start + end
             globals()[start + end] = cls
-    return strategy_class(trees[0]), fabric_strategy_class(trees[0])
+    first = trees[0]
+    return strategy_class(first), fabric_strategy_class(first), colossalai_strategy_class(first)
 
 
-GeminiStrategy, GeminiFabricStrategy = _adopt_trees()
+GeminiStrategy, GeminiFabricStrategy, ColossalAIStrategy = _adopt_trees()
