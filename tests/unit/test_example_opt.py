@@ -14,7 +14,7 @@ import gemini_strategy.colossalai as colossalai
 from gemini_strategy.colossalai.launch import Config
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--shrink", "12", "--steps", "3", "--batch-size", "2", "--length", "16"]
+TINY = ["--shrink", "12", "--steps", "4", "--lr", "1e-2", "--batch-size", "2", "--length", "16"]
 
 
 @pytest.fixture
