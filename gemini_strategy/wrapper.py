@@ -20,6 +20,7 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments
+from gemini_strategy.runtime import Uncopied
 
 __all__ = ["WrappedModule", "WrappedOptimizer", "refuse"]
 
@@ -129,7 +130,7 @@ class WrappedModule(nn.Module):
         return self.engine.load_model_state_dict(dict(state_dict), strict)
 
 
-class WrappedOptimizer(torch.optim.Optimizer):
+class WrappedOptimizer(Uncopied, torch.optim.Optimizer):
     """An optimizer that an engine has taken over, as `optim`; it makes the engine.
 
     Args:

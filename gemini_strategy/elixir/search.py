@@ -86,7 +86,7 @@ def minimum_waste_search(
         unified_dtype: torch.float32, float16 or bfloat16.
         cpu_offload: everything has its place on the host; False: on the device, and nothing on the host.
         prefetch: predict a step whose updates run inside the backward; needs `inp` and `step_fn`.
-        verbose: print the result, and the plan's table if there is an example.
+        verbose: rank 0 prints the result, and the plan's table if there is an example.
         pin_memory: True; the host's part of the chunks is always pinned.
         inp, step_fn: an example batch, and a function of a model and it that runs forward and backward. With them a
             step is traced, and the result has a prediction.
@@ -130,7 +130,7 @@ def optimal_search(
         unified_dtype: torch.float32, float16 or bfloat16.
         optimizer_type: "Adam".
         overlap: predict a step whose updates run inside the backward (ElixirModule(prefetch=True)).
-        verbose: print the plan's table.
+        verbose: rank 0 prints the plan's table.
         inp: an example batch, for step_fn; its tensors are moved to the device.
         step_fn: step_fn(model, inp) runs forward and backward.
         device_budget: bytes on each device, as for manage().
@@ -193,7 +193,8 @@ def _result(
         numels=tuple(p.numel() for p in model.parameters()),
         **found,
     )
-    if given["verbose"]:
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if given["verbose"] and (not is_grouped or torch.distributed.get_rank() == 0):
         text = f"chunk size {bytes_text(result.chunk_size)}\n{result.table}"
         print(text.strip(), file=sys.stderr, flush=True)
     return result
@@ -209,11 +210,19 @@ def _twin(model: nn.Module) -> nn.Module:
     """A copy of the model that shows the memory of its parameters, and has all else of its own."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        values = parameter.detach()
-        # Another storage on the same memory: manage() refuses two parameters of one storage.
-        shown = torch.empty_like(values) if values.is_meta else torch.from_dlpack(values)
+        shown = _shown(parameter.detach())
         memo[id(parameter)] = make_subclass(type(parameter), shown, parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def _shown(values: torch.Tensor) -> torch.Tensor:
+    """The same memory in a storage of its own: manage() refuses two parameters of one storage."""
+    if values.is_meta:
+        return torch.empty_like(values)
+    try:
+        return torch.from_dlpack(values)
+    except BufferError:  # a dtype that DLPack does not know
+        return values.clone()
 
 
 def _traced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import warnings
@@ -23,6 +24,7 @@ from gemini_strategy.elixir import (
     minimum_waste_search,
     optimal_search,
 )
+from gemini_strategy.sizes import ChunkSizes
 
 SIMPLE = """
 from gemini_strategy.elixir import ElixirModule, ElixirOptimizer, minimum_waste_search
@@ -258,6 +260,28 @@ def test_the_least_waste_is_the_layouts_own() -> None:
     shapes = [(numel, 2, 0) for numel, _, _ in shapes]
     assert half.chunk_size == gs._C.chunk_search(shapes, 32 << 20, 64 << 20, 4096)
     assert (half.world_size, half.unified_dtype) == (4, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_layout_is_asked_as_manage_asks_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The same elements, widths and kinds, in the same order; kinds may have other numbers."""
+    seen: list[list[tuple[int, int, int]]] = []
+    choose = ChunkSizes.choose
+
+    def spy(sizes: ChunkSizes, specs: list[tuple[int, int, int]], *rest: Any) -> tuple[int, int]:
+        kinds = list(dict.fromkeys(kind for _, _, kind in specs))
+        seen.append([(numel, width, kinds.index(kind)) for numel, width, kind in specs])
+        return choose(sizes, specs, *rest)
+
+    monkeypatch.setattr(ChunkSizes, "choose", spy)
+    found = minimum_waste_search(small(), 1, unified_dtype=dtype)
+    module = ElixirModule(small(), found, dtype=dtype)
+    module.manage(torch.optim.Adam([p for p in module.parameters() if p.requires_grad])).close()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert len({kind for _, _, kind in seen[0]}) == (2 if dtype is torch.float32 else 3)
 
 
 def test_a_model_on_meta_is_searched_as_one_with_values() -> None:
@@ -508,5 +532,8 @@ def test_a_forward_before_the_optimizer() -> None:
         assert torch.equal(module(**x), before)
     module.train()
     trained(module, optimizer)
+    for each in (module, optimizer):
+        with pytest.raises(gs.GeminiError, match="cannot be copied"):
+            copy.deepcopy(each)
     assert module.close() is module.unwrap()
     assert gs.engine_of(module.module) is None
