@@ -37,9 +37,15 @@ def refuse(call: str, given: Mapping[str, Any], settled: Mapping[str, tuple[Any,
         ValueError: another value.
     """
     for name, (value, reason) in settled.items():
-        found = given[name]
-        if not (found is value or (type(found) is type(value) and found == value)):
+        if not _is_same(given[name], value):
+            found = given[name]
             raise ValueError(f"{call}({name}={found!r}): only {value!r} is taken: {reason}.")
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    """True is not 1, but 1 is 1.0."""
+    kinds = [int if type(each) is float else type(each) for each in (found, value)]
+    return found is value or (kinds[0] is kinds[1] and found == value)
 
 
 class WrappedModule(nn.Module):

@@ -34,7 +34,8 @@ class ZeroInitContext:
         target_device: where modules are built with shard_param=False; an int is a CUDA device. With shard_param=True
             parameters are nowhere until they are in their chunks, and the engine decides where these are.
         shard_strategy: a TensorShardStrategy.
-        seed: of the initial values, the same on every rank. Random numbers outside go on as if none were drawn.
+        seed: of the values that are drawn inside, and of those that `initialize` draws for what was built here.
+            Random numbers outside go on as if none were drawn.
         shard_param: False: an ordinary model with values, which the engine shares later.
         default_dtype: torch's default dtype inside; None: as it is.
         model_numel_tensor: gets the number of elements that were built added, at the end.

@@ -24,6 +24,7 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy._torch import make_subclass, tree_map
 from gemini_strategy.arguments import Arguments
+from gemini_strategy.close import give_back
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.report.tables import bytes_text, plan_of, plan_table
 from gemini_strategy.sizes import ChunkSizes
@@ -245,16 +246,26 @@ def _traced(
             initial_scale=1.0,
             report=False,
         )
-        try:
+        with engine:
             if engine.ranks.size != given["group_size"]:
                 raise ValueError(
                     f"the search is for {given['group_size']} ranks, and {engine.ranks.size} are there to trace a "
                     "step: start as many (torchrun), or give the number that there is"
                 )
             _run(engine, given, overlap)
-            return _figures(engine)
-        finally:
-            engine.close(with_states=False)
+            found = _figures(engine)
+            _discard(engine)
+    return found
+
+
+def _discard(engine: gs.Engine) -> None:
+    """Closes the engine; nobody wants the twin's weights, which close() would bring together on every rank."""
+    runtime = engine._runtime
+    engine.zero_grad()
+    runtime.ranks.gather("the end of a search")
+    for slot in runtime.slots:
+        slot.shown = None
+    give_back(runtime, {}, {})
 
 
 def _run(engine: gs.Engine, given: dict[str, Any], overlap: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import warnings
@@ -233,6 +234,21 @@ def test_a_search_changes_nothing(dtype: torch.dtype, overlap: bool) -> None:
     is_immediate = overlap and dtype is not torch.float16  # a loss scale is known after backward
     assert found.predicted["when"] == ("immediate" if is_immediate else "deferred")
     assert found.predicted["device_peak_bytes"] <= found.device_budget == 64_000
+
+
+def test_a_search_keeps_nothing() -> None:
+    model = small()
+    optimal_search(model, 1, inp=batch(), step_fn=step_fn, device_budget="64KB")
+    with pytest.raises(RuntimeError, match="mine"):
+        optimal_search(model, 1, inp=batch(), step_fn=_fails)
+    gc.collect()
+    assert [each for each in gc.get_objects() if type(each) is Small and each is not model] == []
+    assert not [name for name in vars(model) if name.startswith("_gm")]
+
+
+def _fails(model: nn.Module, inp: Any) -> None:
+    model(**inp).backward()
+    raise RuntimeError("mine")
 
 
 def test_the_result_is_what_manage_takes() -> None:
