@@ -632,6 +632,36 @@ static uint32_t list_updates(world *w, bool is_before_backward, gm_update *out)
     return n;
 }
 
+/* What the engine tells of its chunks agrees with itself and with the model. */
+static void check_chunks(world *w)
+{
+    static gm_engine_chunk chunks[MOST_PARAMS];
+    gm_engine_stats stats;
+    uint32_t n_trained = 0, n_done = 0, n_pending = 0, n_gradients = 0;
+    gm_engine_get_stats(w->engine, &stats);
+    CHECK(stats.n_chunks <= MOST_PARAMS);
+    gm_engine_chunks(w->engine, chunks);
+    for (uint32_t id = 0; id < stats.n_chunks; id++) {
+        const gm_engine_chunk *chunk = &chunks[id];
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            CHECK(chunk->is_resident[piece] || !chunk->is_dirty[piece]);
+        }
+        CHECK(chunk->n_uses == 0 || chunk->is_resident[GM_WEIGHT]);
+        CHECK(chunk->n_done <= chunk->n_trained);
+        n_trained += chunk->n_trained;
+        n_done += chunk->n_done;
+        n_pending += chunk->is_pending;
+    }
+    for (uint32_t id = 0; id < w->n_params; id++) {
+        n_trained -= w->params[id].spec.has_grad;
+        n_gradients += w->params[id].has_grad;
+    }
+    CHECK(n_trained == 0);
+    CHECK(n_done <= n_gradients); /* updates inside a backward use them up */
+    CHECK(n_done == n_gradients || stats.n_immediate > 0);
+    CHECK(n_pending == stats.n_pending); /* few worlds have more than a step issues itself */
+}
+
 static void step(world *w, const gm_update *updates, uint32_t n)
 {
     CHECK_OK(gm_engine_step(w->engine, updates, n, 0));
@@ -642,6 +672,7 @@ static void step(world *w, const gm_update *updates, uint32_t n)
         p->step++;
     }
     check_leases(w);
+    check_chunks(w);
 }
 
 /* A backward that updated some weights has ended by an error: the engine is closed by name, and shows each parameter as
@@ -875,6 +906,9 @@ static void close(world *w, bool is_dead)
     met.evictions += stats.evictions;
     for (uint32_t id = 0; id < w->n_params && !is_dead; id++) {
         check_fields(w, id);
+    }
+    if (!is_dead) {
+        check_chunks(w);
     }
     CHECK_OK(gm_engine_check(w->engine));
     gm_engine_finish_updates(w->engine);
