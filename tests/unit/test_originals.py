@@ -6,8 +6,10 @@ tests/integration/test_lightning_colossalai.py.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +59,31 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name, value in want.items():
         assert got[name].dtype == value.dtype, name
         assert torch.equal(got[name], value), name
+
+
+def test_every_name_is_in_the_tables() -> None:
+    """Of the originals' arguments, and what the two packages offer."""
+    page = (ROOT / "docs" / "originals.md").read_text()
+    calls = [
+        elixir.minimum_waste_search, elixir.optimal_search, elixir.ElixirModule,
+        elixir.ElixirOptimizer, colossalai.GeminiDDP, colossalai.GeminiPlugin,
+        colossalai.GeminiOptimizer, colossalai.ZeroInitContext, colossalai.Booster,
+    ]  # fmt: skip
+    names = {name for call in calls for name in inspect.signature(call).parameters}
+    objects = {
+        "m",
+        "inp",
+        "module",
+        "model",
+        "optimizer",
+        "optim",
+        "plugin",
+        "process_group",
+        "search_result",
+    }
+    ours = {*elixir.__all__, *colossalai.__all__} - {"SearchResult", "AMP_TYPE"}
+    said = set(re.findall(r"\w+", page))
+    assert sorted((names | ours) - objects - said) == []
 
 
 # ---- one rank ----
