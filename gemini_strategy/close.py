@@ -168,6 +168,8 @@ def give_back(
     engine: Runtime, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
 ) -> None:
     """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
+    for slot in values:
+        slot.given.end()
     engine.closed = True
     absent.drop_net(getattr(engine, "net", None))
     for unit in engine.units:

@@ -225,7 +225,7 @@ class Runtime(Uncopied, Reporting):
                 f"{slot.name}: {error}; write it outside its module's forward, or inside "
                 "engine.full_parameter(p)"
             ) from None
-        slot.refresh("weight")
+        slot.given.refresh("weight")
 
     def settle(self) -> None:
         """Before a weight or a state changes: checkpoints that somebody still has keep what they had."""
@@ -276,9 +276,9 @@ class Runtime(Uncopied, Reporting):
         self.takes_plainly = self.scaler is None and not is_asked
 
     def collect(self) -> None:
-        """Before fields of many parameters are used: see Slot.collect."""
+        """Before fields of many parameters are used: see Given.collect."""
         for slot in list(self.lent):
-            slot.collect()
+            slot.given.collect()
 
     def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
         """Adds one gradient to what the engine holds for a parameter."""
@@ -301,14 +301,14 @@ class Runtime(Uncopied, Reporting):
         if grad.dtype not in FORMATS:
             grad = grad.float()
         grad = order.ordered(grad, slot.strides)
-        slot.collect()
+        slot.given.collect("grad")
         self._sumsq = None
         self.net.settle()  # the node that used the weights is done: they may be updated
         try:
             self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
         except RuntimeError as error:
             raise GeminiError(f"{slot.name}: {error}") from None
-        slot.refresh("grad")
+        slot.given.refresh("grad")
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""

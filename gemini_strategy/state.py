@@ -10,7 +10,7 @@ from torch import nn
 
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent, stand_in
-from gemini_strategy.parameters.slot import Slot, WeightCopy
+from gemini_strategy.parameters.homes import Entry
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -66,62 +66,6 @@ class _StateHook:
         return type(self), (None,)
 
 
-def _nothing() -> None:
-    """What a weak reference gives when there is nothing any more."""
-
-
-class _Entry(WeightCopy):
-    """A weight's entry in a state dict: memory on the host that follows the weight, and that the weight follows.
-
-    One of several ranks cannot read a weight alone: there an entry ends when the weight changes.
-    """
-
-    def __init__(self, slot: Slot) -> None:
-        super().__init__(slot)
-        self.memory = slot.read_weight()
-        self._version = slot.value_version
-        slot.entries.add(self)
-
-    def open(self, is_written: bool) -> torch.Tensor:
-        slot = self._slot()
-        if slot is None or slot.engine.closed or slot.value_version == self._version:
-            return self.memory
-        if self._has_ended():
-            raise GuardError(
-                f"{self.name}: this entry of a state dict shows the weight as it was, and the weight has changed "
-                "since: several ranks have it in parts, and an entry cannot follow it. Clone what you keep when you "
-                "take it, or call model.state_dict() again on every rank"
-            )
-        self.memory.copy_(slot.read_weight())
-        self._version = slot.value_version
-        return self.memory
-
-    def _has_ended(self) -> bool:
-        slot = self.slot
-        return slot.engine.ranks.shard.size > 1 and slot.value_version != self._version
-
-    def leave(self) -> None:
-        """The parameter gets other data: the memory goes on with what it had, unless it has ended."""
-        if not self._has_ended():
-            self.open(False)
-            self._slot = _nothing
-
-    def write(self, values: torch.Tensor) -> None:
-        slot = self._slot()
-        if slot is not None and not slot.engine.closed:
-            super().write(values)
-            self._version = slot.value_version
-
-    def is_whole(self, value: torch.Tensor) -> bool:
-        """Whether `value`, which has this home, is the entry itself and no part or view of another form."""
-        mine, its = self.memory, (value.dtype, value.shape, value.stride(), value.storage_offset())
-        return its == (mine.dtype, mine.shape, mine.stride(), 0)
-
-    def lend(self) -> torch.Tensor | None:
-        slot = self._slot()
-        return self.open(True) if slot is None or slot.engine.closed else super().lend()
-
-
 class _SaveHook(_StateHook):
     """Replaces the absent entries of one module's state by entries on the host; tied ones share one."""
 
@@ -133,9 +77,9 @@ class _SaveHook(_StateHook):
                 continue
             entry = slot.saved() if slot.saved is not None else None
             if entry is None or not any(other is entry for other in state.values()):
-                home = _Entry(slot)  # the first of its names in this state
-                shape, strides = home.memory.shape, home.memory.stride()
-                entry = absent.tensor(home, shape, strides, slot.dtype, home.memory.device)
+                memory = slot.read_weight()  # the first of its names in this state
+                home, strides = Entry(slot, "weight", memory), memory.stride()
+                entry = absent.tensor(home, memory.shape, strides, slot.dtype, memory.device)
                 slot.saved = weakref.ref(entry)
             state[prefix + name] = entry
 
@@ -159,7 +103,7 @@ class _LoadHook(_StateHook):
                     "assign=False, or load before manage()"
                 )
             home = absent.home_of(value) if absent.is_absent(value) else None
-            if isinstance(home, _Entry) and home._slot() is slot and home.is_whole(value):
+            if isinstance(home, Entry) and home.is_of(slot, "weight") and home.is_whole(value):
                 home.open(False)  # unless it ended, it shows what the weight is
                 state[prefix + name] = parameter
             elif slot.shows_master:

@@ -19,7 +19,7 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
-from gemini_strategy.optim.moments import LOWS, States, check_entry, lack, live_entry, saved_entry
+from gemini_strategy.optim.moments import LOWS, States, check_entry, live_entry, saved_entry
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
         if not slot.has_moments:  # a frozen parameter's state stays as it is
             states[parameter] = state
         elif "exp_avg" in state:
-            states[parameter] = _with_true_low(slot, state)
+            states[parameter].assign(_with_true_low(slot, state), is_copied=True)
     for slot in engine.slots:
         slot.loaded = slot.low = None
     del optimizer.__dict__["state"]
@@ -230,7 +230,7 @@ def _with_true_low(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     low = state.get("remainder")
     if not slot.has_low or slot.original_dtype is slot.dtype or not {*LOWS} & {*state}:
         return state
-    if lack(slot, None)[2]:  # weights that lack something have not come from 16 bits
+    if slot.lack()[2]:  # weights that lack something have not come from 16 bits
         return {key: value for key, value in state.items() if key not in LOWS}
     return state if low is None else {**state, "remainder": low.to(torch.int16)}
 
@@ -249,7 +249,7 @@ def release(
         parameter = slot.parameter
         gives_low = is_ours and slot.has_low and not is_fp32
         if gives_low and not slot.has_state:
-            lows[parameter] = lack(slot, None)[1]
+            lows[parameter] = slot.lack()[1]
         if with_states and slot.has_state:
             state = states[parameter] = saved_entry(
                 slot, optimizer.state[parameter], gives_low, None
@@ -360,6 +360,7 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
             work.append((parameter, entry))
     for saved_group, group in zip(saved, groups, strict=True):
         group.update(copy.deepcopy({k: v for k, v in saved_group.items() if k != "params"}))
-    optimizer.state = {parameter: entry for parameter, entry in work if entry}
+    given = {parameter: entry for parameter, entry in work if entry}
+    optimizer.state.replace(given, is_copied=True)
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)

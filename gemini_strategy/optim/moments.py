@@ -20,88 +20,17 @@ import torch
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent, stand_in
-from gemini_strategy.parameters.low import split_low
+from gemini_strategy.parameters.homes import Entry
 from gemini_strategy.parameters.slot import Slot, checked_step
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["LOWS", "States", "check_entry", "lack", "live_entry", "load_entry", "saved_entry"]
+__all__ = ["LOWS", "States", "check_entry", "live_entry", "load_entry", "saved_entry"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEYS = ("step", *_MOMENTS)
 LOWS = ("remainder", "master")  # bf16, fp16: see low.split_low
-
-
-class _Home(absent.Home):
-    """A moment of one parameter, or what its weight lacks, for the tensor that shows it."""
-
-    field = "state"
-
-    def __init__(self, entry: _Entry, key: str) -> None:
-        self._entry = weakref.ref(entry)
-        self._key = key
-        self.name = f"{entry.slot.name}: {key}"
-
-    def _slot(self) -> Slot:
-        entry = self._entry()
-        if entry is None or not entry.is_live or entry.slot.engine.closed:
-            raise GeminiError(
-                f"{self.name} was dropped, with its engine or with its entry in optimizer.state; clone it to keep it"
-            )
-        return entry.slot
-
-    def open(self, is_written: bool) -> torch.Tensor:
-        slot = self._slot()
-        strides = slot.parameter.stride()
-        values = lack(slot, None)[1] if self._key in LOWS else slot.read_moment(self._index)
-        values = values.to(slot.device)
-        if values.stride() == strides:
-            return values
-        return torch.empty_strided(
-            slot.shape, strides, dtype=values.dtype, device=slot.device
-        ).copy_(values)
-
-    def write(self, values: torch.Tensor) -> None:
-        slot = self._slot()
-        if self._key in LOWS:
-            slot.set_low(values.to("cpu", copy=True).contiguous())
-        else:
-            slot.write_moment(self._index, values)
-
-    def lend(self) -> torch.Tensor | None:
-        return self._slot().lend(self)
-
-    @property
-    def _index(self) -> int:
-        return _MOMENTS.index(self._key)
-
-
-class _SavedHome(_Home):
-    """The same in a state dict: memory on the host that follows the engine's, and that the engine's follows."""
-
-    def __init__(self, entry: _Entry, key: str, memory: torch.Tensor) -> None:
-        super().__init__(entry, key)
-        self.memory = memory
-        self._seen = entry.slot.state_changes
-
-    def _is_live(self) -> bool:
-        entry = self._entry()
-        return entry is not None and entry.is_live and not entry.slot.engine.closed
-
-    def open(self, is_written: bool) -> torch.Tensor:
-        if self._is_live() and self._slot().state_changes != self._seen:
-            self.memory.copy_(super().open(is_written))
-            self._seen = self._slot().state_changes
-        return self.memory
-
-    def write(self, values: torch.Tensor) -> None:
-        if self._is_live():
-            super().write(values)
-            self._seen = self._slot().state_changes
-
-    def lend(self) -> torch.Tensor | None:
-        return super().lend() if self._is_live() else self.memory
 
 
 class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
@@ -128,7 +57,6 @@ class _Entry(_Shown):
         super().__init__()
         self.slot = slot
         self.is_dropped = False
-        self._tensors: dict[str, torch.Tensor] = {}
         self._keys = (*_KEYS, *_low_keys(slot))
 
     @property
@@ -138,31 +66,22 @@ class _Entry(_Shown):
     def __getitem__(self, key: Any) -> Any:
         if key not in self._keys or not self.is_live:
             return dict.__getitem__(self, key)
-        slot = self.slot
-        if key == "step":
-            return slot.shown_step()
-        if key not in self._tensors:
-            dtype = torch.int16 if key == "remainder" else torch.float32
-            self._tensors[key] = absent.tensor(
-                _Home(self, key), slot.shape, slot.parameter.stride(), dtype, slot.device
-            )
-        return self._tensors[key]
+        return self.slot.shown_step() if key == "step" else self.slot.given.tensor(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         slot = self.slot
         if self.is_dropped or key not in (*_KEYS, *LOWS):
             dict.__setitem__(self, key, value)
         elif key == "step":
-            slot.adam_step = checked_step(slot.name, value)
+            slot.assign_step(value)
             slot.has_state = True
-        elif value is self._tensors.get(key):
-            pass
-        elif key in LOWS:
-            _load_low(slot, {key: value})
         else:
             _check_moment(slot.name, slot.shape, key, value)
-            slot.write_moment(_MOMENTS.index(key), _plain(value))
-            slot.has_state = True
+            if key not in LOWS:
+                slot.given.become(key, value.to(slot.device, torch.float32))
+                slot.has_state = True
+            elif key in self._keys and value.dtype is slot.dtype_of(key):
+                slot.given.become(key, value.to(slot.device), slot.load_low)
 
     def __delitem__(self, key: Any) -> None:
         if key in self._keys and self.is_live:
@@ -185,7 +104,6 @@ class _Entry(_Shown):
     def clear(self) -> None:
         if self.is_live:
             self.slot.forget_state()
-        self._tensors.clear()
         dict.clear(self)
 
     def copy(self) -> dict[Any, Any]:
@@ -201,13 +119,17 @@ class _Entry(_Shown):
             self.slot.forget_state()
         self.is_dropped = True
 
-    def assign(self, values: Mapping[str, Any]) -> None:
+    def assign(self, values: Mapping[str, Any], is_copied: bool) -> None:
         """`optimizer.state[p] = values`: checked before."""
         if isinstance(values, _Entry) and values.slot is not self.slot:
             values = values.taken()  # it may be written next
         rest = {k: v for k, v in values.items() if k not in (*_KEYS, *LOWS)}
-        if "exp_avg" in values:
+        if "exp_avg" in values and is_copied:
             load_entry(self.slot, values)
+        elif "exp_avg" in values:
+            for key in (*_MOMENTS, *LOWS, "step"):
+                if key in values:
+                    self[key] = values[key]
         elif self.is_live:
             self.slot.forget_state()
         dict.clear(self)
@@ -246,12 +168,15 @@ class States(_Shown, defaultdict[Any, Any]):
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._assign(key, value, is_copied=False)
+
+    def _assign(self, key: Any, value: Any, is_copied: bool) -> None:
         slot = self._slot_of(key)
         if slot is None:
             dict.__setitem__(self, key, value)
         else:
             check_entry(slot.name, slot.shape, value)
-            self[key].assign(value)
+            self[key].assign(value, is_copied)
 
     def __delitem__(self, key: Any) -> None:
         entry = dict.__getitem__(self, key)
@@ -306,8 +231,8 @@ class States(_Shown, defaultdict[Any, Any]):
         """What is not of the engine."""
         return {k: v for k, v in self.items() if not isinstance(v, _Entry)}
 
-    def replace(self, states: Any) -> None:
-        """`optimizer.state = states`: its values; what it has no entry for begins anew."""
+    def replace(self, states: Any, is_copied: bool = False) -> None:
+        """`optimizer.state = states`: its entries, or copies; what it has no entry for begins anew."""
         if states is self:
             return
         if not isinstance(states, Mapping):
@@ -320,7 +245,7 @@ class States(_Shown, defaultdict[Any, Any]):
         for key in [key for key in self if key not in given]:
             del self[key]
         for key, value in given.items():
-            self[key] = value
+            self._assign(key, value, is_copied)
 
 
 # ---- entries ----
@@ -361,7 +286,9 @@ def _plain(values: torch.Tensor) -> torch.Tensor:
 def load_entry(slot: Slot, entry: Mapping[str, Any]) -> None:
     """Sets the state of one parameter; `entry` has been checked."""
     moments = [_plain(entry[key]) for key in _MOMENTS]
-    slot.write_moments(*moments, checked_step(slot.name, entry["step"]))
+    step = checked_step(slot.name, entry["step"])
+    slot.leave_state()
+    slot.write_moments(*moments, step)
     slot.has_state = True
     _load_low(slot, entry)
 
@@ -382,16 +309,7 @@ def _load_low(slot: Slot, entry: Mapping[str, Any]) -> None:
     # A torch.optim.AdamW that has loaded it keeps it, and trains on: a remainder is then no int16 any more.
     if low.dtype is not (torch.int16 if key == "remainder" else torch.float32):
         return
-    slot.load_low(low.detach().to("cpu", copy=True).contiguous())
-
-
-def lack(slot: Slot, root: int | None) -> tuple[str, torch.Tensor, bool]:
-    """(key, what the weight lacks to be its master, whether that is anything)."""
-    weight, master = slot.read_weight(root), slot.read_master(root)
-    key, low = split_low(weight, master)
-    nothing = weight.float() if key == "master" else torch.zeros_like(low)
-    bits = torch.int32 if key == "master" else torch.int16
-    return key, low, not torch.equal(low.view(bits), nothing.view(bits))
+    slot.load_low(low)
 
 
 def live_entry(entry: _Entry, saved: dict[str, Any]) -> dict[str, Any]:
@@ -402,9 +320,8 @@ def live_entry(entry: _Entry, saved: dict[str, Any]) -> dict[str, Any]:
     live = dict(saved, step=entry.slot.shown_step())
     for key in _MOMENTS:
         values = saved[key]
-        shape, strides = values.shape, values.stride()
-        home = _SavedHome(entry, key, values)
-        live[key] = absent.tensor(home, shape, strides, values.dtype, values.device)
+        home = Entry(entry.slot, key, values)
+        live[key] = absent.tensor(home, values.shape, values.stride(), values.dtype, values.device)
     return live
 
 
@@ -417,7 +334,7 @@ def saved_entry(
     """
     low = None
     if with_low and slot.has_low:
-        key, low, is_any = lack(slot, root)
+        key, low, is_any = slot.lack(root)
     if not slot.has_state and (low is None or not is_any):
         return None
     saved: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step), device="cpu")}

@@ -36,11 +36,12 @@ import torch
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import order
+from gemini_strategy.parameters import keyed, order
 
 __all__ = [
     "Home",
     "add_net",
+    "anchor_of",
     "drop_net",
     "drop_unused",
     "forget",
@@ -50,16 +51,18 @@ __all__ = [
     "keep",
     "n_users",
     "nets",
+    "plain",
     "plainly",
     "set_data",
+    "slot_behind",
     "sweep",
     "tensor",
 ]
 
 _KEY = _torch.dispatch_key("Fake")
 _KEYS = _torch.DispatchKeySet(_KEY)
-_MODES = _torch.DispatchKeySet(_torch.DispatchKey.Python)
-set_data: Callable[[torch.Tensor, torch.Tensor], None] = _torch.TensorBase.data.__set__
+_PLAINLY = _KEYS | keyed.MODES
+set_data = keyed.set_data
 _address = _torch.storage_address
 
 # Views, changes of metadata, and what asks for metadata alone.
@@ -92,12 +95,13 @@ class Home:
 
     Attributes:
         name: of the parameter, for errors.
-        field: which of the parameter's fields it is: "weight", "state" or "grad".
+        key: of the parameter's field that it is (homes.py); "" for what is no field any more.
         memory: the tensor has memory of its own that `open` brings up to date (an entry of a state dict), or None.
     """
 
     name = ""
-    field = ""
+    key = ""
+    is_gone = False
     memory: torch.Tensor | None = None
 
     def open(self, is_written: bool) -> torch.Tensor:
@@ -114,8 +118,18 @@ class Home:
     def note_same(self) -> None:
         """Its bytes were written with themselves."""
 
+    def replace(self, shown: torch.Tensor, value: torch.Tensor) -> None:
+        """`shown.data = value`, of one of its tensors."""
+        set_data(shown, value)
+
+    def is_of(self, slot: Any, key: str) -> bool:
+        """Whether it is this field of this slot."""
+        return False
+
 
 class _Gone(Home):
+    is_gone = True
+
     def __init__(self, name: str, why: str) -> None:
         self.name = name
         self.why = why
@@ -125,20 +139,13 @@ class _Gone(Home):
 
 
 class _Kept(Home):
-    def __init__(self, name: str, values: torch.Tensor) -> None:
+    def __init__(self, name: str, values: torch.Tensor, is_own: bool) -> None:
         self.name = name
         self.values = values
+        self.memory = values if is_own else None
 
     def open(self, is_written: bool) -> torch.Tensor:
         return self.values
-
-
-class _Keyed(torch.Tensor):
-    """Has the key; its data gives it to others."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented
 
 
 class _Entry(NamedTuple):
@@ -179,28 +186,19 @@ def tensor(
     if len(_homes) > 2 * _n_live + 16:  # now and then
         drop_unused()
         _n_live = len(_homes)
-    with torch.inference_mode(False), torch.no_grad(), plainly():
-        keyed = _torch.make_wrapper_subclass(
-            _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
-        )
-        if home.memory is not None:
-            storage = home.memory.untyped_storage()
-        elif device.type == "cpu":
-            size = math.prod(shape) * dtype.itemsize
-            storage = _torch.storage_from_address(_C.absent_range(size), device, size)
-        else:
-            storage = None
-            text = (
-                f"{home.name} is not here: its module is not running (p.clone() gives its values)"
-            )
-            _torch.refuse_access(_address(keyed), text)
-        if storage is not None:
-            torch.ops.aten.set_.source_Storage_storage_offset(keyed, storage, 0, shape, strides)
-        result = torch.empty(0, dtype=dtype, device=device)
-        set_data(result, keyed)
+    storage = None
+    if home.memory is not None:
+        storage = home.memory.untyped_storage()
+    elif device.type == "cpu":
+        size = math.prod(shape) * dtype.itemsize
+        storage = _torch.storage_from_address(_C.absent_range(size), device, size)
+    result = keyed.tensor(_KEYS, storage, shape, strides, dtype, device)
     if home.memory is None and device.type == "cpu":
         _torch.refuse_writing(result)
-    storage = keyed = None  # they have it, too
+    elif home.memory is None:
+        text = f"{home.name} is not here: its module is not running (p.clone() gives its values)"
+        _torch.refuse_access(_address(result), text)
+    storage = None  # the tensor has it, too
     address = _address(result)
     anchor = _torch.TensorBase.data.__get__(result)  # no view, which would keep it
     entry = _Entry(home, anchor, _torch.storage_use_count(address) - 1)
@@ -211,27 +209,40 @@ def tensor(
 
 
 def forget(shown: torch.Tensor, why: str) -> None:
-    """The tensor's bytes are gone: whoever still has it, or a view of it, is told `why`."""
-    if is_absent(shown):  # it may have memory of its own by now
-        _move(shown, _Gone(home_of(shown).name, why))
+    """The bytes of the storage of `shown` are gone: whoever still has it is told `why`."""
+    _move(shown, lambda name: _Gone(name, why))
 
 
 def keep(shown: torch.Tensor, values: torch.Tensor) -> None:
-    """The tensor has `values` from now on, whatever becomes of its home."""
-    _move(shown, _Kept(home_of(shown).name, values))
+    """The storage of `shown` stands for `values` from now on, whatever becomes of its home."""
+    is_own = _address(values) == _address(shown)
+    _move(shown, lambda name: _Kept(name, values, is_own))
 
 
-def _move(shown: torch.Tensor, home: Home) -> None:
+def _move(shown: torch.Tensor, make: Callable[[str], Home]) -> None:
     address = _address(shown)
-    before = _homes[address]
-    # The memory's home goes; if it does not, this is one too few, and the tensor is kept.
-    n_own = before.n_own - (before.home.memory is not None)
-    _homes[address] = _Entry(home, before.anchor, n_own)
+    before = _homes.get(address)
+    if before is not None:  # else nobody has it any more
+        home = make(before.home.name)
+        # The old home goes; if it does not, this is one too few, and the tensor is kept.
+        n_own = before.n_own - (before.home.memory is not None) + (home.memory is not None)
+        _homes[address] = _Entry(home, before.anchor, n_own)
+
+
+def anchor_of(shown: torch.Tensor) -> torch.Tensor:
+    """A tensor with the storage of an absent one that is none of its users."""
+    return _homes[_address(shown)].anchor
 
 
 def n_users(shown: torch.Tensor) -> int:
     """How many tensors have the storage of an absent one, itself included."""
     return _homes[_address(shown)].n_users
+
+
+def plain(shown: torch.Tensor, is_written: bool = False) -> torch.Tensor:
+    """An absent tensor's values, in its geometry: its memory where it has some, else a copy or a lease."""
+    with plainly(), torch.no_grad():
+        return _like(home_of(shown).open(is_written), shown)
 
 
 def drop_unused() -> None:
@@ -269,7 +280,7 @@ def home_of(value: torch.Tensor) -> Home:
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Without this module and without the caller's modes (FakeTensorMode and the like)."""
-    with _torch.ExcludeDispatchKeyGuard(_KEYS | _MODES):
+    with _torch.ExcludeDispatchKeyGuard(_PLAINLY):
         yield
 
 
@@ -414,17 +425,25 @@ def nets() -> list[Any]:
     return list(_nets)
 
 
-def _expose(value: Any) -> None:
-    """Memory of a plain tensor is given away: if it is managed, it is compared afterwards."""
+def slot_behind(value: Any) -> Any:
+    """The slot whose bytes a plain tensor shows, or None."""
     if isinstance(value, _torch.FakeTensor):  # it has none
-        return
+        return None
     for net in nets():
         try:
             slot = net.find(value)
         except RuntimeError:  # no address at all: not ours
-            return
+            return None
         if slot is not None:
-            slot.expose(value)
+            return slot
+    return None
+
+
+def _expose(value: Any) -> None:
+    """Memory of a plain tensor is given away: if it is managed, it is compared afterwards."""
+    slot = slot_behind(value)
+    if slot is not None:
+        slot.expose(value)
 
 
 def _freeze(array: Any) -> Any:
@@ -476,9 +495,7 @@ def _value_door(original: Any) -> Any:
     def method(self: torch.Tensor, *args: Any) -> Any:
         if not is_absent(self):
             return original(self, *args)
-        with plainly(), torch.no_grad():
-            plain = _like(home_of(self).open(False), self)
-        return original(plain.requires_grad_(self.requires_grad), *args)
+        return original(plain(self).requires_grad_(self.requires_grad), *args)
 
     method._gm_original = original
     return method
@@ -514,6 +531,18 @@ def _loop_door(original: Any) -> Any:
 
     method._gm_original = original
     return method
+
+
+def _data_door(original: Any) -> Any:
+    """The attribute that replaces a tensor's memory. What shows a field goes on to show it."""
+
+    def assign(self: torch.Tensor, value: torch.Tensor) -> None:
+        if is_absent(self):
+            home_of(self).replace(self, value)
+        else:
+            original.__set__(self, value)
+
+    return property(original.__get__, assign, original.__delete__, original.__doc__)
 
 
 def _parameter_door(original: Any) -> Any:
@@ -591,6 +620,7 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (torch.Tensor, name, _value_door)
         for name in ("tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")
     ),
+    (torch.Tensor, "data", _data_door),
     *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
     *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
     (torch.nn.Parameter, "__new__", _parameter_door),

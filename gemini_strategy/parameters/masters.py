@@ -17,7 +17,8 @@ import torch
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent
-from gemini_strategy.parameters.slot import Slot, SlotHome
+from gemini_strategy.parameters.homes import SlotHome
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -28,7 +29,8 @@ __all__ = ["shown"]
 class _Master(SlotHome):
     """The master; of what has none the weight, in the dtype that it came in. What `open` gives is a copy."""
 
-    field = "weight"
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(slot, "weight")
 
     def open(self, is_written: bool) -> torch.Tensor:
         if self.slot.engine.closed:
@@ -59,7 +61,7 @@ def shown(engine: Runtime) -> Iterator[None]:
         yield
     finally:
         for slot in engine.slots if not engine.closed else ():
-            if slot.absent is engine.masters[slot]:
+            if slot.shows_master:  # else it was assigned inside
                 _show(slot, before[slot])
 
 

@@ -55,6 +55,8 @@ class _Managed:
     def grad(self) -> None:
         self._gm_slot.set_grad(None)
 
+    _grad = grad  # torch's other name for it
+
     @property
     def requires_grad(self) -> bool:
         return _base.requires_grad.__get__(self)

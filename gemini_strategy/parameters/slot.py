@@ -6,26 +6,28 @@ A parameter has as many names as it is tied to, but one slot, found as `paramete
 from __future__ import annotations
 
 import math
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gemini_strategy import _C, _torch
-from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
+from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent, order
-from gemini_strategy.parameters.loans import Loan
+from gemini_strategy.parameters.homes import STATES, Weight
+from gemini_strategy.parameters.loans import Given
 from gemini_strategy.parameters.low import merge, split_low
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["FORMATS", "Slot", "SlotHome", "WeightCopy", "checked_step"]
+__all__ = ["FORMATS", "Slot", "checked_step"]
 
 FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
 _WEIGHT, _MASTER, _M, _V, _GRAD = (_C.FIELDS[name] for name in _NAMES)
+_KEYS = {_WEIGHT: "weight", _MASTER: "weight", _M: "exp_avg", _V: "exp_avg_sq", _GRAD: "grad"}
+_MOMENTS = {"exp_avg": _M, "exp_avg_sq": _V}
 _PART = 1 << 20  # elements that are written at once
 
 
@@ -42,21 +44,21 @@ class Slot(_C.Slot):
     * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
     * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
     * is_watched: what is written through `shown` is looked for when its last user goes.
-    * is_lent: there are `loans`.
+    * is_lent: memory of a field is lent.
+
+    `given` has what others have of its fields (loans.py).
     """
 
     __slots__ = (
         "__weakref__",
-        "_grad",
         "_shown_lease",
         "device",
-        "entries",
+        "given",
         "has_grad_home",
         "has_low",
         "has_moments",
         "has_state",
         "loaded",
-        "loans",
         "low",
         "n_same",
         "name",
@@ -88,15 +90,13 @@ class Slot(_C.Slot):
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
         self.state_changes = 0
-        self.loans: list[Loan] = []
+        self.given = Given(self)
         self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
         self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.n_same = 0  # writes of what was there
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
-        self.entries: weakref.WeakSet[Any] = weakref.WeakSet()  # homes of such entries
         self.shown = self.absent = None
         self._shown_lease = 0
-        self._grad: torch.Tensor | None = None
 
     @property
     def is_row_major(self) -> bool:
@@ -132,7 +132,7 @@ class Slot(_C.Slot):
 
     def hide(self) -> torch.Tensor:
         """What the parameter's data is while no unit is entered."""
-        home = _Weight(self)
+        home = Weight(self)
         self.absent = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
         return self.absent
 
@@ -180,12 +180,7 @@ class Slot(_C.Slot):
         """The weight was written: graphs that have saved it must not go on. is_same: with what it was."""
         torch.autograd.graph.increment_version(self.parameter)
         self.n_same += is_same
-        self.refresh("weight")
-
-    @property
-    def value_version(self) -> int:
-        """Another one when the weight's values have changed, whoever wrote them."""
-        return self.parameter._version - self.n_same
+        self.given.refresh("weight", "remainder", "master")
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
@@ -200,47 +195,24 @@ class Slot(_C.Slot):
                 f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
                 f"{value.device}; engine.close() makes the model ordinary again"
             )
-        home = absent.home_of(value) if absent.is_absent(value) else None
-        if isinstance(home, _Weight) and home.slot is not self:
-            raise GuardError(
-                f"{self.name}: `.data` would be the memory of {home.name}, which ties them: register one parameter in "
-                "both places before manage(), or use p.data.copy_() to take its values"
-            )
-        # A copy first: `value` may be absent itself, or overlap with the target.
-        source = value.detach().clone()
-        self._leave_data()
-        with torch.no_grad():
-            self.lease().copy_(source)
-        self.note_change()
-        self._adopt(WeightCopy(self), value)
+        self.given.become("weight", value)
 
-    def _leave_data(self) -> None:
-        """Whoever has the parameter's data goes on with the present values: the parameter gets other data."""
-        for entry in list(self.entries):
-            entry.leave()
-        self.entries.clear()
+    def leave_data(self) -> None:
+        """The parameter gets other data: whoever has its absent one goes on with the present values."""
         if absent.n_users(self.absent) > 2:  # the parameter and this
-            if self.engine.ranks.shard.size == 1:
-                with absent.plainly():
-                    absent.keep(self.absent, self.read_weight().to(self.device))
-            else:
-                absent.forget(self.absent, "this is old data (p.data = ...); clone it to keep it")
+            self.given.keep("weight", self.absent)
+            if self.shows_master:
+                del self.engine.masters[self]
             data = self.hide()
             if self.open_count == 0:
                 absent.set_data(self.parameter, data)
-        self._end_loans("weight")
 
     @property
     def grad(self) -> torch.Tensor | None:
         """`p.grad`: the gradient that the engine holds, as a tensor that reads and writes it."""
         if not self.has_grad_home:
             return _torch.TensorBase.grad.__get__(self.parameter)
-        if not self.engine.core.has_grad(self.id):
-            return None
-        if self._grad is None:
-            home = _Grad(self)
-            self._grad = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
-        return self._grad
+        return self.given.tensor("grad") if self.engine.core.has_grad(self.id) else None
 
     def set_grad(self, value: torch.Tensor | None) -> None:
         """`p.grad = value`."""
@@ -248,103 +220,20 @@ class Slot(_C.Slot):
             _torch.TensorBase.grad.__set__(self.parameter, value)
         elif value is None:
             self.drop_grad()
-        elif value is self._grad:
-            pass  # `p.grad = p.grad`
-        elif tuple(value.shape) != self.shape or value.dtype is not self.dtype:
-            raise GuardError(
-                f"{self.name}: its gradient has shape {self.shape} and {self.dtype}, got "
-                f"{tuple(value.shape)} and {value.dtype}"
-            )
         else:
-            source = value.detach().clone()
-            self._leave_grad("this gradient was replaced (p.grad = ...); clone it to keep it")
-            self.write_grad(source)
-            self._adopt(_Grad(self), value)
-
-    def _leave_grad(self, why: str) -> None:
-        """A tensor that showed the gradient shows nothing from now on."""
-        if self._grad is not None:
-            absent.forget(self._grad, why)
-            self._grad = None
-        self._end_loans("grad")
+            self.given.become("grad", value)
 
     def drop_grad(self) -> None:
         """`p.grad = None`."""
         self.engine.step_in_backward.check_change(self)
-        self._leave_grad(
-            "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
-        )
+        why = "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
+        self.given.leave("grad", why)
         self.engine.written.forget_grad(self)
         self.engine.core.grad_drop(self.id)
 
-    # ---- memory that was given away: see loans.py ----
-
-    def lend(self, home: absent.Home) -> torch.Tensor | None:
-        """Memory with the bytes of a home of this parameter, which counts what is written there.
-
-        None: there are several ranks, and one that finds a write cannot bring it to the others.
-        """
-        if self.engine.ranks.size > 1:
-            return None
-        loan = next((each for each in self.loans if each.home is home), None)
-        if loan is None:
-            loan = self._note_loan(Loan(home))
-        return loan.memory
-
-    def _adopt(self, home: absent.Home, value: torch.Tensor) -> None:
-        """torch's parameter would be what was assigned: it is the same memory, as long as somebody has that."""
-        if self.engine.ranks.size > 1:
-            return
-        for slot in list(self.engine.lent):  # what other assignments have left
-            if not all(loan.is_held() for loan in slot.loans):
-                slot.collect()
-        is_plain = not absent.is_absent(value) and value.device == self.device
-        if is_plain and all(
-            step for n, step in zip(value.shape, value.stride(), strict=True) if n > 1
-        ):
-            self._note_loan(Loan(home, value.detach()))
-
-    def _note_loan(self, loan: Loan) -> Loan:
-        self.loans.append(loan)
-        self._note_loans()
-        return loan
-
-    def _end_loans(self, field: str) -> None:
-        """The field becomes another: what was lent of the old one is of no more use to it."""
-        self.loans = [each for each in self.loans if each.home.field != field]
-        self._note_loans()
-
-    def _note_loans(self) -> None:
-        self.is_lent = bool(self.loans)
-        (self.engine.lent.add if self.loans else self.engine.lent.discard)(self)
-        self.engine.choose_way()
-
     def collect(self) -> None:
-        """Before a field is used: what was written to memory that was given away is the field's."""
-        if not self.loans:
-            return
-        loans, self.loans = self.loans, []  # what is called here finds none
-        try:
-            with absent.plainly(), torch.no_grad():
-                written = {loan.home.field for loan in loans if loan.collect()}
-        finally:
-            self.loans = [loan for loan in loans if loan.is_held()]
-            self._note_loans()
-        for field in written:
-            self.refresh(field)
-
-    def refresh(self, field: str) -> None:
-        """A field has changed: memory of it that was given away shows it."""
-        if not self.loans:
-            return
-        loans, self.loans = self.loans, []
-        try:
-            with absent.plainly(), torch.no_grad():
-                for loan in loans:
-                    if loan.home.field == field:
-                        loan.refresh()
-        finally:
-            self.loans = loans
+        """Before the weight is used: what was written to memory that was given away is a field's."""
+        self.given.collect("weight")
 
     # ---- fields ----
     #
@@ -372,8 +261,54 @@ class Slot(_C.Slot):
         for first in range(0, values.numel(), _PART):
             self.fill_part(first, values[first : first + _PART])
 
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Of the tensors that show a field."""
+        if key == "remainder":
+            return torch.int16
+        return torch.float32 if key in STATES else self.dtype
+
+    def changes(self, key: str) -> int:
+        """Another number when a field has changed, whoever wrote it."""
+        return self.state_changes if key in STATES else self.parameter._version - self.n_same
+
+    def read_field(self, key: str) -> torch.Tensor:
+        """A copy on the engine's device, in the parameter's order."""
+        if key == "grad":
+            return self.read_grad()
+        if key in _MOMENTS:
+            values = self._read(_MOMENTS[key], torch.float32)
+        elif key == "weight":
+            values = self.read_weight()
+        else:
+            values = order.ordered(self.lack()[1], self.strides)
+        return values.to(self.device)
+
+    def write_field(self, key: str, values: torch.Tensor) -> None:
+        """`values` have the shape and dtype of what is read."""
+        if key == "grad":
+            self.write_grad(values)
+        elif key == "weight":
+            self.engine.settle()
+            with torch.no_grad():
+                self.lease().copy_(values)
+            self.note_change()
+        elif key in _MOMENTS:
+            self.engine.settle()
+            self._write_moment(_MOMENTS[key], values, self.adam_step)
+            self.note_state_change()
+        else:
+            self.set_low(values.to("cpu").contiguous())
+
+    def lack(self, root: int | None = None) -> tuple[str, torch.Tensor, bool]:
+        """(key, what the weight lacks to be its master, whether that is anything)."""
+        weight, master = self.read_weight(root), self.read_master(root)
+        key, low = split_low(weight, master)
+        nothing = weight.float() if key == "master" else torch.zeros_like(low)
+        bits = torch.int32 if key == "master" else torch.int16
+        return key, low, not torch.equal(low.view(bits), nothing.view(bits))
+
     def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
-        self.collect()
+        self.given.collect(_KEYS[field])
         core, ranks = self.engine.core, self.engine.ranks
         values = self._empty(dtype)
         core.read(self.id, field, 0, values.numel(), values.data_ptr())
@@ -485,7 +420,7 @@ class Slot(_C.Slot):
         self.engine.step_in_backward.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
-        self.refresh("grad")
+        self.given.refresh("grad")
 
     def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
@@ -494,15 +429,18 @@ class Slot(_C.Slot):
     def write_moments(self, m: torch.Tensor, v: torch.Tensor, step: int) -> None:
         self.engine.settle()
         for field, values in ((_M, m), (_V, v)):
-            if tuple(values.shape) != self.shape:
-                raise ValueError(
-                    f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
-                )
-            plain = self._ordered(values, torch.float32)
-            self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
-            self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+            self._write_moment(field, values, step)
         self.adam_step = step
         self.note_state_change()
+
+    def _write_moment(self, field: int, values: torch.Tensor, step: int) -> None:
+        if tuple(values.shape) != self.shape:
+            raise ValueError(
+                f"{self.name}: a moment has shape {tuple(values.shape)}, expected {self.shape}"
+            )
+        plain = self._ordered(values, torch.float32)
+        self.engine.written.note(self, f"{_NAMES[field]} at step {step}", plain)
+        self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
 
     # ---- the optimizer's state, and what a 16-bit weight lacks ----
 
@@ -517,6 +455,12 @@ class Slot(_C.Slot):
         self.step_count = count
         if self.step_tensor is not None:
             self.step_tensor.fill_(count)
+
+    def assign_step(self, count: object) -> None:
+        """The count becomes another: a tensor on the host that has it from now on, or a number."""
+        self.step_count, self.step_tensor = checked_step(self.name, count), None
+        if isinstance(count, torch.Tensor) and count.device.type == "cpu":
+            self.step_tensor = count
 
     def shown_step(self) -> torch.Tensor:
         """The count as torch's Adam has it; whoever changes it changes the count."""
@@ -540,31 +484,28 @@ class Slot(_C.Slot):
     def note_state_change(self) -> None:
         """Moments have changed, or what the weight lacks."""
         self.state_changes += 1
-        self.refresh("state")
+        self.given.refresh(*STATES)
 
     def forget_state(self) -> None:
         """The next update is the first."""
         zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
-        self.step_tensor = None  # whoever has it keeps the count of now
-        self._end_loans("state")
+        self.leave_state("it was dropped with its entry in optimizer.state; clone it to keep it")
         self.write_moments(zeros, zeros, 0)
         self.has_state = False
 
-    def read_moment(self, index: int) -> torch.Tensor:
-        """A CPU copy of exp_avg (0) or exp_avg_sq (1)."""
-        return self._read((_M, _V)[index], torch.float32)
-
-    def write_moment(self, index: int, values: torch.Tensor) -> None:
-        pair = list(self.read_moments())
-        pair[index] = values
-        self.write_moments(*pair, self.adam_step)
+    def leave_state(self, why: str | None = None) -> None:
+        """Another state takes the place of this one: see Given.leave."""
+        self.step_tensor = None  # whoever has it keeps the count of now
+        for key in STATES:
+            self.given.leave(key, why)
 
     def load_low(self, low: torch.Tensor) -> None:
         """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
         if self.loaded == "master":
             return  # the weight came whole
+        low = low.detach().to("cpu", copy=True).contiguous()
         is_whole = self.set_low(low)
-        self.low = None if is_whole or self.loaded == "weight" else low.clone()
+        self.low = None if is_whole or self.loaded == "weight" else low
         self.loaded = "both" if self.loaded == "weight" else "low"
 
     def set_low(self, low: torch.Tensor) -> bool:
@@ -618,83 +559,3 @@ def checked_step(name: str | None, step: object) -> int:
             f"{name}: its optimizer state says step {count}: it must be a whole number"
         )
     return int(count)
-
-
-class SlotHome(absent.Home):
-    """A home that is a field of a slot, which it does not keep.
-
-    What `open` gives is a copy, but for a weight's own.
-    """
-
-    def __init__(self, slot: Slot) -> None:
-        self.name = slot.name
-        self._slot = weakref.ref(slot)
-
-    @property
-    def slot(self) -> Slot:
-        slot = self._slot()
-        if slot is None:
-            raise GuardError(
-                f"{self.name}: the model that it was a part of is gone, and its bytes with it"
-            )
-        return slot
-
-    def lend(self) -> torch.Tensor | None:
-        return self.slot.lend(self)
-
-
-class _Weight(SlotHome):
-    """The chunk, for as long as the tensor that is opened lives."""
-
-    field = "weight"
-
-    def open(self, is_written: bool) -> torch.Tensor:
-        slot = self.slot
-        if not slot.engine.closed:
-            if is_written:
-                slot.engine.settle()
-            return slot.lease(is_watched=is_written)
-        # The model is ordinary again, and its parameter is this.
-        now, then = slot.parameter.detach(), slot.absent
-        if (now.dtype, now.device, now.stride()) != (then.dtype, then.device, then.stride()):
-            raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
-        return now
-
-    def note_same(self) -> None:
-        self.slot.n_same += 1
-
-    def write(self, values: torch.Tensor) -> None:
-        self.slot.refresh("weight")
-
-    def lend(self) -> torch.Tensor | None:
-        try:
-            return self.open(True)
-        except GeminiMemoryError:  # it would stay on the device for as long as somebody has it
-            lent = self.slot.lend(WeightCopy(self.slot))
-            if lent is None:
-                raise
-            return lent
-
-
-class WeightCopy(SlotHome):
-    """A weight beside the chunk."""
-
-    field = "weight"
-
-    def open(self, is_written: bool) -> torch.Tensor:
-        return self.slot.read_weight().to(self.slot.device)
-
-    def write(self, values: torch.Tensor) -> None:
-        self.slot.engine.settle()
-        self.slot.lease().copy_(values)
-        self.slot.note_change()
-
-
-class _Grad(SlotHome):
-    field = "grad"
-
-    def open(self, is_written: bool) -> torch.Tensor:
-        return self.slot.read_grad()
-
-    def write(self, values: torch.Tensor) -> None:
-        self.slot.write_grad(values)

@@ -21,7 +21,8 @@ import torch
 from gemini_strategy import _C
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent
-from gemini_strategy.parameters.slot import Slot, SlotHome
+from gemini_strategy.parameters.homes import SlotHome
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -33,23 +34,21 @@ class StandIn(SlotHome):
     """The home of one.
 
     Attributes:
-        key: "master" (the weight of what has none), "exp_avg" or "exp_avg_sq".
+        what: "master" (the weight of what has none), "exp_avg" or "exp_avg_sq".
         dtype: of the values, as they are kept: fp32, but for the weight of what has no master.
         numel: how many values.
         values: its own, once it has any.
     """
 
-    field = "checkpoint"
-
-    def __init__(self, slot: Slot, key: str) -> None:
-        super().__init__(slot)
+    def __init__(self, slot: Slot, what: str) -> None:
+        super().__init__(slot, "")
         slot.collect()
-        self.key = key
-        is_weight = key == "master" and not slot.has_low
+        self.what = what
+        is_weight = what == "master" and not slot.has_low
         self.dtype = slot.dtype if is_weight else torch.float32
         self.values: torch.Tensor | None = None
         self.numel = math.prod(slot.shape)
-        self._field = _C.FIELDS["weight" if is_weight else key]
+        self._field = _C.FIELDS["weight" if is_weight else what]
         self._seen = self._version()
         self._shown: weakref.ref[torch.Tensor] | None = None
 
@@ -62,14 +61,14 @@ class StandIn(SlotHome):
         return shown
 
     def _version(self) -> int:
-        return self.slot.value_version if self.key == "master" else self.slot.state_changes
+        return self.slot.changes("weight" if self.what == "master" else self.what)
 
     def _check(self) -> Slot:
         slot = self.slot
         slot.collect()
         if slot.engine.closed or self._version() != self._seen:
             raise GuardError(
-                f"{self.name}: {self.key} in a checkpoint is what it was when the checkpoint was made, and it has "
+                f"{self.name}: {self.what} in a checkpoint is what it was when the checkpoint was made, and it has "
                 "changed since: clone what you keep in on_save_checkpoint, or write after the checkpoint is saved"
             )
         return slot
@@ -122,9 +121,9 @@ def moments(slot: Slot, root: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     return _make(slot, "exp_avg"), _make(slot, "exp_avg_sq")
 
 
-def _make(slot: Slot, key: str) -> torch.Tensor:
+def _make(slot: Slot, what: str) -> torch.Tensor:
     with torch.no_grad():
-        return StandIn(slot, key).show()
+        return StandIn(slot, what).show()
 
 
 def home(value: object) -> StandIn | None:

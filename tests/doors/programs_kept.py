@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gemini_strategy as gs
 from programs import Run, door
 
 # ---- what was assigned ---------------------------------------------------------------------------
@@ -554,4 +555,161 @@ def _(run: Run) -> Any:
         run.w.new(3, 4).shape == (3, 4),
         run.w.detach().cpu().storage().tolist()[:4],
         kept.equal(run.w),
+    ]
+
+
+# ---- other ways of the same ----------------------------------------------------------------------
+
+
+@door("kept/p tied into an unmanaged Linear", "8", served=True)
+def _(run: Run) -> Any:
+    other = nn.Linear(32, 32)
+    other.weight = run.w
+    losses = []
+    for seed in range(2):
+        loss = other(run.h(seed)).square().mean() + run.loss(seed)
+        loss.backward()
+        run.finish()
+        losses.append(loss.detach())
+    return losses
+
+
+@door("kept/functional hvp", "1", needs_all=True, served=True)
+def _(run: Run) -> Any:
+    h = run.h()
+
+    def f(w: Tensor) -> Tensor:
+        return F.linear(h, w).tanh().square().sum()
+
+    w = run.w.detach()
+    return [
+        torch.autograd.functional.hvp(f, w, torch.ones_like(w))[1],
+        torch.autograd.functional.vhp(f, w, torch.ones_like(w))[1],
+        torch.autograd.functional.vjp(f, run.w)[1].detach(),
+    ]
+
+
+@door("kept/grad_outputs p", "1", served=True)
+def _(run: Run) -> Any:
+    y = run.w * 2
+    (g,) = torch.autograd.grad(y, run.w, grad_outputs=run.w)
+    z = run.w * 3
+    torch.autograd.backward([z], [run.w.detach()])
+    return [g, run.w.grad.clone()]
+
+
+@door("kept/accumulate node hook", "10", served=True)
+def _(run: Run) -> Any:
+    seen = []
+    node = run.w.expand_as(run.w).grad_fn.next_functions[0][0]
+    handle = node.register_hook(lambda gi, go: seen.append(go[0].clone()))
+    pre = node.register_prehook(lambda go: (go[0] * 2,))
+    run.backward()
+    handle.remove()
+    pre.remove()
+    return [seen, run.w.grad.clone()]
+
+
+@door("kept/apply init", "9", served=True)
+def _(run: Run) -> Any:
+    torch.manual_seed(3)
+
+    def init(m: nn.Module) -> None:
+        if isinstance(m, nn.Linear):
+            nn.init.kaiming_normal_(m.weight)
+            m.bias.data.fill_(0.1)
+
+    run.model.apply(init)
+    return run.step(2)
+
+
+@door("kept/array of p kept over steps", "8", needs_all=True, served=True)
+def _(run: Run) -> Any:
+    if run.device != "cpu":
+        return None
+    array = run.w.detach().numpy()
+    first = array.copy()
+    run.step(2)
+    return [first, array]
+
+
+class Renormed(nn.Module):
+    """Its forward writes a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 32, max_norm=0.5)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.head(self.words(index))
+
+
+@door("kept/array of an embedding with max_norm", "8", served=True, model=None, trains=False)
+def _(run: Run) -> Any:
+    torch.manual_seed(1)
+    model = Renormed()
+    run.manage(model, gs.HybridAdam(model.parameters(), lr=1e-2))
+    array = model.state_dict()["words.weight"].cpu().numpy()
+    out = [model(torch.tensor([1, 2, 3], device=run.device)).detach(), array.copy()]
+    if run.device == "cpu":
+        array[5] = 0.1
+    return [*out, model(torch.tensor([5, 6], device=run.device)).detach()]
+
+
+@door("kept/ensemble of layers", "8", needs_all=True, served=True)
+def _(run: Run) -> Any:
+    models = [run.model.layers[1], run.model.layers[2]]
+    params, buffers = torch.func.stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+    out = torch.vmap(
+        lambda p, b, x: torch.func.functional_call(base, (p, b), (x,)), in_dims=(0, 0, None)
+    )(params, buffers, run.h())
+    return out.detach()
+
+
+@door("kept/ema by foreach with dict state", "19", served=True)
+def _(run: Run) -> Any:
+    ema = {k: v.clone() for k, v in run.model.state_dict().items()}
+    for _ in range(2):
+        run.step(1)
+        torch._foreach_lerp_(list(ema.values()), list(run.model.state_dict().values()), 0.1)
+    old = {k: v.clone() for k, v in run.model.state_dict().items()}
+    run.model.load_state_dict(ema)
+    a = run.loss().detach()
+    run.model.load_state_dict(old)
+    return [a, ema, run.step(1)]
+
+
+@door("kept/torch.save of gradients and load to p.grad", "19", served=True)
+def _(run: Run) -> Any:
+    run.backward()
+    f = io.BytesIO()
+    torch.save({n: p.grad for n, p in run.model.named_parameters()}, f)
+    run.model.zero_grad()
+    f.seek(0)
+    for n, g in torch.load(f).items():
+        run.param(n).grad = g
+    return [(run.engine or run.optimizer).clip_grad_norm_(0.1), run.optimizer.step()]
+
+
+@door("kept/inplace leaf views", "8", served=True)
+def _(run: Run) -> Any:
+    with torch.no_grad():
+        for row in run.w[:3]:
+            row.div_(row.norm())
+        run.w.view(4, -1).t_().add_(0.01)
+        run.w.t()[2:4].zero_()
+    return run.step(1)
+
+
+@door("kept/numbers in loops", "8", served=True)
+def _(run: Run) -> Any:
+    b = run.b
+    return [
+        [p.abs().max().item() for p in run.model.parameters()],
+        max(float(v) for v in b.detach()),
+        f"{b[1].item():.4f}",
+        b[0].item() == b.tolist()[0],
+        [i for i, v in enumerate(b) if v > 0],
     ]

@@ -144,6 +144,9 @@ def test_gradient_assigned_from_something_else_of_the_same_parameter() -> None:
     model.weight.grad = model.weight.grad.t()
     assert torch.equal(model.weight.grad.clone(), grad.t())
     model.weight.grad = model.weight.detach()
+    with pytest.raises(gs.GuardError, match="weight: its grad would be the memory of weight"):
+        model.weight.grad.clone()
+    model.weight.grad = model.weight.detach().clone()
     assert torch.equal(model.weight.grad.clone(), weight)
 
 

@@ -202,3 +202,19 @@ def test_a_state_that_is_loaded_inside_becomes_the_masters(precision: str) -> No
         model.load_state_dict(model.state_dict())
     now = engine.model_state_dict()
     assert all(torch.equal(now[name], masters[name]) for name in masters)
+
+
+def test_data_assigned_while_somebody_has_the_old_one() -> None:
+    """The next time the master that is shown is the new one."""
+    model, engine = build("32-true")
+    weight = model.middle.weight
+    with engine.masters():
+        old = weight.data
+        before = old.clone()
+        weight.data = torch.ones(8, 8)
+    assert torch.equal(old.clone(), before)
+    train(model, engine, 0)
+    want = weight.detach().clone()
+    with engine.masters():
+        assert torch.equal(weight.detach().clone(), want)
+    engine.close()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from gemini_strategy.parameters import stand_in
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Plain,
@@ -277,7 +278,7 @@ def test_what_is_shown() -> None:
     assert isinstance(run.optimizer.state, defaultdict)
     assert dict(run.optimizer.state).keys() == {*run.optimizer.state}
     run.engine.close()
-    with pytest.raises(gs.GeminiError, match=r"head\.weight: exp_avg was dropped.*clone"):
+    with pytest.raises(gs.GeminiError, match=r"head\.weight: exp_avg: it was dropped.*clone"):
         moment.sum()
 
 
@@ -358,7 +359,7 @@ def test_a_tensor_of_the_state_keeps_no_engine() -> None:
     del run
     gc.collect()
     assert gone() is None
-    with pytest.raises(gs.GeminiError, match="was dropped"):
+    with pytest.raises(gs.GeminiError, match="model that it was a part of is gone"):
         moment.sum()
 
 
@@ -493,3 +494,16 @@ def test_no_two_optimizers_have_one_name() -> None:
     assert found.count("AdamW") == found.count("HybridAdam") == 1
     engine.close()
     assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_checkpoints_stand_in_that_is_assigned_is_the_state() -> None:
+    """It has values of its own from then on, and follows the steps."""
+    run = _both()[0]
+    drive(run, CASE, 1)
+    entry = run.optimizer.state[_weight(run)]
+    given = stand_in.moments(_weight(run)._gm_slot, None)[0]
+    entry["exp_avg"] = given
+    given.mul_(0.5)
+    drive(run, CASE, 1)
+    assert torch.equal(given.clone(), entry["exp_avg"].clone())
+    run.engine.close()
