@@ -196,6 +196,9 @@ class Comm:
 
 # ---- units and saved tensors (csrc/binding/unit.c, csrc/binding/net.c): bases of classes in slot.py and hooks.py ----
 
+def begin_showing() -> bool: ...
+def end_showing() -> None: ...
+
 class Slot:
     engine: Any
     net: Any
@@ -210,10 +213,15 @@ class Slot:
     version: int
     absent: Any
     shown: Any
+    inside: Any
+    readers: Any
+    shown_lease: Any
     shown_storage: Any
     shown_count: int
     is_watched: bool
     is_lent: bool
+
+    def swap(self, data: Any) -> None: ...
 
 class Unit:
     engine: Any

@@ -180,9 +180,9 @@ def give_back(
     for slot, value in values.items():
         parameter = slot.parameter
         parameter.__class__ = slot.plain_class
-        parameter.data = value
+        slot.swap(value)
         del parameter._gm_slot
-        slot.shown = None
+        slot.shown = slot.inside = None
     engine.core.close()
     engine.ranks.close()
     engine.memory.close()

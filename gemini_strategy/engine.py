@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import close
+from gemini_strategy import _C, close
 from gemini_strategy import state as states
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import EVERYTHING, load
@@ -23,7 +23,8 @@ from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import absent, masters
+from gemini_strategy.parameters import gate, masters
+from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import chunks, tables
 from gemini_strategy.report import timeline as timelines
 from gemini_strategy.runtime import Runtime, Uncopied
@@ -184,22 +185,27 @@ class Engine(Uncopied):
         module = self.model if module is None else module
         slots = list(dict.fromkeys(self._runtime.slot_of(p) for p in module.parameters()))
         shown = [slot.lease(is_watched=writable) for slot in slots]
-        for slot, data in zip(slots, shown, strict=True):
-            slot.open_count += 1
-            if slot.open_count == 1:
-                absent.set_data(slot.parameter, data)
-                slot.version = slot.parameter._version
+        shows = _C.begin_showing()  # else another thread does: they stay absent, and are served
+        opened: list[Slot] = []
         try:
+            for slot, data in zip(slots, shown, strict=True) if shows else ():
+                opened.append(slot)
+                slot.open_count += 1
+                if slot.open_count == 1:
+                    slot.swap(gate.inside(data))
+                    slot.version = slot.parameter._version
             yield
         finally:
             written = []
-            for slot in slots if not self.closed else ():
+            for slot in opened if not self.closed else ():
                 if slot.parameter._version != slot.version and not writable:
                     written.append(slot)
                 slot.version = slot.parameter._version  # the leases find the writes
                 slot.open_count -= 1
                 if slot.open_count == 0:
-                    absent.set_data(slot.parameter, slot.absent)
+                    slot.swap(slot.absent)
+            if shows:
+                _C.end_showing()
             shown.clear()
             if not self.closed:
                 for slot in written:  # what was written is kept, and said

@@ -144,7 +144,7 @@ class Runtime(Uncopied, Reporting):
         if hasattr(self, "net"):
             absent.drop_net(self.net)
         for slot in self.slots:
-            slot.shown = None
+            slot.shown = slot.inside = None
         try:
             if hasattr(self, "core"):
                 self.core.close()

@@ -74,6 +74,8 @@ int gm_py_torch_init(void)
         {&gm_torch.push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks"},
         {&gm_torch.pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks"},
         {&gm_torch.use_count, "torch._C", "_storage_Use_Count"},
+        {&gm_torch.set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded"},
+        {&gm_torch.gate_key, "gemini_strategy.parameters.gate", "KEY"},
         {&gm_torch.strided, "torch", "strided"},
         {&gm_torch.tensor_class, "torch", "Tensor"},
     };

@@ -3,7 +3,8 @@
  * Invariants
  *   1. From enter to leave, and only then, a unit's parameters show their bytes and its chunks are pinned; whatever
  *      fails on the way is undone, except the frame, which leave() takes away.  Where torch forbids hooks on what is
- *      saved (torch.func) they stay absent, and every operation is served.
+ *      saved (torch.func), and where another thread shows parameters (gate.c), they stay absent, and every operation is
+ *      served.
  *   2. `leave` always unpins, whatever it finds or fails at; its first error is the one raised. */
 #include "binding/unit.h"
 
@@ -20,6 +21,8 @@ typedef enum frame_state { FRAME_FAILED, FRAME_ABSENT, FRAME_BARE, FRAME_NETTED 
 typedef struct frame {
     unsigned long thread;
     frame_state state;
+    bool is_open;      /* the parameters show their bytes */
+    bool is_shower;    /* for this thread may: see gate.c */
     size_t depth;      /* of the net, before */
     PyObject *watched; /* leased tensors that find what the forward writes; NULL: none */
 } frame;
@@ -103,7 +106,7 @@ static int leave_core(const unit *self)
     return result;
 }
 
-static int enter_core(const unit *self, bool *out_has_grad)
+static int enter_core(const unit *self, bool *out_has_grad, bool *out_in_backward)
 {
     gm_engine *engine = gm_py_net_engine(self->net);
     gm_stream stream;
@@ -114,10 +117,11 @@ static int enter_core(const unit *self, bool *out_has_grad)
         !(node = PyObject_CallNoArgs(gm_torch.current_node))) {
         return -1;
     }
-    uint32_t flags =
-        (node != Py_None ? GM_ENTER_IN_BACKWARD : 0u) | (has_grad ? GM_ENTER_GRAD : 0u);
-    Py_DECREF(node);
+    *out_in_backward = node != Py_None;
     *out_has_grad = has_grad;
+    Py_DECREF(node);
+    uint32_t flags =
+        (*out_in_backward ? GM_ENTER_IN_BACKWARD : 0u) | (has_grad ? GM_ENTER_GRAD : 0u);
     for (bool is_last = false;; is_last = true) {
         gm_status status;
         GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
@@ -144,8 +148,31 @@ static int push_frame(unit *self)
     return 0;
 }
 
+/* Shows the parameters, unless another thread shows some. */
+static int show_slots(const unit *self, bool in_backward, frame *out)
+{
+    int shows = gm_py_gate_show();
+    if (shows < 0) {
+        return -1;
+    }
+    out->is_shower = shows;
+    /* In a backward the other thread is the one that waits for this. */
+    out->is_open = shows || (self->is_compiled && in_backward);
+    if (self->is_compiled && !out->is_open) {
+        return gm_py_done(PyObject_CallMethod((PyObject *)self, "refuse_thread", NULL));
+    }
+    if (out->is_open && open_slots(self) < 0) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        (void)(shows ? gm_py_gate_hide() : 0);
+        PyErr_Restore(type, error, trace);
+        return -1;
+    }
+    return 0;
+}
+
 /* The chunks are pinned: what else entering is.  On failure nothing of it is left. */
-static int open_unit(unit *self, bool has_grad, frame *out)
+static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
 {
     if (self->watches_writes) {
         out->watched = PyObject_CallMethod((PyObject *)self, "watch", NULL);
@@ -159,7 +186,7 @@ static int open_unit(unit *self, bool has_grad, frame *out)
         out->state = FRAME_ABSENT;
         return 0;
     }
-    if (is_netted < 0 || open_slots(self) < 0) {
+    if (is_netted < 0 || show_slots(self, in_backward, out) < 0) {
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
         (void)gm_py_net_pop_to(self->net, out->depth);
@@ -177,13 +204,13 @@ static PyObject *unit_enter(unit *self, PyObject *unused)
     if (!self->net) {
         return PyErr_Format(PyExc_RuntimeError, "unit %u is entered before its start()", self->id);
     }
-    bool has_grad;
+    bool has_grad, in_backward;
     frame entered = {.thread = PyThread_get_thread_ident(), .state = FRAME_FAILED};
     if (push_frame(self) < 0 || gm_py_net_settle(self->net) < 0 ||
-        enter_core(self, &has_grad) < 0) {
+        enter_core(self, &has_grad, &in_backward) < 0) {
         return NULL;
     }
-    if (open_unit(self, has_grad, &entered) < 0) {
+    if (open_unit(self, has_grad, in_backward, &entered) < 0) {
         (void)leave_core(self);
         return NULL;
     }
@@ -249,11 +276,10 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
     }
     int result = left.state == FRAME_NETTED ? gm_py_net_pop_to(self->net, left.depth) : 0;
     if (!gm_py_net_is_closed(self->net)) {
-        bool is_open = left.state != FRAME_ABSENT;
-        result = UNLESS_FAILED(result, is_open ? find_writes(self, left.watched != NULL) : 0);
+        result = UNLESS_FAILED(result, left.is_open ? find_writes(self, left.watched != NULL) : 0);
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
-        int closed = is_open ? close_slots(self, n_slots(self)) : 0;
+        int closed = left.is_open ? close_slots(self, n_slots(self)) : 0;
         closed = UNLESS_FAILED(closed, settle_slots(self));
         Py_CLEAR(left.watched); /* its leases compare the bytes */
         if (type) {
@@ -265,6 +291,15 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
         result = UNLESS_FAILED(result, unpinned);
     }
     Py_XDECREF(left.watched);
+    if (left.is_shower) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        int hidden = gm_py_gate_hide();
+        if (type) {
+            PyErr_Restore(type, error, trace);
+        }
+        result = UNLESS_FAILED(result, hidden);
+    }
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 

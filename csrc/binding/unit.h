@@ -1,4 +1,4 @@
-/* unit.h - what torch.c, slot.c, net.c, grad.c and unit.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
+/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c and unit.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
  * functions of torch that both call for every unit and every backward node.
  *
  * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
@@ -18,8 +18,11 @@ typedef struct gm_py_slot {
     long long version;                 /* of the parameter, when last looked at */
     long long open_count, touch_count; /* units, backward nodes that use `shown` */
     PyObject *parameter, *engine, *net, *dtype, *plain_class, *managed_class;
-    PyObject *absent;        /* what the parameter's data is outside its units */
-    PyObject *shown;         /* its bytes: one tensor for all users; None: to be made */
+    PyObject *absent;  /* what the parameter's data is outside its units */
+    PyObject *shown;   /* its bytes: one tensor for all users; None: to be made */
+    PyObject *inside;  /* the same with the gate's key: what the parameter's data is in its units */
+    PyObject *readers; /* a list: threads whose operations on the parameter have passed the gate */
+    PyObject *shown_lease;   /* which the storage of `shown` ends when it dies */
     PyObject *shown_storage; /* the address of its StorageImpl, an int */
     long long shown_count;   /* references to that when nobody else has any */
     char is_watched;         /* what is written through `shown` is looked for */
@@ -32,7 +35,7 @@ typedef struct gm_py_net gm_py_net; /* net.c */
 typedef struct gm_py_torch {
     PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
         *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr,
-        *set_data, *get_grad, *set_grad;
+        *set_data, *get_grad, *set_grad, *set_excluded, *gate_key;
     PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape,
         *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module;
 } gm_py_torch;
@@ -52,10 +55,13 @@ int gm_py_node_key(
     long long *out); /* the running node's place in its thread's order; -1: outside backward */
 bool gm_py_is_checkpoint(PyObject *pack); /* a hook of torch's checkpointing */
 int gm_py_stream(int ordinal,
-                 gm_stream *out);      /* torch's current one on a GPU; 0 on the host device */
-int gm_py_task(long long *out);        /* the graph task that runs */
-int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
-int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `shown` */
+                 gm_stream *out); /* torch's current one on a GPU; 0 on the host device */
+int gm_py_task(long long *out);   /* the graph task that runs */
+/* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another does. */
+int gm_py_gate_show(void);
+int gm_py_gate_hide(void);
+int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */
+int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `inside` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
  * and what may have been written is found. */
@@ -75,6 +81,7 @@ int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed;
 /* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
 int gm_py_net_settle(gm_py_net *net);
 
+int gm_py_gate_init(PyObject *module);
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);

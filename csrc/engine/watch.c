@@ -34,15 +34,18 @@ void gm_watch_wait(const gm_engine *engine)
     }
 }
 
-static bool is_on(const gm_lease *lease)
+/* Its bytes are on the device, and writes to them are looked for: the lease has the chunk pinned itself, or its users. */
+static bool is_on(const gm_engine *engine, const gm_lease *lease)
 {
-    return lease->is_pinned && atomic_load(&lease->is_watched);
+    uint32_t chunk = engine->params[lease->param].place.chunk;
+    return atomic_load(&lease->is_watched) &&
+           (lease->is_pinned || gm_chunks_pins(engine->chunks, chunk, engine->shown) > 0);
 }
 
 bool gm_watch_is_any(const gm_engine *engine)
 {
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (is_on(lease)) {
+        if (is_on(engine, lease)) {
             return true;
         }
     }
@@ -101,7 +104,7 @@ static gm_status look(gm_engine *engine, gm_lease *lease)
 gm_status gm_watch_poll(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (is_on(lease)) {
+        if (is_on(engine, lease)) {
             GM_TRY(look(engine, lease));
         }
     }
@@ -111,7 +114,7 @@ gm_status gm_watch_poll(gm_engine *engine)
 gm_status gm_watch_renew(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (is_on(lease)) {
+        if (is_on(engine, lease)) {
             GM_TRY(snapshot(engine, lease));
         }
     }
@@ -189,7 +192,7 @@ gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
     for (; (lease = *link); link = &lease->next) {
         engine->watch.n_walked++;
         if (atomic_load(&lease->is_ended)) {
-            if (is_on(lease)) {
+            if (lease->is_pinned && is_on(engine, lease)) { /* else its users have looked */
                 GM_TRY(look(engine, lease));
             }
             note_use(engine, lease);

@@ -36,7 +36,7 @@ import torch
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import keyed, order
+from gemini_strategy.parameters import gate, keyed, order
 
 __all__ = [
     "Home",
@@ -61,7 +61,7 @@ __all__ = [
 
 _KEY = _torch.dispatch_key("Fake")
 _KEYS = _torch.DispatchKeySet(_KEY)
-_PLAINLY = _KEYS | keyed.MODES
+_PLAINLY = _KEYS | keyed.MODES | gate.KEYS
 set_data = keyed.set_data
 _address = _torch.storage_address
 
@@ -176,10 +176,11 @@ def tensor(
     strides: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
+    is_gated: bool = False,
 ) -> torch.Tensor:
     """A tensor whose bytes are `home`'s, for as long as any tensor has its storage.
 
-    `home` must not keep its engine; the strides are dense.
+    `home` must not keep its engine; the strides are dense. is_gated: it is to be a parameter's data.
     """
     global _n_live
     sweep()
@@ -192,7 +193,8 @@ def tensor(
     elif device.type == "cpu":
         size = math.prod(shape) * dtype.itemsize
         storage = _torch.storage_from_address(_C.absent_range(size), device, size)
-    result = keyed.tensor(_KEYS, storage, shape, strides, dtype, device)
+    keys = _KEYS | gate.KEYS if is_gated else _KEYS
+    result = keyed.tensor(keys, storage, shape, strides, dtype, device)
     if home.memory is None and device.type == "cpu":
         _torch.refuse_writing(result)
     elif home.memory is None:
@@ -656,10 +658,11 @@ def install() -> None:
     """
     if _libraries:
         return
-    if _torch.has_backend_fallback(_KEY):
-        raise GeminiError(
-            f"torch {torch.__version__} uses the dispatch key Fake itself, by which managed parameters are served"
-        )
+    for key, name in ((_KEY, "Fake"), (gate.KEY, "DeferredInit")):
+        if _torch.has_backend_fallback(key):
+            raise GeminiError(
+                f"torch {torch.__version__} uses the dispatch key {name} itself, by which managed parameters are served"
+            )
     # `with torch.device(...)` remembers by identity, at its first use, the functions that it gives a device.
     _torch.device_constructors()
     everything = torch.library.Library("_", "IMPL")
@@ -669,6 +672,7 @@ def install() -> None:
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
     if _KEY.__int__() > _torch.DispatchKey.Python.value:
         _serve_under_modes(passed)
+    gate.install(everything, passed)
     _libraries.extend([everything, passed])
     for owner, name, make in _DOORS:
         original = getattr(owner, name)

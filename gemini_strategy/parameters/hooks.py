@@ -176,6 +176,11 @@ class Unit(_C.Unit):
             handle.remove()
         self._handles = []
 
+    def refuse_thread(self) -> NoReturn:
+        raise GuardError(
+            f"module {self.name!r} is compiled, and another thread is inside a module: let one wait for the other"
+        )
+
     def watch(self) -> list[torch.Tensor]:
         """Leases that find by comparison what this forward writes."""
         return [s.lease() for s in self.slots if s.has_low]

@@ -71,9 +71,10 @@ def _dtype(slot: Slot) -> torch.dtype:
 
 def _absent_master(slot: Slot) -> torch.Tensor:
     dtype = _dtype(slot)
-    return absent.tensor(_Master(slot), slot.shape, slot.strides, dtype, torch.device("cpu"))
+    home, host = _Master(slot), torch.device("cpu")
+    return absent.tensor(home, slot.shape, slot.strides, dtype, host, is_gated=True)
 
 
 def _show(slot: Slot, data: torch.Tensor) -> None:
     slot.absent = data
-    absent.set_data(slot.parameter, data)
+    slot.swap(data)

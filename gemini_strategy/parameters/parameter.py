@@ -15,6 +15,7 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy._torch import proxy_tensor
 from gemini_strategy.errors import GuardError
+from gemini_strategy.parameters import gate
 
 __all__ = ["managed_class"]
 
@@ -69,6 +70,14 @@ class _Managed:
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
         return self
+
+    def detach(self) -> torch.Tensor:
+        with gate.passing(self._gm_slot):
+            return _base.detach(self)
+
+    def as_subclass(self, cls: type) -> torch.Tensor:
+        with gate.passing(self._gm_slot):
+            return _base.as_subclass(self, cls)
 
     set_ = _refuse("set_", "its storage is the engine's; use p.copy_() or p.data = value")
     resize_ = _refuse("resize_", "its size is fixed; engine.close() first")

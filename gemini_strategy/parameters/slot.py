@@ -13,7 +13,7 @@ from torch import nn
 
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent, order
+from gemini_strategy.parameters import absent, gate, order
 from gemini_strategy.parameters.homes import STATES, Weight
 from gemini_strategy.parameters.loans import Given
 from gemini_strategy.parameters.low import merge, split_low
@@ -41,8 +41,10 @@ class Slot(_C.Slot):
     * open_count: units that have entered and not left; touch_count: backward nodes that may still run.
     * strides: of its elements, as torch counts them; dense, whatever their order.
     * version: of the parameter, when it was opened or last looked at.
-    * absent: the parameter's data outside its units. shown: its data inside, for all units and nodes; None: to be made.
-    * shown_storage, shown_count: the address of its StorageImpl, and the references to that when nobody else has any.
+    * absent: the parameter's data outside its units. shown: its bytes, for all units and nodes; None: to be made.
+    * inside: the same as the parameter's data in its units. readers: threads whose operations use the parameter.
+    * shown_lease: what the storage of `shown` ends when it dies. shown_storage, shown_count: the address of its
+      StorageImpl, and the references to that when nobody else has any.
     * is_watched: what is written through `shown` is looked for when its last user goes.
     * is_lent: memory of a field is lent.
 
@@ -51,7 +53,6 @@ class Slot(_C.Slot):
 
     __slots__ = (
         "__weakref__",
-        "_shown_lease",
         "device",
         "given",
         "has_grad_home",
@@ -95,8 +96,8 @@ class Slot(_C.Slot):
         self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
         self.n_same = 0  # writes of what was there
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
-        self.shown = self.absent = None
-        self._shown_lease = 0
+        self.shown = self.inside = self.absent = None
+        self.readers: list[int] = []
 
     @property
     def is_row_major(self) -> bool:
@@ -133,17 +134,22 @@ class Slot(_C.Slot):
     def hide(self) -> torch.Tensor:
         """What the parameter's data is while no unit is entered."""
         home = Weight(self)
-        self.absent = absent.tensor(home, self.shape, self.strides, self.dtype, self.device)
+        self.absent = absent.tensor(
+            home, self.shape, self.strides, self.dtype, self.device, is_gated=True
+        )
         return self.absent
 
-    def show(self) -> None:
-        """Makes `shown`, unless another thread does meanwhile."""
+    def make_shown(self) -> tuple[int, torch.Tensor, torch.Tensor, int, int]:
+        """(shown_lease, shown, inside, shown_storage, shown_count), with the chunk pinned."""
         lease = self.engine.core.lease(self.id)
         shown = self.blob(lease)
-        if self.shown is None:
-            self._shown_lease, self.shown = lease, shown
-            self.shown_storage = _torch.storage_address(shown)
-            self.shown_count = _torch.storage_use_count(self.shown_storage)
+        inside = gate.inside(shown)
+        storage = _torch.storage_address(shown)
+        return lease, shown, inside, storage, _torch.storage_use_count(storage)
+
+    def await_readers(self) -> None:
+        """Before the parameter gets other data (`swap`), while an operation of another thread uses it."""
+        gate.await_readers(self)
 
     def view(
         self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
@@ -156,29 +162,28 @@ class Slot(_C.Slot):
         offset = address - self.engine.core.address(self.id)
         return flat.as_strided(shape, strides, offset // dtype.itemsize)
 
-    def let_go(self) -> None:
+    def let_go(self, lease: int) -> None:
         """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
         core, stream = self.engine.core, self.engine.stream()
         if 0 not in self.shape:  # else there is nothing to keep; autograd keeps such tensors
-            core.lease_watch(self._shown_lease, stream)
-            core.lease_pin(self._shown_lease, stream)
-        self.is_watched = False
-        self.shown = None
+            core.lease_watch(lease, stream)
+            core.lease_pin(lease, stream)
 
     def expose(self, tensor: torch.Tensor) -> None:
         """Memory of `tensor`, which shows the parameter, is given away: what is written there counts for no version."""
         if self.shown is not None and _torch.storage_address(tensor) == self.shown_storage:
-            self.engine.core.lease_watch(self._shown_lease, self.engine.stream())
+            self.engine.core.lease_watch(self.shown_lease, self.engine.stream())
             self.is_watched = True
 
     def unwatch(self) -> None:
         """The last user has gone: what was written is found now."""
-        self.engine.core.lease_unwatch(self._shown_lease, self.engine.stream())
+        self.engine.core.lease_unwatch(self.shown_lease, self.engine.stream())
         self.is_watched = False
 
     def note_change(self, is_same: bool = False) -> None:
         """The weight was written: graphs that have saved it must not go on. is_same: with what it was."""
         torch.autograd.graph.increment_version(self.parameter)
+        self.version += 1  # a unit that another thread is in has nothing to find
         self.n_same += is_same
         self.given.refresh("weight", "remainder", "master")
 
@@ -205,7 +210,7 @@ class Slot(_C.Slot):
                 del self.engine.masters[self]
             data = self.hide()
             if self.open_count == 0:
-                absent.set_data(self.parameter, data)
+                self.swap(data)
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -481,7 +481,7 @@ def _(run: Run) -> Any:
     return [k.detach().clone() for k in kept]
 
 
-@door("graph/saved_tensors_hooks to the host", "8")
+@door("graph/saved_tensors_hooks to the host", "8", needs_all=True)
 def _(run: Run) -> Any:
     with torch.autograd.graph.save_on_cpu():
         loss = run.loss()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -621,6 +622,38 @@ def _(run: Run) -> Any:
         if isinstance(value, Exception):
             raise value
     return [any(wrong), run.w.grad.clone()]
+
+
+@door("flow/a thread reads while another trains", "8", needs_all=True)
+def _(run: Run) -> Any:
+    """Each element that it reads is as before or after some step; which, is chance."""
+    names = ["layers.2.weight", "layers.5.weight", "norm.bias"]
+    steps = {name: [run.param(name).detach().clone()] for name in names}
+    losses: list[Tensor] = []
+    seen: list[tuple[str, Tensor]] = []
+    done = threading.Event()
+
+    def work(i: int) -> None:
+        try:
+            for _ in range(6 if i == 0 else 0):
+                losses.extend(run.step(1))
+                for name in names:
+                    steps[name].append(run.param(name).detach().clone())
+        finally:
+            if i == 0:
+                done.set()
+        while not done.is_set():
+            with torch.set_grad_enabled(len(seen) % 2 == 0):
+                seen.extend((name, run.param(name).clone().detach()) for name in names)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        _in_threads(2, work)
+    finally:
+        sys.setswitchinterval(before)
+    wrong = [n for n, got in seen if not (torch.stack(steps[n]) == got).any(0).all()]
+    return [losses, wrong]
 
 
 @door("flow/backward in two threads", "8", needs_all=True)

@@ -1,0 +1,120 @@
+"""The gate: operations on a parameter, and the changes of its data between them, by several threads.
+
+A unit that is entered gives its parameters other data, and takes them away. torch runs operations without the GIL: one
+that another thread has begun would go on with bytes that are gone, or wait in autograd for the GIL that the change has.
+So parameters have a dispatch key above autograd, which brings every operation on them here first. The thread that
+changes data (csrc/binding/gate.c) goes past it, and pays nothing.
+
+Invariants
+    1. While an operation of another thread uses a parameter, its data stays what it is (Slot.swap).
+    2. If it is the bytes of another thread's unit, they are leased for that operation: it may be on another stream.
+    3. Whoever waits to change the data is not overtaken by operations that begin later; what an operation that has
+       passed does inside waits for nobody.
+
+The key is one that torch reserves for a library that is no more (DispatchKey::DeferredInit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_strategy import _torch
+from gemini_strategy.parameters import keyed
+
+if TYPE_CHECKING:
+    from gemini_strategy.parameters.slot import Slot
+
+__all__ = ["KEY", "KEYS", "await_readers", "inside", "install", "passing"]
+
+KEY = _torch.dispatch_key("DeferredInit")
+KEYS = _torch.DispatchKeySet(KEY)
+
+# torch makes tensors of other classes of what these give, which must not have been in Python: see parameter.py.
+_TAKEN_FRESH = ("alias", "detach")
+_changed = threading.Condition(threading.Lock())  # below: slots' readers, and who waits
+_waiting: list[Slot] = []  # for each that waits to change the data of one
+_passed: list[int] = []  # threads whose operations have passed, once for each parameter of one
+
+
+def _slots(values: Any) -> Iterator[Slot]:
+    """Of the parameters among the arguments of an operation."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            slot = value.__dict__.get("_gm_slot")
+            if slot is not None:
+                yield slot
+        elif isinstance(value, list | tuple):
+            yield from _slots(value)
+
+
+def inside(shown: torch.Tensor) -> torch.Tensor:
+    """A plain tensor that shows a parameter, as that parameter's data."""
+    storage = _torch.TensorBase.untyped_storage(shown)
+    return keyed.tensor(KEYS, storage, shown.shape, shown.stride(), shown.dtype, shown.device)
+
+
+@contextlib.contextmanager
+def passing(*slots: Slot) -> Iterator[None]:
+    """Inside, the data of these slots' parameters stays what it is."""
+    thread = threading.get_ident()
+    leases: list[torch.Tensor] = []
+    passed: list[Slot] = []
+    try:
+        with _changed:
+            while thread not in _passed and any(slot in _waiting for slot in slots):
+                _changed.wait()
+            for slot in slots:
+                slot.readers.append(thread)
+                _passed.append(thread)
+                passed.append(slot)
+        with _torch.ExcludeDispatchKeyGuard(KEYS):
+            leases += [slot.lease(is_watched=False) for slot in slots if slot.open_count]
+            yield
+    finally:
+        leases.clear()
+        with _changed:
+            for slot in passed:
+                slot.readers.remove(thread)
+                _passed.remove(thread)
+            _changed.notify_all()
+
+
+def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The dispatcher's kernel for every operation on a parameter, or on a view of one, outside its thread's units."""
+    with passing(*_slots((*args, *kwargs.values()))):
+        return op(*args, **kwargs)
+
+
+def await_readers(slot: Slot) -> None:
+    """Lets the operations of other threads that use the parameter end; who calls it looks again."""
+    thread = threading.get_ident()
+    with _changed:
+        _waiting.append(slot)
+        try:
+            while any(reader != thread for reader in slot.readers):
+                _changed.wait()
+        finally:
+            _waiting.remove(slot)
+            _changed.notify_all()
+
+
+def _pass_named(name: str, *args: Any, **kwargs: Any) -> Any:
+    name, _, overload = name.partition(".")
+    return _pass(getattr(getattr(torch.ops.aten, name), overload or "default"), *args, **kwargs)
+
+
+def install(everything: torch.library.Library, aten: torch.library.Library) -> None:
+    """Puts the kernel in place, once per process. torch has no way to call a fallback under a mode of the caller."""
+    everything.fallback(_pass, "DeferredInit")
+    for full in _torch.all_operator_names():
+        name = full.removeprefix("aten::")
+        if name in _TAKEN_FRESH:
+            aten.impl(name, torch.library.fallthrough_kernel, "DeferredInit")
+        elif name != full:
+            aten.impl(name, functools.partial(_pass_named, name), "DeferredInit")
