@@ -318,7 +318,7 @@ def state_dict(
                 saved = saved_entry(slot, entry, with_lows, root, for_file)
                 is_alone = engine.ranks.shard.size == 1
                 has_more = is_live and slot.has_state and is_alone
-                entry = live_entry(entry, saved) if has_more else saved
+                entry = live_entry(slot, saved) if has_more else saved
             if is_mine and entry:
                 state[index] = entry
             index += 1

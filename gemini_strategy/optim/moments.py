@@ -312,15 +312,15 @@ def _load_low(slot: Slot, entry: Mapping[str, Any]) -> None:
     slot.load_low(low)
 
 
-def live_entry(entry: _Entry, saved: dict[str, Any]) -> dict[str, Any]:
+def live_entry(slot: Slot, saved: dict[str, Any]) -> dict[str, Any]:
     """What `saved_entry` gives, but that step and moments are the engine's themselves, as in a state dict of torch's.
 
     What the weight lacks is not: whoever loads into it in place may have another weight to load, which it belongs to.
     """
-    live = dict(saved, step=entry.slot.shown_step())
+    live = dict(saved, step=slot.shown_step())
     for key in _MOMENTS:
         values = saved[key]
-        home = Entry(entry.slot, key, values)
+        home = Entry(slot, key, values)
         live[key] = absent.tensor(home, values.shape, values.stride(), values.dtype, values.device)
     return live
 
