@@ -361,7 +361,9 @@ class Runtime(Uncopied, Reporting):
                 f"{slot.name} was unfrozen inside a step, and has no place for a gradient yet: unfreeze before a batch "
                 "begins, in on_train_epoch_start or on_train_batch_start"
             )
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        for number, group in enumerate(groups):
+            managed.check_options(number, group)
             for parameter in group["params"]:
                 slot = self.slot_of(parameter)
                 if slot.has_moments:

@@ -124,6 +124,13 @@ class StepInBackward:
             self.used.discard(slot.id)
             self._now(self.waits)
 
+    def check_save(self) -> None:
+        """A checkpoint is asked for: some weights may be of this step, and others of the last one."""
+        if self.waits:
+            raise GeminiError(
+                f"{self._name()}: a checkpoint {_BETWEEN} would be of no step: call optimizer.step() first"
+            )
+
     def check_step(self, updates: Updates) -> None:
         """The step has come: it is the one that was announced."""
         if not self.waits:

@@ -6,6 +6,7 @@ Invariants
        `find` knows it.
     2. Before the rename all files and the folder itself are on the disk (fsync); after it the parent is.
     3. `latest` names a folder only when that is in its place and on the disk; folders that go, go after that.
+    4. One at a time writes under a name: who does holds the lock of `.NAME.lock`, which ends with the process.
 """
 
 from __future__ import annotations
@@ -13,24 +14,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import itertools
 import os
 import re
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gemini_strategy.errors import GeminiError
 
 __all__ = [
+    "Claim",
     "Draft",
+    "aside",
     "clear",
     "find",
     "keep",
+    "left_of",
     "local",
     "other_name",
     "point",
+    "put",
+    "remove",
     "series_name",
     "sync",
 ]
@@ -38,7 +47,7 @@ __all__ = [
 LATEST = "latest"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD = -100
-_SERIES = re.compile(r"step-(\d{9,})")
+_SERIES = re.compile(r"step-\d{9,}(-\d+)?")
 
 
 def local(path: str | os.PathLike[str]) -> Path:
@@ -66,23 +75,79 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+class Claim:
+    """The right to write under a name, until `release` or the end of the process.
+
+    Its parent is made if it is not there.
+
+    Raises:
+        GeminiError: somebody else writes there now.
+        OSError: there can be no lock.
+    """
+
+    def __init__(self, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._path = target.with_name(f".{target.name}.lock")
+        while True:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_current():
+                    return
+            except BlockingIOError:
+                os.close(self._descriptor)
+                raise GeminiError(
+                    f"{target} is being saved by another engine: save when it is done, or under another name"
+                ) from None
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # of a file that its last holder has removed
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._descriptor < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        with contextlib.suppress(
+            OSError
+        ):  # a process that was forked meanwhile has the file open, too
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
 class Draft:
-    """A folder under another name, beside the one that it is to become.
+    """A folder under another name, beside the one that it is to become. Nobody else saves there until its end.
 
     Args:
         target: where it goes; its parent is made if it is not there.
         objection: why what is there already may not be replaced; None: it may.
+        claim: of the series that it is for, which ends with it; None: of the target.
 
     Attributes:
+        target: where it goes.
         path: where to write.
 
     Raises:
-        GeminiError: something else has the target's name.
+        GeminiError: something else has the target's name, or somebody else saves there.
         OSError: it cannot be made.
     """
 
-    def __init__(self, target: Path, objection: Callable[[Path], str | None]) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: Path,
+        objection: Callable[[Path], str | None],
+        claim: Claim | None = None,
+    ) -> None:
+        self.target = target
         is_empty = target.is_dir() and not any(target.iterdir())
         reason = objection(target) if target.exists() and not is_empty else None
         if is_empty and target == Path.cwd():
@@ -90,42 +155,77 @@ class Draft:
         if reason is not None:
             raise GeminiError(f"{target} {reason}: give another name, or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        clear(target)
-        self.path = other_name(target, "saving")
-        self.path.mkdir()
+        self._claim = Claim(target) if claim is None else claim
+        try:
+            clear(target)
+            self.path = other_name(target, "saving")
+            self.path.mkdir()
+        except BaseException:
+            self._claim.release()
+            raise
 
     def publish(self) -> None:
         """Puts the folder, the files of which are on the disk, into its place."""
         sync(self.path)
-        if not self._target.exists():
-            self.path.rename(self._target)
-            sync(self._target.parent)
-        else:
-            old = self._exchange()
-            sync(self._target.parent)
-            _remove(old)
-        for old in _beside(self._target, "old"):
-            _remove(old)
+        put(self.path, self.target)
 
-    def _exchange(self) -> Path:
-        """Gives where the old folder is now."""
-        if rename_exchange(self.path, self._target):
-            return self.path
-        old = other_name(self._target, "old")
-        self._target.rename(old)
-        self.path.rename(self._target)
-        return old
-
-    def discard(self) -> None:
-        """Nothing of it is kept."""
+    def close(self) -> None:
+        """Others may save there. What has not been published is not kept. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self._claim.release()
+
+
+def put(draft: Path, target: Path) -> None:
+    """What is on the disk as `draft`, a file or a folder, gets the name `target`; what had it, is removed."""
+    if not draft.is_dir() and not target.is_dir():
+        draft.replace(target)
+        sync(target.parent)
+    elif not target.exists():
+        draft.rename(target)
+        sync(target.parent)
+    else:
+        old = _exchange(draft, target)
+        sync(target.parent)
+        remove(old)
+    for old in _beside(target, "old"):
+        remove(old)
+
+
+def _exchange(draft: Path, target: Path) -> Path:
+    """Gives where the old one is now."""
+    if rename_exchange(draft, target):
+        return draft
+    old = other_name(target, "old")
+    target.rename(old)
+    draft.rename(target)
+    return old
+
+
+@contextlib.contextmanager
+def aside(target: Path, is_ours: Callable[[Path], bool]) -> Iterator[None]:
+    """Inside, somebody else may write a file of the name; a checkpoint folder that has it goes when the file is there.
+
+    Until then `find` knows it.
+    """
+    if not is_ours(target):
+        yield
+        return
+    old = other_name(target, "old")
+    target.rename(old)
+    try:
+        yield
+    finally:
+        if target.exists():
+            remove(old)
+        elif sys.exception() is not None:
+            old.rename(target)
 
 
 def clear(target: Path) -> None:
     """Removes what killed processes have left of saving `target`."""
     for left in _beside(target, "saving"):
         if not _is_in_use(left):
-            _remove(left)
+            remove(left)
 
 
 def other_name(target: Path, what: str) -> Path:
@@ -141,7 +241,8 @@ def _beside(target: Path, what: str) -> list[Path]:
     return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """A file, a folder, a link; what is not there, too."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -184,19 +285,28 @@ def find(folder: Path, is_ours: Callable[[Path], bool]) -> Path:
     for path in (folder, folder / LATEST):
         if is_ours(path):
             return path.resolve()  # where it is, whatever `latest` names later
-    for path in _beside(folder, "old"):
-        if not folder.exists() and is_ours(path):
-            return path
+    left = left_of(folder, is_ours)
+    if left is not None:
+        return left
     what = "is no checkpoint folder" if folder.exists() else "does not exist"
     raise GeminiError(f"{folder} {what}: engine.save(folder) makes one")
+
+
+def left_of(folder: Path, is_ours: Callable[[Path], bool]) -> Path | None:
+    """Where the checkpoint is that had the name, if the process was killed between two renames."""
+    found = (path for path in _beside(folder, "old") if not folder.exists() and is_ours(path))
+    return next(found, None)
 
 
 # ---- a series of checkpoints in one folder ----
 
 
-def series_name(step: int) -> str:
-    """The name of a checkpoint in a series."""
-    return f"step-{step:09d}"
+def series_name(series: Path, step: int) -> str:
+    """The name of a checkpoint in a series. Before the first step each save has another one."""
+    name = f"step-{step:09d}"
+    if step or not (series / name).exists():
+        return name
+    return next(n for i in itertools.count(2) if not (series / (n := f"{name}-{i}")).exists())
 
 
 def point(series: Path, name: str) -> None:

@@ -23,6 +23,7 @@ from gemini_strategy.checkpoint.plain import decode
 from gemini_strategy.checkpoint.random_numbers import set_random_state
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim.managed import check_options
 from gemini_strategy.parameters import order as orders
 from gemini_strategy.parameters.slot import FORMATS, Slot
 
@@ -158,6 +159,8 @@ class _Loading:
             mine, its = {n for g in here for n in g}, {n for g in there for n in g}
             texts = [f"groups of {[len(g) for g in there]} there and {[len(g) for g in here]} here"]
             self._refuse("the optimizer", sorted(mine - its), sorted(its - mine), texts)
+        for number, group in enumerate(self._groups):
+            check_options(number, group)
         by_name = {slot.name: slot for slot in self._runtime.slots}
         wrong = []
         for name, step in saved["steps"].items():

@@ -3,8 +3,8 @@
 Invariants
     1. The host holds one piece more than before: torch.save leaves room for every tensor and writes none of them, and
        the bytes follow, piece by piece.
-    2. The file of the given name is whole at every moment: the old one until the rename, the new one after it.
-       Before the rename the bytes are on the disk (fsync), after it the name is.
+    2. What has the given name is whole at every moment: the old file or checkpoint folder until the rename, the new
+       file after it (folder.py). Before the rename the bytes are on the disk (fsync), after it the name is.
     3. The archive is what torch.save makes of the same values, checksums included.
 """
 
@@ -25,6 +25,8 @@ import torch
 
 from gemini_strategy import _torch
 from gemini_strategy.checkpoint import folder
+from gemini_strategy.checkpoint.save import objection
+from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import stand_in
 
 __all__ = ["is_local", "write"]
@@ -54,9 +56,20 @@ def write(checkpoint: Any, path: Path) -> None:
     Raises:
         OSError: it cannot be written, with the path; the old file is as it was.
         GuardError: a stand-in's value has changed.
+        GeminiError: the path is a folder that is no checkpoint, or somebody else saves there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder.clear(path)
+    reason = objection(path, replaces_files=True) if path.is_dir() else None
+    if reason is not None:
+        raise GeminiError(f"{path} {reason}: give another name, or remove it")
+    claim = folder.Claim(path)
+    try:
+        folder.clear(path)
+        _write_beside(checkpoint, path)
+    finally:
+        claim.release()
+
+
+def _write_beside(checkpoint: Any, path: Path) -> None:
     draft = folder.other_name(path, "saving")
     try:
         with open(draft, "x+b") as file:
@@ -65,14 +78,13 @@ def write(checkpoint: Any, path: Path) -> None:
             found.clear()  # its class has it, too
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        folder.put(draft, path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        folder.remove(draft)
         raise OSError(error.errno, f"cannot write the checkpoint: {error}", str(path)) from error
     except BaseException:
-        draft.unlink(missing_ok=True)
+        folder.remove(draft)
         raise
-    folder.sync(path.parent)
 
 
 def _write_skeleton(checkpoint: Any, file: BinaryIO) -> dict[str, Pieces]:

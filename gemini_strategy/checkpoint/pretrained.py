@@ -213,8 +213,8 @@ def save_pretrained(
     plan = together(ranks, what, prepare)
     ranks.agree({"the tensors to be written": plan.digest()}, what)
     draft = together(ranks, what, lambda: _begin(target) if ranks.rank == 0 else None)
-    path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
     try:
+        path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
         together(ranks, what, lambda: _create(path, plan) if draft is not None else None)
         _write(runtime, what, path, plan)
 
@@ -224,10 +224,9 @@ def save_pretrained(
                 draft.publish()
 
         together(ranks, what, publish)
-    except BaseException:
+    finally:
         if draft is not None:
-            draft.discard()
-        raise
+            draft.close()
     return target
 
 

@@ -26,11 +26,12 @@ from gemini_strategy.checkpoint.random_numbers import random_state
 from gemini_strategy.checkpoint.records import Record, RecordFile
 from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim.managed import check_options
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["save"]
+__all__ = ["objection", "save"]
 
 MOST_ELEMENTS = 1 << 22  # of a piece
 _OWN = re.compile(r"\.metadata|meta\.pt|manifest\.json|__\d+_\d+\.distcp")
@@ -114,15 +115,14 @@ def save(
     runtime.check_open()
     ranks = runtime.ranks
     target = target.resolve()
-    series = target if keep_last is not None else None
-    if series is not None:
-        steps = max((slot.adam_step for slot in runtime.slots), default=0)
-        target = series / folder.series_name(steps)
+    is_series = keep_last is not None
     what = f"saving {target}"
     model = together(ranks, what, lambda: _begin(runtime, keep_last))
-    draft = together(ranks, what, lambda: _draft(runtime, target, series, replaces_files))
+    ranks.agree(_numbers(runtime), what)
+    draft = together(ranks, what, lambda: _draft(runtime, target, is_series, replaces_files))
     try:
-        path = Path(ranks.gather(what, None if draft is None else str(draft.path))[0])
+        place = None if draft is None else [str(draft.path), str(draft.target)]
+        path, made = map(Path, ranks.gather(what, place)[0])
         own = _write_part(runtime, model, what, path, extra, with_optimizer)
         everyone = ranks.gather(what, own)
 
@@ -130,38 +130,66 @@ def save(
             if draft is not None:
                 _write_manifest(runtime, path, everyone, model.names, meta)
                 draft.publish()
-                if series is not None and keep_last is not None:
-                    folder.point(series, target.name)
-                    folder.keep(series, keep_last, manifest.is_checkpoint)
+                if keep_last is not None:
+                    folder.point(target, made.name)
+                    folder.keep(target, keep_last, manifest.is_checkpoint)
 
         together(ranks, what, publish)
-    except BaseException:
+    finally:
         if draft is not None:
-            draft.discard()
-        raise
-    return target
+            draft.close()
+    return made
 
 
 def _begin(runtime: Runtime, keep_last: int | None) -> Model:
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last!r} must be at least 1")
+    runtime.step_in_backward.check_save()
+    for number, group in enumerate(runtime.optimizer.param_groups if runtime.optimizer else ()):
+        check_options(number, group)
     runtime.recover()
     runtime.collect()
     runtime.core.drain()
     return Model(runtime)
 
 
+def _numbers(runtime: Runtime) -> dict[str, Any]:
+    """What is the same on all ranks, or what they save is of no one step."""
+    last = _last_step(runtime)
+    scale = {} if runtime.scaler is None else {"the loss scale": runtime.scaler.scale}
+    others = {
+        f"the step of {slot.name}": slot.adam_step
+        for slot in runtime.slots
+        if slot.has_moments and slot.adam_step != last
+    }
+    return {"the last step": last, **scale, **others}
+
+
+def _last_step(runtime: Runtime) -> int:
+    return max((slot.adam_step for slot in runtime.slots), default=0)
+
+
 def _draft(
-    runtime: Runtime, target: Path, series: Path | None, replaces_files: bool
+    runtime: Runtime, target: Path, is_series: bool, replaces_files: bool
 ) -> folder.Draft | None:
+    """Where rank 0 puts the checkpoint together."""
     if runtime.ranks.rank:
         return None
-    if series is not None and manifest.is_checkpoint(series):
-        raise GeminiError(f"{series} is a checkpoint itself: keep a series in another folder")
-    return folder.Draft(target, lambda old: _objection(old, replaces_files))
+    claim = None
+    if is_series:
+        if manifest.is_checkpoint(target):
+            raise GeminiError(f"{target} is a checkpoint itself: keep a series in another folder")
+        claim = folder.Claim(target)
+        target = target / folder.series_name(target, _last_step(runtime))
+    try:
+        return folder.Draft(target, lambda old: objection(old, replaces_files), claim)
+    except BaseException:
+        if claim is not None:
+            claim.release()
+        raise
 
 
-def _objection(old: Path, replaces_files: bool) -> str | None:
+def objection(old: Path, replaces_files: bool) -> str | None:
     """Why what has the name may not be replaced: only what a saving has made goes."""
     if old.is_file() and replaces_files:
         return None

@@ -14,7 +14,6 @@
 #      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint.
 #   6. Else its tensors are stand-ins, which are read from the engine while the file is written (one_file.py).
 
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
+from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.checkpoint.distcp import META
 from gemini_strategy.checkpoint.folder import local
@@ -103,10 +103,7 @@ class Checkpoints:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         filepath = self.broadcast(filepath)  # type: ignore[attr-defined]
-        path = Path(filepath)
         if not self._is_sharded:
-            if is_checkpoint(path) and self.is_global_zero:  # type: ignore[attr-defined]
-                shutil.rmtree(path)
             self._save_file(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -115,7 +112,7 @@ class Checkpoints:
             )
         if self.engine is None:
             raise gs.GeminiError(
-                f"{path}: GeminiStrategy(state_dict_type='sharded') saves what an engine has; no stage has begun"
+                f"{filepath}: GeminiStrategy(state_dict_type='sharded') saves what an engine has; no stage has begun"
             )
         runtime = self.engine._runtime
         meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
@@ -136,9 +133,10 @@ class Checkpoints:
             return
         if self.engine is not None and not self.engine.closed:
             self.engine._runtime.settle()  # nobody knows when others read
-        super().save_checkpoint(  # type: ignore[misc]
-            checkpoint, filepath, storage_options=storage_options
-        )
+        with folders.aside(Path(filepath), is_checkpoint):
+            super().save_checkpoint(  # type: ignore[misc]
+                checkpoint, filepath, storage_options=storage_options
+            )
 
     # -- loading ---------------------------------------------------------------------------------------------
 
@@ -147,7 +145,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.checkpoint_weights_only
-        if Path(checkpoint_path).is_dir():
+        path = Path(checkpoint_path)
+        if path.is_dir() or (not path.exists() and folders.left_of(path, is_checkpoint)):
             return self._load_folder(Path(checkpoint_path), weights_only)
         is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
         if is_plain and is_mappable(checkpoint_path):

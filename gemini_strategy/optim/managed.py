@@ -11,7 +11,7 @@ import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check",
+    "check_options",
     "hyperparameters",
     "install",
     "let_go",
@@ -61,11 +62,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     grouped: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
-        for option in _REFUSED_OPTIONS:
-            if group.get(option):
-                raise GeminiError(
-                    f"param group {number}: {option}=True is not supported; build the optimizer without it"
-                )
+        check_options(number, group)
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise GeminiError(
@@ -82,6 +79,15 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             )
         check_entry(name, tuple(parameter.shape), entry)
     return grouped
+
+
+def check_options(number: int, group: Mapping[str, Any]) -> None:
+    """Raises GeminiError if a param group asks for what the engine does not do, whenever that was set."""
+    for option in _REFUSED_OPTIONS:
+        if group.get(option):
+            raise GeminiError(
+                f"param group {number}: {option}=True is not supported; build the optimizer without it"
+            )
 
 
 def hyperparameters(group: dict[str, Any]) -> tuple[float, float, float, float, float]:

@@ -673,3 +673,38 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
         assert (tmp_path / "notes.txt").read_text() == "mine"
         (tmp_path / "empty").mkdir()
         engine.save(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_an_option_that_is_set_later_is_refused(option: str, tmp_path: Path) -> None:
+    """By its group, where a step would leave it out and a checkpoint would say that it was used."""
+    with make() as engine:
+        train(engine, 1)
+        engine.save(tmp_path / "saved")
+        before = state_of(engine)
+        group = engine.optimizer.param_groups[0]
+        group[option] = True
+        for act in (lambda: engine.save(tmp_path / "saved"), engine.step):
+            with pytest.raises(gs.GeminiError, match=f"param group 0: {option}=True"):
+                act()
+        group[option] = False
+        assert state_of(engine) == before
+        train(engine, 1)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_between_a_backward_that_ends_a_step_and_the_step(steps: int, tmp_path: Path) -> None:
+    """Whether its updates ran inside it or not: refused, and the step is the same."""
+    with make() as engine, make() as other:
+        for each in (engine, other):
+            torch.manual_seed(4)
+            for _ in range(steps + 1):
+                each.backward(each.model(torch.randn(4, 13).bfloat16()).float(), step=True)
+                if each is engine:
+                    with pytest.raises(gs.GeminiError, match="would be of no step"):
+                        engine.save(tmp_path / "saved")
+                each.step()
+                each.zero_grad()
+        assert not (tmp_path / "saved").exists()
+        assert state_of(engine)[2:] == state_of(other)[2:]
+        engine.save(tmp_path / "saved")

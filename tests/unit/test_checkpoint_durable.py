@@ -20,6 +20,8 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy.checkpoint import folder as folders
+from gemini_strategy.checkpoint import one_file
+from gemini_strategy.checkpoint.records import RecordFile
 from gemini_strategy.checkpoint.save import MOST_ELEMENTS
 from helpers.forked import Ended, Forks
 from helpers.saving import make, peak_resident_bytes, state_of, train
@@ -242,7 +244,7 @@ def test_kill_at_every_call(can_exchange: bool, tmp_path: Path, forks: Forks) ->
         for n in range(1, 1000):
             shutil.rmtree(tmp_path / "saved", ignore_errors=True)
             for left in tmp_path.glob(".saved*"):
-                shutil.rmtree(left)
+                folders.remove(left)
             shutil.copytree(tmp_path / "old", tmp_path / "saved")
             ended: Ended = forks.run(f"{__name__}:kill_at_call", str(tmp_path), n, can_exchange)[0]
             found.add(engine.load(tmp_path / "saved"))
@@ -250,6 +252,101 @@ def test_kill_at_every_call(can_exchange: bool, tmp_path: Path, forks: Forks) ->
                 break
             assert ended.exit_code == -9, ended.how
         assert n > 10 and found == {"old", "new"}
+
+
+def kill_file_at_call(folder: str, n: int, can_exchange: bool) -> int:
+    patch = pytest.MonkeyPatch()
+    if not can_exchange:
+        patch.setattr(folders, "rename_exchange", lambda a, b: False)
+    calls = _Calls(patch, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    one_file.write({"new": torch.ones(3)}, Path(folder) / "saved")
+    return calls.count
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_kill_where_a_file_takes_a_folders_place(
+    can_exchange: bool, tmp_path: Path, forks: Forks
+) -> None:
+    """The folder is whole, or the file is; what was there before anything else goes."""
+    target = tmp_path / "run" / "saved"
+    with make(build=Small) as engine:
+        train(engine, 1)
+        engine.save(tmp_path / "old", "old")
+        found = set()
+        for n in range(1, 1000):
+            shutil.rmtree(target.parent, ignore_errors=True)
+            shutil.copytree(tmp_path / "old", target)
+            ended: Ended = forks.run(
+                f"{__name__}:kill_file_at_call", str(target.parent), n, can_exchange
+            )[0]
+            if target.is_file():
+                assert torch.equal(torch.load(target)["new"], torch.ones(3))
+                found.add("new")
+            else:
+                found.add(engine.load(target))
+            if ended.exit_code == 0:
+                break
+            assert ended.exit_code == -9, ended.how
+        assert n > 5 and found == {"old", "new"}
+        assert [p.name for p in target.parent.iterdir()] == ["saved"]
+        engine.save(tmp_path / "old", "old")  # and the other way round
+        with pytest.raises(gs.GeminiError, match="is no checkpoint folder"):
+            one_file.write({}, tmp_path / "run")
+
+
+# ---- one at a time -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+def test_two_engines_under_one_name(
+    keep_last: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused by name while the first one writes, and disturbs nothing."""
+    target = tmp_path / "saved"
+    refused = []
+    with make() as engine, make(seed=8) as other:
+        train(engine, 1)
+        finish = RecordFile.finish
+
+        def beside(self: RecordFile) -> None:
+            with pytest.raises(gs.GeminiError, match="is being saved by another engine") as error:
+                other.save(target, "other", keep_last=keep_last)
+            refused.append(str(error.value))
+            other.save(tmp_path / "another")
+            finish(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordFile, "finish", lambda self: (patch.undo(), beside(self)))
+            engine.save(target, "first", keep_last=keep_last)
+        assert len(refused) == 1 and str(target) in refused[0]
+        assert other.load(target) == "first"
+        assert state_of(other)[2:] == state_of(engine)[2:]
+        other.save(target, "other", keep_last=keep_last)
+        assert engine.load(target) == "other"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["another", "saved"]
+
+
+def claim_and_die(path: str) -> None:
+    folders.Claim(Path(path))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_process_holds_no_name(tmp_path: Path, forks: Forks) -> None:
+    assert forks.run(f"{__name__}:claim_and_die", str(tmp_path / "saved"))[0].exit_code == -9
+    assert [p.name for p in tmp_path.iterdir()] == [".saved.lock"]
+    with make(build=Small) as engine:
+        engine.save(tmp_path / "saved")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_series_of_an_engine_that_never_steps(tmp_path: Path) -> None:
+    with make() as engine:
+        for number in range(4):
+            engine.save(tmp_path / "run", number, keep_last=2)
+            assert engine.load(tmp_path / "run") == number
+        names = sorted(p.name for p in (tmp_path / "run").iterdir() if not p.is_symlink())
+        assert len(names) == 2 and len(set(names)) == 2
+        assert {engine.load(tmp_path / "run" / name) for name in names} == {2, 3}
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -214,6 +214,25 @@ def test_an_error_on_one_rank(who: int, what: str, text: str, forks: Forks, tmp_
         assert before == after and works
 
 
+def other_step_job(rank: int, folder: str) -> str:
+    """Rank 1 has counted a step that the others have not."""
+    engine = engine_of(3)
+    train(engine, range(2))
+    slot = next(slot for slot in engine._runtime.slots if slot.has_state)
+    slot.adam_step += rank == 1
+    try:
+        engine.save(folder)
+    except gs.GeminiError as error:
+        return str(error)
+    return "none"
+
+
+def test_ranks_at_other_steps(forks: Forks, tmp_path: Path) -> None:
+    for error in run(forks, other_step_job, str(tmp_path / "saved"), ranks=3):
+        assert "the ranks differ in the last step: 2 on ranks 0, 2, 3 on rank 1" in error
+    assert not (tmp_path / "saved").exists()
+
+
 def damaged_job(rank: int, folder: str) -> tuple[str, str, str]:
     engine = engine_of(4)
     before = digest(engine)
