@@ -5,7 +5,8 @@ Invariants
        memory or hooks. Only a copy that cannot be made while the core still lives stops it; nothing has changed then.
     2. What is given back without a word is exact. Weights between two steps are given back with a warning.
     3. The engine's device memory is free before parameters and states go back to the device.
-    4. Several ranks close together, or none of them gets weights that others have a part of.
+    4. A checkpoint that is being written is waited for before anything is let go.
+    5. Several ranks close together, or none of them gets weights that others have a part of.
 """
 
 from __future__ import annotations
@@ -38,7 +39,24 @@ def close(engine: Runtime, dtype: torch.dtype | None, with_states: bool) -> None
         return
     if dtype not in (None, torch.float32):
         raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
-    is_fp32 = dtype is torch.float32
+    unsaved = _end_saving(engine)
+    _close(engine, dtype is torch.float32, with_states)
+    if unsaved is not None and sys.exception() is None:
+        raise unsaved
+    if unsaved is not None:
+        warnings.warn(f"a checkpoint was not written: {unsaved}", RuntimeWarning, stacklevel=3)
+
+
+def _end_saving(engine: Runtime) -> GeminiError | None:
+    """A checkpoint that is being written is waited for; what it met does not keep anything from being closed."""
+    try:
+        engine.end_saving()
+    except GeminiError as error:
+        return error
+    return None
+
+
+def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
     cause = engine.core.salvage()
     if cause is None:
         cause = _give_up_step(engine)
@@ -146,7 +164,7 @@ def _close_dead(engine: Runtime, is_fp32: bool, cause: str) -> None:
     try:
         give_back(engine, values, {})
     finally:
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _read_grads(engine: Runtime) -> dict[Slot, torch.Tensor]:

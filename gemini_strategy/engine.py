@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from gemini_strategy import _C, close
 from gemini_strategy import state as states
+from gemini_strategy.checkpoint.background import Saving, save_in_background
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import EVERYTHING, load
 from gemini_strategy.checkpoint.pretrained import save_pretrained
@@ -303,9 +304,34 @@ class Engine(Uncopied):
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
+    @overload
     def save(
-        self, folder: str | os.PathLike[str], extra: Any = None, *, keep_last: int | None = None
-    ) -> Path:
+        self,
+        folder: str | os.PathLike[str],
+        extra: Any = None,
+        *,
+        keep_last: int | None = None,
+        background: Literal[False] = False,
+    ) -> Path: ...
+
+    @overload
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        extra: Any = None,
+        *,
+        keep_last: int | None = None,
+        background: Literal[True],
+    ) -> Saving: ...
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        extra: Any = None,
+        *,
+        keep_last: int | None = None,
+        background: bool = False,
+    ) -> Path | Saving:
         """Saves everything for an exact resume into a folder.
 
         That is masters, buffers, moments, steps, groups, the loss scaler and each rank's random numbers; gradients are
@@ -325,14 +351,20 @@ class Engine(Uncopied):
                 each rank its own: numbers, strings, lists, tuples, dicts, tensors.
             keep_last: `folder` is for a series of checkpoints: this one is `step-000000123` in it, `latest` names it
                 when all of it is on the disk, and only the last so many that were saved are kept.
+            background: return as soon as it is known what it has to be, and write it while training goes on. What an
+                update changes before it has been written is copied first. Copies take at most half of the host's
+                memory that is left, or one chunk's; then updates wait for the disk. The next save, load, close() and
+                the end of the process wait for it.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; in the background what it is waited with.
 
         Raises:
             GeminiError: it cannot be written, on which rank and why; or `folder` is there and no checkpoint.
             ValueError: keep_last is less than 1.
         """
+        if background:
+            return save_in_background(self._runtime, local(folder), extra, keep_last)
         return save(self._runtime, local(folder), extra, keep_last)
 
     def load(self, folder: str | os.PathLike[str], *, model_only: bool = False) -> Any:
@@ -463,6 +495,10 @@ class Engine(Uncopied):
             dtype: None: parameters in compute dtype; torch.float32: trained parameters as their
                 fp32 masters. Parameters return to the device they came from.
             with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
+
+        Raises:
+            GeminiError: at the end, when all is closed: a checkpoint that was being written in the background could not
+                be, and nobody had been told (while an exception is handled, a RuntimeWarning says so).
         """
         close.close(
             self._runtime, dtype, self.ranks.size == 1 if with_states is None else with_states
@@ -491,5 +527,7 @@ class Engine(Uncopied):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
+            if self._runtime.saving is not None:
+                self._runtime.saving.join()  # close() says what it met
             self.ranks.abort(f"{type(error).__name__}: {error}")
         self.close()

@@ -79,6 +79,7 @@ class Runtime(Uncopied, Reporting):
 
     engine: Any = None
     half_loaded: str | None = None  # what engine.load() has begun and not ended
+    saving: Any = None  # the checkpoint that is being written in the background
 
     def __init__(
         self,
@@ -230,6 +231,12 @@ class Runtime(Uncopied, Reporting):
     def settle(self) -> None:
         """Before a weight or a state changes: checkpoints that somebody still has keep what they had."""
         stand_in.settle(self)
+
+    def end_saving(self) -> None:
+        """Waits for the checkpoint that is being written, and raises its error, unless somebody has got that."""
+        if self.saving is not None:
+            self.saving.finish()
+            self.saving = None
 
     def make_room(self) -> bool:
         """A chunk finds no room: whether torch could give something back, or tensors that nobody reaches any more."""

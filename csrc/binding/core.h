@@ -46,6 +46,12 @@ PyObject *gm_py_arm(core *self, PyObject *args);
 PyObject *gm_py_stats(core *self, PyObject *unused);
 PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);
 
+/* save.c */
+PyObject *gm_py_save_begin(core *self, PyObject *args);
+PyObject *gm_py_save_read(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_save_next(core *self, PyObject *unused);
+PyObject *gm_py_save_end(core *self, PyObject *unused);
+
 /* room.c */
 PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args);

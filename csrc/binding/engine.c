@@ -323,6 +323,7 @@ NUMBER_METHOD(write, 4,
 NUMBER_METHOD(fill, 6,
               gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
                              (const void *)(uintptr_t)v[4], v[5]))
+NUMBER_METHOD(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
 
 /* One method without arguments. */
 #define PLAIN_METHOD(name)                                     \
@@ -379,7 +380,11 @@ static PyObject *core_leased(core *self, PyObject *unused)
     if (!is_leased) {
         return engine ? PyErr_NoMemory() : NULL;
     }
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS /* who holds the engine's lock may want the GIL */
     gm_engine_leased(engine, is_leased);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
     PyObject *result = PyList_New(0);
     for (uint32_t id = 0; result && id < self->n_params; id++) {
         PyObject *number = is_leased[id] ? PyLong_FromUnsignedLong(id) : NULL;
@@ -573,6 +578,14 @@ static PyMethodDef core_methods[] = {
     METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
     METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
     METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
+    METHOD("save_begin", gm_py_save_begin, METH_VARARGS, "save_begin(params, limit)"),
+    METHOD("save_read", gm_py_save_read, METH_FASTCALL,
+           "save_read(param, field, first, n, host_address) -> bool"),
+    METHOD("save_next", gm_py_save_next, METH_NOARGS,
+           "save_next() -> a chunk that comes first, or -1"),
+    METHOD("save_done", core_save_done, METH_FASTCALL, "save_done(chunk)"),
+    METHOD("save_end", gm_py_save_end, METH_NOARGS,
+           "save_end() -> (bytes copied, most at one time, changes that waited)"),
     METHOD("drain", core_drain, METH_NOARGS, "drain()"),
     METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
     METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),

@@ -72,11 +72,12 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     return gm_call_end(engine, status);
 }
 
-static gm_status begin_write(gm_engine *engine, uint32_t chunk)
+static gm_status begin_write(gm_engine *engine, uint32_t chunk, gm_field field)
 {
     GM_TRY(gm_update_check_between(engine, chunk));
     GM_TRY(gm_watch_poll(engine));
-    return gm_update_issue(engine, chunk);
+    GM_TRY(gm_update_issue(engine, chunk));
+    return field == GM_FIELD_GRAD ? GM_OK : gm_saving_keep(engine, chunk);
 }
 
 gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
@@ -86,7 +87,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
     GM_TRY(gm_call_begin(engine));
-    gm_status status = begin_write(engine, p->place.chunk);
+    gm_status status = begin_write(engine, p->place.chunk, field);
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_drop(engine, p);
         p->sums = 0;
@@ -116,7 +117,7 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
     span part = {0};
     GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
-    gm_status status = begin_write(engine, p->place.chunk);
+    gm_status status = begin_write(engine, p->place.chunk, field);
     if (status == GM_OK && part.n > 0) {
         const uint8_t *from = (const uint8_t *)src + part.skip * gm_field_width(engine, p, field);
         status = gm_field_fill(engine, p, field, part.begin, part.n, from, stream);
@@ -150,6 +151,7 @@ static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream strea
         status = gm_field_read(engine, p, GM_FIELD_WEIGHT, 0, p->part_numel,
                                old + p->part_first * p->spec.weight_bytes);
     }
+    status = status == GM_OK ? gm_saving_keep(engine, p->place.chunk) : status;
     status = status == GM_OK ? gm_field_take_back(engine, p, old, weight, stream) : status;
     free(weight);
     return status;
@@ -166,6 +168,10 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     }
     if (engine->shown == GM_GATHERED) {
         return gm_call_end(engine, take_back(engine, p, stream));
+    }
+    gm_status kept = gm_saving_keep_unseen(engine, chunk);
+    if (kept != GM_OK) {
+        return gm_call_end(engine, kept);
     }
     if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
         gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);

@@ -46,7 +46,7 @@ gm_status gm_call_begin(gm_engine *engine)
     notice_failed_update(engine);
     gm_status status = engine->dead == GM_OK ? free_ended_leases(engine) : fail_dead(engine);
     if (status != GM_OK) {
-        pthread_mutex_unlock(&engine->lock);
+        gm_saving_unlock(engine);
     }
     return status;
 }
@@ -63,7 +63,7 @@ gm_status gm_call_end(gm_engine *engine, gm_status status)
 #ifdef GM_DEBUG /* after an error, too: nothing is half done */
     GM_ASSERT(engine->dead != GM_OK || gm_check_state(engine) == GM_OK);
 #endif
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
     return status;
 }
 
@@ -77,7 +77,7 @@ bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
         gm_update_forget_all(engine);
         gm_engine_revive(engine);
     }
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
     return was_dead;
 }
 

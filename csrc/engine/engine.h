@@ -169,6 +169,24 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, con
 gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
                          uint64_t n, const void *src, gm_stream stream);
 
+/* A checkpoint that is written while training goes on, by one thread: weights, masters and moments of `params` as they are
+ * at the begin, after the updates that wait.  What changes before it has been written is copied first: copies take at most
+ * `limit` bytes, or one chunk's; then whoever changes a chunk waits for the writer.
+ * read: as gm_engine_read, of elements of this rank's part; *out false: nothing was read, save_next's chunk comes first.
+ * next: a chunk that has a copy, or UINT32_MAX.  done: all of the chunk has been read.  end: always, also after an error.
+ * An error of read, done and end says why the checkpoint is of no use; training is not concerned. */
+typedef struct gm_saving_use {
+    uint64_t copied;  /* bytes, so far */
+    uint64_t most;    /* of them at one time */
+    uint64_t n_waits; /* changes that waited for the writer */
+} gm_saving_use;
+gm_status gm_engine_save_begin(gm_engine *engine, const uint32_t *params, uint32_t n, size_t limit);
+gm_status gm_engine_save_read(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
+                              uint64_t n, void *dst, bool *out);
+uint32_t gm_engine_save_next(gm_engine *engine);
+gm_status gm_engine_save_done(gm_engine *engine, uint32_t chunk);
+gm_status gm_engine_save_end(gm_engine *engine, gm_saving_use *out);
+
 /* A lease is the life of one storage on a parameter's address: it keeps the address range, and what else is asked of it.
  * pin: the chunk is resident until the lease ends (a collective of several ranks; what is shown is as old as the last
  * gathering of the chunk: after a step, the next use of its unit).

@@ -149,6 +149,17 @@ typedef struct gm_gradients {
     float divisor_before, divisor_after; /* of gradients, around the sum over ranks */
 } gm_gradients;
 
+/* A checkpoint that is being written. */
+typedef struct gm_saving {
+    pthread_mutex_t lock; /* of all this */
+    pthread_cond_t changed;
+    atomic_bool is_on;
+    size_t limit, held; /* bytes of copies: at most, and now */
+    gm_saving_use used;
+    char failure[512];       /* "": none */
+    struct gm_saved *chunks; /* (n_chunks,) */
+} gm_saving;
+
 typedef struct gm_call {
     gm_stream stream; /* of the caller's last call: where tensors that show chunks are used */
 } gm_call;
@@ -242,6 +253,7 @@ struct gm_engine {
     gm_updates update;
     gm_weights weights;
     gm_gradients gradient;
+    gm_saving saving;
     gm_call call;
     gm_plan_inputs inputs;
     gm_planner_ranks planner_ranks;
@@ -371,6 +383,35 @@ gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
 gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out);
 /* *sum becomes the sum over the ranks; the host waits. */
 gm_status gm_ranks_sum(gm_engine *engine, gm_sumsq *sum);
+
+/* saving.c */
+gm_status gm_saving_new(gm_engine *engine);
+void gm_saving_free(gm_engine *engine);
+/* Unlocks the engine, for which the writer of a checkpoint may wait. */
+void gm_saving_unlock(gm_engine *engine);
+/* The chunks of these parameters are due, as they are now. */
+gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n, size_t limit);
+void gm_saving_done(gm_engine *engine, uint32_t chunk);    /* it has been written */
+void gm_saving_end(gm_engine *engine, gm_saving_use *out); /* written or not; out may be NULL */
+gm_status gm_saving_check(gm_engine *engine);              /* why it cannot be right any more */
+size_t gm_saving_bytes(const gm_engine *engine, uint32_t chunk); /* of a copy */
+/* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
+gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
+gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
+/* The same after the weights may have changed on the device, as long as their state does not say so yet. */
+gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t chunk);
+bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
+/* For the writer alone, without the engine's lock: a chunk with a copy, or GM_NO_CHUNK; and how it gets at one.  It waits
+ * for the engine's lock as long as no chunk has a copy, and has to unlock it then. */
+uint32_t gm_saving_next(gm_engine *engine);
+typedef enum gm_saving_way {
+    GM_SAVING_LOCKED,
+    GM_SAVING_COPY,
+    GM_SAVING_OTHERS_FIRST, /* those with copies: somebody may wait for that with the lock */
+} gm_saving_way;
+gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
+                          const uint8_t **out_weights, const uint8_t **out_states);
+void gm_saving_note_read(gm_engine *engine, uint32_t chunk); /* with the engine's lock */
 
 /* stage.c */
 gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */

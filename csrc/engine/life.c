@@ -47,6 +47,7 @@ static void engine_free(gm_engine *engine)
     gm_pass_free(engine);
     gm_update_free(engine);
     gm_sums_free(engine);
+    gm_saving_free(engine);
     gm_ranks_free(engine);
     gm_weights_free(engine);
     for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
@@ -78,14 +79,14 @@ void gm_engine_finish_updates(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
 }
 
 void gm_engine_leave_ranks(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     gm_ranks_leave(engine);
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
 }
 
 void gm_engine_ref(gm_engine *engine)
@@ -296,6 +297,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     GM_TRY_GOTO(status, fail, index_chunks(engine));
     GM_TRY_GOTO(status, fail, gm_names_new(engine, options));
     GM_TRY_GOTO(status, fail, gm_sums_new(engine));
+    GM_TRY_GOTO(status, fail, gm_saving_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
     GM_TRY_GOTO(status, fail, gm_ranks_new(engine));
     GM_TRY_GOTO(status, fail, gm_update_new(engine));

@@ -116,7 +116,7 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
         has_room = gm_chunks_set_limit(engine->chunks, limit - bytes, &held) == GM_OK &&
                    held <= limit - bytes;
     }
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
     return has_room;
 }
 
@@ -130,6 +130,6 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     bool is_done = leave_plan(engine) == GM_OK &&
                    gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held) == GM_OK;
     engine->room.shed_limit = held;
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
     return is_done && held < before;
 }

@@ -198,7 +198,8 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     bool is_on_device;
-    gm_status status = bring_to_device(engine, chunk, &is_on_device);
+    gm_status status = gm_saving_keep(engine, chunk);
+    status = status == GM_OK ? bring_to_device(engine, chunk, &is_on_device) : status;
     if (status == GM_OK) {
         status = is_on_device ? update_on_device(engine, chunk, task)
                               : update_at_home(engine, chunk, task);

@@ -55,7 +55,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
     }
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
 }
 
 void gm_engine_leased(gm_engine *engine, bool *out)
@@ -65,7 +65,7 @@ void gm_engine_leased(gm_engine *engine, bool *out)
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         out[lease->param] |= lease->is_pinned && !atomic_load(&lease->is_ended);
     }
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
 }
 
 void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
@@ -99,7 +99,7 @@ void gm_engine_lock(gm_engine *engine)
 
 void gm_engine_unlock(gm_engine *engine)
 {
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
 }
 
 const gm_plan *gm_engine_plan(const gm_engine *engine)

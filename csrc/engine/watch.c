@@ -75,9 +75,10 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
     gm_status status =
         gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
-        if (s.piece == GM_GATHERED) {
+        status = gm_saving_keep(engine, p->place.chunk);
+        if (status == GM_OK && s.piece == GM_GATHERED) {
             status = gm_field_take_back(engine, p, lease->old, weight, lease->stream);
-        } else {
+        } else if (status == GM_OK) {
             status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
             gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
         }
@@ -133,6 +134,9 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
         return GM_FAIL(GM_ERR_NOMEM, "HOST: a copy of %zu bytes to find writes", bytes - 1);
     }
     lease->stream = stream;
+    if (engine->shown == GM_WEIGHT) { /* what the tensor's owner writes is known only afterwards */
+        GM_TRY(gm_saving_keep(lease->engine, p->place.chunk));
+    }
     GM_TRY(engine->device->ops->stream_sync(engine->device, stream)); /* what others still write */
     GM_TRY(snapshot(lease->engine, lease));
     atomic_store(&lease->is_watched, true);

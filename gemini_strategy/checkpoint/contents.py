@@ -62,6 +62,14 @@ class Field:
         slot.engine.core.read(slot.id, _C.FIELDS[name], first, n, values.data_ptr())
         return values
 
+    def read_saved(self, first: int, n: int) -> torch.Tensor | None:
+        """The same as it was when the core's save_begin was called; None: other chunks come first."""
+        slot = self.slot
+        name = "weight" if self.name == "master" and not slot.has_low else self.name
+        values = torch.empty(n, dtype=self.dtype, device="cpu")
+        is_read = slot.engine.core.save_read(slot.id, _C.FIELDS[name], first, n, values.data_ptr())
+        return values if is_read else None
+
     def fill(self, first: int, values: torch.Tensor) -> None:
         """The elements from `first` on become `values`, flat."""
         slot = self.slot

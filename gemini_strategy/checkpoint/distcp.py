@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from gemini_strategy import _torch
 
-__all__ = ["META", "Part", "write"]
+__all__ = ["META", "Part", "write", "write_meta"]
 
 META = "meta.pt"
 _METADATA = ".metadata"
@@ -47,15 +47,13 @@ def write(
     paths: Mapping[str, tuple[str, ...]],
     kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     parts: Mapping[str, list[Part]],
-    meta: Any,
 ) -> None:
-    """Writes `.metadata` and `meta.pt`, durable.
+    """Writes `.metadata`, durable.
 
     Args:
         paths: of each key, where it is in the nested state.
         kinds: dtype and shape of the tensors.
         parts: of tensors and objects.
-        meta: what `meta.pt` has.
     """
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -77,6 +75,10 @@ def write(
         pickle.dump(metadata, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_meta(folder: Path, meta: Any) -> None:
+    """Writes `meta.pt`, durable."""
     with open(folder / META, "xb") as file:
         torch.save(meta, file)
         file.flush()

@@ -42,6 +42,7 @@ def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
         runtime.check_open()
     what, was = f"loading {folder}", runtime.half_loaded
     ranks = runtime.ranks
+    together(ranks, what, runtime.end_saving)
     manifest = together(ranks, what, lambda: Manifest(find(folder)))
     try:
         loading = together(ranks, what, lambda: _Loading(runtime, manifest, parts))

@@ -6,89 +6,30 @@ Invariants
        on.
     3. The ranks meet before the first file, after each GiB of tensors and before the folder gets its name. So an error
        on one rank ends the saving on all, and no rank waits longer for another than that takes.
+    4. One checkpoint of an engine is written at a time: the next one waits for it, and raises what it met.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gemini_strategy.checkpoint import distcp, folder, manifest
-from gemini_strategy.checkpoint.boxes import Box, boxes
-from gemini_strategy.checkpoint.contents import Field, Model, memory_order
-from gemini_strategy.checkpoint.plain import encode
-from gemini_strategy.checkpoint.random_numbers import random_state
-from gemini_strategy.checkpoint.records import Record, RecordFile
+from gemini_strategy.checkpoint.contents import Field, Model
+from gemini_strategy.checkpoint.parts import Part, pieces, write_rest
 from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
+from gemini_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["objection", "save"]
+__all__ = ["Writing", "objection", "save"]
 
-MOST_ELEMENTS = 1 << 22  # of a piece
 _OWN = re.compile(r"\.metadata|meta\.pt|manifest\.json|__\d+_\d+\.distcp")
-
-
-class _Part:
-    """What one rank writes: its file, and where in it the pieces of each tensor are."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = RecordFile(path)
-        self.stored: dict[str, dict[str, Any]] = {}  # for the manifest
-        self.boxes: dict[str, list[Any]] = {}  # for torch's metadata
-        self.paths: dict[str, tuple[str, ...]] = {}
-
-    def begin(self, name: str, value: torch.dtype, shape: Any, order: Any = None) -> None:
-        """A tensor, of which this rank may have pieces."""
-        order = list(range(len(shape)) if order is None else order)
-        kind = {"dtype": manifest.dtype_name(value), "shape": list(shape), "order": order}
-        self.stored[name] = {**kind, "pieces": []}
-
-    def add(self, name: str, first: int, n: int, values: torch.Tensor) -> Record:
-        """n elements from `first` on; `values` has them in any shape."""
-        record = self._file.add(values)
-        if n:
-            self.stored[name]["pieces"].append([self._file.name, record.raw, first, n, record.crc])
-        return record
-
-    def add_for_tools(self, path: tuple[str, ...], record: Record, box: Box | None) -> None:
-        """The record is also what torch.distributed.checkpoint finds under a path."""
-        key = ".".join(path)
-        self.paths[key] = path
-        where = [self._file.name, record.offset, record.length]
-        self.boxes.setdefault(key, []).append([*where, *(box or (None, None))])
-
-    def add_object(self, path: tuple[str, ...], value: Any) -> None:
-        """For tools alone."""
-        self.add_for_tools(path, self._file.add_object(value), None)
-
-    def add_whole(self, name: str, value: torch.Tensor, path: tuple[str, ...] = ()) -> None:
-        """A tensor that one rank has."""
-        value = value.detach().to("cpu").contiguous()
-        self.begin(name, value.dtype, value.shape)
-        first = 0
-        for offsets, sizes in boxes(value.shape, 0, value.numel(), MOST_ELEMENTS):
-            values = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-            record = self.add(name, first, values.numel(), values.clone())
-            first += values.numel()
-            if path:
-                self.add_for_tools(path, record, (offsets, sizes))
-
-    def finish(self) -> dict[str, Any]:
-        self._file.finish()
-        size = {self._file.name: self._file.size}
-        return {"files": size, "stored": self.stored, "boxes": self.boxes, "paths": self.paths}
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def save(
@@ -112,38 +53,135 @@ def save(
     Returns:
         The checkpoint's folder.
     """
-    runtime.check_open()
-    ranks = runtime.ranks
-    target = target.resolve()
-    is_series = keep_last is not None
-    what = f"saving {target}"
-    model = together(ranks, what, lambda: _begin(runtime, keep_last))
-    ranks.agree(_numbers(runtime), what)
-    draft = together(ranks, what, lambda: _draft(runtime, target, is_series, replaces_files))
+    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files)
+    ranks, what, part = runtime.ranks, writing.what, writing.part
     try:
-        place = None if draft is None else [str(draft.path), str(draft.target)]
-        path, made = map(Path, ranks.gather(what, place)[0])
-        own = _write_part(runtime, model, what, path, extra, with_optimizer)
-        everyone = ranks.gather(what, own)
+        in_stretches(
+            ranks,
+            what,
+            (
+                (field.n_bytes, functools.partial(_write_field, runtime, part, field))
+                for field in writing.fields
+            ),
+        )
 
-        def publish() -> None:
-            if draft is not None:
-                _write_manifest(runtime, path, everyone, model.names, meta)
-                draft.publish()
-                if keep_last is not None:
-                    folder.point(target, made.name)
-                    folder.keep(target, keep_last, manifest.is_checkpoint)
+        def rest() -> dict[str, Any]:
+            beside = write_rest(runtime, writing.model, part, extra, with_optimizer)
+            return {**part.finish(), "rest": beside}
 
-        together(ranks, what, publish)
+        own = together(ranks, what, rest)
+        writing.publish(ranks, own, lambda: writing.write_meta(meta))
     finally:
-        if draft is not None:
-            draft.close()
-    return made
+        writing.close()
+    return writing.made
+
+
+def _write_field(runtime: Runtime, part: Part, field: Field) -> None:
+    part.begin_field(field)
+    for piece in pieces(runtime, field):
+        piece.put(part, field.read(piece.first, piece.n))
+
+
+class Writing:
+    """A checkpoint of an engine, from the call to its end. All ranks make one, and close it.
+
+    Args:
+        runtime, target, keep_last, with_optimizer, replaces_files: as for `save`.
+
+    Attributes:
+        what: it is, for errors.
+        model, fields: what there is to write.
+        path: the folder to write into; made: what it becomes.
+        part: of this rank.
+
+    Raises:
+        GeminiError: there can be none, on which rank and why.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        target: Path,
+        keep_last: int | None,
+        with_optimizer: bool,
+        replaces_files: bool,
+    ) -> None:
+        runtime.check_open()
+        ranks = runtime.ranks
+        target = target.resolve()
+        self._runtime, self._target, self._keep_last = runtime, target, keep_last
+        self.what = what = f"saving {target}"
+        self.model = together(ranks, what, lambda: _begin(runtime, keep_last))
+        self.fields = list(self.model.fields(runtime, with_optimizer))
+        ranks.agree(_numbers(runtime), what)
+        is_series = keep_last is not None
+        self._draft = together(
+            ranks, what, lambda: _draft(runtime, target, is_series, replaces_files)
+        )
+        try:
+            draft = self._draft
+            place = None if draft is None else [str(draft.path), str(draft.target)]
+            self.path, self.made = map(Path, ranks.gather(what, place)[0])
+            self.part = together(ranks, what, lambda: self._part(ranks.rank))
+        except BaseException:
+            self._close_draft()
+            raise
+
+    def _part(self, rank: int) -> Part:
+        if not self.path.is_dir():
+            raise GeminiError(
+                f"{self.path.parent} is not the same folder on all ranks: save where every host can write"
+            )
+        return Part(self.path / f"__{rank}_0.distcp")
+
+    def write_meta(self, meta: Any) -> None:
+        """The file meta.pt, where this rank puts the checkpoint together."""
+        if self._draft is None:
+            return
+        if meta is None:
+            scaler = self._runtime.scaler
+            meta = {"scaler": None if scaler is None else scaler.state_dict()}
+        distcp.write_meta(self.path, meta)
+
+    def publish(self, ranks: Ranks, own: dict[str, Any], first: Any = None) -> None:
+        """The folder is whole, and gets its name.
+
+        Args:
+            ranks: those of the engine, or their twins.
+            own: what this rank has written: Part.finish(), and "rest".
+            first: what else is to be done before.
+        """
+        everyone = ranks.gather(self.what, own)
+
+        def work() -> None:
+            if self._draft is None:
+                return
+            if first is not None:
+                first()
+            _write_manifest(self.path, everyone, self.model.names)
+            self._draft.publish()
+            if self._keep_last is not None:
+                folder.point(self._target, self.made.name)
+                folder.keep(self._target, self._keep_last, manifest.is_checkpoint)
+
+        together(ranks, self.what, work)
+
+    def close(self) -> None:
+        """What has not been published is not kept."""
+        try:
+            self.part.close()
+        finally:
+            self._close_draft()
+
+    def _close_draft(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
 
 
 def _begin(runtime: Runtime, keep_last: int | None) -> Model:
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last!r} must be at least 1")
+    runtime.end_saving()
     runtime.step_in_backward.check_save()
     for number, group in enumerate(runtime.optimizer.param_groups if runtime.optimizer else ()):
         check_options(number, group)
@@ -199,120 +237,7 @@ def objection(old: Path, replaces_files: bool) -> str | None:
     return f"is a checkpoint with {names[0]!r} of somebody else in it" if names else None
 
 
-def _write_part(
-    runtime: Runtime, model: Model, what: str, path: Path, extra: Any, with_optimizer: bool
-) -> dict[str, Any]:
-    ranks = runtime.ranks
-
-    def begin() -> _Part:
-        if not path.is_dir():
-            raise GeminiError(
-                f"{path.parent} is not the same folder on all ranks: save where every host can write"
-            )
-        return _Part(path / f"__{ranks.rank}_0.distcp")
-
-    part = together(ranks, what, begin)
-    try:
-        in_stretches(
-            ranks,
-            what,
-            (
-                (field.n_bytes, functools.partial(_write_field, runtime, part, field))
-                for field in model.fields(runtime, with_optimizer)
-            ),
-        )
-
-        def rest() -> dict[str, Any]:
-            beside = _write_rest(runtime, model, part, extra, with_optimizer)
-            return {**part.finish(), "rest": beside}
-
-        return together(ranks, what, rest)
-    finally:
-        part.close()
-
-
-def _write_field(runtime: Runtime, part: _Part, field: Field) -> None:
-    """Of several replicas of a shard one writes it."""
-    slot, ranks = field.slot, runtime.ranks
-    order = memory_order(slot)
-    part.begin(field.key, field.dtype, slot.shape, order)
-    first, n = slot.part()
-    is_empty = math.prod(slot.shape) == 0
-    if ranks.replica.rank or (is_empty and ranks.shard.rank) or (n == 0 and not is_empty):
-        return
-    inverse = [order.index(d) for d in range(len(order))]
-    in_memory = tuple(slot.shape[d] for d in order)
-    for offsets, sizes in boxes(in_memory, first, first + n, MOST_ELEMENTS):
-        count = math.prod(sizes)
-        values = field.read(first, count)
-        record = part.add(field.key, first, count, values.view(sizes).permute(inverse))
-        box = tuple(offsets[i] for i in inverse), tuple(sizes[i] for i in inverse)
-        part.add_for_tools(field.path, record, box)
-        first += count
-
-
-def _write_rest(
-    runtime: Runtime, model: Model, part: _Part, extra: Any, with_optimizer: bool
-) -> dict[str, Any]:
-    """What is no field of a slot; of what all ranks have alike, rank 0's."""
-    rank = runtime.ranks.rank
-    tensors: list[torch.Tensor] = []
-    rest: dict[str, Any] = {
-        "extra": encode(extra, "extra", tensors),
-        "random": encode(random_state(runtime.device), "random numbers", tensors),
-    }
-    if rank == 0:
-        for name, value in model.tensors.items():
-            part.add_whole(f"model.{name}", value, ("model", name))
-        for name, value in model.others.items():
-            rest.setdefault("model", {})[name] = encode(value, name, tensors)
-            if isinstance(value, torch.Tensor):
-                part.add_whole(f"other: {name}", value, ("model", name))
-            else:
-                part.add_object(("model", name), value)
-        rest["aliases"] = model.aliases
-        if runtime.scaler is not None:
-            rest["scaler"] = encode(runtime.scaler.state_dict(), "the loss scaler", tensors)
-        if with_optimizer and runtime.optimizer is not None:
-            rest["optimizer"] = _write_optimizer(runtime, part, tensors)
-    for number, value in enumerate(tensors):
-        part.add_whole(f"rank {rank}: {number}", value)
-    return rest
-
-
-def _write_optimizer(runtime: Runtime, part: _Part, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Steps, groups, and what others have put into the optimizer's state."""
-    optimizer: Any = runtime.optimizer
-    names = {id(slot.parameter): slot.name for slot in runtime.slots}
-    groups = [
-        {k: v for k, v in group.items() if k != "params"}
-        | {"params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    steps: dict[str, int] = {}
-    others: dict[str, Any] = {}
-    for slot in runtime.slots:
-        entry = optimizer.state.get(slot.parameter) or {}
-        if slot.has_state:
-            steps[slot.name] = slot.adam_step
-            path = ("optimizer_0", "state", slot.name, "step")
-            step = torch.tensor(float(slot.adam_step), device="cpu")
-            part.add_whole(".".join(path), step, path)
-        known = ("step", "exp_avg", "exp_avg_sq", "remainder", "master") if slot.has_moments else ()
-        others |= (
-            {slot.name: more} if (more := {k: entry[k] for k in entry if k not in known}) else {}
-        )
-    part.add_object(("optimizer_0", "param_groups"), groups)
-    return {
-        "groups": encode(groups, "param_groups", tensors),
-        "steps": steps,
-        "others": encode(others, "optimizer.state", tensors),
-    }
-
-
-def _write_manifest(
-    runtime: Runtime, path: Path, everyone: list[dict[str, Any]], names: list[str], meta: Any
-) -> None:
+def _write_manifest(path: Path, everyone: list[dict[str, Any]], names: list[str]) -> None:
     """Of all ranks' parts one folder: the manifest last."""
     stored: dict[str, dict[str, Any]] = {}
     parts: dict[str, list[distcp.Part]] = {}
@@ -338,10 +263,7 @@ def _write_manifest(
         for key in parts
         if (name := same.get(key, key)) in stored
     }
-    if meta is None:
-        scaler = runtime.scaler.state_dict() if runtime.scaler is not None else None
-        meta = {"scaler": scaler}
-    distcp.write(path, paths, kinds, parts, meta)
+    distcp.write(path, paths, kinds, parts)
     rest["ranks"] = [{key: own["rest"][key] for key in ("extra", "random")} for own in everyone]
     del rest["extra"], rest["random"]
     sizes = {name: size for own in everyone for name, size in own["files"].items()}

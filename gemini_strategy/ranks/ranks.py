@@ -90,6 +90,8 @@ class Ranks:
         if not 0 < timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
         self.timeout = float(timeout)
+        self._how = mesh, is_sharded
+        self._twins: weakref.WeakSet[Ranks] = weakref.WeakSet()
         self.members, shape = _members_of(mesh, is_sharded)
         self.size = len(self.members)
         self.rank = self.members.index(dist.get_rank()) if self.size > 1 else 0
@@ -133,6 +135,19 @@ class Ranks:
             raise
         self._local = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = self._local.index(self.rank), len(self._local)
+
+    def twin(self) -> Ranks:
+        """The same ranks for another thread, with a control group of their own. A collective, as making them is.
+
+        They wait for each other as long as it takes, and end with these, or when the process of one of them does.
+        """
+        if self.size == 1:
+            return self
+        mesh, is_sharded = self._how
+        twin = Ranks(mesh, self.timeout, is_sharded=is_sharded)
+        twin.timeout = twin._gloo.timeout = _MAX_TIMEOUT
+        self._twins.add(twin)
+        return twin
 
     # ---- what the ranks tell each other ----
 
@@ -356,6 +371,8 @@ class Ranks:
             self._end(reason)
 
     def _end(self, reason: str) -> None:
+        for twin in list(self._twins):
+            twin.abort(reason)
         for comm in self._comms:
             comm.abort(reason)
         if self._gloo is not None:

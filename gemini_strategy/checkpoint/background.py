@@ -1,0 +1,208 @@
+"""Saving while training goes on: a thread of each rank writes its part of what there was when it was asked for.
+
+Invariants
+    1. What the core has is read as it was at the call, or not at all (csrc/engine/saving.c): a chunk that changes
+       before it has been written is copied first. Everything else (buffers, steps, groups, the loss scale, random
+       numbers, `extra`) is in the rank's file when the call returns.
+    2. Copies take at most `limit` bytes, or one chunk's if that is larger. A chunk with a copy is written before all
+       others, and whoever waits for that waits for the disk alone: the writer waits for no other rank before it has
+       written all chunks.
+    3. The ranks' writers meet over connections of their own (Ranks.twin), after their last chunk. The folder gets its
+       name there, so `latest` never names what is not on the disk.
+    4. What a writer met is raised once: by `wait`, the next save or load, or close(); if none of them comes, it is said
+       when the process ends. The process does not end before the writer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemini_strategy import _C
+from gemini_strategy.checkpoint.parts import Piece, pieces, write_rest
+from gemini_strategy.checkpoint.save import Writing
+from gemini_strategy.checkpoint.together import together
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from gemini_strategy.runtime import Runtime
+
+__all__ = ["Saving", "save_in_background"]
+
+_SHARE = 0.5  # of the host's memory that is left, for copies
+_all: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+def save_in_background(
+    runtime: Runtime,
+    target: Path,
+    extra: Any = None,
+    keep_last: int | None = None,
+    *,
+    meta: Any = None,
+    with_optimizer: bool = True,
+    replaces_files: bool = False,
+) -> Saving:
+    """See Engine.save and save.save."""
+    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files)
+    ranks, part = runtime.ranks, writing.part
+    twin: Ranks | None = None
+    try:
+        todo: dict[int, deque[Piece]] = {}
+        for field in writing.fields:
+            part.begin_field(field)
+            for piece in pieces(runtime, field):
+                todo.setdefault(runtime.core.chunk(field.slot.id)[0], deque()).append(piece)
+
+        def rest() -> dict[str, Any]:
+            writing.write_meta(meta)
+            return write_rest(runtime, writing.model, part, extra, with_optimizer)
+
+        beside = together(ranks, writing.what, rest)
+        twin = ranks.twin()
+        ids = [own[0].field.slot.id for own in todo.values()]
+        limit = int(_C.host_topology("")["memory"] * _SHARE) // ranks.local_size
+        together(ranks, writing.what, lambda: runtime.core.save_begin(ids, limit))
+        saving = Saving(runtime, writing, twin, dict(sorted(todo.items())), beside)
+        runtime.saving = saving
+        return saving
+    except BaseException:
+        with contextlib.suppress(GeminiError):
+            runtime.core.save_end()
+        if twin is not None and twin is not ranks:
+            twin.close()
+        writing.close()
+        raise
+
+
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        folder: what it will be.
+        copied_bytes: that were copied so far because they changed before they were written; most_bytes: of these at one
+            time. Known when it is done.
+        waits: changes that had to wait for the disk.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        writing: Writing,
+        ranks: Ranks,
+        todo: dict[int, deque[Piece]],
+        beside: dict[str, Any],
+    ) -> None:
+        self.folder = writing.made
+        self.copied_bytes = self.most_bytes = self.waits = 0
+        self._error: str | None = (
+            None  # a text: an exception holds frames, and they what was to be written
+        )
+        self._is_told = False
+        self._pid = os.getpid()
+        _all.add(self)
+        args = (runtime, writing, ranks, todo, beside)
+        name = f"saving {self.folder.name}"
+        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=False)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """It is in its place on the disk, or has failed: `wait` does not wait any more."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Waits until it is in its place on the disk.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            GeminiError: it could not be written, on which rank and why. The checkpoint before is whole.
+        """
+        self._thread.join()
+        if self._error is not None:
+            self._is_told = True
+            raise GeminiError(self._error)
+        return self.folder
+
+    def join(self) -> None:
+        """Waits, and raises nothing."""
+        self._thread.join()
+
+    def finish(self) -> None:
+        """`wait`, unless its error has been raised already."""
+        self._thread.join()
+        if not self._is_told:
+            self.wait()
+
+    def __repr__(self) -> str:
+        how = "being written" if not self.done else self._error or "on the disk"
+        return f"<Saving {self.folder}: {how}>"
+
+    # ---- in the thread ----
+
+    def _run(
+        self,
+        runtime: Runtime,
+        writing: Writing,
+        ranks: Ranks,
+        todo: dict[int, deque[Piece]],
+        beside: dict[str, Any],
+    ) -> None:
+        try:
+            try:
+                own = together(ranks, writing.what, lambda: self._write(runtime, writing, todo))
+                writing.publish(ranks, {**own, "rest": beside})
+            finally:
+                writing.close()
+                if ranks is not runtime.ranks:
+                    ranks.close()
+        except BaseException as error:
+            text = str(error)
+            self._error = (
+                text if isinstance(error, GeminiError) else f"{type(error).__name__}: {text}"
+            )
+
+    def _write(
+        self, runtime: Runtime, writing: Writing, todo: dict[int, deque[Piece]]
+    ) -> dict[str, Any]:
+        core = runtime.core
+        try:
+            while todo:
+                chunk = core.save_next()
+                chunk = next(iter(todo)) if chunk < 0 else chunk
+                piece = todo[chunk][0]
+                values = piece.field.read_saved(piece.first, piece.n)
+                if values is None:
+                    continue
+                todo[chunk].popleft()
+                piece.put(writing.part, values)
+                del values
+                if not todo[chunk]:
+                    del todo[chunk]
+                    core.save_done(chunk)
+        except BaseException:
+            with contextlib.suppress(GeminiError):
+                core.save_end()
+            raise
+        self.copied_bytes, self.most_bytes, self.waits = core.save_end()
+        return writing.part.finish()
+
+
+@atexit.register
+def _tell() -> None:
+    """Errors that nobody has asked for."""
+    for saving in list(_all):
+        if saving._pid == os.getpid() and saving.done and saving._error and not saving._is_told:
+            warnings.warn(
+                f"a checkpoint was not written: {saving._error}", RuntimeWarning, stacklevel=2
+            )
