@@ -169,7 +169,7 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     if (engine->shown == GM_GATHERED) {
         return gm_call_end(engine, take_back(engine, p, stream));
     }
-    gm_status kept = gm_saving_keep_unseen(engine, chunk);
+    gm_status kept = gm_saving_keep_unseen(engine, id);
     if (kept != GM_OK) {
         return gm_call_end(engine, kept);
     }

@@ -398,8 +398,8 @@ size_t gm_saving_bytes(const gm_engine *engine, uint32_t chunk); /* of a copy */
 /* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
 gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
-/* The same after the weights may have changed on the device, as long as their state does not say so yet. */
-gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t chunk);
+/* The same after the weight has changed on the device, as long as its chunk's state does not say so yet. */
+gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
 /* For the writer alone, without the engine's lock: a chunk with a copy, or GM_NO_CHUNK; and how it gets at one.  It waits
  * for the engine's lock as long as no chunk has a copy, and has to unlock it then. */

@@ -121,12 +121,11 @@ size_t gm_saving_bytes(const gm_engine *engine, uint32_t chunk)
 }
 
 /* With `lock`.  The checkpoint cannot be right any more; training is not concerned. */
-static void fail(gm_engine *engine, uint32_t chunk, const char *why)
+static void fail(gm_engine *engine, uint32_t param, const char *why)
 {
     if (!engine->saving.failure[0]) {
-        uint32_t first = engine->chunk_params[engine->chunk_states[chunk].first_param];
         snprintf(engine->saving.failure, sizeof engine->saving.failure, "%s: %s",
-                 gm_engine_name(engine, first), why);
+                 gm_engine_name(engine, param), why);
     }
 }
 
@@ -181,7 +180,8 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
     }
     pthread_mutex_lock(&engine->saving.lock);
     if (!copy) {
-        fail(engine, chunk, "the host has no memory for a copy of its chunk");
+        fail(engine, engine->chunk_params[engine->chunk_states[chunk].first_param],
+             "the host has no memory for a copy of its chunk");
         engine->saving.held -= gm_saving_bytes(engine, chunk);
     } else if (!s->is_due) { /* the checkpoint has failed meanwhile */
         engine->saving.held -= gm_saving_bytes(engine, chunk);
@@ -204,8 +204,9 @@ gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk)
     return keep(engine, chunk, false);
 }
 
-gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t chunk)
+gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param)
 {
+    uint32_t chunk = engine->params[param].place.chunk;
     saved *s = &engine->saving.chunks[chunk];
     bool is_lost = gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT);
     s->is_unseen |= !gm_chunk_spec(engine, chunk)->has_low; /* with one it has to have a home */
@@ -214,7 +215,7 @@ gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t chunk)
     }
     pthread_mutex_lock(&engine->saving.lock);
     if ((s->is_due && !s->copy) || s->was_read_dirty) {
-        fail(engine, chunk,
+        fail(engine, param,
              "its module wrote it in place while the checkpoint was being written, and nobody has "
              "the bytes from before: save again (it is copied first from now on)");
     }

@@ -22,6 +22,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,9 @@ class Saving:
             None  # a text: an exception holds frames, and they what was to be written
         )
         self._is_told = False
+        self._lock = threading.Lock()
+        self._acts: list[Callable[[], object]] = []
+        self._is_over = False  # nothing is added to them any more
         self._pid = os.getpid()
         _all.add(self)
         args = (runtime, writing, ranks, todo, beside)
@@ -133,6 +137,15 @@ class Saving:
             self._is_told = True
             raise GeminiError(self._error)
         return self.folder
+
+    def then(self, act: Callable[[], object]) -> None:
+        """`act()` when it is in its place on the disk, in whatever thread; never, if it cannot be written."""
+        with self._lock:
+            if not self._is_over:
+                self._acts.append(act)
+                return
+        if self._error is None:
+            act()
 
     def join(self) -> None:
         """Waits, and raises nothing."""
@@ -166,11 +179,24 @@ class Saving:
                 writing.close()
                 if ranks is not runtime.ranks:
                     ranks.close()
+            while self._next_act():
+                pass
         except BaseException as error:
             text = str(error)
             self._error = (
                 text if isinstance(error, GeminiError) else f"{type(error).__name__}: {text}"
             )
+            with self._lock:
+                self._is_over = True
+                self._acts.clear()
+
+    def _next_act(self) -> bool:
+        with self._lock:
+            act = self._acts.pop(0) if self._acts else None
+            self._is_over = act is None
+        if act is not None:
+            act()
+        return act is not None
 
     def _write(
         self, runtime: Runtime, writing: Writing, todo: dict[int, deque[Piece]]

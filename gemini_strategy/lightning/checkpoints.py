@@ -11,7 +11,8 @@
 #      takes at the end of `setup`, over what they got there.
 #   4. No fp32 value of a file is rounded on its way into a master.
 #   5. With state_dict_type="sharded" a checkpoint is a folder (checkpoint/) as Lightning's FSDP strategy writes it:
-#      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint.
+#      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint. With an
+#      AsyncCheckpointIO they write while training goes on; no older checkpoint is removed before the new one is there.
 #   6. Else its tensors are stand-ins, which are read from the engine while the file is written (one_file.py).
 
 import sys
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 import gemini_strategy as gs
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint import one_file
+from gemini_strategy.checkpoint.background import save_in_background
 from gemini_strategy.checkpoint.distcp import META
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import load
@@ -116,13 +118,27 @@ class Checkpoints:
             )
         runtime = self.engine._runtime
         meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        save(
+        has_thread = isinstance(self.checkpoint_io, self._pl.plugins.AsyncCheckpointIO)
+        (save_in_background if has_thread else save)(
             runtime,
             local(filepath),
             with_optimizer="optimizer_states" in checkpoint,
             meta=meta,
             replaces_files=True,
         )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Not before the one that takes its place is on the disk."""
+        saving = None if self.engine is None else self.engine._runtime.saving
+        if saving is None:
+            super().remove_checkpoint(filepath)  # type: ignore[misc]
+        elif self.is_global_zero:  # type: ignore[attr-defined]
+            saving.then(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    def _end_saving(self) -> None:
+        """What is written in the background is on the disk, or its error is raised."""
+        if self.engine is not None:
+            self.engine._runtime.end_saving()
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if not self.is_global_zero:  # type: ignore[attr-defined]
@@ -145,6 +161,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.checkpoint_weights_only
+        self._end_saving()
         path = Path(checkpoint_path)
         if path.is_dir() or (not path.exists() and folders.left_of(path, is_checkpoint)):
             return self._load_folder(Path(checkpoint_path), weights_only)

@@ -12,6 +12,7 @@
 #      its optimizer is the one that the engine takes over.
 #   5. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -335,6 +336,10 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if (
+            sys.exception() is None
+        ):  # else engine.close(), or the end of the process, says what it met
+            self._end_saving()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.checkpoint import manifest
+from gemini_strategy.checkpoint.records import RecordFile
 from helpers.reference import assert_same_bits
 
 __all__ = [
+    "Gate",
     "Odd",
     "OddParts",
     "assert_same_model",
+    "contents",
     "make",
     "peak_resident_bytes",
     "state_of",
@@ -113,3 +119,66 @@ def peak_resident_bytes(work: Callable[[], Any]) -> int:
     work()
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+class Gate:
+    """Before each piece that a writer's thread puts into its file it asks here; it may go on when it is open.
+
+    Args:
+        patch: pytest's.
+    """
+
+    def __init__(self, patch: Any) -> None:
+        self._open = threading.Event()
+        self._free = threading.Semaphore(0)
+        self.reached = threading.Semaphore(0)
+        self.error: OSError | None = None
+        add = RecordFile.add
+
+        def gated(file: RecordFile, value: torch.Tensor) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.release()
+                if not self._open.is_set():
+                    self._free.acquire()
+                if self.error is not None:
+                    raise self.error
+            return add(file, value)
+
+        patch.setattr(RecordFile, "add", gated)
+
+    def allow(self, pieces: int) -> None:
+        """So many more pieces."""
+        for _ in range(pieces):
+            self._free.release()
+
+    def let(self, pieces: int) -> None:
+        """So many more pieces; returns when the writer asks for the one after them."""
+        for _ in range(pieces):
+            self._free.release()
+            self.reached.acquire()
+
+    def close(self) -> None:
+        """As at first; no writer is there."""
+        self._open.clear()
+        while self._free.acquire(blocking=False) or self.reached.acquire(blocking=False):
+            pass
+
+    def open(self, error: OSError | None = None) -> None:
+        self.error = error
+        self._open.set()
+        self._free.release()
+
+
+def contents(folder: Path) -> Any:
+    """What there is in a checkpoint, wherever it lies there: checksums of all bytes, and all that is no tensor."""
+    found = manifest.Manifest(folder)
+    tensors = {
+        name: (
+            stored.dtype,
+            stored.shape,
+            stored.order,
+            [(p.first, p.n, p.crc) for p in stored.pieces],
+        )
+        for name, stored in found.tensors.items()
+    }
+    return list(tensors.items()), json.dumps(found.rest)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoin
 import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
 from helpers.ranks import run_ranks, values
+from helpers.saving import Gate, contents
 from lightning_case import (
     TREES,
     fit,
@@ -187,6 +188,68 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
         other.fit(make("lightning"), ckpt_path=tmp_path / "plain")
     with pytest.raises(ValueError, match="state_dict_type"):
         strategy_class("lightning")(state_dict_type="both")
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_in_the_background(tree: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Lightning's AsyncCheckpointIO: the same bytes; the one before goes when the new one is on the disk."""
+    lightning = load_tree(tree)
+    gate = Gate(monkeypatch)
+    seen: list[list[str]] = []
+
+    class Saves(lightning.Callback):
+        def __init__(self, folder: Path) -> None:
+            self.folder = folder
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            old, new = self.folder / "old", self.folder / "new"
+            saving = trainer.strategy.engine._runtime.saving
+            if trainer.global_step == 2:
+                gate.open()
+                trainer.save_checkpoint(old)
+            elif trainer.global_step == 3:
+                if saving is not None:
+                    saving.wait()
+                gate.close()
+                trainer.save_checkpoint(new)
+                trainer.strategy.remove_checkpoint(old)
+            elif trainer.global_step == 5 and saving is not None:
+                gate.reached.acquire()
+                seen.append([p.name for p in self.folder.iterdir() if p.name[0] != "."])
+                gate.open()
+
+    def saved(name: str, **options: Any) -> tuple[Any, Any]:
+        (tmp_path / name).mkdir()
+        module, callbacks = make(tree, optimizer="AdamW"), [Saves(tmp_path / name)]
+        trainer = run(tree, module, "bf16-mixed", sharded(tree), callbacks=callbacks, **options)
+        assert [p.name for p in (tmp_path / name).iterdir()] == ["new"]
+        meta = torch.load(tmp_path / name / "new" / "meta.pt", weights_only=False)
+        return (contents(tmp_path / name / "new"), meta["loops"]), state_of(trainer)
+
+    front, state = saved("front")
+    back, other_state = saved("back", plugins=[lightning.plugins.AsyncCheckpointIO()])
+    assert seen == [["old"]]
+    assert back == front
+    same(other_state, state, "state")
+
+
+def test_an_error_in_the_background_ends_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lightning = load_tree("lightning")
+    gate = Gate(monkeypatch)
+    gate.open(OSError(28, "No space left on device"))
+    checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path)
+    with pytest.raises(gs.GeminiError, match="No space left on device"):
+        fit(
+            "lightning",
+            make("lightning"),
+            sharded("lightning"),
+            callbacks=[checkpoint],
+            enable_checkpointing=True,
+            plugins=[lightning.plugins.AsyncCheckpointIO()],
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def on_ranks(rank: int, size: int, folder: str, first: str | None) -> Any:

@@ -15,10 +15,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import gemini_strategy as gs
+from gemini_strategy.checkpoint import background, records
 from gemini_strategy.checkpoint import manifest as manifests
-from gemini_strategy.checkpoint import records
 from gemini_strategy.checkpoint import together as meetings
 from helpers.forked import Ended, Forks
+from helpers.saving import Gate, contents
 from helpers.sharded import Exact, ExactCase
 
 SIZES = (1, 2, 3, 4)
@@ -145,6 +146,112 @@ def test_torchs_tools_read_it(forks: Forks, tmp_path: Path) -> None:
     one, three = (torch.load(tmp_path / f"of{n}.pt", weights_only=False) for n in (1, 3))
     assert _plain(one) == _plain(three)
     assert torch.isfinite(one["model"]["terms.5.p"]).all()
+
+
+# ---- in the background ----
+
+
+def background_job(
+    rank: int, folder: str, how: dict[str, Any], share: float | None
+) -> tuple[str, str, list[int]]:
+    """(digest at the call, after three more steps, copies); without room for them the writer is not slowed."""
+    engine = engine_of(3, **how)
+    train(engine, range(3))
+    at_the_call = digest(engine)
+    torch.manual_seed(50 + rank)
+    engine.save(f"{folder}/front", {"rank": rank})
+    patch = pytest.MonkeyPatch()
+    gate = Gate(patch)
+    if share is not None:
+        patch.setattr(background, "_SHARE", share)
+        gate.open()
+    torch.manual_seed(50 + rank)
+    saving = engine.save(f"{folder}/back", {"rank": rank}, background=True)
+    for step in range(3, 6):
+        gate.allow(rank)  # so the ranks are at different pieces
+        train(engine, range(step, step + 1))
+    gate.open()
+    saving.wait()
+    patch.undo()
+    later = digest(engine)
+    engine.close()
+    return at_the_call, later, [saving.copied_bytes, saving.most_bytes]
+
+
+@pytest.mark.parametrize("share", [None, 0.0], ids=["slowed", "no room for copies"])
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_ranks_train_on_while_they_write(
+    policy: str, share: float | None, forks: Forks, tmp_path: Path
+) -> None:
+    """The same bytes as in the foreground, and the same training; no rank waits for another's writer."""
+    how = {"placement_policy": policy}
+    told = run(forks, background_job, str(tmp_path), how, share, ranks=2)
+    assert len({own[:2] for own in told}) == 1
+    assert contents(tmp_path / "back") == contents(tmp_path / "front")
+    assert run(forks, load_job, str(tmp_path / "back"), {}, ranks=2)[0][0] == told[0][0]
+    for _, _, (copied, most) in told:
+        assert share is not None or copied > 0
+        assert share is None or most <= copied
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "front"]
+
+
+def background_error_job(rank: int, folder: str, who: int) -> tuple[str, str, bool]:
+    """(what wait says, what the next save says, whether the one after it works)."""
+    engine = engine_of(3)
+    train(engine, range(2))
+    patch = pytest.MonkeyPatch()
+    gate = Gate(patch)
+    error = OSError(28, "No space left on device", f"__{rank}_0.distcp")
+    saving = engine.save(folder, background=True)
+    train(engine, range(2, 3))
+    gate.open(error if rank == who else None)
+    saving.join()
+    told = []
+    for act in (lambda: engine.save(folder), saving.wait):
+        try:
+            act()
+        except gs.GeminiError as error:
+            told.append(str(error))
+    patch.undo()
+    assert not list(Path(folder).parent.iterdir())
+    engine.ranks.gather("looked")
+    train(engine, range(3, 4))
+    engine.save(folder, background=True).wait()
+    return told[0], told[1], (Path(folder) / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_of_one_writer(who: int, forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    text = f"rank {who}: [Errno 28] No space left on device: '__{who}_0.distcp'"
+    for first, second, works in run(
+        forks, background_error_job, str(tmp_path / "run" / "saved"), who, ranks=2
+    ):
+        assert text in first and text in second and works
+
+
+def background_dying_job(rank: int, folder: str) -> str:
+    engine = engine_of(3, timeout=5.0)
+    train(engine, range(2))
+    if rank == 1:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(records.RecordFile, "finish", lambda self: os._exit(7))
+    saving = engine.save(folder, background=True)
+    try:
+        saving.wait()
+    except gs.GeminiError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_rank_dies_while_its_writer_writes(forks: Forks, tmp_path: Path) -> None:
+    """The other rank's writer has an error, and the old checkpoint is whole."""
+    target = tmp_path / "saved"
+    want = run(forks, save_job, str(target), {}, ranks=2)[0][0]
+    ended = forks.run(f"{__name__}:background_dying_job", str(target), ranks=2, timeout=60.0)
+    assert ended[1].exit_code == 7
+    assert ended[0].value is not None and "rank 1" in ended[0].value, ended[0].how
+    assert run(forks, load_job, str(target), {}, ranks=1)[0][0] == want
 
 
 # ---- errors --------------------------------------------------------------------------------------
