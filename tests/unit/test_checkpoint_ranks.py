@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import gemini_strategy as gs
@@ -151,6 +152,20 @@ def test_torchs_tools_read_it(forks: Forks, tmp_path: Path) -> None:
 # ---- in the background ----
 
 
+class Renormed(nn.Module):
+    """Writes its own table in its forward. `a` is read first, before the writer waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(13, 1, bias=False)
+        self.table = nn.Embedding(9, 13, max_norm=0.5)
+        self.b = nn.Linear(13, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(torch.arange(9))
+        return (self.a(x) + self.b(x)).sum()
+
+
 def background_job(
     rank: int, folder: str, how: dict[str, Any], share: float | None
 ) -> tuple[str, str, list[int]]:
@@ -193,6 +208,34 @@ def test_ranks_train_on_while_they_write(
         assert share is not None or copied > 0
         assert share is None or most <= copied
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "front"]
+
+
+def writes_job(rank: int, folder: str) -> list[str]:
+    """Between the call and the writing: a module writes its weight, and somebody another one's."""
+    torch.manual_seed(3)
+    model = Renormed()
+    engine = gs.manage(model, gs.HybridAdam(model.parameters()), device="cpu", timeout=60.0)
+    with engine.full_parameter(model.table.weight) as values:
+        values.fill_(3.0)
+    engine.save(f"{folder}/front")
+    patch = pytest.MonkeyPatch()
+    gate = Gate(patch)
+    saving = engine.save(f"{folder}/back", background=True)
+    before = engine.model_state_dict()
+    model(torch.zeros(1))
+    with torch.no_grad():
+        model.b.bias.fill_(4.0)
+    after = engine.model_state_dict()
+    gate.open()
+    saving.wait()
+    patch.undo()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_ranks_write_weights_meanwhile(forks: Forks, tmp_path: Path) -> None:
+    for changed in run(forks, writes_job, str(tmp_path), ranks=2):
+        assert changed == ["table.weight", "b.bias"]
+    assert contents(tmp_path / "back") == contents(tmp_path / "front")
 
 
 def background_error_job(rank: int, folder: str, who: int) -> tuple[str, str, bool]:
