@@ -210,8 +210,8 @@ def test_ranks_train_on_while_they_write(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "front"]
 
 
-def writes_job(rank: int, folder: str) -> list[str]:
-    """Between the call and the writing: a module writes its weight, and somebody another one's."""
+def writes_job(rank: int, folder: str, who: str) -> list[str]:
+    """Between the call and the writing a module writes its weight, or somebody writes one."""
     torch.manual_seed(3)
     model = Renormed()
     engine = gs.manage(model, gs.HybridAdam(model.parameters()), device="cpu", timeout=60.0)
@@ -222,9 +222,13 @@ def writes_job(rank: int, folder: str) -> list[str]:
     gate = Gate(patch)
     saving = engine.save(f"{folder}/back", background=True)
     before = engine.model_state_dict()
-    model(torch.zeros(1))
-    with torch.no_grad():
-        model.b.bias.fill_(4.0)
+    if who == "module":
+        model(torch.zeros(1))
+    elif who == "array":
+        model.b.bias.detach().numpy()[...] = 4.0
+    else:
+        with torch.no_grad():
+            model.b.bias.fill_(4.0)
     after = engine.model_state_dict()
     gate.open()
     saving.wait()
@@ -232,9 +236,10 @@ def writes_job(rank: int, folder: str) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_ranks_write_weights_meanwhile(forks: Forks, tmp_path: Path) -> None:
-    for changed in run(forks, writes_job, str(tmp_path), ranks=2):
-        assert changed == ["table.weight", "b.bias"]
+@pytest.mark.parametrize("who", ["module", "array", "tensor"])
+def test_ranks_write_weights_meanwhile(who: str, forks: Forks, tmp_path: Path) -> None:
+    for changed in run(forks, writes_job, str(tmp_path), who, ranks=2):
+        assert changed == ["table.weight" if who == "module" else "b.bias"]
     assert contents(tmp_path / "back") == contents(tmp_path / "front")
 
 
