@@ -193,20 +193,27 @@ def background_job(
     return at_the_call, later, [saving.copied_bytes, saving.most_bytes]
 
 
-@pytest.mark.parametrize("share", [None, 0.0], ids=["slowed", "no room for copies"])
-@pytest.mark.parametrize("policy", ["auto", "cpu"])
+@pytest.mark.parametrize(
+    ("how", "share"),
+    [
+        ({}, None),
+        ({"placement_policy": "cpu"}, 0.0),
+        ({"enable_distributed_storage": False}, None),
+    ],
+    ids=["slowed", "no room for copies", "replicas"],
+)
 def test_ranks_train_on_while_they_write(
-    policy: str, share: float | None, forks: Forks, tmp_path: Path
+    how: dict[str, Any], share: float | None, forks: Forks, tmp_path: Path
 ) -> None:
     """The same bytes as in the foreground, and the same training; no rank waits for another's writer."""
-    how = {"placement_policy": policy}
     told = run(forks, background_job, str(tmp_path), how, share, ranks=2)
     assert len({own[:2] for own in told}) == 1
     assert contents(tmp_path / "back") == contents(tmp_path / "front")
     assert run(forks, load_job, str(tmp_path / "back"), {}, ranks=2)[0][0] == told[0][0]
-    for _, _, (copied, most) in told:
-        assert share is not None or copied > 0
-        assert share is None or most <= copied
+    for rank, (_, _, (copied, most)) in enumerate(told):
+        has_written = rank == 0 or "enable_distributed_storage" not in how  # of replicas one does
+        assert (copied > 0) == has_written or share is not None
+        assert most <= copied
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "front"]
 
 
