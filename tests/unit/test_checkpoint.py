@@ -25,8 +25,8 @@ import gemini_strategy as gs
 from gemini_strategy.checkpoint import boxes as boxes_module
 from gemini_strategy.checkpoint import load as load_module
 from gemini_strategy.checkpoint import manifest as manifests
+from gemini_strategy.checkpoint import parts
 from gemini_strategy.checkpoint import plain as plain_data
-from gemini_strategy.checkpoint import save as saving
 from helpers.reference import (
     Recipe,
     assert_same_bits,
@@ -228,7 +228,7 @@ def test_boxes_are_the_run() -> None:
 
 def test_torchs_tools_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, so that a tensor is put together of several boxes."""
-    monkeypatch.setattr(saving, "MOST_ELEMENTS", 20)
+    monkeypatch.setattr(parts, "MOST_ELEMENTS", 20)
     with make() as engine:
         train(engine, 3)
         engine.save(tmp_path / "saved", {"step": 3})

@@ -21,8 +21,8 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint import one_file
+from gemini_strategy.checkpoint.parts import MOST_ELEMENTS
 from gemini_strategy.checkpoint.records import RecordFile
-from gemini_strategy.checkpoint.save import MOST_ELEMENTS
 from helpers.forked import Ended, Forks
 from helpers.saving import make, peak_resident_bytes, state_of, train
 
