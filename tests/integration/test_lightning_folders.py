@@ -190,6 +190,33 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
         strategy_class("lightning")(state_dict_type="both")
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_file_takes_a_folders_place(is_plain: bool, tmp_path: Path) -> None:
+    """Also where a checkpoint_io writes it, which knows nothing of folders; its error leaves the folder."""
+    lightning = load_tree("lightning")
+    fails = []
+
+    class Other(lightning.plugins.TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            if fails:
+                raise OSError(28, "No space left on device")
+            super().save_checkpoint(*args, **kwargs)
+
+    path = tmp_path / "one.ckpt"
+    fit("lightning", make("lightning"), sharded("lightning")).save_checkpoint(path)
+    plugins = [] if is_plain else [Other()]
+    trainer = fit("lightning", make("lightning"), strategy_class("lightning")(), plugins=plugins)
+    if not is_plain:
+        fails.append(1)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.save_checkpoint(path)
+        assert (path / "manifest.json").is_file()
+        fails.clear()
+    trainer.save_checkpoint(path)
+    same(torch.load(path)["state_dict"], state_of(trainer)["model"], "masters")
+    assert [p.name for p in tmp_path.iterdir()] == ["one.ckpt"]
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_in_the_background(tree: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Lightning's AsyncCheckpointIO: the same bytes; the one before goes when the new one is on the disk."""
