@@ -25,6 +25,7 @@ FORMATS: dict[str, int]  # of weights and gradients
 POLICIES: dict[str, int]
 FIELDS: dict[str, int]  # of a parameter
 RATES: tuple[str, ...]  # in the order in which Core takes them
+RECORDED: dict[str, int]  # kinds of events of Core.replay (csrc/binding/paper.c)
 
 # ---- rates of this machine (csrc/binding/rates.c); ordinal -1 is the host device ----
 
@@ -120,7 +121,9 @@ class Core:
         replica_comm: Comm | None = None,
         gather_rate: float = 0.0,
         reduce_rate: float = 0.0,
+        is_paper: bool = False,  # nothing has bytes; ordinal says of what device it is the paper
     ) -> Core: ...
+    def replay(self, events: Sequence[tuple[int, ...]], /) -> None: ...  # kinds: RECORDED
     def grad_put(self, param: int, address: int, dtype: int, stream: int, /) -> None: ...
     def part(self, param: int, /) -> tuple[int, int]: ...
     def has_grad(self, param: int, /) -> bool: ...

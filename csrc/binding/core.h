@@ -21,6 +21,7 @@ typedef struct core {
     gm_workers *workers;             /* owned when the caller chose a thread count, else NULL */
     outside *outside;
     gm_device *chaos;   /* the engine's, for its faults; NULL on every other device */
+    gm_device *paper;   /* the engine's, if it is one on paper (device/paper.h), for its clock */
     PyObject *comms[2]; /* shards', replicas'; taken (comm.h) until close(), or NULL */
     uint32_t n_params;
 } core;
@@ -57,5 +58,9 @@ PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_arg
 PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *gm_py_forget_outside(core *self, PyObject *unused);
 PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args);
+
+/* paper.c */
+PyObject *gm_py_replay(core *self, PyObject *events);
+int gm_py_paper_init(PyObject *module); /* adds RECORDED: the kinds of events by name */
 
 #endif

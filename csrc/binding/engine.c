@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "device/chaos/chaos.h"
+#include "device/paper.h"
 #include "binding/core.h"
 #include "binding/comm.h"
 #include "binding/plan.h"
@@ -89,12 +90,15 @@ static const char **parse_names(PyObject *sequence, uint32_t n_wanted)
     return names;
 }
 
-static gm_status make_engine(core *self, gm_engine_options *options, int ordinal,
+static gm_status make_engine(core *self, gm_engine_options *options, int ordinal, bool is_paper,
                              size_t block_bytes)
 {
     gm_device *device;
     const char *chaos = getenv("GEMINI_CHAOS");
-    if (ordinal < 0 && chaos && *chaos) {
+    if (is_paper) {
+        GM_TRY(gm_device_paper_new(block_bytes, ordinal < 0, &device));
+        self->paper = device;
+    } else if (ordinal < 0 && chaos && *chaos) {
         gm_chaos_options how;
         GM_TRY(gm_chaos_parse(chaos, &how));
         GM_TRY(gm_device_chaos_new(block_bytes, options->workers, &how, &device));
@@ -158,24 +162,41 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",        "params",      "unit_params",  "unit_begin",
-                            "unit_names",     "chunk_bytes", "block_bytes",  "device_budget",
-                            "host_budget",    "policy",      "is_grad_f32",  "threads",
-                            "external_bytes", "rates",       "state_share",  "slack_bytes",
-                            "is_tuned",       "shard_comm",  "replica_comm", "gather_rate",
-                            "reduce_rate",    NULL};
+    static char *names[] = {"ordinal",
+                            "params",
+                            "unit_params",
+                            "unit_begin",
+                            "unit_names",
+                            "chunk_bytes",
+                            "block_bytes",
+                            "device_budget",
+                            "host_budget",
+                            "policy",
+                            "is_grad_f32",
+                            "threads",
+                            "external_bytes",
+                            "rates",
+                            "state_share",
+                            "slack_bytes",
+                            "is_tuned",
+                            "shard_comm",
+                            "replica_comm",
+                            "gather_rate",
+                            "reduce_rate",
+                            "is_paper",
+                            NULL};
     PyObject *params, *unit_params, *unit_begin, *unit_names;
-    int ordinal, policy, is_grad_f32, is_tuned;
+    int ordinal, policy, is_grad_f32, is_tuned, is_paper = 0;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
     double state_share;
     gm_rates rates = {0};
     PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOOnnnnipInOdnp|OOdd", names, &ordinal, &params, &unit_params,
+            args, kwargs, "iOOOOnnnnipInOdnp|OOddp", names, &ordinal, &params, &unit_params,
             &unit_begin, &unit_names, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
             &policy, &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
-            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce) ||
+            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce, &is_paper) ||
         gm_py_rates_parse(figures, &rates) < 0) {
         return NULL;
     }
@@ -207,7 +228,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.unit_begin = begins;
     options.n_units = n_begins ? n_begins - 1 : 0;
     options.unit_names = of_units;
-    if (make_outside(self, ordinal, external_bytes) < 0 ||
+    if (make_outside(self, is_paper ? -1 : ordinal, external_bytes) < 0 ||
         take_workers(self, threads, &options.workers) < 0 ||
         take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
         take_comm(self, 1, replica_comm, &options.replica_comm) < 0) {
@@ -215,13 +236,13 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     gm_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = make_engine(self, &options, ordinal, (size_t)block_bytes);
+    status = make_engine(self, &options, ordinal, is_paper, (size_t)block_bytes);
     Py_END_ALLOW_THREADS
     if (status != GM_OK) {
         gm_py_raise(status);
         goto fail;
     }
-    if (ordinal >= 0) {
+    if (self->outside->ordinal >= 0) {
         gm_torch_alloc_set_reserve(ordinal, reserve_for_torch, self->engine);
     }
     free(table);
@@ -248,7 +269,7 @@ static void core_release(core *self)
         }
         gm_engine *engine = self->engine;
         self->engine = NULL;
-        self->chaos = NULL;
+        self->chaos = self->paper = NULL;
         Py_BEGIN_ALLOW_THREADS
         gm_engine_finish_updates(engine);
         gm_engine_leave_ranks(engine);
@@ -610,6 +631,7 @@ static PyMethodDef core_methods[] = {
     METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
     METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
     METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
+    METHOD("replay", gm_py_replay, METH_O, "replay(events): on a device on paper"),
     METHOD("stats", gm_py_stats, METH_NOARGS, "stats() -> dict"),
     METHOD("salvage", core_salvage, METH_NOARGS,
            "salvage() -> the error that has closed the engine, or None"),
@@ -644,7 +666,7 @@ static PyType_Spec core_spec = {
 int gm_py_engine_init(PyObject *module)
 {
     gm_py_core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
-    if (!gm_py_core_type ||
+    if (!gm_py_core_type || gm_py_paper_init(module) < 0 ||
         PyModule_AddObjectRef(module, "Core", (PyObject *)gm_py_core_type) < 0 ||
         PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;

@@ -208,6 +208,31 @@ gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
     return GM_OK;
 }
 
+gm_status gm_arena_on_paper(size_t bytes, gm_arena **out)
+{
+    gm_arena *arena = calloc(1, sizeof *arena);
+    if (!arena) {
+        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for an arena's own %zu bytes",
+                       sizeof *arena);
+    }
+    arena->owner = getpid();
+    arena->bytes = bytes;
+    if (bytes > 0) {
+        void *mapped = mmap(NULL, gm_round_up(bytes, (size_t)sysconf(_SC_PAGESIZE)), PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (mapped == MAP_FAILED) {
+            free(arena);
+            return GM_FAIL(GM_ERR_NOMEM,
+                           "host memory: the address space has no room for %zu bytes: %s "
+                           "(ulimit -v?)",
+                           bytes, strerror(errno));
+        }
+        arena->base = mapped;
+    }
+    *out = arena;
+    return GM_OK;
+}
+
 void gm_arena_free(gm_arena *arena)
 {
     if (!arena) {

@@ -20,6 +20,8 @@ gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out
 /* Fails with GM_ERR_NOMEM before touching anything if `bytes` > gm_host_available().
  * The memory reads as zeros.  bytes 0 gives a valid empty arena. */
 gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out);
+/* Addresses alone, which nobody may use: for a device on paper.  No limit but the address space's. */
+gm_status gm_arena_on_paper(size_t bytes, gm_arena **out);
 void gm_arena_free(gm_arena *arena); /* NULL is fine */
 void *gm_arena_base(const gm_arena *arena);
 size_t gm_arena_bytes(const gm_arena *arena);

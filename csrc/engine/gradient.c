@@ -36,7 +36,7 @@ static gm_status add_at_home(gm_engine *engine, uint32_t chunk, gm_grad_add_args
     if (device->is_host && gm_has_ranks(engine)) { /* it comes of a collective */
         GM_TRY(device->ops->stream_sync(device, stream));
     }
-    for (size_t done = 0; done < numel; done += slice) {
+    for (size_t done = 0; done < numel && !device->is_paper; done += slice) {
         args->numel = numel - done < slice ? numel - done : slice;
         if (!device->is_host) {
             GM_TRY(device->ops->copy_d2h(device, engine->staging, src + done * src_bytes,

@@ -183,7 +183,9 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
             home_bytes, host_budget);
     }
     double began = gm_seconds();
-    GM_TRY(gm_arena_new(home_bytes + staging, engine->workers, &engine->arena));
+    GM_TRY(engine->device->is_paper
+               ? gm_arena_on_paper(home_bytes + staging, &engine->arena)
+               : gm_arena_new(home_bytes + staging, engine->workers, &engine->arena));
     if (home_bytes + staging > 0) {
         GM_TRY(engine->device->ops->pin(engine->device, gm_arena_base(engine->arena),
                                         home_bytes + staging));

@@ -257,7 +257,7 @@ gm_status gm_chunks_check(const gm_chunks *chunks)
 
 gm_status gm_chunks_check_bytes(const gm_chunks *chunks)
 {
-    if (!chunks->device->is_host || chunks->device->ops->note_access) {
+    if (!chunks->device->is_host || chunks->device->is_paper || chunks->device->ops->note_access) {
         return GM_OK;
     }
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {

@@ -1,0 +1,264 @@
+/* paper.c - see paper.h.
+ *
+ * 1. No address that it gives can be read or written on any machine: a use of one faults.
+ * 2. A timed event carries the told time at its latest record. */
+#include "device/paper.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Between what user space and the kernel may have. */
+#define FIRST_ADDRESS    ((uintptr_t)1 << 56)
+#define CUDA_GRANULARITY ((size_t)2 << 20)
+
+typedef struct paper_device {
+    gm_device base; /* first: a gm_device * is a paper_device * */
+    uintptr_t next_address;
+    uint64_t last_id; /* of streams, blocks and events; never used twice */
+    double seconds;   /* that were told so far */
+    double *recorded; /* (capacity,) by event */
+    size_t capacity;
+} paper_device;
+
+static paper_device *as_paper(gm_device *dev)
+{
+    return (paper_device *)dev;
+}
+
+void gm_device_paper_elapse(gm_device *dev, double seconds)
+{
+    as_paper(dev)->seconds += seconds;
+}
+
+static void paper_free(gm_device *dev)
+{
+    if (dev) {
+        free(as_paper(dev)->recorded);
+        free(dev);
+    }
+}
+
+static gm_status paper_range_new(gm_device *dev, size_t bytes, uintptr_t *out)
+{
+    *out = as_paper(dev)->next_address;
+    as_paper(dev)->next_address += bytes;
+    return GM_OK;
+}
+
+static void paper_range_free(gm_device *dev, uintptr_t addr, size_t bytes)
+{
+    (void)dev;
+    (void)addr;
+    (void)bytes;
+}
+
+static gm_status new_id(gm_device *dev, uint64_t *out)
+{
+    *out = ++as_paper(dev)->last_id;
+    return GM_OK;
+}
+
+static void free_id(gm_device *dev, uint64_t id)
+{
+    (void)dev;
+    (void)id;
+}
+
+static gm_status paper_map(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n)
+{
+    (void)dev;
+    (void)addr;
+    (void)blocks;
+    (void)n;
+    return GM_OK;
+}
+
+static gm_status paper_unmap(gm_device *dev, uintptr_t addr, size_t n_blocks)
+{
+    return paper_map(dev, addr, NULL, n_blocks);
+}
+
+static gm_status paper_stream_sync(gm_device *dev, gm_stream stream)
+{
+    (void)dev;
+    (void)stream;
+    return GM_OK;
+}
+
+static gm_status paper_event_new(gm_device *dev, bool is_timed, gm_event *out)
+{
+    paper_device *self = as_paper(dev);
+    GM_TRY(new_id(dev, out));
+    if (is_timed && *out >= self->capacity) {
+        size_t capacity = 2 * (size_t)*out;
+        double *grown = realloc(self->recorded, capacity * sizeof *grown);
+        if (!grown) {
+            return GM_FAIL(GM_ERR_NOMEM, "HOST: a table of %zu events", capacity);
+        }
+        memset(&grown[self->capacity], 0, (capacity - self->capacity) * sizeof *grown);
+        self->recorded = grown;
+        self->capacity = capacity;
+    }
+    return GM_OK;
+}
+
+static gm_status paper_event_record(gm_device *dev, gm_event event, gm_stream stream)
+{
+    (void)stream;
+    if (event < as_paper(dev)->capacity) {
+        as_paper(dev)->recorded[event] = as_paper(dev)->seconds;
+    }
+    return GM_OK;
+}
+
+static gm_status paper_event_wait(gm_device *dev, gm_event event, gm_stream stream)
+{
+    (void)event;
+    return paper_stream_sync(dev, stream);
+}
+
+static gm_status paper_event_sync(gm_device *dev, gm_event event)
+{
+    return paper_stream_sync(dev, event);
+}
+
+static gm_status paper_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
+{
+    const paper_device *self = as_paper(dev);
+    if (start >= self->capacity || end >= self->capacity) {
+        return GM_FAIL(GM_ERR_ARG, "paper device: event %llu is not a timed event",
+                       (unsigned long long)(start >= self->capacity ? start : end));
+    }
+    *seconds = self->recorded[end] - self->recorded[start];
+    return GM_OK;
+}
+
+static gm_status paper_host_call(gm_device *dev, void (*fn)(void *context), void *context,
+                                 gm_stream stream)
+{
+    (void)fn;
+    (void)context;
+    return paper_stream_sync(dev, stream);
+}
+
+static gm_status paper_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
+                                gm_stream s)
+{
+    (void)dst;
+    (void)src;
+    (void)bytes;
+    return paper_stream_sync(dev, s);
+}
+
+static gm_status paper_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t bytes, gm_stream s)
+{
+    return paper_copy_h2d(dev, src, dst, bytes, s);
+}
+
+static gm_status paper_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t src, size_t bytes,
+                                gm_stream s)
+{
+    (void)src;
+    return paper_copy_h2d(dev, dst, NULL, bytes, s);
+}
+
+static gm_status paper_fill(gm_device *dev, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
+{
+    (void)byte;
+    return paper_copy_h2d(dev, dst, NULL, bytes, s);
+}
+
+static gm_status paper_adam(gm_device *dev, const gm_adam_args *args, gm_stream s)
+{
+    (void)args;
+    return paper_stream_sync(dev, s);
+}
+
+static gm_status paper_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sumsq *sum,
+                                gm_stream s)
+{
+    (void)args;
+    (void)sum;
+    return paper_stream_sync(dev, s);
+}
+
+static gm_status paper_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
+                             gm_sumsq *sum, gm_stream s)
+{
+    (void)data;
+    (void)dtype;
+    (void)numel;
+    (void)sum;
+    return paper_stream_sync(dev, s);
+}
+
+static gm_status paper_pin(gm_device *dev, void *base, size_t bytes)
+{
+    (void)dev;
+    (void)base;
+    (void)bytes;
+    return GM_OK;
+}
+
+static void paper_unpin(gm_device *dev, void *base)
+{
+    (void)dev;
+    (void)base;
+}
+
+/* As much as anybody asks for: budgets are what bounds. */
+static gm_status paper_memory(gm_device *dev, size_t *free_bytes, size_t *total_bytes)
+{
+    (void)dev;
+    *free_bytes = *total_bytes = (size_t)1 << 60;
+    return GM_OK;
+}
+
+static const gm_device_ops paper_ops = {
+    .name = "paper",
+    .free = paper_free,
+    .range_new = paper_range_new,
+    .range_free = paper_range_free,
+    .block_new = new_id,
+    .block_free = free_id,
+    .map = paper_map,
+    .poison = paper_unmap,
+    .unmap = paper_unmap,
+    .stream_new = new_id,
+    .stream_free = free_id,
+    .stream_sync = paper_stream_sync,
+    .event_new = paper_event_new,
+    .event_free = free_id,
+    .event_record = paper_event_record,
+    .event_wait = paper_event_wait,
+    .event_sync = paper_event_sync,
+    .event_elapsed = paper_event_elapsed,
+    .host_call = paper_host_call,
+    .copy_h2d = paper_copy_h2d,
+    .copy_d2h = paper_copy_d2h,
+    .copy_d2d = paper_copy_d2d,
+    .fill = paper_fill,
+    .adam = paper_adam,
+    .grad_add = paper_grad_add,
+    .sumsq = paper_sumsq,
+    .pin = paper_pin,
+    .unpin = paper_unpin,
+    .memory = paper_memory,
+};
+
+gm_status gm_device_paper_new(size_t block_bytes, bool is_host, gm_device **out)
+{
+    size_t granularity = is_host ? gm_device_host_granularity() : CUDA_GRANULARITY;
+    paper_device *dev = calloc(1, sizeof *dev);
+    if (!dev) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a device of %zu bytes", sizeof *dev);
+    }
+    dev->base = (gm_device){.ops = &paper_ops,
+                            .granularity = granularity,
+                            .block_bytes = gm_round_up(block_bytes, granularity),
+                            .is_host = is_host,
+                            .is_paper = true};
+    dev->next_address = FIRST_ADDRESS;
+    *out = &dev->base;
+    return GM_OK;
+}
