@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C, _torch, agreement, state
-from gemini_strategy.arguments import POLICIES
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
@@ -155,35 +154,16 @@ class Runtime(Uncopied, Reporting):
 
     def _make_core(self, registration: Registration) -> None:
         settings = self.settings
-        specs = registration.specs()
-        kinds = list(dict.fromkeys(spec[1:] for spec in specs))
-        shapes = [(spec[0], spec[1], kinds.index(spec[1:])) for spec in specs]
-        is_cuda = self.device.type == "cuda"
-        chunk_bytes, block_bytes = settings.sizes.choose(
-            shapes, settings.device_budget, is_cuda, self.ranks.shard.size
-        )
-        self.chunk_bytes = chunk_bytes
-        unit_params, unit_begin = registration.unit_tables()
-        agreement.check_model(self, registration.slots, (unit_params, unit_begin))
+        arguments = settings.core_arguments(registration, self.ranks.shard.size)
+        self.chunk_bytes = arguments["chunk_bytes"]
+        tables = arguments["unit_params"], arguments["unit_begin"]
+        agreement.check_model(self, registration.slots, tables)
         external = self.memory.external_bytes(0)
         self.core = _C.Core(
-            ordinal=self.device.index if is_cuda else -1,
-            params=[(*s, slot.name) for s, slot in zip(specs, registration.slots, strict=True)],
-            unit_params=unit_params,
-            unit_begin=unit_begin,
-            unit_names=registration.unit_names(),
-            chunk_bytes=chunk_bytes,
-            block_bytes=block_bytes,
-            device_budget=settings.device_budget,
-            host_budget=settings.host_budget,
-            policy=POLICIES[settings.policy],
-            is_grad_f32=settings.is_grad_f32,
+            **arguments,
             threads=settings.threads,
             external_bytes=external,
-            rates=settings.rates,
-            state_share=1.0 if settings.margin is None else settings.margin,
             slack_bytes=self.memory.slack_bytes(settings.device_budget),
-            is_tuned=settings.is_tuned,
             **self.ranks.communicators(self.device),
         )
         agreement.check_layout(self)

@@ -36,7 +36,7 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._version import __version__
 from gemini_strategy.ranks.ranks import Ranks
 
-__all__ = ["REFERENCE", "are_tuned", "machine_rates"]
+__all__ = ["REFERENCE", "are_tuned", "completed", "machine_rates"]
 
 #: Measured on one NVIDIA H200 with 16 cores of its host, PCIe Gen5: bytes/s and parameters/s.
 REFERENCE: dict[str, float] = {
@@ -130,12 +130,21 @@ def _given(wish: str) -> dict[str, float]:
         )
     if not isinstance(figures, dict):
         raise ValueError(f"GEMINI_RATES: {wish} holds no object of figures")
+    return completed(figures, REFERENCE)
+
+
+def completed(figures: Mapping[str, Any], others: Mapping[str, float]) -> dict[str, float]:
+    """Figures as a person gave them, with `others` for the rest, in proportion where they belong to one that is given.
+
+    Raises:
+        ValueError: one is unknown, or no positive number.
+    """
     given = {name: _figure(name, value) for name, value in figures.items()}
     rates = {}
-    for name, reference in REFERENCE.items():
+    for name, other in others.items():
         base = re.sub("_(both|beside)$", "", name)
-        ratio = given.get(base, REFERENCE[base]) / REFERENCE[base]
-        rates[name] = given.get(name, reference * ratio)
+        ratio = given.get(base, others[base]) / others[base]
+        rates[name] = given.get(name, other * ratio)
     return rates
 
 

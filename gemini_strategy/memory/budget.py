@@ -24,10 +24,10 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.memory.segments import choose_segments, events_of
 from gemini_strategy.memory.torch_pool import TorchPool
 
-__all__ = ["DeviceMemory"]
+__all__ = ["DRIVER_RESERVE", "DeviceMemory", "first_reserve", "is_worth", "slack"]
 
 _LEAST_SLACK = 64 << 20
-_DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
+DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
 # In the first step it takes most: kernels are loaded when they are first used (230 MB on an H200).
 _FIRST_RESERVE = 384 << 20
 _LEAST_GAIN = 32 << 20  # less is not worth the trouble
@@ -37,6 +37,21 @@ _HISTORY = 40_000  # allocations and ends of tensors that torch remembers, of th
 
 # CUDA device index -> the memory of its engine
 _in_use: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
+
+
+def first_reserve(device_budget: int) -> int:
+    """Bytes of more room for the driver until the first step is over; little where the budget is small."""
+    return max(0, min(_FIRST_RESERVE, device_budget // 32))
+
+
+def slack(device_budget: int) -> int:
+    """Bytes that a plan leaves free within the budget, for torch's memory to grow a little without a new plan."""
+    return max(_LEAST_SLACK, device_budget // 128)
+
+
+def is_worth(sizes: list[int], live: int, held: int) -> bool:
+    """Whether torch's pool, which holds `held` bytes for `live` between steps, should be these segments."""
+    return bool(sizes) and sum(sizes) + live + max(_LEAST_GAIN, held // 32) < held
 
 
 class _History:
@@ -112,17 +127,15 @@ class DeviceMemory:
         if self._pool is None:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
-        return max(total - free - chunk_bytes - self._pool.bytes(), 0) + _DRIVER_RESERVE
+        return max(total - free - chunk_bytes - self._pool.bytes(), 0) + DRIVER_RESERVE
 
     def first_reserve_bytes(self, device_budget: int) -> int:
-        """More room for the driver until the first step is over; little where the budget is small."""
-        return 0 if self._pool is None else max(0, min(_FIRST_RESERVE, device_budget // 32))
+        """`first_reserve` where there is a GPU."""
+        return 0 if self._pool is None else first_reserve(device_budget)
 
     def slack_bytes(self, device_budget: int) -> int:
-        """What a plan leaves free within the budget, for torch's memory to grow a little without a new plan."""
-        if self._pool is None:
-            return 0
-        return max(_LEAST_SLACK, device_budget // 128)
+        """`slack` where there is a GPU."""
+        return 0 if self._pool is None else slack(device_budget)
 
     def tidy(self) -> bool:
         """Between steps: invariant 1. True: what torch held until now says nothing about the next step."""
@@ -134,7 +147,7 @@ class DeviceMemory:
             return False
         sizes = self._history.segments(self._device)
         live = torch.cuda.memory_allocated(self._device)
-        is_gain = bool(sizes) and sum(sizes) + live + max(_LEAST_GAIN, held // 32) < held
+        is_gain = is_worth(sizes, live, held)
         if is_gain or self._kept_bytes:
             self._pool.trim()
         if is_gain:

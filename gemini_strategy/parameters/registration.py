@@ -162,6 +162,10 @@ class Registration:
             for slot in self.slots
         ]
 
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Names and modules of the units, in the order of their numbers."""
+        return [(unit.name, unit.module) for unit in self._units]
+
     def unit_tables(self) -> tuple[list[int], list[int]]:
         """(parameter ids unit after unit, where each unit begins)."""
         params: list[int] = []
