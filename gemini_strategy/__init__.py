@@ -15,6 +15,7 @@ _C.torch_abi_init()
 
 from gemini_strategy._version import __version__ as __version__  # noqa: E402
 from gemini_strategy.engine import Engine  # noqa: E402
+from gemini_strategy.estimates.forecast import Estimate, estimate  # noqa: E402
 from gemini_strategy.manage import engine_of, manage  # noqa: E402
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam, cast_model_, grad_norm  # noqa: E402
 from gemini_strategy.precision import LossScaler  # noqa: E402
@@ -23,6 +24,7 @@ from gemini_strategy.sizes import parse_bytes  # noqa: E402
 __all__ = [
     "CPUAdam",
     "Engine",
+    "Estimate",
     "GeminiDeviceError",
     "GeminiError",
     "GeminiMemoryError",
@@ -31,6 +33,7 @@ __all__ = [
     "LossScaler",
     "cast_model_",
     "engine_of",
+    "estimate",
     "grad_norm",
     "manage",
     "parse_bytes",

@@ -12,7 +12,12 @@ import sys
 from collections.abc import Sequence
 
 # Name: the module, and the line that `gemini-strategy --help` shows.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "estimate": (
+        "gemini_strategy.estimates.command",
+        "What training a model will take: device and host memory, seconds per step. Allocates nothing.",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

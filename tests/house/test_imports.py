@@ -22,7 +22,7 @@ LAYERS = [
     ["agreement"],
     ["runtime"],
     ["engine"],
-    ["manage"],
+    ["manage", "estimates"],
     [""],
     ["lightning", "wrapper"],
     ["elixir", "colossalai"],

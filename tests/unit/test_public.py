@@ -20,6 +20,7 @@ def test_the_package_shows_what_is_for_use() -> None:
     assert public(gs) == [
         "CPUAdam",
         "Engine",
+        "Estimate",
         "GeminiDeviceError",
         "GeminiError",
         "GeminiMemoryError",
@@ -29,6 +30,7 @@ def test_the_package_shows_what_is_for_use() -> None:
         "cast_model_",
         "engine_of",
         "errors",
+        "estimate",
         "grad_norm",
         "manage",
         "optim",

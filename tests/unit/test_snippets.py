@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
+from gemini_strategy import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -164,10 +165,18 @@ def targets(*words: str) -> None:
 
 
 @pytest.mark.parametrize(("fence", "command"), COMMANDS, ids=str)
-def test_command(fence: Fence, command: str) -> None:
+def test_command(
+    fence: Fence, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)
+    if words[0] == "gemini-strategy":  # at small size
+        monkeypatch.chdir(tmp_path)
+        exec(NEEDS["my-model"])
+        words[words.index("--tokens") + 1] = "2x16"
+        assert cli.main(words[1:]) == 0, fence
+        return
     if words[0] == "make":
         targets(*words[1:])
         return

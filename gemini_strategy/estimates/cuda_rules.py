@@ -1,0 +1,108 @@
+"""What a forward on CUDA does otherwise than the same forward on fake tensors of the CPU.
+
+The fake tensors of a recorded step are the CPU's, as not every build of torch has others. Two things in which CUDA
+differs change what a step keeps: which attention is taken, and which operations autocast runs in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gemini_strategy import _torch
+from gemini_strategy._torch import tree_map
+
+__all__ = ["CudaRules"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256  # of the attention without a mask
+
+# https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
+_FP32_NAMES = """
+__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist
+cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss
+layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss
+nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss
+softmax softmin softplus sum renorm tan triplet_margin_loss
+"""
+_IN_FP32 = frozenset(_FP32_NAMES.split())
+
+
+def _to_fp32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in _HALF
+    return value.float() if is_half else value
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention where CUDA takes it, else the memory-efficient one; neither keeps the scores."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    aten = torch.ops.aten
+    is_flash = attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_HEAD
+    if is_flash:
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # CUDA makes numbers of it, too
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask, 0.0)
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _backward(
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    if gradient is None:
+        gradient = torch.ones_like(loss)
+    inputs = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    keeps = create_graph if retain_graph is None else retain_graph
+    _torch.execution_engine.run_backward(
+        (loss,),
+        (gradient,),
+        keeps,
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+class CudaRules(TorchFunctionMode):
+    """Inside, calls of torch do what CUDA would do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention and args[0].dim() == 4:
+            return _attention(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            with self:  # torch takes a mode away while it is asked, and backward may run a forward (checkpointing)
+                return _backward(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_to_fp32, (args, kwargs))
+        return func(*args, **kwargs)

@@ -1,0 +1,397 @@
+"""`estimate()`: what a training run will take of the device, of the host and of time, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.arguments import Arguments
+from gemini_strategy.errors import GeminiMemoryError
+from gemini_strategy.estimates.machines import Machine, machine_of
+from gemini_strategy.estimates.paper import (
+    PaperModel,
+    Planned,
+    context_bytes,
+    plan_on_paper,
+    pool_bytes,
+)
+from gemini_strategy.estimates.step import RecordedPass, StepFunction, record
+from gemini_strategy.memory.budget import DRIVER_RESERVE
+from gemini_strategy.precision import Precision
+from gemini_strategy.report.verdict import Verdict, verdict
+from gemini_strategy.settings import Settings
+from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
+
+__all__ = ["Estimate", "Refusal", "Schedule", "estimate"]
+
+# Of the process before a model, and what CUDA's libraries add in the first step: on an H200, torch 2.11
+# (benchmarks/results/offload_h200.jsonl: host_peak_rss_bytes less host_bytes and the model's own).
+_PROCESS_BYTES = 1_900_000_000
+_SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
+_MASTERS_AND_MOMENTS = (
+    12  # bytes of a trained parameter in engine.state_dict(), whatever its weight has
+)
+
+_MORE_DEVICE = 4 * 10**9
+_MORE_HOST = 16 * 10**9
+_DEFAULT_SHARE = 0.95  # of the device, as in manage()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step of one schedule.
+
+    Attributes:
+        when: "deferred" (clipping or a loss scale) or "immediate" (`backward(step=True)`).
+        seconds: of a step.
+        tokens_per_s: NaN where the inputs have no tokens.
+        verdict: what binds.
+        plan: as `Core.plan_info`.
+    """
+
+    when: str
+    seconds: float
+    tokens_per_s: float
+    verdict: Verdict
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a budget cannot work.
+
+    Attributes:
+        what: "device" or "host".
+        missing: bytes that lack; None: no budget suffices.
+        enough: the budget that suffices, in bytes; None: none does.
+        text: what the run would say.
+    """
+
+    what: str
+    missing: int | None
+    enough: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take; `str()` of it is a table.
+
+    All bytes are of one rank.
+
+    Attributes:
+        model: the class's name; parameters and trained: how many there are.
+        machine: what the figures are of.
+        device_budget, host_budget: -1: none.
+        refusals: why it cannot work; () if it can.
+        schedules: deferred and, where the precision allows it, immediate; () if it cannot work.
+        device_peak_bytes: blocks of weights, states and gradients, with activations and what is around them.
+        activation_bytes: of it the most that tensors of a pass hold (activations, their gradients, buffers).
+        pool_bytes, context_bytes: what torch's allocator makes of those, and the driver with its libraries.
+        host_bytes: homes of weights, states and gradients.
+        host_peak_bytes: of the process, with the model built on the meta device and `weights=`.
+        model_bytes: what comes on top until manage() is done if the model is built on the CPU.
+        saving_peak_bytes: of the process while engine.save writes.
+        state_dict_peak_bytes: of it while torch.save(engine.state_dict()) does, as an ordinary Lightning checkpoint.
+        chunks, layout_hash, state_bytes, weight_bytes: as engine.stats() will say.
+        tokens: of a step; 0: not known.
+        gains: what more memory would buy, in words.
+    """
+
+    model: str
+    parameters: int
+    trained: int
+    machine: Machine
+    settings: Settings
+    refusals: tuple[Refusal, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    device_peak_bytes: int = 0
+    activation_bytes: int = 0
+    pool_bytes: int = 0
+    context_bytes: int = 0
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
+    model_bytes: int = 0
+    saving_peak_bytes: int = 0
+    state_dict_peak_bytes: int = 0
+    stats: Mapping[str, int | float] = field(default_factory=dict)
+    tokens: int = 0
+    gains: tuple[str, ...] = ()
+    sweep: tuple[Estimate, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusals
+
+    def __str__(self) -> str:
+        from gemini_strategy.estimates.tables import table
+
+        return table(self)
+
+
+def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
+    device = torch.device("cuda", 0) if given["device"] == "cuda" else torch.device("cpu")
+    budget = given["device_budget"]
+    if device.type == "cuda":
+        whole = _DEFAULT_SHARE if machine.memory else None
+        budget = parse_bytes(
+            budget if budget is not None or whole is None else whole,
+            machine.memory,
+            "device_budget",
+        )
+    else:
+        budget = -1 if budget is None else parse_bytes(budget, physical_memory(), "device_budget")
+    host = given["host_budget"]
+    return Settings(
+        device=device,
+        precision=Precision(given["precision"]),
+        policy=given["placement_policy"],
+        device_budget=budget,
+        host_budget=-1 if host is None else parse_bytes(host, physical_memory(), "host_budget"),
+        sizes=ChunkSizes(given["chunk_size"], given["block_size"], None, None, None),
+        is_grad_f32=given["gradient_dtype"] is torch.float32,
+        margin=None,
+        convert_inputs=given["convert_inputs"],
+        force_outputs_fp32=False,
+        threads=1,
+        rates=machine.core_rates(),
+        is_tuned=False,
+        report=None,
+        weights=None,
+        missing="refuse",
+    )
+
+
+class _Forecaster:
+    """One recorded pass of a model, planned under as many budgets as are asked for."""
+
+    def __init__(
+        self, paper: PaperModel, recorded: RecordedPass, machine: Machine, micro_batches: int
+    ) -> None:
+        self.paper = paper
+        self.recorded = recorded
+        self.machine = machine
+        self.micro_batches = micro_batches
+        self.pool = pool_bytes(recorded) if paper.device.type == "cuda" else 0
+        is_half = any(s.dtype is torch.float16 and s.has_moments for s in paper.registration.slots)
+        self.whens = (
+            ("deferred",) if is_half or not recorded.parameters else ("deferred", "immediate")
+        )
+
+    def planned(self, settings: Settings, when: str) -> Planned:
+        return plan_on_paper(
+            self.paper,
+            settings,
+            self.recorded,
+            self.machine,
+            pool=self.pool,
+            micro_batches=self.micro_batches,
+            is_immediate=when == "immediate",
+        )
+
+    def try_budget(self, settings: Settings, when: str = "deferred") -> Planned | str:
+        """What is planned; or why nothing is."""
+        try:
+            found = self.planned(settings, when)
+        except GeminiMemoryError as error:
+            return str(error).splitlines()[0]
+        if found.plan is None:
+            return "the budget has room for a module at a time, but not for a plan: every step would be on demand"
+        return found
+
+    def schedules(self, settings: Settings) -> tuple[list[Schedule], Planned | None]:
+        found: list[Schedule] = []
+        first = None
+        for when in self.whens:
+            planned = self.try_budget(settings, when)
+            if isinstance(planned, str) or planned.plan is None:
+                continue
+            first = first or planned
+            seconds = planned.plan["step_seconds"]
+            tokens = self.recorded.tokens * self.micro_batches
+            rate = tokens / seconds if tokens and seconds else float("nan")
+            found.append(
+                Schedule(planned.plan["when"], seconds, rate, verdict(planned.plan), planned.plan)
+            )
+        return found, first
+
+    def refusals(self, settings: Settings) -> list[Refusal]:
+        """Why these budgets cannot work; [] if they can."""
+        found = []
+        unlimited = replace(settings, host_budget=-1)
+        if settings.host_budget >= 0 and settings.policy != "cuda":
+            with_homes = self.try_budget(replace(unlimited, device_budget=_plenty(settings)))
+            wanted = 0 if isinstance(with_homes, str) else int(with_homes.stats["host_bytes"])
+            if wanted > settings.host_budget:
+                text = self.try_budget(replace(settings, device_budget=_plenty(settings)))
+                assert isinstance(text, str)
+                found.append(Refusal("host", wanted - settings.host_budget, wanted, text))
+        if settings.device_budget >= 0:
+            text = self.try_budget(unlimited)
+            if isinstance(text, str):
+                enough = self.least_device(unlimited)
+                missing = None if enough is None else enough - settings.device_budget
+                found.append(Refusal("device", missing, enough, text))
+        return found
+
+    def least_device(self, settings: Settings) -> int | None:
+        """The least device budget with a plan, to about 1 %; None: none is enough."""
+        low = settings.device_budget  # does not suffice
+        if isinstance(self.try_budget(replace(settings, device_budget=_plenty(settings))), str):
+            return None
+        step = max(low // 16, 1)
+        high = low + step
+        while isinstance(self.try_budget(replace(settings, device_budget=high)), str):
+            low, step = high, 2 * step
+            high = low + step
+        while high - low > max(high // 100, 1):
+            middle = (low + high) // 2
+            if isinstance(self.try_budget(replace(settings, device_budget=middle)), str):
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def _plenty(settings: Settings) -> int:
+    """A device budget that anything fits."""
+    return max(settings.device_budget, 1 << 44)
+
+
+def _gains(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule]) -> list[str]:
+    """What the next memory buys."""
+    found = []
+    if settings.device_budget >= 0:
+        more, _ = forecaster.schedules(
+            replace(settings, device_budget=settings.device_budget + _MORE_DEVICE)
+        )
+        parts = [
+            f"{100 * (1 - new.seconds / old.seconds):.0f} % of a {old.when} step"
+            for old, new in zip(now, more, strict=False)
+        ]
+        found.append(f"4 GB more of device memory: {', '.join(parts) or 'nothing'}")
+    if settings.policy != "cuda":
+        found.append("16 GB more of host memory: nothing, every home has its place already")
+    return found
+
+
+def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -> Estimate:
+    paper, recorded = forecaster.paper, forecaster.recorded
+    slots = paper.registration.slots
+    base = Estimate(
+        model=type(paper.model).__name__,
+        parameters=sum(slot.parameter.numel() for slot in slots),
+        trained=sum(slot.parameter.numel() for slot in slots if slot.has_moments),
+        machine=forecaster.machine,
+        settings=settings,
+        activation_bytes=recorded.peak_bytes,
+        pool_bytes=forecaster.pool,
+        tokens=recorded.tokens * forecaster.micro_batches,
+    )
+    refusals = forecaster.refusals(settings)
+    if refusals:
+        host = next((r.enough for r in refusals if r.what == "host"), None)
+        is_cuda = settings.device.type == "cuda"
+        context = context_bytes(host or 0) + DRIVER_RESERVE if is_cuda else 0
+        return replace(base, refusals=tuple(refusals), context_bytes=context, host_bytes=host or 0)
+    schedules, planned = forecaster.schedules(settings)
+    assert planned is not None and planned.plan is not None
+    stats = planned.stats
+    host_bytes = int(stats["host_bytes"])
+    most = max(int(s.plan["device_bytes"]) for s in schedules)
+    on_host = most if settings.device.type == "cpu" else 0
+    peak = _PROCESS_BYTES + host_bytes + on_host
+    trained = base.trained * _MASTERS_AND_MOMENTS
+    frozen = sum(s.parameter.numel() * s.dtype.itemsize for s in slots if not s.has_moments)
+    return replace(
+        base,
+        schedules=tuple(schedules),
+        device_peak_bytes=most + int(stats["outside_peak_bytes"]),
+        context_bytes=planned.context_bytes,
+        host_bytes=host_bytes,
+        host_peak_bytes=peak,
+        model_bytes=sum(s.parameter.numel() * s.original_dtype.itemsize for s in slots),
+        saving_peak_bytes=peak + _SAVING_BYTES,
+        state_dict_peak_bytes=peak + trained + frozen,
+        stats=stats,
+        gains=tuple(_gains(forecaster, settings, schedules)) if has_gains else (),
+    )
+
+
+def estimate(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    step_fn: StepFunction | None = None,
+    gpu: str | Machine = "h100",
+    rates: str | Path | Mapping[str, Any] | None = None,
+    device: str = "cuda",
+    device_budget: int | float | str | None = None,
+    host_budget: int | float | str | None = None,
+    placement_policy: str = "auto",
+    precision: str | None = None,
+    micro_batches: int = 1,
+    chunk_size: int | str | None = None,
+    block_size: int | str | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    convert_inputs: bool = True,
+    sweep: Sequence[int | str] = (),
+) -> Estimate:
+    """What training `model` under `manage()` with the same arguments will take. Nothing is allocated or computed.
+
+    A forward and backward run on tensors without bytes, activation checkpointing included, and the core itself plans
+    from what they did (csrc/device/paper.h). What stays unknown is what the driver and torch's allocator add, for which
+    measured figures are taken, and, without measured rates, the machine.
+
+    Args:
+        model: on any device, the meta device best; it is as before afterwards.
+        inputs: of the model, as (meta) tensors: one, a list of arguments, or a dict of them. Values do not count.
+        optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.
+        step_fn: (model, inputs) -> the loss, or None if it runs the backward itself. None: the model's own loss.
+        gpu: a name of `gemini_strategy.estimates.machines.GPUS`, or a Machine.
+        rates: measured figures in the place of the GPU's (see machine_of).
+        device: "cuda"; "cpu": the host device.
+        device_budget, host_budget, placement_policy, precision, chunk_size, block_size, gradient_dtype,
+            convert_inputs: as for manage(). host_budget None: no limit.
+        micro_batches: passes in one optimizer step.
+        sweep: device budgets for a table; see Estimate.sweep.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        GeminiError: manage() would refuse the model, or its forward asks for values of tensors.
+    """
+    given = dict(locals())
+    arguments = Arguments("estimate", given)
+    arguments.check_choice("device", ("cuda", "cpu"))
+    arguments.check_count("micro_batches")
+    arguments.check_choice("placement_policy", ("auto", "cpu", "cuda"))
+    arguments.check_choice("gradient_dtype", (None, torch.float32))
+    machine = machine_of(gpu, rates) if isinstance(gpu, str) else gpu
+    settings = _settings(given, machine)
+    if optimizer is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained) if trained else None
+    paper = PaperModel(model, optimizer, settings)
+    recorded = record(
+        model,
+        inputs,
+        paper.registration,
+        settings.precision,
+        step_fn=step_fn,
+        is_cuda=device == "cuda",
+        convert_inputs=convert_inputs,
+    )
+    forecaster = _Forecaster(paper, recorded, machine, micro_batches)
+    result = _forecast(forecaster, settings, has_gains=True)
+    budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
+    others = [
+        _forecast(forecaster, replace(settings, device_budget=size), has_gains=False)
+        for size in budgets
+    ]
+    return replace(result, sweep=tuple(others))

@@ -1,0 +1,185 @@
+"""The engine on paper: the core plays a recorded pass on a device without bytes, and plans (csrc/device/paper.h).
+
+It is the core that runs, from the same arguments as manage() gives it. Only what no core can know is added here: what
+torch's allocator and the driver hold around the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import _C
+from gemini_strategy.estimates.machines import Machine
+from gemini_strategy.estimates.step import Held, RecordedPass
+from gemini_strategy.estimates.tensors import Work
+from gemini_strategy.memory.budget import DRIVER_RESERVE, first_reserve, is_worth, slack
+from gemini_strategy.memory.segments import choose_segments, missing_bytes
+from gemini_strategy.optim import managed
+from gemini_strategy.parameters.foreign import check_modules
+from gemini_strategy.parameters.registration import Registration
+from gemini_strategy.parameters.sharing import check_sharing
+from gemini_strategy.settings import Settings
+
+__all__ = ["PaperModel", "Planned", "context_bytes", "plan_on_paper", "pool_bytes"]
+
+_KIND = _C.RECORDED
+_SMALL = 1 << 20  # tensors of at most so much have segments of their own
+_SMALL_SEGMENT = 2 << 20
+
+# Measured on an H100 and an H200: the context with the libraries' handles and kernels, and the page tables of pinned
+# host memory, 8 bytes for each 4 KiB (benchmarks/results/offload_h200.jsonl: outside_peak_bytes less what torch holds).
+_CONTEXT_BYTES = 819_000_000
+_BYTES_PER_PAGE_ENTRY = 512
+_WORKSPACES = 2 * (
+    32 << 20
+)  # cuBLAS takes of torch's allocator, on Hopper, for the forward's thread and autograd's
+
+
+class PaperModel:
+    """A model as Registration wants to find it, managed by nobody.
+
+    Raises:
+        GeminiError: manage() would refuse the model or its optimizer; the same text.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = settings.device
+        self.precision = settings.precision.name
+        self.core: Any = None
+        self.ranks: Any = None
+        grouped = managed.check(optimizer, model) if optimizer is not None else set()
+        check_modules(model, settings.device, True)
+        self.registration = Registration(self, grouped)  # type: ignore[arg-type]
+        check_sharing(model)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the core has planned.
+
+    Attributes:
+        plan: as `Core.plan_info`; None: the budget has no room for a plan.
+        stats: as `Core.stats`.
+        pool_bytes: what torch's allocator holds under the plan.
+        context_bytes: what the driver and the libraries hold.
+    """
+
+    plan: dict[str, Any] | None
+    stats: dict[str, int | float]
+    pool_bytes: int
+    context_bytes: int
+
+
+def context_bytes(host_bytes: int) -> int:
+    """Device memory of this process that is neither torch's nor ours, with `host_bytes` of pinned host memory."""
+    return _CONTEXT_BYTES + host_bytes // _BYTES_PER_PAGE_ENTRY
+
+
+def pool_bytes(recorded: RecordedPass) -> int:
+    """What torch's allocator holds from the second step on: as DeviceMemory.tidy leaves it."""
+    sizes = dict(event for event in recorded.tensors if event[1])
+    large = [event for event in recorded.tensors if sizes[event[0]] > _SMALL]
+    now = small = 0
+    for number, size in recorded.tensors:
+        if sizes[number] <= _SMALL:
+            now += size or -sizes[number]
+            small = max(small, now)
+    beside = recorded.kept_bytes + _WORKSPACES + -(-small // _SMALL_SEGMENT) * _SMALL_SEGMENT
+    held = missing_bytes(large, []) + beside
+    segments = choose_segments(large)
+    return sum(segments) + beside if is_worth(segments, recorded.kept_bytes, held) else held
+
+
+def _events(entries: list[Any], machine: Machine, outside: int | None) -> Iterator[tuple[int, ...]]:
+    """Entries of a recorded pass as the core takes them; outside: bytes around torch's; None: none count."""
+    seconds = 0.0
+    for entry in entries:
+        if isinstance(entry, Work):
+            seconds += machine.seconds(entry)
+            continue
+        if seconds:
+            yield _KIND["ELAPSE"], round(seconds * 1e9)
+            seconds = 0.0
+        if not isinstance(entry, Held):
+            yield entry
+        elif outside is not None:
+            yield _KIND["OUTSIDE"], outside + entry.bytes
+    if seconds:
+        yield _KIND["ELAPSE"], round(seconds * 1e9)
+
+
+def plan_on_paper(
+    paper: PaperModel,
+    settings: Settings,
+    recorded: RecordedPass,
+    machine: Machine,
+    *,
+    pool: int,
+    micro_batches: int = 1,
+    is_immediate: bool = False,
+) -> Planned:
+    """Plays the first optimizer step under these settings, at whose end the core plans.
+
+    Args:
+        paper: the model.
+        settings: of the run; their rates are the machine's.
+        recorded: one pass of it.
+        machine: how fast it is.
+        pool: `pool_bytes` of the pass.
+        micro_batches: passes in a step.
+        is_immediate: updates run inside the last backward (no clipping, no loss scale).
+
+    Raises:
+        GeminiMemoryError: a budget does not suffice; the text is the run's.
+    """
+    is_cuda = settings.device.type == "cuda"
+    budget = settings.device_budget
+    has_limit = is_cuda and budget >= 0
+    core = _C.Core(
+        **settings.core_arguments(paper.registration),
+        threads=1,
+        external_bytes=0,
+        slack_bytes=slack(budget) if has_limit else 0,
+        is_paper=True,
+    )
+    try:
+        paper.core = core
+        outside = None
+        if is_cuda:
+            outside = context_bytes(int(core.stats()["host_bytes"])) + DRIVER_RESERVE
+            core.set_external_bytes(outside)
+        if budget >= 0 and settings.policy != "cuda":
+            available = budget - (outside or 0)
+            spare = paper.registration.check_floor(budget, available)
+            if is_cuda and outside is not None:
+                outside += min(first_reserve(budget), max(spare, 0))
+        updates = [
+            (i, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, True, 1.0, 1.0) for i in recorded.parameters
+        ]
+        forward = recorded.entries[: recorded.backward_at]
+        for number in range(micro_batches):
+            is_last = number == micro_batches - 1
+            core.replay(list(_events(forward, machine, outside)))
+            if is_last and is_immediate:
+                core.arm(updates)
+            core.replay(list(_events(recorded.entries[recorded.backward_at :], machine, outside)))
+        context = 0
+        if is_cuda:
+            context = context_bytes(int(core.stats()["host_bytes"])) + DRIVER_RESERVE
+            core.forget_outside()
+            core.set_external_bytes(context + pool)
+            core.forget_outside()
+        core.step(updates, 0)
+        return Planned(core.plan_info(), core.stats(), pool if is_cuda else 0, context)
+    finally:
+        paper.core = None
+        core.close()

@@ -1,0 +1,154 @@
+"""An estimate as text: what fits where, what binds, and what would help."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gemini_strategy.report.tables import bytes_text, render
+
+if TYPE_CHECKING:
+    from gemini_strategy.estimates.forecast import Estimate, Refusal, Schedule
+
+__all__ = ["table"]
+
+_WHEN = {
+    "deferred": "step, clipped",
+    "immediate": "step, backward(step=True)",
+}
+_CLASSES = {
+    "R": "stays on the device",
+    "S1": "weights stay, states pass through",
+    "S2": "passes through",
+    "C1": "weights stay, updated on the host",
+    "C2": "weights pass through, updated on the host",
+}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _giga(count: float) -> str:
+    return f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
+
+
+def _budget(size: int) -> str:
+    return "no limit" if size < 0 else bytes_text(size)
+
+
+def _step(schedule: Schedule) -> str:
+    tokens = "" if math.isnan(schedule.tokens_per_s) else f", {schedule.tokens_per_s:,.0f} tokens/s"
+    return f"{_seconds(schedule.seconds)}{tokens}"
+
+
+def _binds(schedule: Schedule) -> str:
+    found = schedule.verdict
+    if found.is_compute:
+        return "compute binds: more memory buys little"
+    return (
+        f"{found.words} bind{'s' if found.resource == 'host' else ''} ({_seconds(found.seconds)} in a step); compute "
+        f"alone takes {_seconds(schedule.plan['compute_seconds'])}"
+    )
+
+
+def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]:
+    rows = [(f"{refusal.what} memory", f"does not fit: {refusal.text}")]
+    if refusal.missing is None or refusal.enough is None:
+        return [*rows, ("way out", "no budget suffices for this model and these inputs")]
+    rows.append(("missing", f"{bytes_text(refusal.missing)}: {bytes_text(refusal.enough)} suffice"))
+    option = f"{refusal.what}_budget"
+    ways = [f"raise {option} to {bytes_text(refusal.enough)}"]
+    if refusal.what == "device":
+        ways.append(
+            f"or fewer tokens in a micro-batch: torch holds {bytes_text(estimate.pool_bytes)} for activations"
+        )
+        ways.append("or activation checkpointing, if the model has it off")
+    else:
+        ways.append("or freeze parameters (LoRA): each trained one has 14 bytes on the host")
+    return [*rows, ("way out", "; ".join(ways))]
+
+
+def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    settings = estimate.settings
+    return [
+        (
+            "model",
+            f"{estimate.model}, {_giga(estimate.parameters)} parameters, {_giga(estimate.trained)} trained, "
+            f"{settings.precision.name or 'as built'}",
+        ),
+        (
+            "machine",
+            f"{estimate.machine.name}; device budget {_budget(settings.device_budget)}, host budget "
+            f'{_budget(settings.host_budget)}, placement_policy "{settings.policy}"',
+        ),
+    ]
+
+
+def _rows(estimate: Estimate) -> list[tuple[str, str]]:
+    rows = _head_rows(estimate)
+    if estimate.refusals:
+        for refusal in estimate.refusals:
+            rows += _refusal_rows(estimate, refusal)
+        return rows
+    first = estimate.schedules[0]
+    blocks = estimate.device_peak_bytes - estimate.pool_bytes - estimate.context_bytes
+    rows += [
+        (
+            "device peak",
+            f"{bytes_text(estimate.device_peak_bytes)}: {bytes_text(blocks)} weights, states and gradients, "
+            f"{bytes_text(estimate.pool_bytes)} torch (activations {bytes_text(estimate.activation_bytes)}), "
+            f"{bytes_text(estimate.context_bytes)} driver",
+        ),
+        (
+            "host peak",
+            f"{bytes_text(estimate.host_peak_bytes)}, of it {bytes_text(estimate.host_bytes)} pinned; until "
+            f"manage() is done {bytes_text(estimate.model_bytes)} more if the model is built on the CPU",
+        ),
+        (
+            "host peak, saving",
+            f"{bytes_text(estimate.saving_peak_bytes)} with engine.save; "
+            f"{bytes_text(estimate.state_dict_peak_bytes)} with a state dict",
+        ),
+    ]
+    for schedule in estimate.schedules:
+        rows += [
+            (_WHEN[schedule.when], _step(schedule)),
+            ("  what binds", _binds(schedule)),
+        ]
+    for name, text in _CLASSES.items():
+        size = first.plan["bytes_of_class"][name]
+        if size:
+            rows.append((f"class {name}", f"{bytes_text(size)} of weights: {text}"))
+    rows += [("more memory", gain) for gain in estimate.gains]
+    return rows
+
+
+def _sweep_rows(estimate: Estimate) -> list[tuple[str, ...]]:
+    rows = []
+    for one in estimate.sweep:
+        cells = [bytes_text(one.settings.device_budget)]
+        if one.refusals:
+            lacks = one.refusals[0].missing
+            missing = "no budget suffices" if lacks is None else f"{bytes_text(lacks)} missing"
+            rows.append((*cells, "-", f"{one.refusals[0].what}: {missing}", "-", "-"))
+            continue
+        by_when = {schedule.when: schedule for schedule in one.schedules}
+        steps = [
+            _seconds(by_when[when].seconds) if when in by_when else "-"
+            for when in ("deferred", "immediate")
+        ]
+        binds = one.schedules[0].verdict.words
+        tokens = one.schedules[-1].tokens_per_s
+        rate = "-" if math.isnan(tokens) else f"{tokens:,.0f}"
+        rows.append((*cells, *steps, rate, binds))
+    return rows
+
+
+def table(estimate: Estimate) -> str:
+    """The estimate, and a line for each budget of its sweep."""
+    text = render("Gemini: the estimate", None, list(_rows(estimate)))
+    if estimate.sweep:
+        head = ("device budget", "clipped", "backward(step=True)", "tokens/s", "what binds")
+        text += "\n\n" + render("Other budgets", head, list(_sweep_rows(estimate)))
+    return text

@@ -1,0 +1,140 @@
+"""The tensors of a step that has no bytes: how much of them is alive at each moment, and what each operation works.
+
+Invariants
+    1. Bytes are those of storages: views add none, and a storage counts from the operation that made it until nothing
+       holds it any more, autograd's saved tensors included.
+    2. Parameters are not counted: they are in chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from gemini_strategy import _torch
+from gemini_strategy._torch import tree_flatten
+
+__all__ = ["Live", "Operations", "Work"]
+
+_ROUNDED = 512  # what torch's allocator on CUDA rounds to
+_HALF = (torch.bfloat16, torch.float16)
+_HALFWAY = torch.full((), 0.5)  # what a single random number is taken for
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operation does.
+
+    Attributes:
+        flops: of matrix products and attention; 0 for others.
+        is_half: its products have bf16 or fp16 operands.
+        moved: bytes that it reads and writes.
+    """
+
+    flops: float
+    is_half: bool
+    moved: int
+
+
+class Live:
+    """Storages that are alive, of which each is counted once.
+
+    Attributes:
+        now, most: bytes, rounded as torch's allocator does.
+        events: (storage, bytes) where one begins, (storage, 0) where it ends; see memory/segments.py.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.events: list[tuple[int, int]] = []
+        self._references: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
+        self._exempt: set[int] = set()
+        self._n = 0
+
+    def exempt(self, tensor: torch.Tensor) -> None:
+        """The tensor's storage is not counted; it has to live as long as this."""
+        self._exempt.add(_torch.storage_id(tensor.untyped_storage()))
+
+    def note(self, tensor: torch.Tensor) -> bool:
+        """Counts the tensor's storage, unless it is known; whether it is new."""
+        storage = tensor.untyped_storage()
+        key = _torch.storage_id(storage)
+        if key in self._references or key in self._exempt:
+            return False
+        size = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
+        if size == 0:
+            return False
+        number, self._n = self._n, self._n + 1
+        end = functools.partial(self._end, key, number, size)
+        self._references[key] = weakref.ref(storage, end), number
+        self.now += size
+        self.most = max(self.most, self.now)
+        self.events.append((number, size))
+        return True
+
+    def _end(self, key: int, number: int, size: int, _: Any) -> None:
+        if self._references.get(key, (None, -1))[1] == number:
+            del self._references[key]
+        self.now -= size
+        self.events.append((number, 0))
+
+    def kept(self) -> set[int]:
+        """Those that are alive now, by their numbers in `events`."""
+        return {number for _, number in self._references.values()}
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """That an operation moves: an expanded tensor is read as often as it has elements of its own."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+class Operations(_torch.DispatchMode):
+    """Sees every operation below autograd, while it is entered inside a FakeTensorMode.
+
+    Args:
+        live: counts what they make.
+        note: called with the work of each operation that does any.
+    """
+
+    def __init__(self, live: Live, note: Callable[[Work], None]) -> None:
+        super().__init__()
+        self._live = live
+        self._note = note
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = [t for t in _tensors(out) if not t.is_sparse]
+        if func is torch.ops.aten.rand.default and made[0].dim() == 0:
+            made[
+                0
+            ].constant = (
+                _HALFWAY  # of FakeTensor: a layer is dropped if chance says so more often than not
+            )
+        is_new = False
+        for tensor in made:
+            is_new |= self._live.note(tensor)
+        counter = flop_registry.get(func.overloadpacket)
+        is_written = func.overloadpacket.__name__.endswith("_") or "out" in kwargs
+        if is_new or is_written or counter is not None:
+            read = list(_tensors((args, kwargs)))
+            flops = float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0
+            is_half = any(t.dtype in _HALF for t in read)
+            self._note(Work(flops, is_half, sum(map(_bytes, read)) + sum(map(_bytes, made))))
+        return out

@@ -1,0 +1,328 @@
+"""Estimates beside runs: the same layout, homes, passes and plans, and the memory of a pass that a run measures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import gemini_strategy as gs
+from gemini_strategy import cli
+from gemini_strategy.estimates.machines import GPUS, Machine, machine_of
+from gemini_strategy.estimates.tensors import Live, Operations
+from gemini_strategy.machine.rates import REFERENCE
+
+ROOT = Path(__file__).resolve().parents[2]
+IDS = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+INPUTS = {"input_ids": IDS, "labels": IDS}
+RUN_SAYS = ("layout_hash", "chunks", "host_bytes", "state_bytes", "weight_bytes")
+
+
+def llama(is_tied: bool = False, is_checkpointed: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=is_tied,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def lora() -> Any:
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "dense": llama,
+    "tied": lambda: llama(is_tied=True),
+    "checkpointed": lambda: llama(is_checkpointed=True),
+    "lora": lora,
+}
+
+
+def machine(**rates: float) -> Machine:
+    return Machine("test", None, REFERENCE | rates, 1e12, 1e12, 1e11)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_planned_is_what_a_run_plans(
+    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places, classes and operations of every tick, on the host device.
+
+    A plan also depends on how long the modules compute, which a run measures and an estimate does not: here all else
+    takes so long that it does not count.
+    """
+    slow = dict.fromkeys(REFERENCE, 1.0)
+    monkeypatch.setenv("GEMINI_RATES", ",".join(f"{key}={value}" for key, value in slow.items()))
+    arguments: dict[str, Any] = {
+        "precision": "bf16-mixed",
+        "placement_policy": policy,
+        "device_budget": None if policy == "cuda" else "1.5MB",
+    }
+    model = MODELS[name]()
+    result = gs.estimate(model, INPUTS, device="cpu", gpu=machine(**slow), **arguments)
+    assert [schedule.when for schedule in result.schedules] == ["deferred", "immediate"]
+    for schedule in result.schedules:
+        model = MODELS[name]()
+        optimizer = torch.optim.AdamW(trained(model))
+        engine = gs.manage(model, optimizer, device="cpu", **arguments)
+        engine.backward(model(**INPUTS).loss, step=schedule.when == "immediate")
+        optimizer.step()
+        stats, plan = engine.stats(), engine._runtime.core.plan_info()
+        engine.close()
+        assert {key: stats[key] for key in RUN_SAYS} == {key: result.stats[key] for key in RUN_SAYS}
+        assert plan["classes"] == schedule.plan["classes"]
+        assert plan["hash"] == schedule.plan["hash"]
+        assert plan["device_bytes"] == schedule.plan["device_bytes"]
+        assert result.host_bytes == stats["host_bytes"]
+
+
+def test_micro_batches_are_counted_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = dict.fromkeys(REFERENCE, 1.0)
+    monkeypatch.setenv("GEMINI_RATES", ",".join(f"{key}={value}" for key, value in slow.items()))
+    arguments: dict[str, Any] = {"precision": "bf16-true", "device_budget": "1.5MB"}
+    result = gs.estimate(
+        llama(), INPUTS, device="cpu", gpu=machine(**slow), micro_batches=3, **arguments
+    )
+    model = llama()
+    optimizer = torch.optim.AdamW(trained(model))
+    engine = gs.manage(model, optimizer, device="cpu", **arguments)
+    for _ in range(3):
+        model(**INPUTS).loss.backward()
+    optimizer.step()
+    plan = engine._runtime.core.plan_info()
+    engine.close()
+    assert plan["hash"] == result.schedules[0].plan["hash"]
+    assert plan["h2d_bytes"] == result.schedules[0].plan["h2d_bytes"]
+    assert result.tokens == 3 * IDS.numel()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_of_a_pass_is_what_a_run_measures(name: str) -> None:
+    result = gs.estimate(MODELS[name](), INPUTS, device="cpu", gpu=machine(), precision="32-true")
+    model = MODELS[name]()
+    live = Live()
+    for parameter in model.parameters():
+        live.exempt(parameter)
+        if parameter.requires_grad:  # the engine takes gradients as they come
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for tensor in {id(b): b for b in [*model.buffers(), IDS]}.values():
+        live.note(tensor)
+    with Operations(live, lambda work: None):
+        model(**INPUTS).loss.backward()
+    assert result.activation_bytes == live.most
+
+    before = live.now
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model(**INPUTS).loss.backward()
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    # The profiler counts bytes as asked for, not in pieces of 512, and what kernels take for themselves.
+    assert abs(result.activation_bytes / (most + before) - 1) < 0.1
+
+
+def test_checkpointing_is_seen() -> None:
+    figures = [
+        gs.estimate(MODELS[name](), INPUTS, device="cpu", gpu=machine()).activation_bytes
+        for name in ("checkpointed", "dense")
+    ]
+    assert figures[0] < figures[1] / 2
+
+
+def test_a_model_is_as_before() -> None:
+    with torch.device("meta"):
+        model = llama(is_checkpointed=True)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    buffers = {name: id(b) for name, b in model.named_buffers()}
+    gs.estimate(model, {key: value.to("meta") for key, value in INPUTS.items()})
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert {name: id(b) for name, b in model.named_buffers()} == buffers
+    assert all(p.grad is None and p.is_meta for p in model.parameters())
+    kinds = ("_forward_hooks", "_forward_pre_hooks")  # transformers leaves some of its own
+    hooks = [h for m in model.modules() for kind in kinds for h in getattr(m, kind).values()]
+    assert not any("Recorder" in repr(hook) for hook in hooks)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    # Neither has anything stayed on, nor is a model that ran refused afterwards.
+    model = llama()
+    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    engine.backward(model(**INPUTS).loss)
+    engine.close()
+
+
+def kept(case: str) -> dict[str, Any]:
+    """The last kept run of benchmarks/bench_offload.py under 24 GB, unclipped."""
+    found = {}
+    for line in (ROOT / "benchmarks/results/offload_h200.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        if (run["case"], run["name"]) == (case, "gemini-auto") and run["budget"] == "24GB":
+            found = run
+    return found
+
+
+def test_a_run_of_seven_billion_parameters_on_an_h200() -> None:
+    """Beside a run that is kept: 6.66 G parameters under 24 GB, 8,192 tokens, checkpointing."""
+    config = transformers.OPTConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        ffn_dim=4 * 4096,
+        num_attention_heads=32,
+        vocab_size=50272,
+        max_position_embeddings=2048,
+        word_embed_proj_dim=4096,
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model = transformers.OPTForCausalLM(config).to(torch.bfloat16)
+        model.tie_weights()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.empty((8, 1024), dtype=torch.long, device="meta")
+    operations: list[Any] = []
+    original = Operations.__torch_dispatch__
+
+    def counted(self: Any, func: Any, *rest: Any) -> Any:
+        operations.append(func)
+        return original(self, func, *rest)
+
+    Operations.__torch_dispatch__ = counted
+    try:
+        result = gs.estimate(
+            model.train(),
+            {"input_ids": ids, "labels": ids},
+            gpu="h200",
+            rates=kept("B")["plan"]["rates"],
+            precision="bf16-true",
+            device_budget="24GB",
+        )
+    finally:
+        Operations.__torch_dispatch__ = original
+    run = kept("B")
+    assert result.stats["layout_hash"] == run["stats"]["layout_hash"]
+    assert result.stats["chunks"] == run["stats"]["chunks"]
+    # Sums of squares have places of their own since that run, and nothing else has changed: 1,408 bytes.
+    assert 0 <= result.host_bytes - run["stats"]["host_bytes"] < 4096
+    # torch's allocator and the driver are no computation: what they took of the GPU is known to a few percent.
+    assert abs(result.activation_bytes / run["torch_peak_bytes"] - 1) < 0.015
+    measured = run["stats"]["outside_peak_bytes"]
+    assert abs((result.pool_bytes + result.context_bytes) / measured - 1) < 0.03
+    assert abs(result.device_peak_bytes / run["device_train_peak_bytes"] - 1) < 0.03
+    assert abs(result.schedules[1].seconds / run["step_seconds"] - 1) < 0.15
+    # Of 32 layers, each run twice and once backwards. No seconds are asked for: machines differ.
+    assert 10_000 < len(operations) < 25_000
+
+
+@pytest.mark.parametrize(
+    ("budgets", "what"),
+    [({"host_budget": "100kB"}, "host"), ({"device_budget": "20kB"}, "device")],
+)
+def test_a_budget_that_cannot_work_says_what_lacks(budgets: dict[str, str], what: str) -> None:
+    arguments: dict[str, Any] = {"device": "cpu", "gpu": machine(), "precision": "bf16-true"}
+    result = gs.estimate(llama(), INPUTS, **arguments, **budgets)
+    assert not result.fits
+    assert [refusal.what for refusal in result.refusals] == [what]
+    refusal = result.refusals[0]
+    assert refusal.missing == refusal.enough - (100_000 if what == "host" else 20_000)
+    assert f"raise {what}_budget to" in str(result)
+    option = f"{what}_budget"
+    assert gs.estimate(llama(), INPUTS, **arguments, **{option: refusal.enough}).fits
+    less = int(refusal.enough * 0.97)
+    assert not gs.estimate(llama(), INPUTS, **arguments, **{option: less}).fits
+
+
+def test_more_memory_never_takes_longer() -> None:
+    sizes = ["40MB", "45MB", "60MB", "80MB"]
+    slow = machine_of("h100", {"h2d": 1e8, "d2h": 1e8, "host_adam": 1e6})
+    # Blocks of 2 MiB are large beside this model; what is around them is not in question here.
+    result = gs.estimate(llama(), INPUTS, device="cpu", gpu=slow, sweep=sizes)
+    seconds = [one.schedules[0].seconds for one in result.sweep]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_model_that_asks_for_values_is_refused() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum() > 0 else x
+
+    with pytest.raises(gs.GeminiError, match="asks for values of its tensors"):
+        gs.estimate(Asks(), torch.randn(2, 4))
+
+
+def test_machines() -> None:
+    assert set(machine_of("h100").rates) == set(REFERENCE)
+    assert machine_of("NVIDIA GeForce RTX 4090").name == "rtx4090"
+    with pytest.raises(ValueError, match="no figures for the GPU 'rtx9999': known are v100"):
+        machine_of("rtx9999")
+    measured = machine_of("h200", {"rates": {"h2d": 1e9}, "machine": {}})
+    assert measured.rates["h2d"] == 1e9
+    assert measured.rates["h2d_both"] == pytest.approx(REFERENCE["h2d_both"] / 55)
+    assert machine_of("h200", {"half": 5e14}).half == 5e14
+    with pytest.raises(ValueError, match="'speed' is no rate"):
+        machine_of("h200", {"speed": 1.0})
+    assert all(gpu.half > gpu.single for gpu in GPUS.values())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama().config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", str(folder), "--tokens", "2x16", "--gpu", "rtx4090"]
+    assert (
+        cli.main([*words, "--device-budget", "2GB", "--checkpointing", "--sweep", "1GB", "3GB"])
+        == 0
+    )
+    text = capsys.readouterr().out
+    for said in ("LlamaForCausalLM", "rtx4090", "device peak", "host peak", "tokens/s", "binds"):
+        assert said in text
+    assert "missing" in text  # 1 GB has no room for what the driver takes
+    assert cli.main([*words, "--device-budget", "500MB"]) == 1
+    assert "way out" in capsys.readouterr().out
+    assert cli.main([*words, "--lora", "4"]) == 0
+    assert "trained, bf16-mixed" in capsys.readouterr().out
+    assert cli.main([*words, "--device-budget", "24G"]) == 2
+    assert "device_budget" in capsys.readouterr().err
+    assert cli.main(["estimate", str(folder / "nothing")]) == 2
+    assert "is not there" in capsys.readouterr().err
+
+
+def test_the_package_without_transformers(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["estimate", str(folder)]) == 2
+    assert "pip install 'gemini-strategy[transformers]'" in capsys.readouterr().err
