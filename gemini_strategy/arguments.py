@@ -5,17 +5,30 @@ What manage() and the Lightning strategy both take is checked here once.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from gemini_strategy import _C
 from gemini_strategy.sizes import parse_bytes
 
-__all__ = ["MISSING", "POLICIES", "Arguments", "check_loss_scaling", "check_management"]
+__all__ = [
+    "MISSING",
+    "POLICIES",
+    "Arguments",
+    "PolicyName",
+    "check_loss_scaling",
+    "check_management",
+    "refuse_unknown",
+    "suggesting",
+]
 
+PolicyName = Literal["auto", "cpu", "cuda"]
 POLICIES = _C.POLICIES
 MISSING = ("refuse", "init")  # for parameters on the meta device that the weights do not name
 
@@ -69,11 +82,12 @@ class Arguments:
             return
         fraction = ", or a fraction of what there is in (0, 1]" if of_total else ""
         try:
-            parse_bytes(self.given[name], 1 << 40 if of_total else None)
+            parse_bytes(self.given[name], 1 << 40 if of_total else None, name)
         except (ValueError, TypeError) as error:
+            _, asks, meant = str(error).partition(": did you mean ")
             raise ValueError(
                 f"{self.call}({name}={self.given[name]!r}): expected None, a positive int of bytes, or a string such "
-                f"as '64MiB' or '24GB'{fraction}."
+                f"as '64MiB' or '24GB'{fraction}.{asks.replace(': d', ' D')}{meant}"
             ) from error
 
     def check_paths(self, name: str) -> None:
@@ -81,6 +95,30 @@ class Arguments:
         paths = value.values() if isinstance(value, Mapping) else [value]
         is_valid = value is None or all(isinstance(path, str | os.PathLike) for path in paths)
         self.check(is_valid, name, "None, a path, or a mapping of submodules' names to paths")
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def refuse_unknown(call: str, function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Raises TypeError for a name that `function` does not take, with the one that is most like it."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+            raise TypeError(f"{call}() has no argument {name!r}{meant}")
+
+
+def suggesting(function: Call) -> Call:
+    """The function, whose unknown arguments are refused with the one that was probably meant."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        refuse_unknown(function.__name__, function, kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Call, called)
 
 
 def check_management(call: str, given: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.arguments import check_management
+from gemini_strategy.arguments import PolicyName, check_management, suggesting
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
@@ -20,7 +20,7 @@ from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.hooks import keep_nets_on_top
 from gemini_strategy.parameters.original import Original
-from gemini_strategy.precision import LossScaler, Precision
+from gemini_strategy.precision import LossScaler, Precision, PrecisionName
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.runtime import Runtime
@@ -40,6 +40,7 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None
 
 
+@suggesting
 def manage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -48,8 +49,8 @@ def manage(
     missing: str = "refuse",
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
-    placement_policy: str = "auto",
-    precision: str | None = None,
+    placement_policy: PolicyName = "auto",
+    precision: PrecisionName | None = None,
     device: torch.device | str | None = None,
     chunk_size: int | str | None = None,
     block_size: int | str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,9 +14,17 @@ from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.arguments import check_loss_scaling
 
-__all__ = ["PRECISIONS", "LossScaler", "Precision", "weight_dtype", "weight_dtypes"]
+__all__ = [
+    "PRECISIONS",
+    "LossScaler",
+    "Precision",
+    "PrecisionName",
+    "weight_dtype",
+    "weight_dtypes",
+]
 
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
+PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 
 _RUNNING_STATISTICS = (_torch.BatchNormBase,)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

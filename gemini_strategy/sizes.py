@@ -15,9 +15,10 @@ _BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
 _UNITS = {
     "": 1,
     "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}{b}": 1000**i for i, p in enumerate("KMGT", 1) for b in ("", "B")},
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
+_LEAST_BUDGET = 1024  # bytes: who writes less has forgotten the unit
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -25,14 +26,16 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
     """Returns `size` in bytes.
 
     Args:
-        size: bytes as an int; a fraction of `total` as a float in (0, 1]; or text such as "24GB"
-            (10^9) and "24GiB" (2^30), units up to T.
+        size: bytes as an int; a fraction of `total` as a float in (0, 1]; or text such as "24GB", "24G"
+            (both 10^9) and "24GiB" (2^30), units up to T.
         total: bytes that a fraction refers to.
         name: the argument's name, for the error.
 
     Raises:
-        ValueError: the size is not positive, cannot be read, or is a fraction without a `total`.
+        ValueError: the size is not positive, cannot be read, is a fraction without a `total`, or is a budget (by its
+            name) of less than 1024 bytes.
     """
+    given = size
     hint = f'{name}: give bytes (int), text such as "24GB" or "24GiB", or a fraction in (0, 1]'
     if isinstance(size, str):
         match = _PATTERN.fullmatch(size)
@@ -44,10 +47,13 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
         raise ValueError(f"{hint}; got {size!r}")
     elif isinstance(size, float):
         if not 0.0 < size <= 1.0 or total is None:
-            raise ValueError(f"{hint}; got {size!r}")
+            meant = f': did you mean "{size:g}GB"?' if size > 1.0 else ""
+            raise ValueError(f"{hint}; got {size!r}{meant}")
         size = int(size * total)
     if size <= 0:
         raise ValueError(f"{hint}; got {size} bytes")
+    if size < _LEAST_BUDGET and name.endswith("budget"):
+        raise ValueError(f'{hint}; {given!r} is {size} bytes: did you mean "{size}GB"?')
     return size
 
 

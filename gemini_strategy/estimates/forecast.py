@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy.arguments import Arguments
+from gemini_strategy.arguments import Arguments, PolicyName, suggesting
 from gemini_strategy.errors import GeminiMemoryError
 from gemini_strategy.estimates.machines import Machine, machine_of
 from gemini_strategy.estimates.paper import (
@@ -22,7 +22,7 @@ from gemini_strategy.estimates.paper import (
 )
 from gemini_strategy.estimates.step import RecordedPass, StepFunction, record
 from gemini_strategy.memory.budget import DRIVER_RESERVE
-from gemini_strategy.precision import Precision
+from gemini_strategy.precision import Precision, PrecisionName
 from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
@@ -323,6 +323,7 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
     )
 
 
+@suggesting
 def estimate(
     model: nn.Module,
     inputs: Any,
@@ -334,8 +335,8 @@ def estimate(
     device: str = "cuda",
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
-    placement_policy: str = "auto",
-    precision: str | None = None,
+    placement_policy: PolicyName = "auto",
+    precision: PrecisionName | None = None,
     micro_batches: int = 1,
     chunk_size: int | str | None = None,
     block_size: int | str | None = None,

@@ -23,6 +23,13 @@ Lightning that the program uses (the one that is imported already; ``lightning``
 import sys
 from typing import Any
 
+try:
+    import lightning_utilities  # noqa: F401  a part of Lightning, which what follows needs first
+except ImportError as error:
+    raise ImportError(
+        "gemini_strategy.lightning needs Lightning: pip install 'gemini-strategy[lightning]'"
+    ) from error
+
 from gemini_strategy import GeminiError
 from gemini_strategy.lightning.colossalai import build_colossalai
 from gemini_strategy.lightning.fabric import build_fabric_strategy
@@ -123,7 +130,9 @@ def _register(tree: str) -> None:
 def _adopt_trees() -> tuple[Any, Any, Any]:
     trees = list(_classes) or installed_trees()
     if not trees:
-        raise ImportError("gemini_strategy.lightning needs Lightning: pip install lightning")
+        raise ImportError(
+            "gemini_strategy.lightning needs Lightning: pip install 'gemini-strategy[lightning]'"
+        )
     # Each class can be imported by name (LightningCLI and YAML need that), the preferred one as GeminiStrategy.
     for tree in trees:
         start = "" if tree == trees[0] else tree.title().replace("_", "")

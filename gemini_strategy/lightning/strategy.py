@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.arguments import Arguments, check_management, refuse_unknown
 from gemini_strategy.lightning.averaging import put_over_masters, take_from_masters
 from gemini_strategy.lightning.checkpoints import Checkpoints
 from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, engines_of_parts, materialize
@@ -145,6 +145,11 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     _warn: Callable[[str], None]  # the tree's rank_zero_warn
     _misconfiguration: type[Exception]
     _averaging: tuple[type, ...]  # callbacks that copy the module
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Before Python does, which knows no near name.
+        refuse_unknown(cls._call, cls.__init__, kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from gemini_strategy.report import tables
 from gemini_strategy.report.timeline import Recording
 
 __all__ = ["Reporting"]
+
+_log = logging.getLogger("gemini_strategy")
 
 
 class Reporting:
@@ -37,6 +40,8 @@ class Reporting:
         self.meter.step(stats, None if plan is None else plan["compute_seconds"])
         if plan is not None and not self._has_plan:
             self._has_plan = True
+            if self.ranks.rank == 0:
+                _log.info("%s", tables.headline(self))
             self.announce(tables.plan_table)
         if self.recording is not None:
             self.recording.after_step()

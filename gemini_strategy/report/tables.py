@@ -22,12 +22,15 @@ from typing import Any
 
 import torch
 
+from gemini_strategy.report.verdict import sentence, verdict
+
 __all__ = [
     "StepMeter",
     "about",
     "announce",
     "bytes_text",
     "count_tokens",
+    "headline",
     "host_peak_bytes",
     "host_resident_bytes",
     "plan_of",
@@ -415,6 +418,7 @@ def plan_rows(
             "expected step",
             f"{_seconds(expected['step_seconds'])}; stall {_percent(expected['stall_percent'])}",
         ),
+        ("what binds", sentence(plan) if plan["step_seconds"] else _DASH),
     ]
 
 
@@ -534,6 +538,24 @@ def result_table(engine: Any) -> str:
     stats = engine.stats()
     head = (f"after {stats['steps']:,} steps", "planned", "measured", "difference")
     return render("Gemini: the result", head, result_rows(about(engine), stats, plan_of(engine)))
+
+
+def headline(engine: Any) -> str:
+    """One line when training follows its first plan: parameters, policy, budgets, the expected step, what binds."""
+    facts, plan = about(engine), plan_of(engine)
+    device, host = (
+        bytes_text(facts[name]) if facts[name] >= 0 else "what there is"
+        for name in ("device_budget", "host_budget")
+    )
+    line = (
+        f"{facts['model']}: {_count(facts['parameters'])} parameters, {_count(facts['trainable'])} trained, on "
+        f'{facts["device"]}, policy "{facts["policy"]}", device budget {device}, host budget {host}'
+    )
+    if plan is None:
+        return line
+    return (
+        f"{line}; {_seconds(plan['step_seconds'])} a step expected, bound by {verdict(plan).words}"
+    )
 
 
 def report(engine: Any) -> str:

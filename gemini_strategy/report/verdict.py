@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Verdict", "verdict"]
+__all__ = ["Verdict", "sentence", "verdict"]
 
 _RESOURCES = {
     "compute": "compute on the device",
@@ -14,6 +14,13 @@ _RESOURCES = {
     "d2h": "copies to the host",
     "host": "Adam on the host",
     "comm": "collectives between ranks",
+}
+_ADVICE = {
+    "compute": "more memory buys little; fewer recomputed activations or faster kernels would help",
+    "h2d": "a larger device_budget (fewer weights and states pass), or more tokens in a step",
+    "d2h": "a larger device_budget (fewer weights and states pass), or more tokens in a step",
+    "host": "a larger device_budget (fewer updates on the host), more cores, or more tokens in a step",
+    "comm": "fewer and larger steps, or a larger device_budget (more gathered weights are kept)",
 }
 _FREE = 0.05  # of a step over compute: less is no reason to change anything
 
@@ -38,15 +45,30 @@ class Verdict:
         return self.over_compute <= _FREE
 
     @property
+    def advice(self) -> str:
+        """What would make the step shorter."""
+        return _ADVICE[self.resource]
+
+    @property
     def words(self) -> str:
         return _RESOURCES[self.resource]
 
 
 def verdict(plan: Mapping[str, Any]) -> Verdict:
     """Of a plan, as `Core.plan_info` gives it."""
-    resource = max(_RESOURCES, key=lambda name: plan[f"{name}_seconds"])
+    resource = max(_RESOURCES, key=lambda name: plan.get(f"{name}_seconds", 0.0))
     compute = plan["compute_seconds"]
     over = plan["step_seconds"] / compute - 1.0 if compute > 0 else 0.0
     if over <= _FREE:
         resource = "compute"
     return Verdict(resource, plan[f"{resource}_seconds"], over)
+
+
+def sentence(plan: Mapping[str, Any]) -> str:
+    """What binds, by how much, and what would help."""
+    found = verdict(plan)
+    if found.is_compute:
+        return f"compute binds: {found.advice}"
+    verb = "bind" if found.resource in ("h2d", "d2h", "comm") else "binds"
+    over = f"the step is {100 * found.over_compute:.0f} % longer than compute alone"
+    return f"{found.words} {verb}, {over}; what helps: {found.advice}"

@@ -34,7 +34,7 @@ def _safe_open(path: Path) -> Any:
     except ImportError:
         raise GeminiError(
             f"weights={str(path)!r}: reading it needs the package safetensors, which is not installed: "
-            "pip install safetensors"
+            "pip install 'gemini-strategy[weights]'"
         ) from None
     try:
         return safe_open(str(path), framework="pt", device="cpu")

@@ -210,8 +210,8 @@ def program(seed: int) -> Program:
 def at_floor(build: Any, recipe: Recipe, above: int = 0, **how: Any) -> Managed:
     """The managed run under the budget that the error of a smaller one names, and `above` bytes."""
     try:
-        managed(build, recipe, device_budget=1, **how).engine.close()
-        raise AssertionError("a budget of one byte was accepted")
+        managed(build, recipe, device_budget=1024, **how).engine.close()
+        raise AssertionError("a budget of 1 KiB was accepted")
     except gs.GeminiMemoryError as error:
         named = re.search(r"at least (\d+)", str(error))
         assert named, error

@@ -314,8 +314,8 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "way out" in capsys.readouterr().out
     assert cli.main([*words, "--lora", "4"]) == 0
     assert "trained, bf16-mixed" in capsys.readouterr().out
-    assert cli.main([*words, "--device-budget", "24G"]) == 2
-    assert "device_budget" in capsys.readouterr().err
+    assert cli.main([*words, "--device-budget", "24"]) == 2
+    assert 'did you mean "24GB"?' in capsys.readouterr().err
     assert cli.main(["estimate", str(folder / "nothing")]) == 2
     assert "is not there" in capsys.readouterr().err
 

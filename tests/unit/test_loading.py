@@ -832,7 +832,7 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     model = _blank(Mlp)
     before = _Snapshot(model)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(gs.GeminiError, match="pip install safetensors"):
+    with pytest.raises(gs.GeminiError, match=r"pip install 'gemini-strategy\[weights\]'"):
         _manage(model, weights=path)
     before.check()
 

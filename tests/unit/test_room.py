@@ -155,6 +155,6 @@ def test_the_named_budget_is_that_of_the_largest_module() -> None:
     sizes = (16, 64, 128, 32)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)))
     with pytest.raises(gs.GeminiMemoryError, match=r"module '1' .*at least (\d+)") as error:
-        gs.manage(model, device="cpu", chunk_size=4096, device_budget=1)
+        gs.manage(model, device="cpu", chunk_size=4096, device_budget=1024)
     named = re.search(r"at least (\d+)", str(error.value))
     assert named and int(named.group(1)) == 64 * 128 * 4

@@ -1,0 +1,143 @@
+"""What a person mistypes: sizes without a unit, names of arguments that are nearly right, packages that lack."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+import gemini_strategy as gs
+from gemini_strategy.arguments import POLICIES
+from gemini_strategy.precision import PRECISIONS
+from gemini_strategy.report.verdict import sentence, verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_unit_may_lack_its_b() -> None:
+    assert gs.parse_bytes("24G") == gs.parse_bytes("24GB") == 24 * 10**9
+    assert gs.parse_bytes("1.5t") == 15 * 10**11
+    assert gs.parse_bytes("24GiB") == 24 << 30
+    with pytest.raises(ValueError, match="cannot read '24Gi'"):
+        gs.parse_bytes("24Gi")
+
+
+@pytest.mark.parametrize("name", ["device_budget", "host_budget"])
+@pytest.mark.parametrize("size", [24, "24", 24.0])
+def test_a_budget_without_a_unit_is_asked_about(name: str, size: Any) -> None:
+    arguments: dict[str, Any] = {name: size}
+    with pytest.raises(ValueError, match=rf'manage\({name}=.* Did you mean "24GB"\?'):
+        gs.manage(nn.Linear(2, 2), device="cpu", **arguments)
+
+
+def test_small_sizes_of_other_things_stay() -> None:
+    assert gs.parse_bytes(512, name="chunk_size") == 512
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("device_buget", "device_budget"),
+        ("placment_policy", "placement_policy"),
+        ("optimiser", "optimizer"),
+    ],
+)
+def test_an_unknown_argument_names_the_near_one(wrong: str, right: str) -> None:
+    arguments: dict[str, Any] = {wrong: "24GB"}
+    text = rf"manage\(\) has no argument '{wrong}'; did you mean '{right}'\?"
+    with pytest.raises(TypeError, match=text):
+        gs.manage(nn.Linear(2, 2), **arguments)
+
+
+def test_an_argument_like_none_gets_the_list() -> None:
+    arguments: dict[str, Any] = {"xyzzy": 1}
+    with pytest.raises(
+        TypeError, match=r"estimate\(\) has no argument 'xyzzy'; there are model, inputs"
+    ):
+        gs.estimate(nn.Linear(2, 2), torch.randn(1, 2), **arguments)
+
+
+def test_strategies_name_the_near_one_too() -> None:
+    from gemini_strategy import lightning
+
+    for strategy in (lightning.GeminiStrategy, lightning.GeminiFabricStrategy):
+        text = rf"{strategy.__name__}\(\) has no argument 'device_buget'; did you mean 'device_budget'\?"
+        with pytest.raises(TypeError, match=text):
+            strategy(device_buget="24GB")
+
+
+def test_choices_are_types() -> None:
+    hints = get_type_hints(gs.manage)
+    assert set(get_args(hints["placement_policy"])) == set(POLICIES)
+    literals, none = get_args(hints["precision"])
+    assert get_args(literals) == PRECISIONS
+    assert none is type(None)
+
+
+def test_without_lightning_the_error_names_the_extra() -> None:
+    program = """
+import sys
+sys.modules["lightning_utilities"] = None
+import gemini_strategy.lightning
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "pip install 'gemini-strategy[lightning]'" in done.stderr.splitlines()[-1]
+
+
+def trained(steps: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = gs.manage(
+        model, torch.optim.AdamW(model.parameters()), device="cpu", device_budget="1MB"
+    )
+    for _ in range(steps):
+        engine.backward(model(torch.randn(4, 64)).square().mean())
+        engine.step()
+        engine.zero_grad()
+    return engine
+
+
+def test_one_line_says_that_training_has_begun(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gemini_strategy"):
+        engine = trained(3)
+    engine.close()
+    lines = [record.getMessage() for record in caplog.records if record.name == "gemini_strategy"]
+    assert len(lines) == 1
+    for said in (
+        "Sequential: 8.32 k parameters",
+        'policy "auto"',
+        "device budget 1 MB",
+        "bound by",
+    ):
+        assert said in lines[0]
+
+
+def test_the_report_says_what_binds() -> None:
+    engine = trained(2)
+    assert "what binds" in engine.report()
+    engine.close()
+
+
+def plan(**seconds: float) -> dict[str, float]:
+    rest = dict.fromkeys(("compute", "h2d", "d2h", "host", "comm"), 0.0) | seconds
+    return {f"{name}_seconds": value for name, value in rest.items()}
+
+
+def test_verdicts() -> None:
+    bound = plan(step=2.0, compute=1.0, h2d=0.5, host=1.9)
+    assert verdict(bound).resource == "host"
+    assert "Adam on the host binds, the step is 100 % longer than compute alone" in sentence(bound)
+    assert "device_budget" in sentence(bound)
+    # A copy that is longest but hidden is no reason to change anything.
+    free = plan(step=1.04, compute=1.0, h2d=1.02)
+    assert verdict(free).is_compute
+    assert sentence(free).startswith("compute binds: more memory buys little")
