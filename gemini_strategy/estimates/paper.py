@@ -31,6 +31,9 @@ _KIND = _C.RECORDED
 _SMALL = 1 << 20  # tensors of at most so much have segments of their own
 _SMALL_SEGMENT = 2 << 20
 
+# With several passes in a step the first plan is made of the first of them. What follows times them and plans again.
+_STEPS = 4
+
 # Measured on an H100 and an H200: the context with the libraries' handles and kernels, and the page tables of pinned
 # host memory, 8 bytes for each 4 KiB (benchmarks/results/offload_h200.jsonl: outside_peak_bytes less what torch holds).
 _CONTEXT_BYTES = 819_000_000
@@ -117,6 +120,31 @@ def _events(entries: list[Any], machine: Machine, outside: int | None) -> Iterat
         yield _KIND["ELAPSE"], round(seconds * 1e9)
 
 
+def _updates(recorded: RecordedPass) -> list[tuple[Any, ...]]:
+    return [(i, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, True, 1.0, 1.0) for i in recorded.parameters]
+
+
+def _play(
+    core: Any,
+    recorded: RecordedPass,
+    machine: Machine,
+    outside: int | None,
+    micro_batches: int,
+    is_immediate: bool,
+) -> None:
+    """The passes of one optimizer step."""
+    for parameter in recorded.parameters:  # zero_grad
+        if core.has_grad(parameter):
+            core.grad_drop(parameter)
+    forward = recorded.entries[: recorded.backward_at]
+    backward = recorded.entries[recorded.backward_at :]
+    for number in range(micro_batches):
+        core.replay(list(_events(forward, machine, outside)))
+        if is_immediate and number == micro_batches - 1:
+            core.arm(_updates(recorded))
+        core.replay(list(_events(backward, machine, outside)))
+
+
 def plan_on_paper(
     paper: PaperModel,
     settings: Settings,
@@ -127,7 +155,7 @@ def plan_on_paper(
     micro_batches: int = 1,
     is_immediate: bool = False,
 ) -> Planned:
-    """Plays the first optimizer step under these settings, at whose end the core plans.
+    """Plays the first optimizer steps under these settings, until the core has planned for good.
 
     Args:
         paper: the model.
@@ -162,23 +190,16 @@ def plan_on_paper(
             spare = paper.registration.check_floor(budget, available)
             if is_cuda and outside is not None:
                 outside += min(first_reserve(budget), max(spare, 0))
-        updates = [
-            (i, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, True, 1.0, 1.0) for i in recorded.parameters
-        ]
-        forward = recorded.entries[: recorded.backward_at]
-        for number in range(micro_batches):
-            is_last = number == micro_batches - 1
-            core.replay(list(_events(forward, machine, outside)))
-            if is_last and is_immediate:
-                core.arm(updates)
-            core.replay(list(_events(recorded.entries[recorded.backward_at :], machine, outside)))
-        context = 0
-        if is_cuda:
-            context = context_bytes(int(core.stats()["host_bytes"])) + DRIVER_RESERVE
-            core.forget_outside()
-            core.set_external_bytes(context + pool)
-            core.forget_outside()
-        core.step(updates, 0)
+        for _ in range(1 if micro_batches == 1 else _STEPS):
+            _play(core, recorded, machine, outside, micro_batches, is_immediate)
+            context = 0
+            if is_cuda:
+                context = context_bytes(int(core.stats()["host_bytes"])) + DRIVER_RESERVE
+                core.forget_outside()
+                core.set_external_bytes(context + pool)
+                core.forget_outside()
+            core.step(_updates(recorded), 0)
+            outside = None  # torch's memory is in order from now on
         return Planned(core.plan_info(), core.stats(), pool if is_cuda else 0, context)
     finally:
         paper.core = None

@@ -908,7 +908,7 @@ def test_budget_refusals_leave_the_model_blank(tmp_path: Path) -> None:
     model = _blank(Mlp)
     path = _save(_built(Mlp), tmp_path / "some.safetensors")
     before = _Snapshot(model)
-    for how in ({"host_budget": 10_000, "placement_policy": "cpu"}, {"device_budget": 100}):
+    for how in ({"host_budget": 10_000, "placement_policy": "cpu"}, {"device_budget": 1024}):
         with pytest.raises(gs.GeminiMemoryError):
             _manage(model, weights=path, **how)
         before.check()
