@@ -39,7 +39,7 @@ def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: 
 
     Args:
         shape: its size.
-        home: where the parameters lie.
+        home: where the parameters lie; on the meta device they have no values.
         compute: where their values are drawn.
         dtype: what they are kept in; the values are those of bf16.
     """
@@ -63,6 +63,14 @@ def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: 
         model = OPTForCausalLM(config)
     model.to(dtype).to_empty(device=home)
     model.tie_weights()
+    if home.type != "meta":
+        draw_values(model, compute)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def draw_values(model: nn.Module, compute: torch.device) -> None:
+    """The same values on every device, rounded to bf16."""
     generator = torch.Generator(compute).manual_seed(SEED)
     with torch.no_grad():
         for module in model.modules():
@@ -76,8 +84,6 @@ def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: 
                 parameter.zero_()
     if compute.type == "cuda":
         torch.cuda.empty_cache()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
 
 
 class Batches:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train adapters of this rank alone, on all linear layers",
     )
     add("--attention", default="sdpa", help="attn_implementation of the model (sdpa)")
-    add("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (h100)")
+    add("--gpu", help=f"one of {', '.join(GPUS)} (the one that is here)")
     add("--rates", metavar="FILE", help="measured rates as JSON, in the place of the table's")
     add("--sweep", nargs="*", metavar="SIZE", help="a line for each of these device budgets")
 

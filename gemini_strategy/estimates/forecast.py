@@ -330,7 +330,7 @@ def estimate(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     step_fn: StepFunction | None = None,
-    gpu: str | Machine = "h100",
+    gpu: str | Machine | None = None,
     rates: str | Path | Mapping[str, Any] | None = None,
     device: str = "cuda",
     device_budget: int | float | str | None = None,
@@ -355,7 +355,7 @@ def estimate(
         inputs: of the model, as (meta) tensors: one, a list of arguments, or a dict of them. Values do not count.
         optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.
         step_fn: (model, inputs) -> the loss, or None if it runs the backward itself. None: the model's own loss.
-        gpu: a name of `gemini_strategy.estimates.machines.GPUS`, or a Machine.
+        gpu: a name of `gemini_strategy.estimates.machines.GPUS`, or a Machine; None: the GPU that is here.
         rates: measured figures in the place of the GPU's (see machine_of).
         device: "cuda"; "cpu": the host device.
         device_budget, host_budget, placement_policy, precision, chunk_size, block_size, gradient_dtype,
@@ -373,7 +373,7 @@ def estimate(
     arguments.check_count("micro_batches")
     arguments.check_choice("placement_policy", ("auto", "cpu", "cuda"))
     arguments.check_choice("gradient_dtype", (None, torch.float32))
-    machine = machine_of(gpu, rates) if isinstance(gpu, str) else gpu
+    machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
     settings = _settings(given, machine)
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]

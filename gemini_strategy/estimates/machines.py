@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemini_strategy import _C
 from gemini_strategy.estimates.tensors import Work
 from gemini_strategy.machine.rates import REFERENCE, completed
@@ -112,11 +114,27 @@ def _of_gpu(name: str) -> Machine:
 _OWN = {"half": "half", "single": "single", "bandwidth": "bandwidth"}
 
 
-def machine_of(gpu: str, rates: str | Path | Mapping[str, Any] | None = None) -> Machine:
+def _here() -> Machine:
+    """Of the GPU that this process has."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}")
+    about = torch.cuda.get_device_properties(torch.cuda.current_device())
+    plain = _plain(about.name)
+    near = [name for name in GPUS if _plain(name) in plain]
+    if not near:
+        raise ValueError(f"no figures for this GPU, {about.name}: known are {', '.join(GPUS)}")
+    return replace(_of_gpu(max(near, key=len)), name=about.name, memory=about.total_memory)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|[\s_-]", "", name.lower())
+
+
+def machine_of(gpu: str | None, rates: str | Path | Mapping[str, Any] | None = None) -> Machine:
     """A machine from the table, with rates that were measured in the place of the table's.
 
     Args:
-        gpu: a name of GPUS; case, spaces and "NVIDIA", "GeForce" do not count.
+        gpu: a name of GPUS; case, spaces and "NVIDIA", "GeForce" do not count. None: the one that is here.
         rates: figures by name, or a JSON file of them: those of `GEMINI_RATES` (h2d, d2h, host_adam, ...; the files in
             ~/.cache/gemini have them under "rates"), and of the GPU's own work "half", "single" (products and sums per
             second of matrix products) and "bandwidth" (bytes/s).
@@ -124,11 +142,13 @@ def machine_of(gpu: str, rates: str | Path | Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: no GPU has that name, or a figure is unknown or not positive.
     """
-    wanted = re.sub(r"nvidia|geforce|\s|_", "", gpu.lower())
-    names = {name.replace("-", ""): name for name in GPUS}
-    if wanted.replace("-", "") not in names:
-        raise ValueError(f"no figures for the GPU {gpu!r}: known are {', '.join(GPUS)}")
-    machine = _of_gpu(names[wanted.replace("-", "")])
+    if gpu is None:
+        machine = _here()
+    else:
+        names = {_plain(name): name for name in GPUS}
+        if _plain(gpu) not in names:
+            raise ValueError(f"no figures for the GPU {gpu!r}: known are {', '.join(GPUS)}")
+        machine = _of_gpu(names[_plain(gpu)])
     if rates is None:
         return machine
     figures = rates
