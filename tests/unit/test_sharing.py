@@ -255,7 +255,7 @@ def _managed_before(tmp: Path) -> nn.Module:
 def _refused_before(tmp: Path) -> nn.Module:
     model = Pair()
     with pytest.raises(gs.GeminiError) as error:
-        _manage(model, device_budget=16)
+        _manage(model, device_budget=1024)
     model.others = [error]
     return model
 
