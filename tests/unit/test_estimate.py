@@ -50,11 +50,20 @@ def lora() -> Any:
     return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
 
 
+def reentrant() -> Any:
+    """Its backward runs a backward inside a backward node."""
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "dense": llama,
     "tied": lambda: llama(is_tied=True),
     "checkpointed": lambda: llama(is_checkpointed=True),
     "lora": lora,
+    "reentrant": reentrant,
 }
 
 
