@@ -24,7 +24,7 @@ LAYERS = [
     ["engine"],
     ["manage", "estimates"],
     [""],
-    ["lightning", "wrapper"],
+    ["huggingface", "lightning", "wrapper"],
     ["elixir", "colossalai"],
     ["cli"],
     ["__main__"],

@@ -1,0 +1,38 @@
+"""Hugging Face's Trainer, trl and accelerate under a budget.
+
+    from gemini_strategy.huggingface import GeminiPlugin, GeminiTrainer
+    trainer = GeminiTrainer(model, args, gemini_plugin=GeminiPlugin(device_budget="24GB"), ...)
+
+    class Trainer(GeminiTrainerMixin, SFTTrainer): ...
+    accelerator = GeminiAccelerator(gemini_plugin=GeminiPlugin(device_budget="24GB"))
+
+A script as it is trains under a budget with `gemini-strategy run --device-budget 24GB train.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# What needs accelerate or transformers is imported when it is asked for: a script may need only one of them.
+_HOMES = {
+    "GeminiAccelerator": "accelerator",
+    "GeminiOptimizer": "accelerator",
+    "GeminiPlugin": "plugin",
+    "GeminiTrainer": "trainer",
+    "GeminiTrainerMixin": "trainer",
+}
+
+__all__ = ["GeminiAccelerator", "GeminiOptimizer", "GeminiPlugin", "GeminiTrainer", "GeminiTrainerMixin"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
