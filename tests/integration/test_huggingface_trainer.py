@@ -1,0 +1,276 @@
+"""transformers' Trainer under a budget: losses and masters of the same loop without one, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import gemini_strategy as gs
+from gemini_strategy.huggingface import GeminiTrainer
+from huggingface_case import (
+    PRECISIONS,
+    ReferenceTrainer,
+    arguments,
+    assert_same,
+    losses,
+    make_model,
+    masters,
+    plugin,
+    rows,
+)
+
+
+def make(folder: Path, precision: str = "no", model: Any = None, **given: Any) -> GeminiTrainer:
+    names = ("eval_dataset", "callbacks", "model_init", "compute_metrics", "optimizers")
+    of_trainer = {name: given.pop(name) for name in names if name in given}
+    kind = given.pop("kind", GeminiTrainer)
+    args = arguments(folder, precision, **given)
+    if "model_init" not in of_trainer and model is None:
+        model = make_model(precision)
+    beside = {"gemini_plugin": plugin()} if kind is GeminiTrainer else {}
+    return kind(model, args, train_dataset=rows(), **of_trainer, **beside)
+
+
+def both(folder: Path, precision: str = "no", **given: Any) -> tuple[Any, Any]:
+    """A reference and a managed Trainer that have trained alike."""
+    reference = make(folder / "reference", precision, kind=ReferenceTrainer, **given)
+    reference.train()
+    managed = make(folder / "managed", precision, **given)
+    managed.train()
+    return reference, managed
+
+
+def assert_alike(reference: Any, managed: Any) -> None:
+    assert losses(reference) == losses(managed)
+    assert_same(masters(managed), masters(reference))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_the_reference(precision: str, tmp_path: Path) -> None:
+    before = masters_of(make_model(precision))
+    reference, managed = both(tmp_path, precision, eval_dataset=rows(4, 2), eval_strategy="steps", eval_steps=2)
+    assert_alike(reference, managed)
+    assert any(not torch.equal(before[n], v.to(before[n].dtype)) for n, v in masters(managed).items())
+    stats = gs.engine_of(managed.model).stats()
+    assert stats["steps"] == 4
+    assert 0 < stats["device_peak_bytes"] <= 90_000
+    assert type(managed.model_wrapped) is type(managed.model)
+
+
+def flat_states(trainer: Any) -> dict[str, torch.Tensor]:
+    state = trainer.optimizer.state_dict()["state"]
+    return {f"{i}.{k}": v.clone() for i, entry in state.items() for k, v in entry.items()}
+
+
+def masters_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gradient_checkpointing": True},
+        {"neftune_noise_alpha": 5.0},
+        {"label_smoothing_factor": 0.1},
+        {"num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 3},
+        {"lr_scheduler_type": "constant", "warmup_steps": 2, "eval_on_start": True, "eval_dataset": rows(4)},
+    ],
+    ids=["checkpointing", "neftune", "smoothing", "remainder", "eval-on-start"],
+)
+def test_settings_of_the_trainer(given: dict[str, Any], tmp_path: Path) -> None:
+    assert_alike(*both(tmp_path, "bf16", **given))
+
+
+def test_no_norm_is_measured_where_nothing_clips(tmp_path: Path, monkeypatch: Any) -> None:
+    from gemini_strategy.runtime import Runtime
+
+    reference = make(tmp_path / "reference", kind=ReferenceTrainer, max_grad_norm=0.0)
+    reference.train()
+    trainer = make(tmp_path, max_grad_norm=0.0)
+    ended = []
+    plain = Runtime.ends_step
+    monkeypatch.setattr(Runtime, "ends_step", lambda self: ended.append(self) or plain(self))
+    monkeypatch.setattr(Runtime, "_measure_grads", lambda self: pytest.fail("a norm"))
+    trainer.train()
+    assert len(ended) == 4  # updates were allowed inside the last backward of each step
+    assert all("grad_norm" not in entry for entry in losses(trainer))
+    assert_same(masters(trainer), masters(reference))
+
+
+def test_updates_wait_where_somebody_may_want_gradients(tmp_path: Path) -> None:
+    class Reads(TrainerCallback):
+        norms = []  # noqa: RUF012
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.norms.append(float(next(given["model"].parameters()).grad.square().sum()))
+
+    class Own(GeminiTrainer):
+        def training_step(self, *args: Any, **given: Any) -> Any:
+            return super().training_step(*args, **given)
+
+    trainer = make(tmp_path / "a", max_grad_norm=0.0, callbacks=[Reads()])
+    trainer.train()
+    assert len(Reads.norms) == 4
+    assert "Reads" in str(trainer._why_deferred())
+    own = Own(make_model(), arguments(tmp_path, max_grad_norm=0.0), train_dataset=rows(), gemini_plugin=plugin())
+    own.train()
+    assert "Own" in str(own._why_deferred())
+    assert_same(masters(trainer), masters(own))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_resume_is_the_uninterrupted_run(precision: str, tmp_path: Path) -> None:
+    whole = make(tmp_path / "a", precision, save_strategy="steps", save_steps=2)
+    whole.train()
+    model = make_model(precision)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    again = make(tmp_path / "b", precision, model)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert losses(again)[:-1] == losses(whole)[:-1]  # the last has the mean of its own run
+    assert_same(masters(again), masters(whole))
+    one, other = (flat_states(t) for t in (whole, again))
+    assert len(one) == len(other) > 3
+    assert_same(one, other)
+
+
+def test_a_checkpoint_goes_on_without_gemini(tmp_path: Path) -> None:
+    managed = make(tmp_path / "a", save_strategy="steps", save_steps=2)
+    managed.train()
+    plain = make(tmp_path / "b", kind=ReferenceTrainer)
+    plain.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert_same(masters(managed), masters(plain))
+
+
+def test_the_best_model_is_loaded_whole(tmp_path: Path) -> None:
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Keeps(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen[state.global_step] = gs.engine_of(given["model"]).model_state_dict()
+
+    trainer = make(
+        tmp_path,
+        "bf16 weights",
+        eval_dataset=rows(4, 2),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        callbacks=[Keeps()],
+        learning_rate=1e-3,
+    )
+    trainer.train()
+    best = int(str(trainer.state.best_model_checkpoint).rpartition("-")[2])
+    assert_same(masters(trainer), seen[best])
+    assert not (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
+
+
+def test_save_model_into_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    trainer = make(tmp_path, "bf16 weights", save_strategy="steps", save_steps=4)
+    trainer.train()
+    trainer.save_model()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.dtype is torch.float32
+    assert_same(masters(trainer), {n: p.detach() for n, p in plain.named_parameters()})
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoint-4", "notes.txt", "config.json", "training_args.bin"} <= names
+    assert {name for name in names if "safetensors" in name or "model" in name} == {"model.safetensors"}
+
+
+def train_alike(trainer: Any) -> None:
+    """With the same random numbers, whatever has used some before."""
+    torch.manual_seed(5)
+    trainer.train()
+
+
+def test_evaluation_before_training_changes_nothing(tmp_path: Path) -> None:
+    plain = make(tmp_path / "a", "bf16 weights", eval_dataset=rows(4))
+    first = plain.evaluate()["eval_loss"]
+    assert gs.engine_of(plain.model).optimizer is None
+    train_alike(plain)
+    other = make(tmp_path / "b", "bf16 weights", eval_dataset=rows(4))
+    train_alike(other)
+    assert_same(masters(plain), masters(other))
+    assert first != plain.evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
+
+
+def test_full_evaluation_in_bf16_rounds_nothing_for_good(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "a", bf16_full_eval=True, eval_dataset=rows(4))
+    trainer.evaluate()
+    assert next(trainer.model.parameters()).dtype is torch.bfloat16
+    train_alike(trainer)
+    assert next(trainer.model.parameters()).dtype is torch.float32
+    other = make(tmp_path / "b")
+    train_alike(other)
+    assert_same(masters(trainer), masters(other))
+    trainer.evaluate()
+    assert next(trainer.model.parameters()).dtype is torch.bfloat16
+    assert_same(masters(trainer), masters(other))
+
+
+def test_training_twice_goes_on_with_one_engine(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.train()
+    engine = gs.engine_of(trainer.model)
+    trainer.train()
+    assert gs.engine_of(trainer.model) is engine
+    assert engine.stats()["steps"] == 8
+
+
+def test_another_trainer_goes_on_from_the_masters(tmp_path: Path) -> None:
+    first = make(tmp_path, "bf16 weights")
+    first.train()
+    before = masters(first)
+    second = make(tmp_path, "bf16 weights", first.model, learning_rate=0.0, weight_decay=0.0)
+    second.train()
+    assert second.model.dtype is torch.bfloat16
+    assert_same(masters(second), before)
+
+
+def test_model_init(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "a", model_init=make_model)
+    trainer.train()
+    old, first = trainer.model, masters(trainer)
+    trainer.train()
+    assert trainer.model is not old
+    assert gs.engine_of(old) is None
+    assert_same(masters(trainer), first)
+    other = make(tmp_path / "b")
+    other.train()
+    assert_same(masters(other), first)
+
+
+def test_a_batch_that_is_too_large_is_tried_again(tmp_path: Path) -> None:
+    fails = [True]
+
+    class Fails(GeminiTrainer):
+        def compute_loss(self, *args: Any, **given: Any) -> Any:
+            loss = super().compute_loss(*args, **given)
+            if fails and self.state.global_step == 1:
+                fails.pop()
+                raise RuntimeError("CUDA out of memory. Tried to allocate 1 GB")
+            return loss
+
+    args = arguments(tmp_path, auto_find_batch_size=True)
+    trainer = Fails(make_model(), args, train_dataset=rows(), gemini_plugin=plugin())
+    trainer.train()
+    assert trainer._train_batch_size == 1
+    assert gs.engine_of(trainer.model).stats()["steps"] == 1 + 4
+
+
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+    trainer = make(tmp_path, model=model, optimizers=(optimizer, None), optim="sgd")
+    trainer.train()
+    assert gs.engine_of(model).optimizer is optimizer
