@@ -88,21 +88,21 @@ class Reference:
     """To be inherited from before a Trainer: trains without a budget."""
 
     def __init__(self, model: Any, args: Any, **given: Any) -> None:
-        cast(model, args)
-        adam = {
+        if args.bf16:
+            gs.cast_model_(model, "bf16-mixed")
+        super().__init__(model, args=args, **given)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        args = self.args
+        self.optimizer_cls_and_kwargs = gs.HybridAdam, {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
         }
-        super().__init__(model, args, optimizer_cls_and_kwargs=(gs.HybridAdam, adam), **given)
+        return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return self.optimizer.optimizer.clip_grad_norm_(self.args.max_grad_norm)
-
-
-def cast(model: Any, args: Any) -> None:
-    if args.bf16:
-        gs.cast_model_(model, "bf16-mixed")
 
 
 class ReferenceTrainer(Reference, Trainer):
