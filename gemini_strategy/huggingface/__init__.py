@@ -23,7 +23,13 @@ _HOMES = {
     "GeminiTrainerMixin": "trainer",
 }
 
-__all__ = ["GeminiAccelerator", "GeminiOptimizer", "GeminiPlugin", "GeminiTrainer", "GeminiTrainerMixin"]
+__all__ = [
+    "GeminiAccelerator",
+    "GeminiOptimizer",
+    "GeminiPlugin",
+    "GeminiTrainer",
+    "GeminiTrainerMixin",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -124,7 +124,9 @@ class GeminiAccelerator(Accelerator):
             optimizer = optimizer.optimizer
         model = model_of(optimizer, models)
         engine = self._engines.train(model, optimizer)
-        model._is_accelerate_prepared = True  # for accelerate's own prepare_model: nothing is left to do
+        model._is_accelerate_prepared = (
+            True  # for accelerate's own prepare_model: nothing is left to do
+        )
         if engine.scaler is not None:
             self.scaler = engine.scaler  # save_state and load_state know it
         is_ours = isinstance(given, GeminiOptimizer) and given.optimizer is optimizer

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -101,13 +102,16 @@ class Engines:
         self, model: nn.Module, optimizer: Optimizer | None, precision: str | None
     ) -> Engine:
         global _n_made
-        for other in _made if self.device.type == "cuda" else ():
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
+            gc.collect()  # a model that nobody has any more is part of a cycle with its engine
+        for other in _made if is_cuda else ():
             if not other.closed and other.device == self.device:
                 raise GeminiError(
                     f"{type(model).__name__} would be the second model under Gemini on {self.device}, beside "
-                    f"{type(other.model).__name__}, and a device has room for one: of a reference model compute what is "
-                    "needed first (precompute_ref_log_probs=True), or train adapters (LoRA), whose reference is the "
-                    "model without them; of other models close the engine: accelerator.free_memory(model)"
+                    f"{type(other.model).__name__}, and a device has room for one. In place of a reference model train "
+                    "adapters (LoRA), whose reference is the model without them. An engine that is not needed any "
+                    "more is closed with accelerator.free_memory(model)"
                 )
         arguments = {**self.plugin.arguments(), **self.scaling}
         is_mixed = precision is not None and precision.endswith("-mixed")
@@ -139,8 +143,8 @@ class Engines:
             return None
         if len(engines) > 1:
             raise GeminiError(
-                f"accelerator.{call}: the parameters are of {len(engines)} models that are trained apart: clip those of "
-                "each model by themselves"
+                f"accelerator.{call}: the parameters are of {len(engines)} models that are trained apart: clip those "
+                "of each model by themselves"
             )
         engine: Engine = engines.pop()
         trained = {

@@ -28,6 +28,12 @@ _SWITCHES = {
 }
 
 
+_COMPILING = (
+    "compiling the whole model (torch_compile=True, dynamo_backend=...) is not supported under Gemini: compile its "
+    "layers before the model is given away, `for layer in model.model.layers: layer.compile()`"
+)
+
+
 def check_plugins(given: dict[str, Any]) -> None:
     """Before an Accelerator is made: arguments and environment ask for no other way to spread a model.
 
@@ -76,6 +82,8 @@ def check_accelerator(accelerator: Any) -> None:
             f"DistributedDataParallelKwargs(comm_hook={hook}): there is no DistributedDataParallel under Gemini, and "
             "gradients are summed exactly: leave it out"
         )
+    if str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO")) != "NO":
+        raise GeminiError(_COMPILING)
     scaling = accelerator.scaler_handler
     if scaling is not None and not scaling.enabled:
         raise GeminiError(
@@ -93,11 +101,13 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
     if optim not in ADAMS and not has_optimizer:
         raise GeminiError(
             f"TrainingArguments(optim={optim!r}) is not supported under Gemini, whose optimizer is AdamW: use "
-            f"{' or '.join(map(repr, ADAMS))}, or give the Trainer an optimizer: optimizers=(torch.optim.AdamW(...), None)"
+            f"{' or '.join(map(repr, ADAMS))}, or give the Trainer one: optimizers=(torch.optim.AdamW(...), None)"
         )
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise _other(f"TrainingArguments({name}=...)", what)
+    if getattr(args, "torch_compile", False):
+        raise GeminiError(_COMPILING)
     if getattr(args, "fp16_full_eval", False):
         raise GeminiError(
             "TrainingArguments(fp16_full_eval=True) is not supported under Gemini: use bf16_full_eval=True"

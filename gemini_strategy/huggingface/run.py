@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="device memory, '24GB' or a fraction of the device (default: GEMINI_DEVICE_BUDGET, else what there is)",
     )
     parser.add_argument(
-        "--host-budget", metavar="BYTES", help="host memory of each process (default: what there is)"
+        "--host-budget",
+        metavar="BYTES",
+        help="host memory of each process (default: what there is)",
     )
     parser.add_argument("--policy", choices=tuple(POLICIES), default="auto", help="default: auto")
     parser.add_argument(
@@ -38,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print what is planned, and at the end what was measured beside it",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT names a module")
-    parser.add_argument("script", metavar="SCRIPT", help="a program that trains with Trainer, trl or accelerate")
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="a program that trains with Trainer, trl or accelerate"
+    )
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
 
 

@@ -60,7 +60,9 @@ class GeminiTrainerMixin:
     ) -> None:
         self._gemini_plugin = gemini_plugin
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        if given.get("args") is not None:  # before a class like SFTTrainer loads a model by its name
+        if (
+            given.get("args") is not None
+        ):  # before a class like SFTTrainer loads a model by its name
             has_optimizer = _has_optimizer(given)
             check_arguments(given["args"], has_optimizer=has_optimizer)
         super().__init__(*args, **kwargs)
@@ -163,7 +165,9 @@ class GeminiTrainerMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         """What lies beside the weights, which `save_model` has written."""
         if state_dict is not None or self._engine() is None:
             super()._save(output_dir, state_dict)  # type: ignore[misc]

@@ -20,7 +20,11 @@ torch.set_num_threads(1)
 
 VOCABULARY = 64
 BUDGET = "90KB"  # of 100 kB of weights in fp32, and thrice that of states
-PRECISIONS = ("no", "bf16", "bf16 weights")  # mixed_precision; the last: "no", of a model that came in bf16
+PRECISIONS = (
+    "no",
+    "bf16",
+    "bf16 weights",
+)  # mixed_precision; the last: "no", of a model that came in bf16
 
 
 @functools.cache
@@ -94,11 +98,14 @@ class Reference:
 
     def create_optimizer(self, model: Any = None) -> Any:
         args = self.args
-        self.optimizer_cls_and_kwargs = gs.HybridAdam, {
-            "lr": args.learning_rate,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-        }
+        self.optimizer_cls_and_kwargs = (
+            gs.HybridAdam,
+            {
+                "lr": args.learning_rate,
+                "betas": (args.adam_beta1, args.adam_beta2),
+                "eps": args.adam_epsilon,
+            },
+        )
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -111,7 +118,7 @@ class ReferenceTrainer(Reference, Trainer):
 
 def masters(trainer_or_model: Any, optimizer: Any = None) -> dict[str, torch.Tensor]:
     """The fp32 masters of a managed model, or of one that HybridAdam has trained."""
-    model = getattr(trainer_or_model, "model", trainer_or_model)
+    model = trainer_or_model
     if isinstance(trainer_or_model, Trainer):
         model, optimizer = trainer_or_model.model, trainer_or_model.optimizer.optimizer
     engine = gs.engine_of(model)

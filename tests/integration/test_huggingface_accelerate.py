@@ -38,7 +38,9 @@ def pieces(model: nn.Module, kind: type = torch.optim.AdamW) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
 
 
-def train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, batches: Any) -> list[float]:
+def train(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, batches: Any
+) -> list[float]:
     norms = []
     for batch in batches:
         with accelerator.accumulate(model):
@@ -118,7 +120,9 @@ def test_an_optimizer_that_comes_later(precision: str) -> None:
 def test_load_state_is_the_uninterrupted_run(mixed: str, tmp_path: Path) -> None:
     def start() -> tuple[Any, ...]:
         given = {} if mixed == "bf16 weights" else {"mixed_precision": mixed}
-        scaling = [GradScalerKwargs(init_scale=2.0**10, growth_interval=3)] if mixed == "fp16" else None
+        scaling = (
+            [GradScalerKwargs(init_scale=2.0**10, growth_interval=3)] if mixed == "fp16" else None
+        )
         accelerator = make(kwargs_handlers=scaling, **given)
         model = make_model(mixed)
         return accelerator, *accelerator.prepare(model, *pieces(model))

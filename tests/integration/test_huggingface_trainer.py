@@ -50,9 +50,13 @@ def assert_alike(reference: Any, managed: Any) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bits_of_the_reference(precision: str, tmp_path: Path) -> None:
     before = masters_of(make_model(precision))
-    reference, managed = both(tmp_path, precision, eval_dataset=rows(4, 2), eval_strategy="steps", eval_steps=2)
+    reference, managed = both(
+        tmp_path, precision, eval_dataset=rows(4, 2), eval_strategy="steps", eval_steps=2
+    )
     assert_alike(reference, managed)
-    assert any(not torch.equal(before[n], v.to(before[n].dtype)) for n, v in masters(managed).items())
+    assert any(
+        not torch.equal(before[n], v.to(before[n].dtype)) for n, v in masters(managed).items()
+    )
     stats = gs.engine_of(managed.model).stats()
     assert stats["steps"] == 4
     assert 0 < stats["device_peak_bytes"] <= 90_000
@@ -75,7 +79,12 @@ def masters_of(model: Any) -> dict[str, torch.Tensor]:
         {"neftune_noise_alpha": 5.0},
         {"label_smoothing_factor": 0.1},
         {"num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 3},
-        {"lr_scheduler_type": "constant", "warmup_steps": 2, "eval_on_start": True, "eval_dataset": rows(4)},
+        {
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 2,
+            "eval_on_start": True,
+            "eval_dataset": rows(4),
+        },
     ],
     ids=["checkpointing", "neftune", "smoothing", "remainder", "eval-on-start"],
 )
@@ -114,7 +123,12 @@ def test_updates_wait_where_somebody_may_want_gradients(tmp_path: Path) -> None:
     trainer.train()
     assert len(Reads.norms) == 4
     assert "Reads" in str(trainer._why_deferred())
-    own = Own(make_model(), arguments(tmp_path, max_grad_norm=0.0), train_dataset=rows(), gemini_plugin=plugin())
+    own = Own(
+        make_model(),
+        arguments(tmp_path, max_grad_norm=0.0),
+        train_dataset=rows(),
+        gemini_plugin=plugin(),
+    )
     own.train()
     assert "Own" in str(own._why_deferred())
     assert_same(masters(trainer), masters(own))
@@ -184,7 +198,9 @@ def test_save_model_into_a_folder_of_checkpoints(tmp_path: Path) -> None:
     assert_same(masters(trainer), {n: p.detach() for n, p in plain.named_parameters()})
     names = {path.name for path in tmp_path.iterdir()}
     assert {"checkpoint-4", "notes.txt", "config.json", "training_args.bin"} <= names
-    assert {name for name in names if "safetensors" in name or "model" in name} == {"model.safetensors"}
+    assert {name for name in names if "safetensors" in name or "model" in name} == {
+        "model.safetensors"
+    }
 
 
 def train_alike(trainer: Any) -> None:

@@ -9,11 +9,29 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import gemini_strategy as gs
 from gemini_strategy.huggingface import GeminiTrainerMixin
-from huggingface_case import VOCABULARY, Reference, assert_same, losses, make_model, masters, options, plugin
+from huggingface_case import (
+    VOCABULARY,
+    Reference,
+    assert_same,
+    losses,
+    make_model,
+    masters,
+    options,
+    plugin,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +74,17 @@ def both(kind: type, config: type, folder: Path, data: Any, **given: Any) -> Any
     """Compares the two; the managed one."""
     made = []
     for is_managed in (False, True):
-        own = {name: make() if callable(make) and name in ("model", "ref_model") else make for name, make in given.items()}
+        own = {
+            name: make() if callable(make) and name in ("model", "ref_model") else make
+            for name, make in given.items()
+        }
         torch.manual_seed(0)
         made.append(train(kind, config, folder / str(is_managed), data, is_managed, **own))
     reference, managed = made
     assert losses(reference) == losses(managed)
-    assert_same(masters(managed), {n: v for n, v in masters(reference).items() if n in masters(managed)})
+    assert_same(
+        masters(managed), {n: v for n, v in masters(reference).items() if n in masters(managed)}
+    )
     assert gs.engine_of(managed.model).stats()["steps"] == 4
     return managed
 
@@ -72,14 +95,25 @@ def test_sft(tmp_path: Path) -> None:
 
 def test_sft_with_adapters_that_it_adds_itself(tmp_path: Path) -> None:
     data = Dataset.from_dict({"text": words(32, 1)})
-    trainer = both(SFTTrainer, SFTConfig, tmp_path, data, peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    trainer = both(
+        SFTTrainer,
+        SFTConfig,
+        tmp_path,
+        data,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
     trainer.save_model()
-    assert {p.name for p in (tmp_path / "True").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert {p.name for p in (tmp_path / "True").iterdir()} >= {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
     assert not (tmp_path / "True" / "model.safetensors").exists()
 
 
 def preferences() -> Any:
-    return Dataset.from_dict({"prompt": words(16, 1), "chosen": words(16, 2), "rejected": words(16, 3)})
+    return Dataset.from_dict(
+        {"prompt": words(16, 1), "chosen": words(16, 2), "rejected": words(16, 3)}
+    )
 
 
 def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
@@ -87,11 +121,19 @@ def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
     engine = gs.engine_of(trainer.ref_model)
     assert engine.optimizer is None
     assert engine.stats()["device_peak_bytes"] <= 90_000
-    assert_same(engine.model_state_dict(), {n: p.detach() for n, p in make_model().named_parameters()})
+    assert_same(
+        engine.model_state_dict(), {n: p.detach() for n, p in make_model().named_parameters()}
+    )
 
 
 def test_dpo_with_adapters(tmp_path: Path) -> None:
-    both(DPOTrainer, DPOConfig, tmp_path, preferences(), peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    both(
+        DPOTrainer,
+        DPOConfig,
+        tmp_path,
+        preferences(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
 
 
 def test_grpo(tmp_path: Path) -> None:
@@ -112,7 +154,15 @@ def test_grpo(tmp_path: Path) -> None:
 def test_reward(tmp_path: Path) -> None:
     def model() -> Any:
         torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1, pad_token_id=0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=1,
+            pad_token_id=0,
+        )
         return LlamaForSequenceClassification(config)
 
     data = Dataset.from_dict({"chosen": words(16, 2), "rejected": words(16, 3)})

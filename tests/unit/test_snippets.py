@@ -68,6 +68,33 @@ import torch
 batches = list(torch.randint(0, 64, (4, 2, 16)))
 loader = torch.utils.data.DataLoader(torch.randint(0, 64, (8, 16)), batch_size=2)
 """,
+    "model-and-rows": """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 64, (8, 16))]
+""",
+    "cpu": """
+from transformers import TrainingArguments
+os.environ["ACCELERATE_USE_CPU"] = "true"
+own = TrainingArguments.__post_init__
+def choose_cpu(self):
+    self.use_cpu = True
+    own(self)
+TrainingArguments.__post_init__ = choose_cpu
+""",
+    "tokenizer": """
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+words = {"<pad>": 0, "<eos>": 1, **{str(i): i for i in range(2, 64)}}
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="2")),
+    pad_token="<pad>", eos_token="<eos>",
+)
+""",
     "engine": """
 import torch
 import gemini_strategy as gs
@@ -180,8 +207,13 @@ def test_command(
     if words[0] == "make":
         targets(*words[1:])
         return
+    if words[0] == "gemini-strategy":
+        words[:1] = ["python", "-m", "gemini_strategy"]
     assert words[0] in ("python", ".venv/bin/python"), f"{fence}: no test for {command}"
-    if words[1] == "-m":
+    if words[1:4] == ["-m", "gemini_strategy", "run"]:
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        words = words[:script]  # what follows is the script's
+    elif words[1] == "-m":
         assert words[2] == "pytest", f"{fence}: no test for {command}"
         assert (ROOT / words[3]).is_file(), f"{fence}: {command}"
         return

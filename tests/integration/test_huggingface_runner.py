@@ -1,0 +1,132 @@
+"""`gemini-strategy run`: scripts that know nothing of Gemini train under a budget, on one rank and on two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainingArguments
+
+import gemini_strategy as gs
+import huggingface_script
+from gemini_strategy import cli
+from gemini_strategy.huggingface.refusals import check_arguments
+from huggingface_case import ReferenceTrainer, assert_same, losses, masters
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(huggingface_script.__file__)
+RUN = ("-m", "gemini_strategy", "run")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "end" / "model.safetensors")
+
+
+def reference(folder: Path, **given: Any) -> Any:
+    return huggingface_script.train(ReferenceTrainer, folder, **given)
+
+
+def test_a_script_with_a_trainer(tmp_path: Path) -> None:
+    words = ("--device-budget", "80KB", "--report", str(SCRIPT), "trainer", str(tmp_path))
+    done = run(*RUN, *words, "bf16=true")
+    plain = reference(tmp_path / "reference", bf16=True)
+    assert_same(saved(tmp_path / "whole"), masters(plain))
+    log = json.loads((tmp_path / "whole" / "log.json").read_text())
+    keys = losses(plain)
+    assert [{k: entry[k] for k in key} for entry, key in zip(log, keys, strict=True)] == keys
+    assert "device 80 kB" in done.stderr
+    assert (tmp_path / "whole" / "kinds.txt").read_text() == "LlamaForCausalLM transformers.trainer"
+    assert "gave no model" not in done.stderr
+
+
+def test_two_ranks_share_a_model_and_save_and_resume(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", *RUN[:-1], RUN[-1])
+    run(*launcher, "--device-budget", "80KB", str(SCRIPT), "twice", str(tmp_path))
+    # Two ranks with a batch each are one with two micro-batches: all that differs is divided by two, exactly.
+    plain = reference(tmp_path / "reference", gradient_accumulation_steps=2)
+    assert_same(saved(tmp_path / "whole"), masters(plain))
+    assert_same(saved(tmp_path / "again"), saved(tmp_path / "whole"))
+    assert (tmp_path / "whole" / "kinds.txt").read_text().startswith("LlamaForCausalLM ")
+
+
+def test_a_loop_with_accelerate_and_a_budget_of_the_environment(tmp_path: Path) -> None:
+    done = run(
+        *RUN,
+        "--policy",
+        "cpu",
+        "--report",
+        str(SCRIPT),
+        "loop",
+        str(tmp_path),
+        GEMINI_DEVICE_BUDGET="70KB",
+    )
+    assert "device 70 kB" in done.stderr
+    assert 'placement_policy "cpu"' in done.stderr
+    model, data = huggingface_script.small()
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for batch in data.split(2):
+        (model(batch) ** 3).square().mean().backward()
+        optimizer.clip_grad_norm_(0.7)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(saved(tmp_path), masters(model, optimizer))
+
+
+def test_a_script_that_meets_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 3")
+    (tmp_path / "train.py").write_text(
+        "import sys, beside; print(sys.argv[1:], beside.value, __name__)"
+    )
+    done = run(*RUN, str(tmp_path / "train.py"), "--lr", "1", "--device-budget")
+    assert done.stdout == "['--lr', '1', '--device-budget'] 3 __main__\n"
+    assert "gave no model to a Trainer" in done.stderr
+
+
+def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"device_budget='many'"):
+        cli.main(["run", "--device-budget", "many", __file__])
+    with pytest.raises(SystemExit, match="there is no no-such-file.py"):
+        cli.main(["run", "no-such-file.py"])
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    assert "--device-budget" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"optim": "adafactor"}, r"optim='adafactor'\) is not supported"),
+        ({"optim": "adamw_8bit"}, r"optim='adamw_8bit'\) is not supported"),
+        ({"fp16_full_eval": True}, "use bf16_full_eval"),
+        ({"torch_compile": True}, r"layer\.compile\(\)"),
+    ],
+)
+def test_arguments_of_a_trainer_that_are_refused(
+    given: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(gs.GeminiError, match=text):
+        check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given))
