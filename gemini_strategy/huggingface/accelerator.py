@@ -1,8 +1,8 @@
 """The layer at accelerate, through which Trainer, trl, peft and plain accelerate scripts all go.
 
 Invariants
-    1. A model is managed in place: it is not moved, not wrapped, its forward is not wrapped a second time, and it is
-       compiled by nobody here.
+    1. A model is managed in place: it is not moved, not wrapped, and its forward is not wrapped a second time. Its
+       layers are compiled before, if that is asked for.
     2. The optimizer that the engine has taken over is wrapped for accelerate's schedulers, and its state makes no round
        trip.
     3. What reads whole fields (states, masters) is called by all ranks.
@@ -80,6 +80,7 @@ class GeminiAccelerator(Accelerator):
             self.device,
             _PRECISIONS[self.mixed_precision],
             _scaling(self.scaler_handler),
+            _compiling(self.state.dynamo_plugin),
         )
 
     # ---- models and optimizers ----
@@ -254,6 +255,12 @@ def adopt(accelerator: Accelerator, plugin: GeminiPlugin | None) -> None:
 
 def _listed(parameters: Any) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _compiling(plugin: Any) -> dict[str, Any] | None:
+    """torch.compile's arguments; None: accelerate is not asked to compile."""
+    is_asked = str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO"
+    return plugin.to_kwargs() if is_asked else None
 
 
 def _scaling(handler: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini_strategy import Engine, GeminiError, engine_of, manage
+from gemini_strategy.huggingface.compiling import compile_layers
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
 from gemini_strategy.optim.moments import lack
@@ -42,6 +43,7 @@ class Engines:
         device: where models compute.
         precision: manage()'s; None keeps the dtypes of a model.
         scaling: manage()'s arguments of the loss scale.
+        compiling: torch.compile's arguments for the layers of a model; None: they are not compiled.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Engines:
         device: torch.device,
         precision: str | None,
         scaling: dict[str, Any],
+        compiling: dict[str, Any] | None,
     ) -> None:
         self.plugin = plugin
         self.device = device
         self.precision = precision
         self.scaling = scaling
+        self.compiling = compiling
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         """The engine that trains `model` with `optimizer`; see the invariants.
@@ -113,6 +117,8 @@ class Engines:
                     "adapters (LoRA), whose reference is the model without them. An engine that is not needed any "
                     "more is closed with accelerator.free_memory(model)"
                 )
+        if self.compiling is not None:
+            compile_layers(model, self.compiling)
         arguments = {**self.plugin.arguments(), **self.scaling}
         is_mixed = precision is not None and precision.endswith("-mixed")
         engine = manage(

@@ -6,30 +6,82 @@ ones when all of them are on the disk.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from gemini_strategy import Engine
+from torch import nn
+
+from gemini_strategy import Engine, engine_of
 from gemini_strategy.checkpoint.together import together
 
-__all__ = ["save_into"]
+__all__ = ["keeping_masters", "save_into"]
 
 _DRAFT = ".model"
+# Of save_pretrained's arguments those that ask for nothing else than what is done here. All ranks write.
+_UNDERSTOOD = {"self", "save_directory", "is_main_process", "max_shard_size", "save_function"}
 _WEIGHTS = re.compile(
     r"((adapter_)?model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 )
 
 
-def save_into(engine: Engine, folder: Path) -> None:
+def keeping_masters(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`save_pretrained` of transformers or peft, for scripts that know nothing of masters: it does not round them.
+
+    Of a model whose weights are their masters it is as it was.
+    """
+
+    @functools.wraps(plain)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **given: Any) -> Any:
+        engine = engine_of(self)
+        if engine is None or not any(slot.has_low for slot in engine._runtime.slots):
+            return plain(self, save_directory, *args, **given)
+        signature = inspect.signature(plain)
+        asked = signature.bind(self, save_directory, *args, **given).arguments
+        asked |= asked.pop("kwargs", {})
+        usual = {name: p.default for name, p in signature.parameters.items()}
+        usual["safe_serialization"] = True
+        beyond = {n for n, v in asked.items() if v is not usual.get(n) and v != usual.get(n)}
+        beyond -= _UNDERSTOOD
+        if beyond:
+            if asked.get("state_dict") is None:
+                warnings.warn(
+                    f"save_pretrained({', '.join(sorted(beyond))}): the weights are rounded to {engine.precision}; "
+                    "without these arguments their fp32 masters are saved",
+                    stacklevel=2,
+                )
+            return plain(self, save_directory, *args, **given)
+        save_into(engine, Path(save_directory), self, asked.get("max_shard_size", "50GB"))
+        return None
+
+    return save_pretrained
+
+
+def save_into(
+    engine: Engine,
+    folder: Path,
+    module: nn.Module | None = None,
+    max_shard_size: int | str = "50GB",
+) -> None:
     """The engine's model as a Hugging Face model in `folder`: fp32 masters, and the dtype in config.json.
 
     All ranks call it. Weights of an older model there are replaced, all else stays.
+
+    Args:
+        engine: of the model.
+        folder: made if it is not there.
+        module: a part of the model; None: the model.
+        max_shard_size: of one file.
 
     Raises:
         GeminiError: it cannot be written, on which rank and why; the old files are as they were.
     """
     draft = folder / _DRAFT
-    engine.save_pretrained(draft)
+    engine.save_pretrained(draft, max_shard_size=max_shard_size, module=module)
 
     def publish() -> None:
         if engine.ranks.rank == 0:

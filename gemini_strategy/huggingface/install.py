@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.huggingface.folders import keeping_masters
 from gemini_strategy.huggingface.refusals import check_arguments
 
 __all__ = ["install"]
@@ -58,8 +59,18 @@ def _arguments(module: ModuleType) -> None:
     kind.__post_init__ = checked
 
 
+def _models(module: ModuleType) -> None:
+    module.PreTrainedModel.save_pretrained = keeping_masters(module.PreTrainedModel.save_pretrained)
+
+
+def _adapters(module: ModuleType) -> None:
+    module.PeftModel.save_pretrained = keeping_masters(module.PeftModel.save_pretrained)
+
+
 _ACTS: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.accelerator": _accelerate,
+    "peft.peft_model": _adapters,
+    "transformers.modeling_utils": _models,
     "transformers.training_args": _arguments,
     "transformers.trainer": _trainer,
 }

@@ -28,12 +28,6 @@ _SWITCHES = {
 }
 
 
-_COMPILING = (
-    "compiling the whole model (torch_compile=True, dynamo_backend=...) is not supported under Gemini: compile its "
-    "layers before the model is given away, `for layer in model.model.layers: layer.compile()`"
-)
-
-
 def check_plugins(given: dict[str, Any]) -> None:
     """Before an Accelerator is made: arguments and environment ask for no other way to spread a model.
 
@@ -82,8 +76,6 @@ def check_accelerator(accelerator: Any) -> None:
             f"DistributedDataParallelKwargs(comm_hook={hook}): there is no DistributedDataParallel under Gemini, and "
             "gradients are summed exactly: leave it out"
         )
-    if str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO")) != "NO":
-        raise GeminiError(_COMPILING)
     scaling = accelerator.scaler_handler
     if scaling is not None and not scaling.enabled:
         raise GeminiError(
@@ -106,8 +98,6 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise _other(f"TrainingArguments({name}=...)", what)
-    if getattr(args, "torch_compile", False):
-        raise GeminiError(_COMPILING)
     if getattr(args, "fp16_full_eval", False):
         raise GeminiError(
             "TrainingArguments(fp16_full_eval=True) is not supported under Gemini: use bf16_full_eval=True"

@@ -158,8 +158,11 @@ class GeminiTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        with engine.ranks.explaining():
-            save_into(engine, folder)
+        if _has_exact_prompts(engine):  # peft computes them
+            self.model.save_pretrained(folder)
+        else:
+            with engine.ranks.explaining():
+                save_into(engine, folder)
         if self.args.should_save:
             self._save(str(folder))
         if self.args.push_to_hub and not _internal_call:
@@ -213,6 +216,13 @@ class GeminiTrainerMixin:
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):
     """transformers.Trainer under a budget; see GeminiTrainerMixin for its one argument."""
+
+
+def _has_exact_prompts(engine: Engine) -> bool:
+    """Whether peft's prompts are what is trained, with no more than one rank and nothing to be rounded."""
+    adapters = getattr(engine.model, "peft_config", None) or {}
+    is_alone = engine.ranks.size == 1 and not any(slot.has_low for slot in engine._runtime.slots)
+    return is_alone and any(getattr(a, "is_prompt_learning", False) for a in adapters.values())
 
 
 def _has_optimizer(given: dict[str, Any]) -> bool:

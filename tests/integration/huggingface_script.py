@@ -78,6 +78,29 @@ def loop(folder: Path) -> None:
     accelerator.save_model(model, str(folder / "end"))
 
 
+def states(folder: Path) -> None:
+    """A loop that saves its state, and one that goes on from there."""
+    from accelerate import Accelerator
+
+    for again in (False, True):
+        accelerator = Accelerator(cpu=True)
+        model, data = small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if again:
+            torch.nn.init.zeros_(model[0].weight)
+            accelerator.load_state(str(folder / "state"))
+        for number, batch in enumerate(data.split(2)):
+            if again and number < 2:
+                continue
+            accelerator.backward((model(batch) ** 3).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                accelerator.save_state(str(folder / "state"))
+        accelerator.save_model(model, str(folder / ("again" if again else "whole") / "end"))
+
+
 if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
     options = {
@@ -92,3 +115,4 @@ if __name__ == "__main__":
         if what == "twice":
             checkpoint = str(folder / "whole" / "checkpoint-2")
             train(Trainer, folder / "again", checkpoint, **options)
+            states(folder / "states")

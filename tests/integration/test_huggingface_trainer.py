@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 import gemini_strategy as gs
 from gemini_strategy.huggingface import GeminiTrainer
+from gemini_strategy.huggingface.folders import keeping_masters
 from huggingface_case import (
     PRECISIONS,
     ReferenceTrainer,
@@ -290,3 +293,52 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, model=model, optimizers=(optimizer, None), optim="sgd")
     trainer.train()
     assert gs.engine_of(model).optimizer is optimizer
+
+
+def test_compiled_layers(tmp_path: Path) -> None:
+    reference = make(tmp_path / "reference", kind=ReferenceTrainer)
+    for layer in reference.model.model.layers:
+        layer.compile(backend="eager")
+    reference.train()
+    managed = make(tmp_path, torch_compile=True, torch_compile_backend="eager")
+    managed.train()
+    assert all(layer._compiled_call_impl is not None for layer in managed.model.model.layers)
+    assert_alike(reference, managed)
+
+
+def test_prompts_go_on_where_they_were(tmp_path: Path) -> None:
+    ends = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        torch.manual_seed(0)
+        model = get_peft_model(make_model(), config)
+        trainer = make(tmp_path, model=model, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        ends.append(masters(trainer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_save_pretrained_of_a_script_does_not_round(
+    has_adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = PeftModel if has_adapters else PreTrainedModel
+    monkeypatch.setattr(kind, "save_pretrained", keeping_masters(kind.save_pretrained))
+    model = make_model()
+    if has_adapters:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    trainer = make(tmp_path / "a", "bf16", model)
+    trainer.train()
+    (tmp_path / "b" / "other").mkdir(parents=True)
+    model.save_pretrained(tmp_path / "b", is_main_process=True, safe_serialization=True)
+    file = "adapter_model.safetensors" if has_adapters else "model.safetensors"
+    saved = load_file(tmp_path / "b" / file)
+    plain = {name.replace(".default.", "."): value for name, value in masters(trainer).items()}
+    assert_same(plain, saved)
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in saved.values())
+    with pytest.warns(UserWarning, match="token.*rounded to bf16-mixed"):
+        model.save_pretrained(tmp_path / "c", token="none")
+    assert_same(
+        {n: v.bfloat16() for n, v in plain.items()},
+        {n: v.bfloat16() for n, v in load_file(tmp_path / "c" / file).items()},
+    )
