@@ -10,8 +10,9 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from gemini_strategy import Engine, GeminiError, engine_of
 from gemini_strategy.huggingface.engines import Engines, masters_of, model_of
 from gemini_strategy.huggingface.plugin import GeminiPlugin, current
 from gemini_strategy.huggingface.refusals import check_accelerator, check_plugins
+from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 
 __all__ = ["GeminiAccelerator", "GeminiOptimizer", "adopt"]
 
@@ -36,6 +38,7 @@ class GeminiOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
+        self._is_saved = False  # beside the masters, by all ranks, for rank 0
 
     def step(self, closure: Any = None) -> None:
         """Steps where accelerate synchronises; `step_was_skipped` says whether an fp16 step changed nothing."""
@@ -44,6 +47,22 @@ class GeminiOptimizer(AcceleratedOptimizer):
         before = 0 if scaler is None else runtime.stats()["skipped_steps"]
         super().step(closure)
         self._is_overflow = scaler is not None and runtime.stats()["skipped_steps"] > before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own; in `save_state` rank 0 gets it, without what the model's file has."""
+        runtime = getattr(self.optimizer, "_gm_engine", None)
+        if runtime is None or not self._is_saved:
+            return super().state_dict()
+        return optimizer_state_dict(runtime, self.optimizer, 0, with_lows=False)
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Inside, `state_dict` is for a file."""
+        self._is_saved = True
+        try:
+            yield
+        finally:
+            self._is_saved = False
 
 
 class GeminiAccelerator(Accelerator):
@@ -217,6 +236,15 @@ class GeminiAccelerator(Accelerator):
         else:
             engine.clip_grad_value_(clip_value)
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """accelerate's for one process. Raises GeminiError for several: each has the same number of batches."""
+        if self.num_processes > 1:
+            raise GeminiError(
+                "accelerator.join_uneven_inputs: all ranks make the same passes under Gemini: leave it out, "
+                "accelerate's loaders give each rank as many batches (even_batches)"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
     # ---- states ----
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -224,6 +252,19 @@ class GeminiAccelerator(Accelerator):
         plain = self.unwrap_model(model) if unwrap else model
         state = masters_of(plain, rank0_only=self.num_processes > 1)
         return super().get_state_dict(model, unwrap=unwrap) if state is None else state
+
+    def save_state(
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Any:
+        """accelerate's, with fp32 masters. All ranks call it, and rank 0 holds what it writes."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, GeminiOptimizer):
+                    stack.enter_context(optimizer.saved())
+            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(
         self,

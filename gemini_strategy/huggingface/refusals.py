@@ -28,6 +28,11 @@ _SWITCHES = {
 }
 
 
+_ONE_PLACE = (
+    "rank 0 alone gets what several ranks put together: save into a folder that all hosts can write"
+)
+
+
 def check_plugins(given: dict[str, Any]) -> None:
     """Before an Accelerator is made: arguments and environment ask for no other way to spread a model.
 
@@ -76,6 +81,8 @@ def check_accelerator(accelerator: Any) -> None:
             f"DistributedDataParallelKwargs(comm_hook={hook}): there is no DistributedDataParallel under Gemini, and "
             "gradients are summed exactly: leave it out"
         )
+    if accelerator.project_configuration.save_on_each_node:
+        raise GeminiError("ProjectConfiguration(save_on_each_node=True): " + _ONE_PLACE)
     scaling = accelerator.scaler_handler
     if scaling is not None and not scaling.enabled:
         raise GeminiError(
@@ -98,6 +105,8 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise _other(f"TrainingArguments({name}=...)", what)
+    if getattr(args, "save_on_each_node", False):
+        raise GeminiError("TrainingArguments(save_on_each_node=True): " + _ONE_PLACE)
     if getattr(args, "fp16_full_eval", False):
         raise GeminiError(
             "TrainingArguments(fp16_full_eval=True) is not supported under Gemini: use bf16_full_eval=True"

@@ -73,14 +73,21 @@ def execute(arguments: argparse.Namespace) -> int:
         else:
             sys.path[0] = str(Path(arguments.script).resolve().parent)
             runpy.run_path(arguments.script, run_name="__main__")
-    finally:
-        if not all_made():
-            print(
-                f"gemini-strategy run: {arguments.script} gave no model to a Trainer (transformers, trl) or to an "
-                "Accelerator: nothing ran under a budget. Other loops call gemini_strategy.manage(model, optimizer)",
-                file=sys.stderr,
-            )
+    except SystemExit:
+        _tell(arguments.script)
+        raise
+    _tell(arguments.script)
     return 0
+
+
+def _tell(script: str) -> None:
+    """The script has ended: whether it met anything of ours."""
+    if not all_made():
+        print(
+            f"gemini-strategy run: {script} gave no model to a Trainer (transformers, trl) or to an Accelerator: "
+            "nothing ran under a budget. Other loops call gemini_strategy.manage(model, optimizer)",
+            file=sys.stderr,
+        )
 
 
 def _budget(text: str | None) -> str | float | None:

@@ -10,13 +10,13 @@ Invariants
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, Trainer
 
 from gemini_strategy import Engine, engine_of
@@ -59,12 +59,11 @@ class GeminiTrainerMixin:
         self, *args: Any, gemini_plugin: GeminiPlugin | None = None, **kwargs: Any
     ) -> None:
         self._gemini_plugin = gemini_plugin
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        if (
-            given.get("args") is not None
-        ):  # before a class like SFTTrainer loads a model by its name
-            has_optimizer = _has_optimizer(given)
-            check_arguments(given["args"], has_optimizer=has_optimizer)
+        for given in (*args, *kwargs.values()):
+            if isinstance(
+                given, TrainingArguments
+            ):  # before SFTTrainer, say, loads a model by its name
+                check_arguments(given, has_optimizer=_has_optimizer((*args, *kwargs.values())))
         super().__init__(*args, **kwargs)
 
     # ---- placing ----
@@ -225,7 +224,10 @@ def _has_exact_prompts(engine: Engine) -> bool:
     return is_alone and any(getattr(a, "is_prompt_learning", False) for a in adapters.values())
 
 
-def _has_optimizer(given: dict[str, Any]) -> bool:
-    """Whether a Trainer is given an optimizer, so that `optim` does not count."""
-    optimizers = given.get("optimizers") or (None, None)
-    return optimizers[0] is not None or given.get("optimizer_cls_and_kwargs") is not None
+def _has_optimizer(given: tuple[Any, ...]) -> bool:
+    """Whether a Trainer is given an optimizer or its class, so that `optim` does not count."""
+    firsts = [each[0] for each in given if isinstance(each, tuple) and each]
+    return any(
+        isinstance(first, Optimizer) or (isinstance(first, type) and issubclass(first, Optimizer))
+        for first in firsts
+    )

@@ -79,6 +79,7 @@ def options(folder: Path, precision: str = "no", **given: Any) -> dict[str, Any]
         "weight_decay": 0.1,
         "max_grad_norm": 0.7,
         "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         "log_level": "error",
         **given,
     }

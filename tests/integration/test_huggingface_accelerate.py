@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import GradScalerKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    ProjectConfiguration,
+)
 from torch import nn
 
 import gemini_strategy as gs
@@ -20,9 +25,13 @@ def _fresh_state() -> Any:
     """accelerate keeps one state per process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    def reset() -> None:
+        for kind in (AcceleratorState, GradientState, PartialState):
+            kind._reset_state()
+
+    reset()
     yield
-    for kind in (AcceleratorState, GradientState, PartialState):
-        kind._reset_state()
+    reset()
 
 
 def make(**given: Any) -> GeminiAccelerator:
@@ -223,6 +232,11 @@ def test_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         make(fsdp_plugin=object())
     with pytest.raises(gs.GeminiError, match=r"deepspeed_plugin=.* asks for DeepSpeed"):
         make(deepspeed_plugin=object())
+    with pytest.raises(gs.GeminiError, match="save_on_each_node"):
+        make(project_config=ProjectConfiguration(save_on_each_node=True))
+    with pytest.raises(gs.GeminiError, match=r"comm_hook=.* gradients are summed exactly"):
+        hook = DDPCommunicationHookType.FP16
+        make(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         with pytest.raises(gs.GeminiError, match="ACCELERATE_USE_DEEPSPEED"):

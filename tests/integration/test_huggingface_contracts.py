@@ -8,9 +8,11 @@ import pytest
 import transformers
 import trl
 from accelerate.accelerator import Accelerator
+from accelerate.checkpointing import save_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from transformers import TrainerCallback, TrainingArguments
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import Trainer
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
@@ -30,11 +32,14 @@ OVERRIDDEN: dict[Any, dict[str, str]] = {
         "clip_grad_norm_": "self, parameters, max_norm, norm_type=2",
         "clip_grad_value_": "self, parameters, clip_value",
         "get_state_dict": "self, model, unwrap=True",
+        "join_uneven_inputs": "self, joinables, even_batches=None",
+        "save_state": "self, output_dir=None, safe_serialization=True, **save_model_func_kwargs",
         "load_state": "self, input_dir=None, load_kwargs=None, **load_model_func_kwargs",
     },
     AcceleratedOptimizer: {
         "__init__": "self, optimizer, device_placement=True, scaler=None",
         "step": "self, closure=None",
+        "state_dict": "self",
     },
     Trainer: {
         "__init__": "*",
@@ -69,6 +74,15 @@ USED: dict[Any, dict[str, str]] = {
         "on_optimizer_step": "self, args, state, control, **kwargs",
     },
     TrainingArguments: {"__post_init__": "self"},
+    PreTrainedModel: {
+        "save_pretrained": "self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, "
+        "max_shard_size='50GB', variant=None, token=None, save_peft_format=True, save_original_format=True, "
+        "distributed_checkpoint=False, **kwargs"
+    },
+    PeftModel: {
+        "save_pretrained": "self, save_directory, safe_serialization=True, selected_adapters=None, "
+        "save_embedding_layers='auto', is_main_process=True, path_initial_model_for_weight_conversion=None, **kwargs"
+    },
     AcceleratedScheduler: {
         "__init__": "self, scheduler, optimizers, step_with_optimizer=True, split_batches=False"
     },
@@ -98,6 +112,7 @@ TEXTS = [
     (Accelerator.prepare_optimizer, '"_is_accelerate_prepared"'),
     (Accelerator.prepare_scheduler, "opt.optimizer"),
     (Accelerator.save_state, "self.get_state_dict(model, unwrap=False)"),
+    (save_accelerator_state, "state = opt.state_dict()"),
     (Accelerator.save_model, "self.get_state_dict(model)"),
     (AcceleratedOptimizer.step, "self.gradient_state.sync_gradients"),
     (AcceleratedOptimizer.step_was_skipped.fget, "self._is_overflow"),

@@ -126,6 +126,7 @@ def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
         ({"optim": "adafactor"}, r"optim='adafactor'\) is not supported"),
         ({"optim": "adamw_8bit"}, r"optim='adamw_8bit'\) is not supported"),
         ({"fp16_full_eval": True}, "use bf16_full_eval"),
+        ({"save_on_each_node": True}, "a folder that all hosts can write"),
     ],
 )
 def test_arguments_of_a_trainer_that_are_refused(

@@ -137,7 +137,7 @@ def test_updates_wait_where_somebody_may_want_gradients(tmp_path: Path) -> None:
     assert_same(masters(trainer), masters(own))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16"])
 def test_resume_is_the_uninterrupted_run(precision: str, tmp_path: Path) -> None:
     whole = make(tmp_path / "a", precision, save_strategy="steps", save_steps=2)
     whole.train()
