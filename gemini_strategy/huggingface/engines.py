@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -77,7 +78,9 @@ class Engines:
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
                 )
             close_for_another(engine, with_states=engine.optimizer is optimizer)
-        return self._manage(model, optimizer, self.precision)
+        engine = self._manage(model, optimizer, self.precision)
+        model.zero_grad = ZeroGrad(model)  # type: ignore[method-assign]
+        return engine
 
     def evaluate(self, model: nn.Module, precision: str | None = None) -> Engine:
         """The engine under which `model` runs; one without an optimizer, if there is none.
@@ -167,6 +170,30 @@ class Engines:
                 "gradients of a model together. Give model.parameters(), and all that is trainable to the optimizer"
             )
         return engine
+
+
+class ZeroGrad:
+    """A model's `zero_grad` while it is trained: all gradients at once, as a Trainer drops them after each step.
+
+    nn.Module's own reads the gradient of every parameter first, which takes the host milliseconds. A deep copy of the
+    model, and a model without an engine, have their class's own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        engine = engine_of(self._model)
+        if engine is None or engine.optimizer is None or engine.model is not self._model:
+            type(self._model).zero_grad(self._model, set_to_none)
+        else:
+            engine.zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self._model).zero_grad, memo[id(self._model)])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model, "zero_grad")
 
 
 def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module:

@@ -1,5 +1,7 @@
 """A plain accelerate loop under a budget: the bits of the same loop by hand, states, and what is refused."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,30 @@ def test_two_models_and_a_loss_that_has_no_parameters() -> None:
     assert gs.engine_of(models[0]) is not gs.engine_of(models[1])
     with pytest.raises(gs.GeminiError, match="2 models that are trained apart"):
         accelerator.clip_grad_norm_([*models[0].parameters(), *models[1].parameters()], 1.0)
+
+
+def test_zero_grad_of_the_model() -> None:
+    accelerator = make()
+    model = make_model()
+    optimizer, _ = pieces(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = next(iter(loader()))
+    for set_to_none in (True, False):
+        accelerator.backward(model(**batch).loss)
+        model.zero_grad(set_to_none)
+        grads = [p.grad for p in model.parameters()]
+        assert all(g is None for g in grads) if set_to_none else not any(g.any() for g in grads)
+    copied = copy.deepcopy(model)
+    copied(**batch).loss.backward()
+    copied.zero_grad()
+    assert all(p.grad is None for p in copied.parameters())
+    assert copied.zero_grad.__self__ is copied
+    again = pickle.loads(pickle.dumps(model))
+    assert again.zero_grad.__self__ is again
+    accelerator.free_memory(model, optimizer)
+    model(**batch).loss.backward()
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_what_cannot_be_clipped_is_refused() -> None:
