@@ -35,15 +35,11 @@ _AROUND_BACKWARD = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_
 _CALLBACKS = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
-class GeminiTrainerMixin:
-    """To be inherited from before a Trainer: `class MyTrainer(GeminiTrainerMixin, SFTTrainer): ...`.
+class TrainerMethods:
+    """What is different in a Trainer under a budget.
 
-    Args:
-        gemini_plugin: budgets and policy; None: those of the runner or the environment.
-        args, kwargs: the Trainer's own.
-
-    Raises:
-        GeminiError: an argument asks for what cannot be honoured, by name.
+    Apart from GeminiTrainerMixin, so that a class may have the mixin and be derived from a GeminiTrainer too, as it is
+    under the runner.
     """
 
     accelerator: Any
@@ -59,11 +55,10 @@ class GeminiTrainerMixin:
         self, *args: Any, gemini_plugin: GeminiPlugin | None = None, **kwargs: Any
     ) -> None:
         self._gemini_plugin = gemini_plugin
-        for given in (*args, *kwargs.values()):
-            if isinstance(
-                given, TrainingArguments
-            ):  # before SFTTrainer, say, loads a model by its name
-                check_arguments(given, has_optimizer=_has_optimizer((*args, *kwargs.values())))
+        given = (*args, *kwargs.values())
+        for each in given:
+            if isinstance(each, TrainingArguments):  # before a model is loaded by its name
+                check_arguments(each, has_optimizer=_has_optimizer(given))
         super().__init__(*args, **kwargs)
 
     # ---- placing ----
@@ -117,7 +112,7 @@ class GeminiTrainerMixin:
                     return f"the callback {type(callback).__name__} has {name}"
         optimizer = self.accelerator._optimizers[0] if self.accelerator._optimizers else None
         plain = getattr(optimizer, "optimizer", optimizer)
-        if plain is None or plain._optimizer_step_pre_hooks:
+        if plain is None or plain._optimizer_step_pre_hooks or plain._optimizer_step_post_hooks:
             return "the optimizer has hooks"
         return None
 
@@ -213,7 +208,19 @@ class GeminiTrainerMixin:
         self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
 
 
-class GeminiTrainer(GeminiTrainerMixin, Trainer):
+class GeminiTrainerMixin(TrainerMethods):
+    """To be inherited from before a Trainer: `class MyTrainer(GeminiTrainerMixin, SFTTrainer): ...`.
+
+    Args:
+        gemini_plugin: budgets and policy; None: those of the runner or the environment.
+        args, kwargs: the Trainer's own.
+
+    Raises:
+        GeminiError: an argument asks for what cannot be honoured, by name.
+    """
+
+
+class GeminiTrainer(TrainerMethods, Trainer):
     """transformers.Trainer under a budget; see GeminiTrainerMixin for its one argument."""
 
 

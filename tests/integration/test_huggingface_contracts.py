@@ -16,8 +16,14 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import Trainer
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
-from gemini_strategy.huggingface import GeminiAccelerator, GeminiOptimizer, GeminiTrainerMixin
+from gemini_strategy.huggingface import (
+    GeminiAccelerator,
+    GeminiOptimizer,
+    GeminiTrainer,
+    GeminiTrainerMixin,
+)
 from gemini_strategy.huggingface.refusals import ADAMS
+from gemini_strategy.huggingface.trainer import TrainerMethods
 
 # What is overridden, with the parameters that it had when this was written.
 OVERRIDDEN: dict[Any, dict[str, str]] = {
@@ -60,7 +66,7 @@ OVERRIDDEN: dict[Any, dict[str, str]] = {
 OURS = {
     Accelerator: GeminiAccelerator,
     AcceleratedOptimizer: GeminiOptimizer,
-    Trainer: GeminiTrainerMixin,
+    Trainer: TrainerMethods,
 }
 # What is called or read, and not overridden.
 USED: dict[Any, dict[str, str]] = {
@@ -178,6 +184,13 @@ def test_trl_goes_through_the_trainer(kind: Any) -> None:
             if name in vars(base):
                 source = inspect.getsource(vars(base)[name])
                 assert f"super().{name}(" in source, f"{base.__name__}.{name} ({versions()})"
+
+
+def test_the_mixin_goes_before_a_class_that_has_it_already() -> None:
+    """As in a script with the mixin in it that is run by the runner."""
+    kind = type("Mine", (GeminiTrainerMixin, type("Theirs", (GeminiTrainer,), {})), {})
+    names = [each.__name__ for each in kind.__mro__]
+    assert names.index("TrainerMethods") == names.index("Trainer") - 1
 
 
 def test_the_names_of_adams() -> None:
