@@ -311,6 +311,7 @@ class Engine(Uncopied):
         extra: Any = None,
         *,
         keep_last: int | None = None,
+        frozen: bool = True,
         background: Literal[False] = False,
     ) -> Path: ...
 
@@ -321,6 +322,7 @@ class Engine(Uncopied):
         extra: Any = None,
         *,
         keep_last: int | None = None,
+        frozen: bool = True,
         background: Literal[True],
     ) -> Saving: ...
 
@@ -330,6 +332,7 @@ class Engine(Uncopied):
         extra: Any = None,
         *,
         keep_last: int | None = None,
+        frozen: bool = True,
         background: bool = False,
     ) -> Path | Saving:
         """Saves everything for an exact resume into a folder.
@@ -351,6 +354,8 @@ class Engine(Uncopied):
                 each rank its own: numbers, strings, lists, tuples, dicts, tensors.
             keep_last: `folder` is for a series of checkpoints: this one is `step-000000123` in it, `latest` names it
                 when all of it is on the disk, and only the last so many that were saved are kept.
+            frozen: False: without parameters that are not trained, such as the base of adapters. They are not read,
+                and `load` leaves those of the model as they are.
             background: return as soon as it is known what it has to be, and write it while training goes on. What an
                 update changes before it has been written is copied first. Copies take at most half of the host's
                 memory that is left, or one chunk's; then updates wait for the disk. The next save, load, close() and
@@ -364,8 +369,8 @@ class Engine(Uncopied):
             ValueError: keep_last is less than 1.
         """
         if background:
-            return save_in_background(self._runtime, local(folder), extra, keep_last)
-        return save(self._runtime, local(folder), extra, keep_last)
+            return save_in_background(self._runtime, local(folder), extra, keep_last, frozen=frozen)
+        return save(self._runtime, local(folder), extra, keep_last, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str], *, model_only: bool = False) -> Any:
         """Loads what `save` has saved, bit for bit, whatever the number of ranks, the policy and the budget are now.

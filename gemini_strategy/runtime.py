@@ -39,6 +39,7 @@ from gemini_strategy.report.reporting import Reporting
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import StepInBackward
 from gemini_strategy.weights.loading import Loading
+from gemini_strategy.weights.transformers import adapter_parameters
 
 __all__ = ["Runtime", "Uncopied"]
 
@@ -115,7 +116,7 @@ class Runtime(Uncopied, Reporting):
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         foreign.check_modules(model, settings.device, settings.weights is not None)
-        registration = Registration(self, grouped)
+        registration = Registration(self, grouped, adapter_parameters(model))
         check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
         self.slots = registration.slots
@@ -438,6 +439,7 @@ class Runtime(Uncopied, Reporting):
             present = [slot for slot, _ in work]
             shown = agreement.check_hyperparameters(self, "optimizer step", present)
         if not work:
+            self._check_unknown()
             self.step_in_backward.give_up()
             return loss
         divisor = 1.0
@@ -471,6 +473,16 @@ class Runtime(Uncopied, Reporting):
         self.note_step(self.core.stats())
         absent.sweep()
         return loss
+
+    def _check_unknown(self) -> None:
+        """A step finds no gradient of its own: nor has anybody put trained parameters into the model since manage()."""
+        for name, parameter in self.model.named_parameters():
+            if getattr(parameter, "_gm_slot", None) is None and parameter.grad is not None:
+                raise GeminiError(
+                    f"optimizer step: {name} has a gradient, and nothing that is managed has one: it was added after "
+                    "manage() (an adapter, a new head), and this engine does not train it: engine.close(), make the "
+                    "optimizer over what is trained now, and manage() the model again"
+                )
 
     def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
         try:

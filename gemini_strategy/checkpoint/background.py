@@ -51,9 +51,10 @@ def save_in_background(
     meta: Any = None,
     with_optimizer: bool = True,
     replaces_files: bool = False,
+    frozen: bool = True,
 ) -> Saving:
     """See Engine.save and save.save."""
-    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files)
+    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files, frozen)
     ranks, part = runtime.ranks, writing.part
     twin: Ranks | None = None
     try:

@@ -86,6 +86,7 @@ class Model:
     Args:
         runtime: of the model.
         module: a module in it, of which alone the state is; None: the model.
+        frozen: with parameters that have no place for states, as they are not trained.
 
     Attributes:
         names: all of them, in order.
@@ -93,16 +94,20 @@ class Model:
         aliases: other names of them, with that first name.
         tensors: buffers.
         others: what else there is: extra states, and what hooks of the module make.
+        frozen: as it was given.
 
     Raises:
         GeminiError: something that cannot be kept, by name.
     """
 
-    def __init__(self, runtime: Runtime, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, module: nn.Module | None = None, frozen: bool = True
+    ) -> None:
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.others: dict[str, Any] = {}
+        self.frozen = frozen
         model = runtime.model if module is None else module
         # A hook may have put copies there.
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -127,6 +132,15 @@ class Model:
             if slot.has_moments and slot.id not in first:
                 self.names.append(slot.name)
                 self.slots[slot.name] = slot
+        if not frozen:
+            self.drop({name for name, slot in self.slots.items() if not slot.has_moments})
+
+    def drop(self, names: set[str]) -> None:
+        """Without the slots of these names."""
+        gone = names | {alias for alias, name in self.aliases.items() if name in names}
+        self.names = [name for name in self.names if name not in gone]
+        self.slots = {name: slot for name, slot in self.slots.items() if name not in gone}
+        self.aliases = {alias: name for alias, name in self.aliases.items() if alias not in gone}
 
     def fields(self, runtime: Runtime, with_optimizer: bool) -> Iterator[Field]:
         """Weights, and the moments of what has been updated."""

@@ -72,6 +72,10 @@ class _Loading:
         self._model = Model(runtime)
         self._with_optimizer = "optimizer" in parts and runtime.optimizer is not None
         self._rest = self.manifest.rest
+        if not self._rest.get("frozen", True):  # a model keeps its own
+            stored = self.manifest.tensors
+            frozen = {name for name, slot in self._model.slots.items() if not slot.has_moments}
+            self._model.drop({name for name in frozen if f"model.{name}" not in stored})
         try:
             self._check_model()
             optimizer = self._rest.get("optimizer") or {}

@@ -41,6 +41,7 @@ def save(
     meta: Any = None,
     with_optimizer: bool = True,
     replaces_files: bool = False,
+    frozen: bool = True,
 ) -> Path:
     """See Engine.save.
 
@@ -49,11 +50,12 @@ def save(
         meta: what is in the file meta.pt; None: the loss scaler's state.
         with_optimizer: False: the model alone.
         replaces_files: an ordinary file of the target's name may be replaced, too.
+        frozen: False: without parameters that are not trained.
 
     Returns:
         The checkpoint's folder.
     """
-    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files)
+    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files, frozen)
     ranks, what, part = runtime.ranks, writing.what, writing.part
     try:
         in_stretches(
@@ -86,7 +88,7 @@ class Writing:
     """A checkpoint of an engine, from the call to its end. All ranks make one, and close it.
 
     Args:
-        runtime, target, keep_last, with_optimizer, replaces_files: as for `save`.
+        runtime, target, keep_last, with_optimizer, replaces_files, frozen: as for `save`.
 
     Attributes:
         what: it is, for errors.
@@ -105,15 +107,16 @@ class Writing:
         keep_last: int | None,
         with_optimizer: bool,
         replaces_files: bool,
+        frozen: bool,
     ) -> None:
         runtime.check_open()
         ranks = runtime.ranks
         target = target.resolve()
         self._runtime, self._target, self._keep_last = runtime, target, keep_last
         self.what = what = f"saving {target}"
-        self.model = together(ranks, what, lambda: _begin(runtime, keep_last))
+        self.model = together(ranks, what, lambda: _begin(runtime, keep_last, frozen))
         self.fields = list(self.model.fields(runtime, with_optimizer))
-        ranks.agree(_numbers(runtime), what)
+        ranks.agree({"frozen": frozen, **_numbers(runtime)}, what)
         is_series = keep_last is not None
         self._draft = together(
             ranks, what, lambda: _draft(runtime, target, is_series, replaces_files)
@@ -178,7 +181,7 @@ class Writing:
             self._draft.close()
 
 
-def _begin(runtime: Runtime, keep_last: int | None) -> Model:
+def _begin(runtime: Runtime, keep_last: int | None, frozen: bool) -> Model:
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last!r} must be at least 1")
     runtime.end_saving()
@@ -188,7 +191,7 @@ def _begin(runtime: Runtime, keep_last: int | None) -> Model:
     runtime.recover()
     runtime.collect()
     runtime.core.drain()
-    return Model(runtime)
+    return Model(runtime, frozen=frozen)
 
 
 def _numbers(runtime: Runtime) -> dict[str, Any]:

@@ -79,7 +79,12 @@ class _Managed:
         with gate.passing(self._gm_slot):
             return _base.as_subclass(self, cls)
 
-    set_ = _refuse("set_", "its storage is the engine's; use p.copy_() or p.data = value")
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if source is self and not (args or kwargs):  # torch.nn.utils.parametrize does that
+            return self
+        return self._gm_refuse_set()
+
+    _gm_refuse_set = _refuse("set_", "its storage is the engine's; use p.copy_() or p.data = value")
     resize_ = _refuse("resize_", "its size is fixed; engine.close() first")
     share_memory_ = _refuse("share_memory_", "its memory is the engine's; engine.close() first")
 

@@ -105,10 +105,21 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
         )
 
 
+def _hook_gradient(parameter: nn.Parameter) -> Any:
+    """take_grad gets its gradients; torch wants it to be trained at that moment."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(_C.take_grad)
+    parameter.requires_grad_(is_trained)
+    return handle
+
+
 class Registration:
     """One model on its way into an engine. Nothing of the model changes before `attach`."""
 
-    def __init__(self, engine: Runtime, groups: set[int]) -> None:
+    def __init__(self, engine: Runtime, groups: set[int], adapters: set[int]) -> None:
+        """groups, adapters: id() of the parameters that the optimizer has, and of those of adapters, which may be
+        switched on and off while they are managed."""
         self._engine = engine
         self._units = _find_units(engine.model)
         self.slots: list[Slot] = []
@@ -122,16 +133,24 @@ class Registration:
                 _check_parameter(name, parameter, engine.device)
                 self._index[id(parameter)] = len(self.slots)
                 is_grouped = id(parameter) in groups
-                self.slots.append(self._new_slot(name, parameter, dtypes[parameter], is_grouped))
+                is_adapter = id(parameter) in adapters and dtypes[parameter] in FORMATS
+                slot = self._new_slot(name, parameter, dtypes[parameter], is_grouped, is_adapter)
+                self.slots.append(slot)
 
     def _new_slot(
-        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, is_grouped: bool
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        is_grouped: bool,
+        is_adapter: bool,
     ) -> Slot:
         slot = Slot(self._engine, len(self.slots), name, parameter)
         slot.dtype = dtype
         slot.format = FORMATS.get(dtype, 0)
         slot.device = self._engine.device
-        is_trained = parameter.requires_grad and self._engine.optimizer is not None
+        is_trainable = parameter.requires_grad or is_adapter
+        is_trained = is_trainable and self._engine.optimizer is not None
         if parameter.requires_grad and dtype not in FORMATS:
             raise GeminiError(
                 f"{name} is {dtype} and trainable: fp32, bf16 and fp16 are supported; give a precision, "
@@ -143,8 +162,8 @@ class Registration:
             )
         # A frozen one may be marked to keep its fp32 values: it will be trained later, or is averaged.
         is_whole = "_gm_whole" in parameter.__dict__ and dtype in FORMATS
-        slot.has_low = (parameter.requires_grad or is_whole) and dtype is not torch.float32
-        slot.has_moments = is_trained and is_grouped
+        slot.has_low = (is_trainable or is_whole) and dtype is not torch.float32
+        slot.has_moments = is_trained and (is_grouped or is_adapter)
         slot.has_grad_home = is_trained
         return slot
 
@@ -240,7 +259,7 @@ class Registration:
         for slot in self.slots:
             self._attach_slot(slot, loading, original)
             if slot.has_grad_home:
-                handles.append(slot.parameter.register_post_accumulate_grad_hook(_C.take_grad))
+                handles.append(_hook_gradient(slot.parameter))
                 # First of all: the user's own hooks then find the gradient where it is kept.
                 hooks = slot.parameter._post_accumulate_grad_hooks
                 items = list(hooks.items())

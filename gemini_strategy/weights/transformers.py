@@ -5,10 +5,11 @@ Nothing here imports either: a program that has a model of them has loaded them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gemini_strategy.errors import GeminiError
 
 __all__ = [
     "Output",
+    "adapter_parameters",
     "base_prefix",
     "declared_ties",
     "ignores_missing",
@@ -43,6 +45,22 @@ def is_transformer(module: nn.Module) -> bool:
     """Whether `module` is a model of the package transformers, as a whole."""
     model_class = _loaded("modeling_utils", "PreTrainedModel")
     return model_class is not None and isinstance(module, model_class)
+
+
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """id() of the parameters that peft's `set_adapter` trains or freezes, of every adapter that the model has now."""
+    kinds = (
+        _loaded("tuners_utils", "BaseTunerLayer", "peft.tuners."),
+        _loaded("other", "AuxiliaryTrainingWrapper", "peft.utils."),
+    )
+    kinds = tuple(kind for kind in kinds if kind is not None)
+    found: set[int] = set()
+    for module in model.modules() if kinds else ():
+        for name in module.adapter_layer_names if isinstance(module, kinds) else ():
+            own = getattr(module, name, None)
+            if isinstance(own, nn.Module):
+                found.update(id(parameter) for parameter in own.parameters())
+    return found
 
 
 def base_prefix(module: nn.Module) -> str:
@@ -205,16 +223,43 @@ def _adapter_state(module: nn.Module, state: dict[str, Tensor], adapter: str) ->
     return get(module, state_dict=dict(state), adapter_name=adapter)  # type: ignore[no-any-return]
 
 
+def _is_table(encoder: nn.Module) -> bool:
+    """Whether an encoder of prompts gives the rows of its embedding as they are."""
+    prefix = _loaded("model", "PrefixEncoder", "peft.tuners.prefix_tuning.")
+    if prefix is not None and type(encoder) is prefix:
+        return not encoder.prefix_projection
+    return type(encoder) is _loaded("model", "PromptEmbedding", "peft.tuners.prompt_tuning.")
+
+
+@contextlib.contextmanager
+def _replaced(table: dict[str, Any], key: str, value: Any) -> Iterator[None]:
+    """Inside, another value stands in the table."""
+    before = table[key]
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = before
+
+
 def _adapter(module: Any, state: dict[str, Tensor], name: str) -> Output:
     """One adapter of a PeftModel."""
-    if module.peft_config[name].is_prompt_learning:
+    is_prompt = module.peft_config[name].is_prompt_learning
+    if is_prompt and not _is_table(module.prompt_encoder[name]):
         raise GeminiError(
             f"the prompts of the adapter {name} are computed by running a part of the model, which would round them: "
             "engine.close(dtype=torch.float32), then model.save_pretrained()"
         )
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return _adapter_state(module, {**state, **tensors}, name)
+        known = {**state, **tensors}
+        if not is_prompt:
+            return _adapter_state(module, known, name)
+        config = copy.copy(module.peft_config[name])
+        config.inference_mode = True  # else its prompts are computed
+        with _replaced(module.peft_config, name, config):
+            found = _adapter_state(module, known, name)
+        return found | {"prompt_embeddings": known[f"prompt_encoder.{name}.embedding.weight"]}
 
     def describe(folder: Path, dtype: torch.dtype | None) -> None:
         config = copy.deepcopy(module.peft_config[name])

@@ -98,6 +98,38 @@ def load_job(*args: Any) -> tuple[str, str, list[float], Any]:
     return loaded, digest(engine), numbers, extra
 
 
+def without_frozen_job(*args: Any) -> tuple[str, str]:
+    """(digest at saving or loading, two steps later) of a model that is frozen in part."""
+    folder, is_saved = args[-2:]
+    torch.manual_seed(3)
+    model = Exact()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    engine = gs.manage(model, optimizer, precision="bf16-true", chunk_size=4096, device="cpu")
+    train(engine, range(2 if is_saved else 1))
+    if is_saved:
+        engine.save(folder, frozen=False)
+    else:
+        engine.load(folder)
+    now = digest(engine)
+    train(engine, range(2, 4))
+    return now, digest(engine)
+
+
+@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (2, 3)])
+def test_what_is_frozen_may_be_left_out(
+    there: int, here: int, forks: Forks, tmp_path: Path
+) -> None:
+    """A model loads what was trained, and goes on with its own of what is frozen."""
+    folder = str(tmp_path / "saved")
+    saved = run(forks, without_frozen_job, folder, True, ranks=there)
+    assert set(run(forks, without_frozen_job, folder, False, ranks=here)) == set(saved)
+    names = set(manifests.Manifest(Path(folder)).tensors)
+    frozen = {f"model.{n}" for i, (n, _) in enumerate(Exact().named_parameters()) if i % 2}
+    assert frozen and not frozen & names
+
+
 @pytest.mark.parametrize("there", SIZES)
 def test_any_number_of_ranks(there: int, forks: Forks, tmp_path: Path) -> None:
     """Saved by so many ranks it loads on any number, and trains on as they do."""

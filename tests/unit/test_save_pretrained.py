@@ -385,6 +385,8 @@ ADAPTERS: dict[str, Callable[[], nn.Module]] = {
     "a module besides": lambda: lora(modules_to_save=["norm"]),
     "two": two_adapters,
     "ranks that change": lambda: adalora(),
+    "prompts": lambda: prompts("PromptTuningConfig"),
+    "prefixes": lambda: prompts("PrefixTuningConfig"),
 }
 
 
@@ -402,7 +404,9 @@ def test_of_peft_the_adapters_alone(
         names = reads(patch)
         engine.save_pretrained(tmp_path / "mine", dtype)
     assert names and all(
-        "lora_" in name or (case == "a module besides" and "modules_to_save" in name)
+        "lora_" in name
+        or (case == "a module besides" and "modules_to_save" in name)
+        or (case in ("prompts", "prefixes") and name == "prompt_encoder.default.embedding.weight")
         for name in names
     )
     engine.close(dtype=FP32)
@@ -425,16 +429,16 @@ def test_of_peft_the_adapters_alone(
     assert_same_tensors(got, {name: value.to(FP32) for name, value in want.items()})
 
 
-def test_prompts_are_refused(tmp_path: Path) -> None:
+def prompts(kind: str) -> nn.Module:
+    import peft
+
+    how = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    return peft.get_peft_model(llama(tie_word_embeddings=True), getattr(peft, kind)(**how))
+
+
+def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
     """Running their encoder would give what the 16-bit weights make of them."""
-
-    def build() -> nn.Module:
-        import peft
-
-        how = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
-        return peft.get_peft_model(llama(), peft.PromptTuningConfig(**how))
-
-    engine = trained(build)
+    engine = trained(lambda: prompts("PromptEncoderConfig"))
     with pytest.raises(gs.GeminiError, match=r"adapter default are computed by running"):
         engine.save_pretrained(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
