@@ -140,6 +140,7 @@ def write_rest(
             else:
                 part.add_object(("model", name), value)
         rest["aliases"] = model.aliases
+        rest["frozen"] = model.frozen
         if runtime.scaler is not None:
             rest["scaler"] = encode(runtime.scaler.state_dict(), "the loss scaler", tensors)
         if with_optimizer and runtime.optimizer is not None:

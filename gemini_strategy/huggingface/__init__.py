@@ -7,6 +7,9 @@
     accelerator = GeminiAccelerator(gemini_plugin=GeminiPlugin(device_budget="24GB"))
 
 A script as it is trains under a budget with `gemini-strategy run --device-budget 24GB train.py`.
+
+    with gemini_strategy.huggingface.loading():  # the weights stay in their files until manage()
+        model = AutoModelForCausalLM.from_pretrained("folder")
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ _HOMES = {
     "GeminiPlugin": "plugin",
     "GeminiTrainer": "trainer",
     "GeminiTrainerMixin": "trainer",
+    "loading": "reading",
 }
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "GeminiPlugin",
     "GeminiTrainer",
     "GeminiTrainerMixin",
+    "loading",
 ]
 
 

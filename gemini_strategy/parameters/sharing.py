@@ -21,6 +21,7 @@ from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.parameters import absent
 
 __all__ = ["check_sharing"]
 
@@ -44,6 +45,7 @@ def check_sharing(model: nn.Module) -> None:
     """
     shown = list(_tensors(model))
     _check_ties(shown)
+    _check_absent_ties(model)
     found = _find_others(shown)
     if found is not None:
         gc.collect()
@@ -71,6 +73,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
     """(first byte, behind the last); None where there is no memory."""
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return None
+    if absent.is_absent(tensor):
+        return None
     try:
         begin = tensor.data_ptr()
     except RuntimeError:  # of a subclass that keeps other tensors
@@ -95,17 +99,36 @@ def _check_ties(shown: list[_Shown]) -> None:
             furthest[item.is_parameter] = item
 
 
+def _check_absent_ties(model: nn.Module) -> None:
+    """Nor are parameters whose bytes nobody has read yet the same ones, or shown elsewhere."""
+    unread = {name: p for name, p in model.named_parameters() if absent.is_absent(p)}
+    first: dict[int, str] = {}
+    for name, parameter in unread.items():
+        other = first.setdefault(id(absent.home_of(parameter)), name)
+        if other != name:
+            raise _two(other, name)
+    if any(absent.n_users(parameter) > 1 for parameter in unread.values()):
+        gc.collect()
+    for name, parameter in unread.items():
+        if absent.n_users(parameter) > 1:
+            raise _kept(name, "a tensor that is kept elsewhere shows")
+
+
 def _tie(a: _Shown, b: _Shown) -> GeminiError:
     if a.is_parameter and b.is_parameter:
-        return GeminiError(
-            f"{a.name} and {b.name} are two parameters with the same memory; managed, each would have its own, and "
-            "they would be tied no more: register the same Parameter object under both names (and transpose it "
-            f"where it is used), or cut the tie with {b.name}.data = {b.name}.data.clone()"
-        )
+        return _two(a.name, b.name)
     owner, buffer = (a, b) if a.is_parameter else (b, a)
     return GeminiError(
         f"buffer {buffer.name} shows the memory of parameter {owner.name}; managed, the parameter would have its own, "
         f"and the buffer its values of now: compute it from {owner.name} where it is used, or clone it"
+    )
+
+
+def _two(name: str, other: str) -> GeminiError:
+    return GeminiError(
+        f"{name} and {other} are two parameters with the same memory; managed, each would have its own, and "
+        "they would be tied no more: register the same Parameter object under both names (and transpose it "
+        f"where it is used), or cut the tie with {other}.data = {other}.data.clone()"
     )
 
 
@@ -183,9 +206,12 @@ def _refusal(model: nn.Module, shown: list[_Shown], parameter: _Shown, count: in
         what = f"a tensor of shape {tuple(tensors[0].shape)} that is kept elsewhere shows"
     else:
         what = "a storage, or the graph of a forward whose output is still alive, shows"
-    more = f" ({count} in all)" if count > 1 else ""
+    return _kept(parameter.name, what, f" ({count} in all)" if count > 1 else "")
+
+
+def _kept(name: str, what: str, more: str = "") -> GeminiError:
     return GeminiError(
-        f"{parameter.name}: {what} its memory{more}; managed, the parameter leaves it, and what is kept would show old "
-        f"values: delete what is kept (del), or make it a clone, or cut the tie with {parameter.name}.data = "
-        f"{parameter.name}.data.clone() before manage()"
+        f"{name}: {what} its memory{more}; managed, the parameter leaves it, and what is kept would show old "
+        f"values: delete what is kept (del), or make it a clone, or cut the tie with {name}.data = "
+        f"{name}.data.clone() before manage()"
     )

@@ -26,6 +26,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.weights import unread
 from gemini_strategy.weights.files import WeightFiles
 from gemini_strategy.weights.initial_values import InitialValues
 from gemini_strategy.weights.transformers import (
@@ -68,6 +69,7 @@ class Loading:
         self._buffers: dict[int, torch.Tensor] = {}  # new values of buffers
         self._files: list[WeightFiles] = []
         self._unused: list[tuple[nn.Module, WeightFiles, list[str]]] = []
+        self._unread: set[unread.UnreadFile] = set()
         self._tensors: dict[int, torch.Tensor] = {}
         for name, tensor in itertools.chain(
             model.named_parameters(remove_duplicate=False),
@@ -77,6 +79,11 @@ class Loading:
             self._tensors[id(tensor)] = tensor
         blank = {key for key, tensor in self._tensors.items() if tensor.is_meta}
         self._parameters = {id(p) for p in model.parameters()}
+        for key in self._parameters:
+            found = unread.home(self._tensors[key])
+            if found is not None:
+                self._sources[key] = found.files, found.key
+                self._unread.add(found.files)
         if blank:
             self._check_blank(blank)
         if weights is not None:
@@ -210,11 +217,15 @@ class Loading:
         ready: set[int] = set()
         begins: dict[str, str] = {}
         try:
+            for file in self._unread:
+                file.check()
             for slot in slots:
                 if id(slot.parameter) in self._sources:
                     files, name = self._sources[id(slot.parameter)]
                     if ranks.size > 1:
-                        begins[f"the values of {slot.name} in weights="] = files.fingerprint(name)
+                        begins[f"the values of {slot.name} in {files.path.name}"] = (
+                            files.fingerprint(name)
+                        )
                     begin, n = slot.part()
                     if slot.is_row_major:  # as files are
                         for first, values in files.pieces(name, begin, begin + n):
@@ -227,9 +238,9 @@ class Loading:
                 tensor = self._tensors[key]
                 self._buffers[key] = files.tensor(name).to(tensor.dtype).reshape(tensor.shape)
         finally:
-            for files in self._files:
+            for files in (*self._files, *self._unread):
                 files.close()
-        if self._files:  # each rank has read its part of its own
+        if self._files or self._unread:  # each rank has read its part of its own
             ranks.agree(begins, "the beginning of each weight in the files")
         if self._initial is not None:
             self._fill_initial(by_parameter, ready, ranks)
