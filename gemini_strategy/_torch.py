@@ -77,6 +77,7 @@ META_CONVERTER = (
     "torch._subclasses.meta_utils"  # the module that asks for addresses to make fake tensors
 )
 register_builtin = _private("torch.jit._builtins._register_builtin")
+is_wrapper_subclass = _private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 execution_engine: Any = _private("torch.autograd.Variable._execution_engine")
 device_constructors = _private("torch.utils._device._device_constructors")
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import tables
 
@@ -206,6 +207,16 @@ def give_back(
     engine.memory.close()
     for slot in values:
         parameter = slot.parameter
-        parameter.data = parameter.data.to(slot.original_device)
+        with _torch.DisableTorchFunctionSubclass():
+            parameter.data = parameter.data.to(slot.original_device)
+        for alias in slot.aliases:
+            alias.data = parameter.data
         if slot in grads:
             parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)
+    for module in engine.model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and quantized.is_wrapper(parameter):
+                quantized.follow(parameter)
+            elif parameter is not None:
+                for tensor in quantized.companions(module, parameter):
+                    tensor.data = tensor.data.to(parameter.device)

@@ -24,7 +24,7 @@ from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import gate, masters
+from gemini_strategy.parameters import gate, masters, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import chunks, tables
 from gemini_strategy.report import timeline as timelines
@@ -184,7 +184,9 @@ class Engine(Uncopied):
         """
         self._runtime.check_open()
         module = self.model if module is None else module
-        slots = list(dict.fromkeys(self._runtime.slot_of(p) for p in module.parameters()))
+        plain = [p for p in module.parameters() if not quantized.is_wrapper(p)]
+        slots = list(dict.fromkeys(self._runtime.slot_of(p) for p in plain))
+        slots = [slot for slot in slots if not slot.is_raw]  # quantized ones are served always
         shown = [slot.lease(is_watched=writable) for slot in slots]
         shows = _C.begin_showing()  # else another thread does: they stay absent, and are served
         opened: list[Slot] = []

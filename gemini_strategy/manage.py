@@ -17,7 +17,7 @@ from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.hooks import keep_nets_on_top
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision, PrecisionName
@@ -34,9 +34,10 @@ __all__ = ["engine_of", "manage"]
 def engine_of(model: nn.Module) -> Engine | None:
     """The open engine that manages any parameter of `model`, or None."""
     for parameter in model.parameters():
-        slot = getattr(parameter, "_gm_slot", None)
-        if slot is not None and not slot.engine.closed:
-            return slot.engine.engine
+        for each in (parameter, *(part for _, part in quantized.parts(parameter))):
+            slot = getattr(each, "_gm_slot", None)
+            if slot is not None and not slot.engine.closed:
+                return slot.engine.engine
     return None
 
 

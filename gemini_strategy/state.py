@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent, stand_in
+from gemini_strategy.parameters import absent, quantized, stand_in
 from gemini_strategy.parameters.homes import Entry
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def model_state_dict(
                     values = slot.read_master(root) if masters else slot.read_weight(root)
                 copies[slot.id] = values if is_mine else value
             result[key] = copies[slot.id]
+        elif isinstance(value, torch.Tensor) and is_mine and quantized.is_wrapper(value):
+            result[key] = value.detach().clone().to("cpu")  # not every class can do both at once
         elif isinstance(value, torch.Tensor) and is_mine:
             result[key] = value.detach().to("cpu", copy=True)
     return result if is_mine else {}

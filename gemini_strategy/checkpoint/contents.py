@@ -16,7 +16,8 @@ from torch import nn
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters.slot import FORMATS, Slot
+from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -73,7 +74,7 @@ class Field:
     def fill(self, first: int, values: torch.Tensor) -> None:
         """The elements from `first` on become `values`, flat."""
         slot = self.slot
-        is_float = slot.dtype in FORMATS
+        is_float = slot.is_float
         name = "weight" if self.name == "master" and not is_float else self.name
         values = values.to(torch.float32 if is_float else slot.dtype)
         args = (first, values.numel(), values.data_ptr(), slot.engine.stream())
@@ -114,8 +115,13 @@ class Model:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         known = {id(buffer) for buffer in buffers.values()}
         state = model.state_dict(keep_vars=True)
-        self.names = list(state)
         first: dict[int, str] = {}
+        for name, value in list(state.items()):
+            inner = list(quantized.parts(value)) if isinstance(value, torch.Tensor) else []
+            if any(hasattr(part, "_gm_slot") for _, part in inner):
+                del state[name]
+                state |= {f"{name}.{rest}": part for rest, part in inner}
+        self.names = list(state)
         for name, value in state.items():
             slot = getattr(value, "_gm_slot", getattr(parameters.get(name), "_gm_slot", None))
             if slot is not None and slot.id in first:

@@ -25,7 +25,7 @@ from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
 from gemini_strategy.parameters import order as orders
-from gemini_strategy.parameters.slot import FORMATS, Slot
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -132,7 +132,7 @@ class _Loading:
             slot = model.slots.get(name)
             here = model.tensors[name] if slot is None else slot
             shape, dtype = tuple(here.shape), here.dtype
-            is_float = slot is not None and dtype in FORMATS
+            is_float = slot is not None and slot.is_float
             if stored.shape != shape:
                 wrong.append(f"{name} has shape {stored.shape} there and {shape} here")
             elif not (
@@ -148,7 +148,22 @@ class _Loading:
         for name, first in model.aliases.items():
             if name in saved and self._first(name) != self._first(first):
                 wrong.append(f"{first} and {name} are one parameter here and two there")
+        wrong += self._quantized_otherwise()
         self._refuse("the model", lacking, more, wrong)
+
+    def _quantized_otherwise(self) -> list[str]:
+        """Scales that are kept beside quantized weights, and differ from the model's: these do not change."""
+        model, wrong = self._model, []
+        prefixes = tuple(
+            f"{name.rpartition('.')[0]}." for name, slot in model.slots.items() if slot.is_raw
+        )
+        for name, code in self._rest.get("model", {}).items() if prefixes else ():
+            here = model.others.get(name)
+            if name.startswith(prefixes) and isinstance(here, torch.Tensor):
+                there = self._decoded(code, 0)
+                if not (isinstance(there, torch.Tensor) and torch.equal(there, here.cpu())):
+                    wrong.append(f"{name}, which belongs to a quantized weight, has other values")
+        return wrong
 
     def _check_optimizer(self) -> None:
         saved = self._rest.get("optimizer")

@@ -32,7 +32,7 @@ from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.weights.origins import origins, stand_in
-from gemini_strategy.weights.transformers import Output, keeps_fp32, outputs
+from gemini_strategy.weights.transformers import Output, is_adapted, keeps_fp32, outputs
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -72,7 +72,8 @@ class _Plan:
         if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # compiled
             module = inner
         model = Model(runtime, module)
-        if model.others:
+        self._check_quantized(module, model)
+        if model.others and not is_adapted(module):
             raise GeminiError(
                 f"{next(iter(model.others))} is no tensor, and safetensors holds nothing else: engine.save(folder) "
                 "saves it"
@@ -82,6 +83,8 @@ class _Plan:
         self.sources: dict[str, Slot | torch.Tensor] = {}
         self._stands: dict[str, torch.Tensor] = {}
         for name in model.names:
+            if name in model.others:  # of a quantized base, and no adapter's
+                continue
             first = model.aliases.get(name, name)
             source = model.slots[first] if first in model.slots else model.tensors[first]
             plain = _plain(name)
@@ -106,6 +109,14 @@ class _Plan:
             if isinstance(source, Slot) and source.dtype.is_floating_point
         }
         self.dtype = dtype or (functools.reduce(torch.promote_types, dtypes) if dtypes else None)
+
+    def _check_quantized(self, module: nn.Module, model: Model) -> None:
+        found = [name for name, slot in model.slots.items() if slot.is_raw]
+        if found and not is_adapted(module):
+            raise GeminiError(
+                f"{found[0]} is quantized, and what its class adds to files is not written here: engine.close(), then "
+                "save the model as the package that has quantized it does"
+            )
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a tensor of the state, in files."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.order import is_dense, is_same
 from gemini_strategy.precision import weight_dtypes
 
@@ -509,7 +510,8 @@ def cast_model_(model: nn.Module, precision: str | None) -> nn.Module:
                 f'parameter "{name}" was cast to {p.dtype} and not trained since; cast a model once'
             )
     for p, dtype in targets.items():
-        if p.is_floating_point():
+        is_quantized = quantized.is_wrapper(p) or quantized.is_bytes(p)
+        if p.is_floating_point() and not is_quantized:
             _cast_(p, dtype)
     return model
 

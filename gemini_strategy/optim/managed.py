@@ -20,6 +20,7 @@ from torch import nn
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import LOWS, States, check_entry, live_entry, saved_entry
+from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
                 raise GeminiError(
                     f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
                     "the model's: build the optimizer from model.parameters()"
+                )
+            if quantized.is_wrapper(parameter):
+                raise GeminiError(
+                    f"param group {number} has {names[id(parameter)]}, a frozen {type(parameter).__name__}: build the "
+                    "optimizer from the parameters that are trained"
                 )
             grouped.add(id(parameter))
     for parameter, entry in optimizer.state.items():

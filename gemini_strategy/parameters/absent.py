@@ -83,6 +83,8 @@ _WRITES_UNSAID = {
     "aten::_batch_norm_impl_index",
     "aten::fused_moving_avg_obs_fake_quant",
 }
+# Their schemas say what they write; of others nobody knows.
+_TOLD = ("aten", "prims", "prim", "bitsandbytes", "torchao")
 _REFUSED = {
     "aten::set_": "its storage is the engine's; use copy_() or p.data = value",
     "aten::resize_": "its size is fixed; engine.close() first",
@@ -307,7 +309,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]
     """id() of the tensors that the operation may write; None: of any."""
     schema = op._schema
     namespace = schema.name.split("::")[0]
-    if namespace not in ("aten", "prims", "prim") or schema.name in _WRITES_UNSAID:
+    if namespace not in _TOLD or schema.name in _WRITES_UNSAID:
         return None
     if not schema.is_mutable:
         return set()

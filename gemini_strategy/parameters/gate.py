@@ -74,7 +74,9 @@ def passing(*slots: Slot) -> Iterator[None]:
                 _passed.append(thread)
                 passed.append(slot)
         with _torch.ExcludeDispatchKeyGuard(KEYS):
-            leases += [slot.lease(is_watched=False) for slot in slots if slot.open_count]
+            leases += [
+                slot.lease(is_watched=False) for slot in slots if slot.open_count > slot.is_raw
+            ]
             yield
     finally:
         leases.clear()

@@ -47,20 +47,21 @@ class _Master(SlotHome):
 @contextlib.contextmanager
 def shown(engine: Runtime) -> Iterator[None]:
     """See Engine.masters."""
-    entered = [slot.name for slot in engine.slots if slot.open_count]
+    slots = [slot for slot in engine.slots if not slot.is_raw]  # bytes have no masters
+    entered = [slot.name for slot in slots if slot.open_count]
     if entered:
         raise GeminiError(
             f"{entered[0]}: engine.masters() inside a forward: call it between passes"
         )
-    before = {slot: slot.absent for slot in engine.slots}
-    for slot in engine.slots:
+    before = {slot: slot.absent for slot in slots}
+    for slot in slots:
         if slot not in engine.masters:
             engine.masters[slot] = _absent_master(slot)
         _show(slot, engine.masters[slot])
     try:
         yield
     finally:
-        for slot in engine.slots if not engine.closed else ():
+        for slot in slots if not engine.closed else ():
             if slot.shows_master:  # else it was assigned inside
                 _show(slot, before[slot])
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gemini_strategy import _torch
+from gemini_strategy.parameters import quantized
 
 __all__ = ["Original"]
 
@@ -111,6 +112,9 @@ class Original:
             tables = [own[n] for n in known if isinstance(own.get(n), dict | set | list)]
             self._tables += [_Table(table) for table in tables]
         self._parameters = {id(p): _Parameter(p) for p in model.parameters()}
+        for parameter in model.parameters():
+            for _, part in quantized.parts(parameter):
+                self._parameters[id(part)] = _Parameter(part)
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         if self._optimizer is not None:
             self._optimizer_class = type(optimizer)
@@ -124,6 +128,15 @@ class Original:
     def keep_data(self, parameter: nn.Parameter) -> None:
         """Before a parameter's data is replaced by `p.data = `; its old storage lives on until `forget`."""
         self._parameters[id(parameter)].keep_data()
+
+    def keep_alias(self, tensor: torch.Tensor) -> None:
+        """Before the data of a tensor that is no parameter is replaced."""
+        data = tensor.detach()
+
+        def put_back() -> None:
+            tensor.data = data
+
+        self._acts.append(put_back)
 
     def keep_values(self, tensor: torch.Tensor) -> None:
         """Before a tensor is written in place."""

@@ -7,6 +7,7 @@ the engine holds.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -89,17 +90,31 @@ class _Managed:
     share_memory_ = _refuse("share_memory_", "its memory is the engine's; engine.close() first")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
+        if id(self) not in memo and self._gm_slot.is_raw and isinstance(self, nn.Parameter):
+            self._gm_quantized_copy(self._gm_slot.read_weight(), memo)
+        elif id(self) not in memo:
             memo[id(self)] = self._gm_plain_copy()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._gm_plain_copy().__reduce_ex__(protocol)
 
+    def _gm_quantized_copy(self, values: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """The same class on `values`, with copies of all that it keeps."""
+        slot = self._gm_slot
+        plain = _torch.make_subclass(slot.plain_class, values, False)
+        memo[id(self)] = plain
+        memo |= {id(alias): plain.data for alias in slot.aliases}
+        own = {key: value for key, value in vars(self).items() if key != "_gm_slot"}
+        plain.__dict__.update(copy.deepcopy(own, memo))
+        return plain
+
     def _gm_plain_copy(self) -> torch.Tensor:
         """An ordinary, unmanaged parameter with the values that are shown."""
         slot = self._gm_slot
         values = slot.read_master().to(self.dtype) if slot.shows_master else slot.read_weight()
+        if slot.is_raw and isinstance(self, nn.Parameter):
+            return self._gm_quantized_copy(values, {})
         return (
             nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from torch import nn
 
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
-from gemini_strategy.parameters import order
+from gemini_strategy.parameters import order, quantized
 from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
 from gemini_strategy.parameters.parameter import managed_class
 from gemini_strategy.parameters.slot import FORMATS, Slot
@@ -49,7 +51,7 @@ def _find_units(model: nn.Module) -> list[_FoundUnit]:
         if is_compiled(module):
             absorbed.update(id(child) for child in module.modules())
             named = module.named_parameters(remove_duplicate=False)
-            owned = [(prefix + n, p) for n, p in named]
+            owned = list(_expanded((prefix + n, p) for n, p in named))
             units += [_FoundUnit(name, module, owned)] if owned else []
             continue
         owned = [(prefix + n, p) for n, p in module._parameters.items() if p is not None]
@@ -58,8 +60,20 @@ def _find_units(model: nn.Module) -> list[_FoundUnit]:
             projection = module.out_proj._parameters.items()
             owned += [(f"{prefix}out_proj.{n}", p) for n, p in projection if p is not None]
         if owned:
-            units.append(_FoundUnit(name, module, owned))
+            units.append(_FoundUnit(name, module, list(_expanded(owned))))
     return units
+
+
+def _expanded(
+    owned: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """With the parts of quantized parameters in the place of those that are made of other tensors."""
+    for name, parameter in owned:
+        quantized.check(name, parameter)
+        if quantized.is_wrapper(parameter):
+            yield from ((f"{name}.{rest}", part) for rest, part in quantized.parts(parameter))
+        else:
+            yield name, parameter
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
@@ -98,11 +112,21 @@ def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -
             f"{name} is managed already: call close() on its engine (gemini_strategy.engine_of(model)) "
             "before managing the model again"
         )
-    if type(parameter).__torch_function__ is not _torch.disabled_torch_function:
+    is_plain = type(parameter).__torch_function__ is _torch.disabled_torch_function
+    if not (is_plain or type(parameter) is torch.Tensor or quantized.is_bytes(parameter)):
         raise GeminiError(
             f"{name} is a {type(parameter).__name__} with a __torch_function__ of its own; only plain "
             "nn.Parameter and subclasses without one can be managed"
         )
+
+
+def _is_raw(parameter: torch.Tensor) -> bool:
+    """A part of a quantized parameter, or one that has its bytes itself."""
+    return type(parameter) is torch.Tensor or quantized.is_bytes(parameter)
+
+
+def _dtype_of(parameter: torch.Tensor, dtypes: dict[nn.Parameter, torch.dtype]) -> torch.dtype:
+    return parameter.dtype if _is_raw(parameter) else dtypes[parameter]
 
 
 def _hook_gradient(parameter: nn.Parameter) -> Any:
@@ -132,9 +156,12 @@ class Registration:
                     continue
                 _check_parameter(name, parameter, engine.device)
                 self._index[id(parameter)] = len(self.slots)
+                dtype = _dtype_of(parameter, dtypes)
                 is_grouped = id(parameter) in groups
-                is_adapter = id(parameter) in adapters and dtypes[parameter] in FORMATS
-                slot = self._new_slot(name, parameter, dtypes[parameter], is_grouped, is_adapter)
+                is_adapter = id(parameter) in adapters and dtype in FORMATS
+                slot = self._new_slot(name, parameter, dtype, is_grouped, is_adapter)
+                if slot.is_raw:
+                    slot.aliases = quantized.aliases(unit.module, parameter)
                 self.slots.append(slot)
 
     def _new_slot(
@@ -147,7 +174,8 @@ class Registration:
     ) -> Slot:
         slot = Slot(self._engine, len(self.slots), name, parameter)
         slot.dtype = dtype
-        slot.format = FORMATS.get(dtype, 0)
+        slot.is_raw = _is_raw(parameter)
+        slot.format = FORMATS.get(dtype, 0) if slot.is_float else 0
         slot.device = self._engine.device
         is_trainable = parameter.requires_grad or is_adapter
         is_trained = is_trainable and self._engine.optimizer is not None
@@ -173,7 +201,7 @@ class Registration:
             (
                 math.prod(slot.shape),
                 slot.dtype.itemsize,
-                FORMATS.get(slot.dtype, 0),
+                slot.format,
                 slot.has_low,
                 slot.has_moments,
                 slot.has_grad_home,
@@ -277,18 +305,38 @@ class Registration:
         loading.commit(original)
         device = self._engine.device
         self._share_buffers(original)
+        self._move_kept(original)
         for module in self._engine.model.modules():
             for key, tensor in module._buffers.items():
                 if tensor is not None and tensor.device != device:
                     module._buffers[key] = tensor.to(device)
         return units, handles
 
+    def _move_kept(self, original: Original) -> None:
+        """What quantized weights keep beside their bytes is where these are used."""
+        device = self._engine.device
+        for unit in self._units:
+            for _, parameter in unit.owned:
+                for tensor in quantized.companions(unit.module, parameter):
+                    if tensor.device != device:
+                        original.keep_alias(tensor)
+                        tensor.data = tensor.data.to(device)
+        for parameter in self._engine.model.parameters():
+            if quantized.is_wrapper(parameter):
+                quantized.follow(parameter)
+                original.on_restore(functools.partial(quantized.follow, parameter))
+
     def _share_buffers(self, original: Original) -> None:
         """The ranks begin with rank 0's."""
         ranks = self._engine.ranks
-        for name, tensor in self._engine.model.named_buffers() if ranks.size > 1 else ():
+        named = list(self._engine.model.named_buffers()) if ranks.size > 1 else []
+        for unit in self._units if ranks.size > 1 else ():
+            for name, parameter in unit.owned:
+                kept = quantized.companions(unit.module, parameter)
+                named += [(f"{name} ({number})", tensor) for number, tensor in enumerate(kept)]
+        for name, tensor in named:
             values = tensor.detach().to("cpu", copy=True).contiguous()
-            ranks.share(values, 0, values.numel(), f"first values of buffer {name}")
+            ranks.share(values, 0, values.numel(), f"first values of {name}")
             if ranks.rank:
                 original.keep_values(tensor)
                 with torch.no_grad():
@@ -298,14 +346,20 @@ class Registration:
         parameter = slot.parameter
         low = parameter.__dict__.pop("_gm_low", None)
         if not loading.has(parameter):
-            slot.fill(parameter.detach(), low)
+            with _torch.DisableTorchFunctionSubclass():
+                slot.fill(parameter.detach(), low)
         grad = parameter.grad
         parameter.grad = None
         if parameter.is_meta:
             loading.show(parameter, slot.hide(), original)
         else:
             original.keep_data(parameter)
+            for alias in slot.aliases:
+                original.keep_alias(alias)
             parameter.data = slot.hide()
+            for alias in slot.aliases:
+                alias.data = slot.absent
+            slot.open_count = int(slot.is_raw)
         slot.managed_class = managed_class(slot.plain_class)
         parameter._gm_slot = slot
         parameter.__class__ = slot.managed_class

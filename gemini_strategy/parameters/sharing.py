@@ -21,7 +21,7 @@ from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, quantized
 
 __all__ = ["check_sharing"]
 
@@ -46,6 +46,7 @@ def check_sharing(model: nn.Module) -> None:
     shown = list(_tensors(model))
     _check_ties(shown)
     _check_absent_ties(model)
+    shown += list(_aliases(model))
     found = _find_others(shown)
     if found is not None:
         gc.collect()
@@ -64,9 +65,22 @@ def _tensors(model: nn.Module) -> Iterator[_Shown]:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        span = _span(tensor)
-        if span is not None:
-            yield _Shown(name, tensor, id(tensor) in parameters, *span)
+        inner = list(quantized.parts(tensor)) if id(tensor) in parameters else []
+        for rest, each in inner or [("", tensor)]:
+            span = _span(each)
+            if span is not None:
+                label = f"{name}.{rest}" if rest else name
+                yield _Shown(label, each, id(tensor) in parameters, *span)
+
+
+def _aliases(model: nn.Module) -> Iterator[_Shown]:
+    """Tensors that a quantized parameter's class has for its data, and that follow it."""
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            for alias in () if parameter is None else quantized.aliases(module, parameter):
+                span = _span(alias)
+                if span is not None:
+                    yield _Shown(f"{prefix}.{key}", alias, False, *span)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -53,12 +53,14 @@ class Slot(_C.Slot):
 
     __slots__ = (
         "__weakref__",
+        "aliases",
         "device",
         "given",
         "has_grad_home",
         "has_low",
         "has_moments",
         "has_state",
+        "is_raw",
         "loaded",
         "low",
         "n_same",
@@ -88,6 +90,10 @@ class Slot(_C.Slot):
         self.original_device = parameter.device
         self.original_dtype = parameter.dtype
         self.has_low = self.has_moments = self.has_grad_home = False
+        # A quantized weight, whose bytes are moved as they are. It is served: open_count begins at 1, so no unit shows
+        # it.
+        self.is_raw = False
+        self.aliases: list[torch.Tensor] = []  # other tensors that are its data
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
         self.state_changes = 0
@@ -98,6 +104,15 @@ class Slot(_C.Slot):
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.inside = self.absent = None
         self.readers: list[int] = []
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its values are numbers that fp32 has."""
+        return self.dtype in FORMATS and not self.is_raw
+
+    @property
+    def is_fp32(self) -> bool:
+        return self.is_float and self.dtype is torch.float32
 
     @property
     def is_row_major(self) -> bool:
@@ -189,6 +204,8 @@ class Slot(_C.Slot):
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
+        if self.is_raw and self._is_own(value):  # bitsandbytes does that in each forward
+            return
         if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
             raise GuardError(
                 f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
@@ -202,6 +219,18 @@ class Slot(_C.Slot):
             )
         self.given.become("weight", value)
 
+    def _is_own(self, value: torch.Tensor) -> bool:
+        """Whether it is the weight as a whole."""
+        if not absent.is_absent(value):
+            return False
+        is_same = (value.shape, value.stride(), value.dtype) == (
+            self.shape,
+            self.strides,
+            self.dtype,
+        )
+        is_mine = absent.home_of(value) is absent.home_of(self.absent)
+        return is_mine and is_same and value.storage_offset() == 0
+
     def leave_data(self) -> None:
         """The parameter gets other data: whoever has its absent one goes on with the present values."""
         if absent.n_users(self.absent) > 2:  # the parameter and this
@@ -209,7 +238,7 @@ class Slot(_C.Slot):
             if self.shows_master:
                 del self.engine.masters[self]
             data = self.hide()
-            if self.open_count == 0:
+            if self.open_count == self.is_raw:
                 self.swap(data)
 
     @property
@@ -338,7 +367,7 @@ class Slot(_C.Slot):
         """The first bytes: from rank 0's parameter, with the rest that cast_model_ has kept."""
         ranks, core = self.engine.ranks, self.engine.core
         field = _MASTER
-        if self.dtype not in FORMATS:
+        if not self.is_float:
             field, plain = _WEIGHT, self._ordered(values, self.dtype)
         elif low is None:
             plain = self._ordered(values, torch.float32)
@@ -357,7 +386,7 @@ class Slot(_C.Slot):
         if values.numel() == 0:
             return
         values = values.to("cpu", self.original_dtype)  # what an ordinary parameter would hold
-        is_float = self.dtype in FORMATS
+        is_float = self.is_float
         plain = values.to(torch.float32 if is_float else self.dtype).contiguous()
         field = _MASTER if is_float else _WEIGHT
         stream = self.engine.stream()
@@ -374,7 +403,7 @@ class Slot(_C.Slot):
 
     def read_master(self, root: int | None = None) -> torch.Tensor:
         """A CPU copy: fp32 for what is trained, the weight itself for what is not."""
-        if not (self.has_low or self.dtype is torch.float32):
+        if not (self.has_low or self.is_fp32):
             return self.read_weight(root)
         return self._read(_MASTER, torch.float32, root)
 
@@ -383,7 +412,7 @@ class Slot(_C.Slot):
         if tuple(values.shape) != self.shape:
             raise ValueError(f"{self.name} has shape {self.shape}, got {tuple(values.shape)}")
         self.engine.settle()
-        is_float = self.has_low or self.dtype is torch.float32
+        is_float = self.has_low or self.is_fp32
         plain = self._ordered(values, torch.float32 if is_float else self.dtype)
         field = _MASTER if is_float else _WEIGHT
         self.engine.written.note(self, _NAMES[field], plain)

@@ -26,6 +26,7 @@ __all__ = [
     "declared_ties",
     "ignores_missing",
     "ignores_unused",
+    "is_adapted",
     "is_transformer",
     "keeps_fp32",
     "outputs",
@@ -146,6 +147,13 @@ def keeps_fp32(module: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     plan = getattr(module, "_get_dtype_plan", None) if is_transformer(module) else None
     patterns = [key.replace("*", ".*") for key in plan(dtype)] if plan is not None else []
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether its class would write adapters alone."""
+    peft_class = _loaded("peft_model", "PeftModel", "peft.")
+    is_peft = peft_class is not None and isinstance(module, peft_class)
+    return is_peft or (is_transformer(module) and getattr(module, "_hf_peft_config_loaded", False))
 
 
 def outputs(module: nn.Module, state: dict[str, Tensor]) -> list[Output]:

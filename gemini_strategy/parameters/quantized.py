@@ -1,0 +1,140 @@
+"""Quantized weights: frozen parameters that are bytes, with whatever their class keeps beside these.
+
+There are two kinds. A subclass of Parameter has its bytes as its own data (bitsandbytes: Int8Params, Params4bit). A
+wrapper has none, and is made of plain tensors (torchao; `__tensor_flatten__`): its parts. What moves is bytes, in the
+dtype that they have, whatever they mean. The class and what else it keeps (scales of bitsandbytes) stay with the
+parameter, on the device.
+
+Invariants
+    1. A quantized weight is served: its data is absent in its units, too, and each operation gets the bytes of that
+       moment. So what a forward keeps of it for its backward (autograd functions that do without save_for_backward)
+       keeps no chunk.
+    2. Its bytes are never converted: not to another dtype, not through fp32.
+    3. Nothing here imports the packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import _torch
+from gemini_strategy.errors import GeminiError
+
+__all__ = ["aliases", "check", "companions", "follow", "is_bytes", "is_wrapper", "parts"]
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def is_wrapper(parameter: torch.Tensor) -> bool:
+    """Whether it is made of other tensors."""
+    return _torch.is_wrapper_subclass(parameter)
+
+
+def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a wrapper is made of, with their dotted attributes; of others nothing."""
+    if not is_wrapper(tensor):
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if is_wrapper(inner):
+            yield from ((f"{name}.{rest}", part) for rest, part in parts(inner))
+        elif isinstance(inner, torch.Tensor):
+            yield name, inner
+
+
+def is_bytes(parameter: torch.Tensor) -> bool:
+    """Whether its data are bytes to which its class gives a meaning."""
+    is_own = type(parameter) not in (torch.Tensor, nn.Parameter)
+    has_state = getattr(parameter, "quant_state", None) is not None
+    return is_own and not parameter.requires_grad and (parameter.dtype in _INTEGERS or has_state)
+
+
+def check(name: str, parameter: torch.Tensor) -> None:
+    """Refuses quantized weights that are trained, or not quantized yet.
+
+    Raises:
+        GeminiError: with the parameter's name and the way out.
+    """
+    kind = type(parameter).__name__
+    if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
+        raise GeminiError(
+            f"{name} is a DTensor, a part of a parameter that another library shards: manage() shards parameters "
+            "itself; give it the model before fully_shard() or parallelize_module()"
+        )
+    if is_wrapper(parameter) and parameter.requires_grad:
+        raise GeminiError(
+            f"{name} is a {kind} and trainable: weights that are made of other tensors are moved as bytes, and are not "
+            "trained; freeze it (requires_grad_(False)), and train an adapter"
+        )
+    is_waiting = getattr(parameter, "bnb_quantized", None) is False
+    if is_waiting or (kind == "Int8Params" and not _is_quantized_int8(parameter)):
+        raise GeminiError(
+            f"{name} is a {kind} that has not been quantized yet, as that happens when the module is moved: "
+            'model.to("cpu") or model.to("cuda") before manage()'
+        )
+
+
+def _is_quantized_int8(parameter: Any) -> bool:
+    return parameter.dtype is torch.int8 or getattr(parameter, "has_fp16_weights", False)
+
+
+def _kept(module: nn.Module, parameter: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """The attributes in which a class of bitsandbytes keeps tensors beside a parameter."""
+    yield vars(parameter)
+    for value in (*vars(module).values(), *vars(parameter).values()):
+        is_theirs = type(value).__module__.startswith("bitsandbytes.")
+        if is_theirs and not isinstance(value, torch.Tensor | nn.Module | type):
+            yield vars(value)
+            inner = vars(value).get("state2")
+            if inner is not None:
+                yield vars(inner)
+
+
+def aliases(module: nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Other tensors of a quantized parameter's class that are the whole of its data, each once."""
+    found: dict[int, torch.Tensor] = {}
+    if not is_bytes(parameter) or parameter.is_meta:
+        return []
+    for attributes in _kept(module, parameter):
+        for value in attributes.values():
+            if type(value) is torch.Tensor and _is_same(value, parameter):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _is_same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if not _torch.has_storage(value) or not _torch.has_storage(parameter):
+        return False
+    geometry = [(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (value, parameter)]
+    is_one = _torch.storage_address(value) == _torch.storage_address(parameter)
+    return is_one and geometry[0] == geometry[1]
+
+
+def companions(module: nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a class of bitsandbytes keeps beside the bytes: scales, tables."""
+    known = {id(alias) for alias in aliases(module, parameter)} | {id(parameter)}
+    found: dict[int, torch.Tensor] = {}
+    for attributes in _kept(module, parameter) if is_bytes(parameter) else ():
+        for value in attributes.values():
+            if type(value) is torch.Tensor and id(value) not in known:
+                found[id(value)] = value
+    return list(found.values())
+
+
+def follow(wrapper: torch.Tensor) -> None:
+    """A wrapper has the device of its parts, which have got another one; it stays the same object."""
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: getattr(wrapper, name) for name in names}
+    device = next(iter(inner.values())).device
+    if wrapper.device == device:
+        return
+    for value in inner.values():
+        if is_wrapper(value):
+            follow(value)
+    made = type(wrapper).__tensor_unflatten__(inner, context, wrapper.shape, wrapper.stride())
+    made.requires_grad_(wrapper.requires_grad)
+    _torch.swap_tensor_impl(wrapper, made)
