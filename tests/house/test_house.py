@@ -216,7 +216,10 @@ def test_frameworks_stay_in_their_adapter(path: Path) -> None:
     if path.parent.name != "lightning":
         assert not modules & {"lightning", "pytorch_lightning", "lightning_fabric"}, name(path)
     # The second builds a model to be estimated.
-    if path.parent.name != "huggingface" and name(path) != "gemini_strategy/estimates/hugging_face.py":
+    if (
+        path.parent.name != "huggingface"
+        and name(path) != "gemini_strategy/estimates/hugging_face.py"
+    ):
         found = modules & {"transformers", "tokenizers", "peft", "accelerate", "trl", "datasets"}
         assert not found, name(path)
 
