@@ -22,7 +22,6 @@ from gemini_strategy import Engine, GeminiError, engine_of, manage
 from gemini_strategy.huggingface.compiling import compile_layers
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
-from gemini_strategy.optim.moments import lack
 
 __all__ = ["Engines", "all_made", "close_for_another", "masters_of", "model_of"]
 
@@ -235,7 +234,7 @@ def close_for_another(engine: Engine, with_states: bool) -> None:
         engine.close(dtype=torch.float32, with_states=with_states)
         return
     # 16-bit weights keep their dtype, so what they lack goes beside them, where manage() finds it.
-    lows = {s.parameter: lack(s, None)[1] for s in engine._runtime.slots if s.has_low}
+    lows = {s.parameter: s.lack()[1] for s in engine._runtime.slots if s.has_low}
     engine.close(with_states=with_states)
     for parameter, low in lows.items():
         parameter._gm_low = low

@@ -18,6 +18,7 @@ from typing import Any
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.huggingface.folders import keeping_masters
+from gemini_strategy.huggingface.reading import leave_unread
 from gemini_strategy.huggingface.refusals import check_arguments
 
 __all__ = ["install"]
@@ -60,6 +61,7 @@ def _arguments(module: ModuleType) -> None:
 
 
 def _models(module: ModuleType) -> None:
+    leave_unread(module)
     module.PreTrainedModel.save_pretrained = keeping_masters(module.PreTrainedModel.save_pretrained)
 
 

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import nn
 from gemini_strategy.parameters import absent
 from gemini_strategy.weights import unread
 
-__all__ = ["loading"]
+__all__ = ["leave_unread", "loading"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,7 +41,8 @@ def loading() -> Iterator[None]:
     """Inside, `from_pretrained` of every class of transformers reads no weights of safetensors files.
 
     They are read by `gemini_strategy.manage()`, each straight into its place, so that the host never holds the model
-    twice; until then by whoever uses them. The files must not change before that.
+    twice; until then by whoever uses them. The files must not change before that. Under `gemini-strategy run` all
+    models are loaded so.
 
         with gemini_strategy.huggingface.loading():
             model = AutoModelForCausalLM.from_pretrained("folder", dtype="bfloat16")
@@ -49,24 +51,33 @@ def loading() -> Iterator[None]:
     Raises:
         ImportError: transformers is not installed.
     """
-    absent.install()
     utils = importlib.import_module("transformers.modeling_utils")
-    model_class = utils.PreTrainedModel
     safe_open = utils.safe_open
-    finalize = model_class.__dict__["_finalize_model_loading"]
+    finalize = utils.PreTrainedModel.__dict__["_finalize_model_loading"]
+    leave_unread(utils)
+    try:
+        yield
+    finally:
+        utils.safe_open = safe_open
+        utils.PreTrainedModel._finalize_model_loading = finalize
+
+
+def leave_unread(utils: ModuleType) -> None:
+    """What loading() does, for good.
+
+    Args:
+        utils: transformers.modeling_utils.
+    """
+    absent.install()
+    finalize = utils.PreTrainedModel.__dict__["_finalize_model_loading"]
 
     @functools.wraps(finalize.__func__)
     def finalize_read(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _read_buffers(model)
         return finalize.__func__(model, *args, **kwargs)
 
-    utils.safe_open = functools.partial(_File, safe_open)
-    model_class._finalize_model_loading = staticmethod(finalize_read)
-    try:
-        yield
-    finally:
-        utils.safe_open = safe_open
-        model_class._finalize_model_loading = finalize
+    utils.safe_open = functools.partial(_File, utils.safe_open)
+    utils.PreTrainedModel._finalize_model_loading = staticmethod(finalize_read)
 
 
 def _read_buffers(model: nn.Module) -> None:

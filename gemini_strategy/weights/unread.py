@@ -1,12 +1,13 @@
 """Unread tensors: ordinary to their users, with bytes that are still in a safetensors file.
 
-One has shape, dtype and device, and every operation on it reads the file. What reads it many times pays for that, and
-has the right numbers. manage() takes the values of unread parameters from the file straight into their homes.
+One has shape, dtype and device, and its first use reads the file. manage() takes the values of unread parameters from
+the file straight into their homes.
 
 Invariants
     1. An unread tensor has the values that the file has at the moment it is made: a file that was changed since is
        refused by name.
-    2. Once somebody writes it, it has memory of its own, and is unread no more.
+    2. Once somebody writes it, or uses it a second time, it has memory of its own, and is unread no more: one use is
+       that of an adapter that takes its first values from it, more are those of a model that nobody manages.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Unread(absent.Home):
     Attributes:
         files, key: where its values are, in the file's dtype.
         dtype: its own.
-        values: its own, once it was written.
+        values: its own, once it was written or used twice.
     """
 
     field = "weight"
@@ -81,14 +82,18 @@ class _Unread(absent.Home):
         self.key = key
         self.dtype = dtype
         self.values: torch.Tensor | None = None
+        self._is_used = False
+        self._lock = threading.Lock()
 
     def open(self, is_written: bool) -> torch.Tensor:
         if self.values is not None:
             return self.values
-        values = self.files.read(self.key, self.dtype)
-        if is_written:
-            self.values = values
-        return values
+        read = self.files.read(self.key, self.dtype)
+        with self._lock:  # whoever came first has made the memory that all others use
+            if self.values is None and (is_written or self._is_used):
+                self.values = read
+            self._is_used = True
+            return read if self.values is None else self.values
 
     def lend(self) -> torch.Tensor:
         return self.open(True)

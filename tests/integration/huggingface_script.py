@@ -25,6 +25,27 @@ def model_and_data() -> tuple[Any, Any]:
     return model, [{"input_ids": row, "labels": row} for row in tokens]
 
 
+def from_folder(kind: Any, folder: Path) -> Any:
+    """A model that was saved before is trained on, beside one that is only looked at."""
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    data = model_and_data()[1]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    ours = sys.modules.get("gemini_strategy.weights.unread")  # under the runner
+    left = [ours is not None and ours.home(p) is not None for p in model.parameters()]
+    with torch.no_grad():
+        seen = [teacher(input_ids=data[0]["input_ids"][None]).logits for _ in range(3)]
+    args = TrainingArguments(
+        str(folder / "out"), max_steps=2, learning_rate=1e-2, report_to=[], use_cpu=True
+    )
+    trainer = kind(model, args, train_dataset=data)
+    trainer.train()
+    trainer.save_model(str(folder / "end"))
+    torch.save({"seen": seen, "unread": left}, folder / "seen.pt")
+    return trainer
+
+
 def train(kind: Any, folder: Path, resume: str | None = None, **given: Any) -> Any:
     """transformers' Trainer; `kind` for a test that has another one."""
     from transformers import TrainingArguments
@@ -108,6 +129,10 @@ if __name__ == "__main__":
     }
     if what == "loop":
         loop(folder)
+    elif what == "folder":
+        from transformers import Trainer
+
+        from_folder(Trainer, folder)
     else:
         from transformers import Trainer
 

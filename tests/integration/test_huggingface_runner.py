@@ -100,6 +100,19 @@ def test_a_loop_with_accelerate_and_a_budget_of_the_environment(tmp_path: Path) 
     assert_same(saved(tmp_path), masters(model, optimizer))
 
 
+def test_a_model_from_a_folder_stays_there_until_it_is_managed(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "reference"
+    for folder in (mine, other):
+        huggingface_script.model_and_data()[0].save_pretrained(folder / "model")
+    run(*RUN, "--device-budget", "80KB", str(SCRIPT), "folder", str(mine))
+    plain = huggingface_script.from_folder(ReferenceTrainer, other)
+    assert_same(saved(mine), masters(plain))
+    got, want = (torch.load(folder / "seen.pt") for folder in (mine, other))
+    assert all(got["unread"]) and not any(want["unread"])
+    for one in got["seen"]:
+        assert torch.equal(one, want["seen"][0])
+
+
 def test_a_script_that_meets_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 3")
     (tmp_path / "train.py").write_text(

@@ -169,13 +169,26 @@ def test_training_and_use_without_an_engine(folder: Path) -> None:
         each.train()(input_ids=TOKENS, labels=TOKENS).loss.backward()
     for name, parameter in want.named_parameters():
         assert_same_bits(model.get_parameter(name).grad, parameter.grad, name)
-    assert n_unread(model) == len(list(model.parameters()))
+    with torch.no_grad():  # by now each has been used more than once, and nothing is read again
+        assert torch.equal(model(input_ids=TOKENS).logits, want(input_ids=TOKENS).logits)
+    assert not n_unread(model)
     for each in (model, want):
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     assert not n_unread(model)
     assert_same_model(model, want)
     copied = copy.deepcopy(model)
     assert_same_model(copied, want)
+
+
+def test_the_second_use_keeps_the_values(folder: Path, reads: list[str]) -> None:
+    _, model = ordinary_and_unread(transformers.AutoModelForCausalLM, folder)
+    weight = model.model.norm.weight
+    first = weight.clone()
+    assert len(reads) == 1 and n_unread(model) == len(list(model.parameters()))
+    weight.clone()
+    assert len(reads) == 2 and unread.home(weight) is None
+    assert_same_bits(weight.clone(), first, "norm")
+    assert len(reads) == 2
 
 
 def test_an_unread_model_is_saved_over_its_own_files(folder: Path) -> None:
