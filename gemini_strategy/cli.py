@@ -36,5 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == [name]:
             importlib.import_module(module).add_arguments(one)
     arguments = parser.parse_args(words)
-    module = importlib.import_module(COMMANDS[arguments.command][0])
-    return int(module.execute(arguments))
+    command = importlib.import_module(COMMANDS[arguments.command][0])
+    return int(command.execute(arguments))

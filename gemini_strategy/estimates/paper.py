@@ -24,6 +24,7 @@ from gemini_strategy.parameters.foreign import check_modules
 from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.sharing import check_sharing
 from gemini_strategy.settings import Settings
+from gemini_strategy.weights.transformers import adapter_parameters
 
 __all__ = ["PaperModel", "Planned", "context_bytes", "plan_on_paper", "pool_bytes"]
 
@@ -61,7 +62,7 @@ class PaperModel:
         self.ranks: Any = None
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         check_modules(model, settings.device, True)
-        self.registration = Registration(self, grouped)  # type: ignore[arg-type]
+        self.registration = Registration(self, grouped, adapter_parameters(model))  # type: ignore[arg-type]
         check_sharing(model)
 
 
