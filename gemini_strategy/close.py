@@ -29,9 +29,9 @@ from gemini_strategy.report import tables
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["close", "give_back"]
+__all__ = ["PATIENCE", "close", "give_back"]
 
-_PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
+PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 
 def close(engine: Runtime, dtype: torch.dtype | None, with_states: bool) -> None:
@@ -50,6 +50,12 @@ def close(engine: Runtime, dtype: torch.dtype | None, with_states: bool) -> None
 
 def _end_saving(engine: Runtime) -> GeminiError | None:
     """A checkpoint that is being written is waited for; what it met does not keep anything from being closed."""
+    if engine.saving is not None and sys.exception() is not None and engine.ranks.size > 1:
+        engine.saving.join(PATIENCE)
+        if (
+            not engine.saving.done
+        ):  # the others may wait for this rank where their writers cannot go on
+            engine.ranks.abort(f"{type(sys.exception()).__name__}: {sys.exception()}")
     try:
         engine.end_saving()
     except GeminiError as error:
@@ -103,7 +109,7 @@ def _meet(engine: Runtime, cause: str | None) -> str | None:
         with contextlib.ExitStack() as stack:
             if flying is not None:
                 reason = f"it was closed after {type(flying).__name__}: {flying}"
-                stack.enter_context(ranks.patience(_PATIENCE, reason))
+                stack.enter_context(ranks.patience(PATIENCE, reason))
             causes = ranks.gather("close()", cause)
     except GeminiError as error:
         return cause or (str(error) if flying is None else reason)

@@ -1,6 +1,8 @@
 /* errors.c - the translation of status codes into exceptions. */
 #include "binding/common.h"
 
+#include <string.h>
+
 static PyObject *gemini_error, *memory_error, *device_error;
 
 PyObject *gm_py_raise(gm_status status)
@@ -14,7 +16,12 @@ PyObject *gm_py_raise(gm_status status)
     case GM_ERR_DEVICE: type = device_error; break;
     case GM_ERR_UNSUPPORTED: type = PyExc_NotImplementedError; break;
     }
-    PyErr_SetString(type, gm_last_error());
+    const char *told = gm_last_error(); /* long ones are cut, perhaps inside a character */
+    PyObject *text = PyUnicode_DecodeUTF8(told, (Py_ssize_t)strlen(told), "replace");
+    if (text) {
+        PyErr_SetObject(type, text);
+        Py_DECREF(text);
+    }
     return NULL;
 }
 

@@ -473,6 +473,8 @@ void gm_watch_note_ended(gm_engine *engine); /* a lease, or more; takes no lock 
 gm_lease **gm_watch_first_ended(gm_engine *engine);
 gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out);
 bool gm_watch_is_any(const gm_engine *engine);
+/* Its bytes are on the device, and writes to them are looked for. */
+bool gm_watch_is_on(const gm_engine *engine, const gm_lease *lease);
 gm_status gm_watch_begin(gm_lease *lease, gm_stream stream);
 gm_status gm_watch_end(gm_lease *lease);
 /* Finds what was written through watched leases since the last look. */

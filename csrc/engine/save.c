@@ -9,7 +9,7 @@
 static gm_status copy_what_is_shown(gm_engine *engine)
 {
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (engine->shown == GM_WEIGHT && lease->is_pinned && atomic_load(&lease->is_watched)) {
+        if (engine->shown == GM_WEIGHT && gm_watch_is_on(engine, lease)) {
             GM_TRY(gm_saving_keep_at_once(engine, engine->params[lease->param].place.chunk));
         }
     }

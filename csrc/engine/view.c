@@ -89,7 +89,7 @@ void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
             out[id].n_done += p->has_grad && !p->is_used_up;
         }
     }
-    pthread_mutex_unlock(&engine->lock);
+    gm_saving_unlock(engine);
 }
 
 void gm_engine_lock(gm_engine *engine)

@@ -35,7 +35,7 @@ void gm_watch_wait(const gm_engine *engine)
 }
 
 /* Its bytes are on the device, and writes to them are looked for: the lease has the chunk pinned itself, or its users. */
-static bool is_on(const gm_engine *engine, const gm_lease *lease)
+bool gm_watch_is_on(const gm_engine *engine, const gm_lease *lease)
 {
     uint32_t chunk = engine->params[lease->param].place.chunk;
     return atomic_load(&lease->is_watched) &&
@@ -45,7 +45,7 @@ static bool is_on(const gm_engine *engine, const gm_lease *lease)
 bool gm_watch_is_any(const gm_engine *engine)
 {
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (is_on(engine, lease)) {
+        if (gm_watch_is_on(engine, lease)) {
             return true;
         }
     }
@@ -105,7 +105,7 @@ static gm_status look(gm_engine *engine, gm_lease *lease)
 gm_status gm_watch_poll(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (is_on(engine, lease)) {
+        if (gm_watch_is_on(engine, lease)) {
             GM_TRY(look(engine, lease));
         }
     }
@@ -115,7 +115,7 @@ gm_status gm_watch_poll(gm_engine *engine)
 gm_status gm_watch_renew(gm_engine *engine)
 {
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        if (is_on(engine, lease)) {
+        if (gm_watch_is_on(engine, lease)) {
             GM_TRY(snapshot(engine, lease));
         }
     }
@@ -196,7 +196,8 @@ gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
     for (; (lease = *link); link = &lease->next) {
         engine->watch.n_walked++;
         if (atomic_load(&lease->is_ended)) {
-            if (lease->is_pinned && is_on(engine, lease)) { /* else its users have looked */
+            if (lease->is_pinned &&
+                gm_watch_is_on(engine, lease)) { /* else its users have looked */
                 GM_TRY(look(engine, lease));
             }
             note_use(engine, lease);

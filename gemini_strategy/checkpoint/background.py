@@ -73,10 +73,11 @@ def save_in_background(
         ids = [own[0].field.slot.id for own in todo.values()]
         limit = int(_C.host_topology("")["memory"] * _SHARE) // ranks.local_size
         together(ranks, writing.what, lambda: runtime.core.save_begin(ids, limit))
-        saving = Saving(runtime, writing, twin, dict(sorted(todo.items())), beside)
-        runtime.saving = saving
-        return saving
+        return Saving(runtime, writing, twin, dict(sorted(todo.items())), beside)
     except BaseException:
+        if runtime.saving is not None and not runtime.saving.done:
+            raise  # an interrupt: the writer goes on
+        runtime.saving = None
         with contextlib.suppress(GeminiError):
             runtime.core.save_end()
         if twin is not None and twin is not ranks:
@@ -117,6 +118,7 @@ class Saving:
         args = (runtime, writing, ranks, todo, beside)
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=False)
+        runtime.saving = self
         self._thread.start()
 
     @property
@@ -148,9 +150,9 @@ class Saving:
         if self._error is None:
             act()
 
-    def join(self) -> None:
-        """Waits, and raises nothing."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Waits, at most so long, and raises nothing."""
+        self._thread.join(seconds)
 
     def finish(self) -> None:
         """`wait`, unless its error has been raised already."""

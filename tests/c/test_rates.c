@@ -347,8 +347,6 @@ static void check_host_device(void)
     CHECK_OK(gm_rates_measure(dev, workers, &r));
     check_positive(&r);
     CHECK(r.h2d > 1e8 && r.h2d < 1e13 && r.host_adam > 1e5 && r.host_adam < 1e12);
-    /* nothing overlaps here: copies and Adam take turns */
-    CHECK(r.h2d_beside <= r.h2d / 2 && r.d2h_beside <= r.d2h / 2);
     dev->ops->free(dev);
 }
 
