@@ -402,6 +402,7 @@ class Runtime(Uncopied, Reporting):
             raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm!r} must not be negative")
+        self._check_unclipped("clip_grad_norm_()")
         norm = self.grad_norm()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -416,6 +417,7 @@ class Runtime(Uncopied, Reporting):
         """See Engine.clip_grad_value_."""
         if not value >= 0:
             raise ValueError(f"value={value!r} must not be negative")
+        self._check_unclipped("clip_grad_value_()")
         self.check_open()
         self.collect()
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
@@ -423,6 +425,15 @@ class Runtime(Uncopied, Reporting):
         self.step_in_backward.check_read(slots)
         for slot in slots:
             slot.clamp_grad(bound)
+
+    def _check_unclipped(self, what: str) -> None:
+        """The factor of a clip is for the gradients that it has seen, and no step has used it yet."""
+        if self.clip_factor != 1.0:
+            raise GeminiError(
+                f"{what} after clip_grad_norm_(), whose factor {self.clip_factor:.6g} the next step will apply to all "
+                "gradients: clip once in a step, after its last backward and after all other changes of gradients, "
+                "and directly before optimizer.step(). zero_grad() drops gradients and factor"
+            )
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """What is behind `optimizer.step()`."""
@@ -433,6 +444,8 @@ class Runtime(Uncopied, Reporting):
                 loss = closure()
         self.recover()
         self.collect()
+        if self._sumsq is None:
+            self._check_unclipped("optimizer step: gradients have come or were changed")
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
         shown: list[Slot] = []
         if self.ranks.size > 1:

@@ -18,7 +18,7 @@ _UNITS = {
     **{f"{p}{b}": 1000**i for i, p in enumerate("KMGT", 1) for b in ("", "B")},
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
-_LEAST_BUDGET = 1024  # bytes: who writes less has forgotten the unit
+_LEAST_BUDGET = 1000  # bytes: who writes less has forgotten the unit
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -33,7 +33,7 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
 
     Raises:
         ValueError: the size is not positive, cannot be read, is a fraction without a `total`, or is a budget (by its
-            name) of less than 1024 bytes.
+            name) of less than 1000 bytes.
     """
     given = size
     hint = f'{name}: give bytes (int), text such as "24GB" or "24GiB", or a fraction in (0, 1]'

@@ -281,6 +281,11 @@ def home_of(value: torch.Tensor) -> Home:
     return _home_at(_address(value))
 
 
+def _name_of(value: Any) -> str | None:
+    is_one = isinstance(value, torch.Tensor) and is_absent(value)
+    return home_of(value).name if is_one else None
+
+
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Without this module and without the caller's modes (FakeTensorMode and the like)."""
@@ -674,7 +679,7 @@ def install() -> None:
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
     if _KEY.__int__() > _torch.DispatchKey.Python.value:
         _serve_under_modes(passed)
-    gate.install(everything, passed)
+    gate.install(everything, passed, _name_of)
     _libraries.extend([everything, passed])
     for owner, name, make in _DOORS:
         original = getattr(owner, name)

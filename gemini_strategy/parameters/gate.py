@@ -19,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gemini_strategy import _torch
+from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import keyed
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ KEYS = _torch.DispatchKeySet(KEY)
 
 # torch makes tensors of other classes of what these give, which must not have been in Python: see parameter.py.
 _TAKEN_FRESH = ("alias", "detach")
-_changed = threading.Condition(threading.Lock())  # below: slots' readers, and who waits
+# Below: slots' readers, and who waits. A signal's handler may come in a thread that has it.
+_changed = threading.Condition(threading.RLock())
 _waiting: list[Slot] = []  # for each that waits to change the data of one
+_name_of: Callable[[Any], str | None]
 _passed: list[int] = []  # threads whose operations have passed, once for each parameter of one
 
 
@@ -89,6 +92,15 @@ def passing(*slots: Slot) -> Iterator[None]:
 
 def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The dispatcher's kernel for every operation on a parameter, or on a view of one, outside its thread's units."""
+    if (
+        _torch.tracing_state() is not None
+    ):  # the graph would name this file, and torch compares graphs
+        names = [_name_of(value) for value in (*args, *kwargs.values())]
+        name = next((name for name in names if name is not None), "a parameter")
+        raise GuardError(
+            f"{name} is used outside its module in a function that torch.jit.trace records: give the function a clone "
+            "of its own, p.detach().clone(), or trace before manage()"
+        )
     with passing(*_slots((*args, *kwargs.values()))):
         return op(*args, **kwargs)
 
@@ -111,8 +123,17 @@ def _pass_named(name: str, *args: Any, **kwargs: Any) -> Any:
     return _pass(getattr(getattr(torch.ops.aten, name), overload or "default"), *args, **kwargs)
 
 
-def install(everything: torch.library.Library, aten: torch.library.Library) -> None:
-    """Puts the kernel in place, once per process. torch has no way to call a fallback under a mode of the caller."""
+def install(
+    everything: torch.library.Library,
+    aten: torch.library.Library,
+    name_of: Callable[[Any], str | None],
+) -> None:
+    """Puts the kernel in place, once per process. torch has no way to call a fallback under a mode of the caller.
+
+    `name_of`: of the parameter that a value is, or shows; None: of none.
+    """
+    global _name_of
+    _name_of = name_of
     everything.fallback(_pass, "DeferredInit")
     for full in _torch.all_operator_names():
         name = full.removeprefix("aten::")

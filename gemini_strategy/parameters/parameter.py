@@ -81,9 +81,15 @@ class _Managed:
             return _base.as_subclass(self, cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if source is self and not (args or kwargs):  # torch.nn.utils.parametrize does that
+        # torch.nn.utils.parametrize sets a parameter to itself, and at the end to a tensor like it.
+        if source is self and not (args or kwargs):
             return self
-        return self._gm_refuse_set()
+        is_alike = isinstance(source, torch.Tensor) and not (args or kwargs)
+        is_alike = is_alike and (source.shape, source.dtype) == (self.shape, self.dtype)
+        if not is_alike or torch.is_grad_enabled():
+            return self._gm_refuse_set()
+        self.data = source.detach()
+        return self
 
     _gm_refuse_set = _refuse("set_", "its storage is the engine's; use p.copy_() or p.data = value")
     resize_ = _refuse("resize_", "its size is fixed; engine.close() first")
