@@ -142,9 +142,13 @@ class Model:
             self.drop({name for name, slot in self.slots.items() if not slot.has_moments})
 
     def drop(self, names: set[str]) -> None:
-        """Without the slots of these names."""
+        """Without the slots of these names, and what belongs to them."""
+        # What is kept beside a quantized weight, its scales say, goes with it.
+        beside = tuple(f"{name.rpartition('.')[0]}." for name in names if self.slots[name].is_raw)
+        self.others = {n: v for n, v in self.others.items() if not n.startswith(beside)}
         gone = names | {alias for alias, name in self.aliases.items() if name in names}
-        self.names = [name for name in self.names if name not in gone]
+        kept = {*self.slots, *self.tensors, *self.others, *self.aliases} - gone
+        self.names = [name for name in self.names if name in kept]
         self.slots = {name: slot for name, slot in self.slots.items() if name not in gone}
         self.aliases = {alias: name for alias, name in self.aliases.items() if alias not in gone}
 

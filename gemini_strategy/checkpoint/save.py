@@ -184,6 +184,10 @@ class Writing:
 def _begin(runtime: Runtime, keep_last: int | None, frozen: bool) -> Model:
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last!r} must be at least 1")
+    if not frozen and not any(slot.has_moments for slot in runtime.slots):
+        raise GeminiError(
+            "engine.save(frozen=False): no parameter is trained, and nothing would be saved: leave frozen=False out"
+        )
     runtime.end_saving()
     runtime.step_in_backward.check_save()
     for number, group in enumerate(runtime.optimizer.param_groups if runtime.optimizer else ()):

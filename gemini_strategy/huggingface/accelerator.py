@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini_strategy import Engine, GeminiError, engine_of
-from gemini_strategy.huggingface.engines import Engines, masters_of, model_of
+from gemini_strategy.huggingface.engines import Engines, is_replaced, masters_of, model_of
 from gemini_strategy.huggingface.plugin import GeminiPlugin, current
 from gemini_strategy.huggingface.refusals import check_accelerator, check_plugins
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
@@ -42,6 +42,11 @@ class GeminiOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Steps where accelerate synchronises; `step_was_skipped` says whether an fp16 step changed nothing."""
+        if is_replaced(self.optimizer):
+            raise GeminiError(
+                f"this {type(self.optimizer).__name__} trains no model any more: another one of the same model was "
+                "prepared after it. A model has one optimizer: put its parameters into several groups of one"
+            )
         runtime = getattr(self.optimizer, "_gm_engine", None)
         scaler = None if runtime is None else runtime.scaler
         before = 0 if scaler is None else runtime.stats()["skipped_steps"]
@@ -167,7 +172,7 @@ class GeminiAccelerator(Accelerator):
         for each in objects:
             engine = engine_of(each) if isinstance(each, nn.Module) else None
             if engine is not None:
-                engine.close()
+                engine.close(dtype=None if engine.precision is None else torch.float32)
         self.scaler = None
         return super().free_memory(*objects)
 
@@ -200,7 +205,16 @@ class GeminiAccelerator(Accelerator):
             loss.backward(**kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: the engine clips unscaled gradients."""
+        """Nothing: the engine clips unscaled gradients.
+
+        Raises:
+            GeminiError: in fp16, where gradients are scaled until the step.
+        """
+        if any(engine.scaler is not None for engine in self._trained()):
+            raise GeminiError(
+                "accelerator.unscale_gradients() with mixed_precision='fp16': under Gemini gradients stay scaled until "
+                "the step: clip with accelerator.clip_grad_norm_() or clip_grad_value_(), which know the scale"
+            )
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2

@@ -8,10 +8,11 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ from gemini_strategy.huggingface.compiling import compile_layers
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
 
-__all__ = ["Engines", "all_made", "close_for_another", "masters_of", "model_of"]
+__all__ = [
+    "Engines",
+    "all_made",
+    "close_for_another",
+    "is_replaced",
+    "masters_of",
+    "model_of",
+]
 
 # The engines that this layer has made in this process.
 _made: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -76,8 +84,11 @@ class Engines:
                     f"{type(model).__name__} is managed already, without this {type(optimizer).__name__}: give the "
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
                 )
+            if engine.optimizer not in (None, optimizer):
+                engine.optimizer._gm_replaced = True
             close_for_another(engine, with_states=engine.optimizer is optimizer)
         engine = self._manage(model, optimizer, self.precision)
+        optimizer.__dict__.pop("_gm_replaced", None)
         model.zero_grad = ZeroGrad(model)  # type: ignore[method-assign]
         return engine
 
@@ -123,15 +134,16 @@ class Engines:
             compile_layers(model, self.compiling)
         arguments = {**self.plugin.arguments(), **self.scaling}
         is_mixed = precision is not None and precision.endswith("-mixed")
-        engine = manage(
-            model,
-            optimizer,
-            device=self.device,
-            precision=precision,
-            convert_inputs=True,
-            force_outputs_fp32=is_mixed,
-            **arguments,
-        )
+        with _whole(model, precision is not None):
+            engine = manage(
+                model,
+                optimizer,
+                device=self.device,
+                precision=precision,
+                convert_inputs=True,
+                force_outputs_fp32=is_mixed,
+                **arguments,
+            )
         _made.add(engine)
         _n_made += 1
         return engine
@@ -210,6 +222,34 @@ def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module:
         "prepare the model with its optimizer, model, optimizer = accelerator.prepare(model, optimizer); an optimizer "
         "trains one model"
     )
+
+
+@contextlib.contextmanager
+def _whole(model: nn.Module, is_cast: bool) -> Iterator[None]:
+    """Inside, manage() keeps the fp32 values of frozen parameters, which are saved, or trained later.
+
+    The base of adapters is not: it is as large as the model, and its own files have it. What a manage() that fails has
+    left of the masters before is dropped: other weights may be loaded until the next.
+    """
+    is_base = bool(getattr(model, "peft_config", None))
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
+    marked = frozen if is_cast and not is_base else []
+    for parameter in marked:
+        parameter._gm_whole = True  # type: ignore[attr-defined]
+    try:
+        yield
+    except BaseException:
+        for parameter in model.parameters():
+            parameter.__dict__.pop("_gm_low", None)
+        raise
+    finally:
+        for parameter in marked:
+            parameter.__dict__.pop("_gm_whole", None)
+
+
+def is_replaced(optimizer: Optimizer) -> bool:
+    """Whether its model is trained with another one that was prepared later."""
+    return "_gm_replaced" in optimizer.__dict__
 
 
 def _is_complete(engine: Engine, model: nn.Module) -> bool:

@@ -24,9 +24,7 @@ __all__ = ["keeping_masters", "save_into"]
 _DRAFT = ".model"
 # Of save_pretrained's arguments those that ask for nothing else than what is done here. All ranks write.
 _UNDERSTOOD = {"self", "save_directory", "is_main_process", "max_shard_size", "save_function"}
-_WEIGHTS = re.compile(
-    r"((adapter_)?model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
-)
+_WEIGHTS = re.compile(r"(adapter_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def keeping_masters(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +67,7 @@ def save_into(
 ) -> None:
     """The engine's model as a Hugging Face model in `folder`: fp32 masters, and the dtype in config.json.
 
-    All ranks call it. Weights of an older model there are replaced, all else stays.
+    All ranks call it. Files of the same kind, of a model or of adapters, are replaced; all else stays.
 
     Args:
         engine: of the model.
@@ -86,10 +84,12 @@ def save_into(
     def publish() -> None:
         if engine.ranks.rank == 0:
             new = {path.name for path in draft.iterdir()}
-            for old in folder.iterdir():
-                if old.name not in new and _WEIGHTS.fullmatch(old.name):
-                    old.unlink()
+            kinds = {found[1] for found in map(_WEIGHTS.fullmatch, new) if found}
             _move(draft, folder)
+            for old in folder.iterdir():  # other shards of an older model
+                found = _WEIGHTS.fullmatch(old.name)
+                if old.name not in new and found and found[1] in kinds:
+                    old.unlink()
 
     together(engine.ranks, f"saving {folder}", publish)
 

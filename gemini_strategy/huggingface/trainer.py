@@ -198,7 +198,7 @@ class TrainerMethods:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         # The model took the file's masters before it was managed; 16-bit weights could not keep them.
-        if any(s.has_low and s.original_dtype is s.dtype for s in engine._runtime.slots):
+        if any(s.has_low and s.original_dtype is not torch.float32 for s in engine._runtime.slots):
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
         files = Path(checkpoint) / OPTIMIZER_NAME, Path(checkpoint) / SCHEDULER_NAME
         if not all(file.is_file() for file in files):  # save_only_model

@@ -101,9 +101,10 @@ def test_the_bits_of_a_loop_by_hand(mixed: str) -> None:
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
     out = model(**next(iter(prepared[3])))
     assert out.logits.dtype is torch.float32
+    want = engine.model_state_dict()
     accelerator.free_memory(model, optimizer)
     assert gs.engine_of(model) is None
-    assert_same({n: p.detach() for n, p in model.named_parameters()}, weights)
+    assert_same(dict(model.state_dict()), want)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16 weights"])
@@ -293,3 +294,57 @@ def test_the_budget_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = GeminiAccelerator(cpu=True)
     model = accelerator.prepare(make_model())
     assert gs.engine_of(model).stats()["device_budget_bytes"] == 123_000
+
+
+def test_frozen_weights_and_those_of_another_stage_are_not_rounded() -> None:
+    accelerator = make(mixed_precision="bf16")
+    model = make_model()
+    frozen = model.model.embed_tokens.weight
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    model, optimizer = accelerator.prepare(model, pieces(model)[0])
+    assert torch.equal(accelerator.get_state_dict(model)["model.embed_tokens.weight"], before)
+    accelerator.backward(model(**next(iter(loader()))).loss)
+    optimizer.step()
+    want = accelerator.get_state_dict(model)
+    accelerator.free_memory(model)
+    assert_same(dict(model.state_dict()), want)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_optimizer_that_was_replaced_is_refused() -> None:
+    accelerator = make(mixed_precision="bf16")
+    model = make_model()
+    body, head = list(model.model.parameters()), list(model.lm_head.parameters())
+    both = torch.optim.AdamW(body), torch.optim.AdamW(head)
+    model, first, second = accelerator.prepare(model, *both)
+    accelerator.backward(model(**next(iter(loader()))).loss)
+    second.step()
+    with pytest.raises(gs.GeminiError, match="another one of the same model was prepared after it"):
+        first.step()
+
+
+def test_a_clip_is_the_last_that_happens_to_gradients() -> None:
+    accelerator = make()
+    model, optimizer = accelerator.prepare(*(lambda m: (m, pieces(m)[0]))(make_model()))
+    batch = next(iter(loader()))
+    for change in (
+        lambda: accelerator.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda: accelerator.clip_grad_value_(model.parameters(), 1e-3),
+        lambda: (accelerator.backward(model(**batch).loss), optimizer.step()),
+    ):
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(gs.GeminiError, match="clip once in a step"):
+            change()
+        optimizer.zero_grad()
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()  # works again
+
+
+def test_unscale_gradients_is_refused_where_they_are_scaled() -> None:
+    accelerator = make(mixed_precision="fp16")
+    model = make_model()
+    accelerator.prepare(model, pieces(model)[0])
+    with pytest.raises(gs.GeminiError, match="stay scaled until the step"):
+        accelerator.unscale_gradients()

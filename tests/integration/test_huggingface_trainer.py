@@ -342,3 +342,31 @@ def test_save_pretrained_of_a_script_does_not_round(
         {n: v.bfloat16() for n, v in plain.items()},
         {n: v.bfloat16() for n, v in load_file(tmp_path / "c" / file).items()},
     )
+
+
+@pytest.mark.parametrize(("stored", "precision"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_resume_of_weights_that_were_stored_otherwise(
+    stored: str, precision: str, tmp_path: Path
+) -> None:
+    """The masters of a checkpoint are not rounded to the dtype in which the model came."""
+
+    def build() -> Any:
+        return make_model().to({"fp16": torch.float16, "bf16": torch.bfloat16}[stored])
+
+    whole = make(tmp_path, precision, build(), save_strategy="steps", save_steps=2)
+    whole.train()
+    again = make(tmp_path, precision, build(), save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(masters(again), masters(whole))
+
+
+def test_adapters_beside_their_base(tmp_path: Path) -> None:
+    """Saving one kind of files deletes none of the other."""
+    make_model().save_pretrained(tmp_path)
+    base = (tmp_path / "model.safetensors").read_bytes()
+    model = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer = make(tmp_path / "out", model=model)
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    assert (tmp_path / "model.safetensors").read_bytes() == base
+    assert (tmp_path / "adapter_model.safetensors").is_file()
