@@ -223,9 +223,8 @@ class Loading:
                 if id(slot.parameter) in self._sources:
                     files, name = self._sources[id(slot.parameter)]
                     if ranks.size > 1:
-                        begins[f"the values of {slot.name} in {files.path.name}"] = (
-                            files.fingerprint(name)
-                        )
+                        where = "from_pretrained()" if files in self._unread else "weights="
+                        begins[f"the values of {slot.name} in {where}"] = files.fingerprint(name)
                     begin, n = slot.part()
                     if slot.is_row_major:  # as files are
                         for first, values in files.pieces(name, begin, begin + n):
