@@ -136,6 +136,13 @@ def test_parts_of_the_engine_are_written_by_their_own_file() -> None:
     assert len(written) > 10
 
 
+def test_the_engines_lock_is_let_go_in_one_way() -> None:
+    """Whoever lets it go wakes a checkpoint's writer, who may wait for it."""
+    letting = "pthread_mutex_unlock(&engine->lock)"
+    files = [name(path) for path in (ROOT / "csrc").rglob("*.c") if letting in path.read_text()]
+    assert files == ["csrc/engine/saving.c"]
+
+
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_foreign_headers_have_one_home(path: Path) -> None:
     foreign = includes(path)[1]

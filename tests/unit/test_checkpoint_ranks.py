@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import gemini_strategy as gs
+from gemini_strategy import close
 from gemini_strategy.checkpoint import background, records
 from gemini_strategy.checkpoint import manifest as manifests
 from gemini_strategy.checkpoint import together as meetings
@@ -339,6 +340,36 @@ def test_a_rank_dies_while_its_writer_writes(forks: Forks, tmp_path: Path) -> No
     assert ended[1].exit_code == 7
     assert ended[0].value is not None and "rank 1" in ended[0].value, ended[0].how
     assert run(forks, load_job, str(target), {}, ranks=1)[0][0] == want
+
+
+def leaving_job(rank: int, folder: str) -> str:
+    """What rank 1 is told when rank 0 leaves by an error, while rank 1's writer cannot go on before that."""
+    engine = engine_of(3, timeout=1000.0)
+    train(engine, range(2))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(close, "PATIENCE", 0.1)
+    gate = Gate(patch)
+    saving = engine.save(folder, background=True)
+    try:
+        if rank == 0:
+            gate.open()
+            with pytest.raises(ValueError), engine:
+                raise ValueError("of rank 0")
+            return ""
+        with pytest.raises(gs.GeminiError) as found:
+            engine.ranks.gather("what rank 0 never comes to")
+        return str(found.value)
+    finally:
+        gate.open()
+        saving.join()
+        patch.undo()
+
+
+def test_an_error_of_one_rank_does_not_wait_for_the_others_writers(
+    forks: Forks, tmp_path: Path
+) -> None:
+    assert "ValueError: of rank 0" in run(forks, leaving_job, str(tmp_path / "saved"), ranks=2)[1]
+    assert not (tmp_path / "saved").exists()
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
+from gemini_strategy import _C
 from helpers.reference import (
     Plain,
     Recipe,
@@ -724,3 +725,13 @@ def test_modified_weight_is_torchs_error(how: str) -> None:
         assert_same_outcome(run.outcome(), reference.outcome())
     finally:
         run.engine.close()
+
+
+def test_a_text_that_is_cut_inside_a_character_is_a_text() -> None:
+    """The core cuts long texts by bytes."""
+    model = nn.Module()
+    model.register_parameter("ü" * 600, nn.Parameter(torch.zeros(3)))
+    with gs.manage(model, None, device="cpu") as engine:
+        core = engine._runtime.core
+        with pytest.raises(ValueError, match="no such elements of ü"):
+            core.save_read(0, _C.FIELDS["weight"], 7, 1, 0)

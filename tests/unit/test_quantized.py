@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,3 +321,30 @@ def test_ranks_share_the_bytes(forks: Forks) -> None:
         for mine, its in zip(end.value, want, strict=True):
             for one, other in zip(mine, its, strict=True):
                 assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_checkpoint_without_the_base_has_nothing_of_it(kind: str, tmp_path: Path) -> None:
+    """Neither bytes nor scales: a base that was quantized otherwise keeps its own."""
+    engines = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Case(kind).build()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        engines.append(gs.manage(model, optimizer, device="cpu", precision="bf16-true"))
+    first, second = engines
+    first.save(tmp_path / "saved", frozen=False)
+    told = (tmp_path / "saved" / "manifest.json").read_text()
+    assert "lora_" in told and not re.search(r"SCB|absmax|quant_map", told)
+    own = {name: v.clone() for name, v in second.model.state_dict().items() if "lora_" not in name}
+    assert any(not name.endswith("weight") for name in own)
+    second.load(tmp_path / "saved")
+    state = second.model.state_dict()
+    for name, value in own.items():
+        assert_same_bits(state[name].clone(), value, name)
+    want = first.model.state_dict()
+    for name in want.keys() - own.keys():
+        assert_same_bits(state[name].clone(), want[name].clone(), name)
+    for engine in engines:
+        engine.close()
