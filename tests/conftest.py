@@ -7,6 +7,7 @@ second to measure and none reads or writes the cache of a user.  A test of the m
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -63,3 +64,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _same_random_numbers() -> None:
     random.seed(1234)
     torch.manual_seed(1234)
+
+
+def _settings_of_torch() -> dict[str, object]:
+    """What a test could leave behind for the tests after it in the same process."""
+    return {
+        "modes of functions": torch._C._len_torch_function_stack(),
+        "modes of operators": torch._C._len_torch_dispatch_stack(),
+        "functions of subclasses": torch._C._is_torch_function_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was() -> Iterator[None]:
+    before = _settings_of_torch()
+    yield
+    after = _settings_of_torch()
+    assert after == before, "a test leaves torch's settings as it found them"

@@ -488,7 +488,8 @@ engine.save(sys.argv[1] + "/back", background=True)
 def test_the_end_of_the_program_waits(fails: bool, tmp_path: Path) -> None:
     """It writes while the interpreter ends; an error that nobody has asked for is said."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), *(["full"] if fails else [])]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    tests = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=tests)
     assert ended.returncode == 0, ended.stderr
     if fails:
         assert "a checkpoint was not written" in ended.stderr and "No space left" in ended.stderr
