@@ -86,7 +86,7 @@ def _(run: Run) -> Any:
 
 @door("kept/data swapped with an average", "19", served=True)
 def _(run: Run) -> Any:
-    average = copy.deepcopy(run.model)
+    average = copy.deepcopy(run.model).to(run.device)
     run.step(2)
     for p, e in zip(run.model.parameters(), average.parameters(), strict=True):
         p.data, e.data = e.data, p.data
@@ -563,7 +563,7 @@ def _(run: Run) -> Any:
 
 @door("kept/p tied into an unmanaged Linear", "8", served=True)
 def _(run: Run) -> Any:
-    other = nn.Linear(32, 32)
+    other = nn.Linear(32, 32).to(run.device)
     other.weight = run.w
     losses = []
     for seed in range(2):

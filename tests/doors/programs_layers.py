@@ -511,7 +511,7 @@ def _(run: Run) -> Any:
 def _(run: Run) -> Any:
     layer = nn.utils.fusion.fuse_linear_bn_eval(
         run.model.layers[3].eval(), nn.BatchNorm1d(32).to(run.device).eval()
-    )
+    ).to(run.device)
     run.model.layers[3].train()
     return [layer(run.h()).detach(), layer.weight.detach()]
 

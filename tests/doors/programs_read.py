@@ -386,7 +386,7 @@ def _keep(take: Callable[[Run], torch.Tensor]) -> Callable[[Run], Any]:
             run.loss(3)
         again = kept.detach().clone()
         run.backward(4)  # other chunks pass through the device
-        return [first, again, kept.detach().clone(), kept.detach().sum()]
+        return [first, again, kept.detach().clone(), kept.detach().cpu().sum()]
 
     return program
 
@@ -633,7 +633,7 @@ rows(
 
 @door("model/deepcopy", "8")
 def _(run: Run) -> Any:
-    other = copy.deepcopy(run.model)
+    other = copy.deepcopy(run.model).to(run.device)
     out = other(run.x())
     out.sum().backward()
     return [out.detach(), dict(other.state_dict()), other.layers[3].weight.grad]
@@ -641,7 +641,7 @@ def _(run: Run) -> Any:
 
 @door("model/pickle", "8")
 def _(run: Run) -> Any:
-    other = pickle.loads(pickle.dumps(run.model))
+    other = pickle.loads(pickle.dumps(run.model)).to(run.device)
     return [other(run.x()).detach(), dict(other.state_dict())]
 
 
@@ -652,7 +652,7 @@ def _(run: Run) -> Any:
 
 @door("model/deepcopy of a layer", "8")
 def _(run: Run) -> Any:
-    other = copy.deepcopy(run.model.layers[3])
+    other = copy.deepcopy(run.model.layers[3]).to(run.device)
     return [other(run.h()).detach(), other.weight.detach()]
 
 

@@ -158,12 +158,16 @@ def _dispatched(kind: str) -> Callable[[Run], Any]:
         with tempfile.TemporaryDirectory() as folder:
             if run.is_managed:
                 if kind == "disk":
-                    accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+                    accelerate.disk_offload(
+                        model, folder, execution_device=torch.device(run.device)
+                    )
                 elif kind == "cpu":
-                    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+                    accelerate.cpu_offload(model, execution_device=torch.device(run.device))
                 else:
                     places = {n: "disk" for n, _ in model.named_children()} | {"head": "cpu"}
-                    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+                    accelerate.dispatch_model(
+                        model, places, main_device=run.device, offload_dir=folder
+                    )
             run.manage(model, gs.HybridAdam(model.parameters(), lr=1e-2))
             return [run.step(2), dict(model.state_dict())]
 
@@ -202,8 +206,7 @@ def _(run: Run) -> Any:
     if run.is_managed:
         with contextlib.suppress(Exception):
             gs.manage(model, gs.HybridAdam(model.parameters()), device=run.device).close()
-    else:
-        model.to(run.device)
+    model.to(run.device)
     losses = []
     for seed in range(3):
         loss = model(run.x(seed)).square().mean()
@@ -234,8 +237,7 @@ def _(run: Run) -> Any:
     if run.is_managed:
         with contextlib.suppress(Exception):
             gs.manage(model, gs.HybridAdam(model.parameters()), device=run.device).close()
-    else:
-        model.to(run.device)
+    model.to(run.device)
     loss = model(run.x()).square().mean()
     loss.backward()
     return [loss.detach(), [p.grad for p in model.parameters()], pickle.dumps(model.stem) != b""]
@@ -263,7 +265,7 @@ def _(run: Run) -> Any:
     losses = run.step(2)
     if run.engine is not None:
         run.engine.close()
-    scripted = torch.jit.script(run.model)
+    scripted = torch.jit.script(run.model.to(run.device))
     file = io.BytesIO()
     torch.save(run.model, file)
     w = run.w
@@ -452,7 +454,8 @@ for _name, _body in {
         "18",
         lambda r: (
             torch.ao.quantization.quantize_dynamic(
-                r.model.cpu() if r.device != "cpu" else r.model, {nn.Linear}
+                __import__("copy").deepcopy(r.model).cpu() if r.device != "cpu" else r.model,
+                {nn.Linear},
             )(r.x().cpu())
             .sum()
             .isfinite()

@@ -365,10 +365,10 @@ def _(run: Run) -> Any:
     if run.engine is not None:
         with run.engine.full_parameters(run.model.layers[3]):
             run.w.data.mul_(0.5)
-            run.b.detach().numpy()[:] = 0.25 if run.device == "cpu" else 0.0
+            (run.b.detach().numpy() if run.device == "cpu" else run.b.detach())[:] = 0.25
     else:
         run.w.data.mul_(0.5)
-        run.b.detach().numpy()[:] = 0.25 if run.device == "cpu" else 0.0
+        (run.b.detach().numpy() if run.device == "cpu" else run.b.detach())[:] = 0.25
     return _now(run)
 
 
@@ -403,7 +403,7 @@ def _write_kept(take: Callable[[Run], Tensor]) -> Callable[[Run], Any]:
         with torch.no_grad():
             run.loss(2)
             kept.mul_(0.5)
-        return [_now(run), kept.sum()]
+        return [_now(run), kept.cpu().sum()]
 
     return program
 
@@ -456,7 +456,7 @@ def _(run: Run) -> Any:
     for n in range(2, 4):
         run.step(1)
         for k, v in run.model.state_dict().items():
-            average[k] += (v - average[k]) / n
+            average[k] += (v - average[k]) * (1 / n)  # a division is not the same on all devices
     run.model.load_state_dict(average)
     return [average, _now(run)]
 
@@ -764,7 +764,7 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     "AdamW, foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
     "Adam, fused": lambda ps: torch.optim.Adam(ps, lr=1e-2, fused=True),
-    "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True),
+    "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True, foreach=False),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=False),
     "SGD, fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
     "SGD, foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=True),
@@ -897,7 +897,7 @@ rows(
 
 @door("ema/AveragedModel", "8", needs_all=True)
 def _(run: Run) -> Any:
-    averaged = AveragedModel(run.model)
+    averaged = AveragedModel(run.model).to(run.device)
     for _ in range(3):
         run.step(1)
         averaged.update_parameters(run.model)
