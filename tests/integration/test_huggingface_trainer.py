@@ -306,13 +306,14 @@ def test_compiled_layers(tmp_path: Path) -> None:
     assert_alike(reference, managed)
 
 
-def test_prompts_go_on_where_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_prompts_go_on_where_they_were(precision: str, tmp_path: Path) -> None:
     ends = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
         torch.manual_seed(0)
         model = get_peft_model(make_model(), config)
-        trainer = make(tmp_path, model=model, save_strategy="steps", save_steps=2)
+        trainer = make(tmp_path, precision, model, save_strategy="steps", save_steps=2)
         trainer.train(resume_from_checkpoint=resume)
         ends.append(masters(trainer))
     assert_same(*ends)

@@ -267,6 +267,20 @@ def test_a_quantizing_load_reads_what_it_needs(folder: Path) -> None:
     assert n_unread(model) > 0
 
 
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_compiling_is_refused_but_for_a_copy(part: str, folder: Path) -> None:
+    want, model = ordinary_and_unread(transformers.AutoModelForCausalLM, folder)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        for module in (each,) if part == "model" else each.model.layers:
+            module.compile(backend="eager")
+    for _ in range(3):
+        with torch.no_grad(), pytest.raises(Exception, match="compiled or traced function takes"):
+            model(input_ids=TOKENS)
+    with torch.no_grad():
+        assert_same_bits(copied(input_ids=TOKENS).logits, want(input_ids=TOKENS).logits)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
