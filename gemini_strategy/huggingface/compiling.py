@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.parameters.hooks import is_compiled
 
 __all__ = ["compile_layers"]
 
@@ -39,6 +40,5 @@ def compile_layers(model: nn.Module, arguments: dict[str, Any]) -> None:
             "compiled as a whole: compile parts of it before, `part.compile()`"
         )
     for layer in layers:
-        is_compiled = layer._compiled_call_impl is not None or "_orig_mod" in layer._modules
-        if not is_compiled:
+        if not is_compiled(layer):
             layer.compile(**arguments)

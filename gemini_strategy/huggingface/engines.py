@@ -23,6 +23,8 @@ from gemini_strategy import Engine, GeminiError, engine_of, manage
 from gemini_strategy.huggingface.compiling import compile_layers
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
+from gemini_strategy.parameters.registration import keeping_fp32
+from gemini_strategy.precision import Precision
 
 __all__ = [
     "Engines",
@@ -101,7 +103,7 @@ class Engines:
         check_model(model)
         engine = self._found(model)
         if engine is not None:
-            if precision is None or _computes_in(engine, torch.bfloat16):
+            if precision is None or _computes_in(engine, Precision(precision).dtype):
                 return engine
             close_for_another(engine, with_states=True)
         return self._manage(model, None, precision or self.precision)
@@ -233,18 +235,13 @@ def _whole(model: nn.Module, is_cast: bool) -> Iterator[None]:
     """
     is_base = bool(getattr(model, "peft_config", None))
     frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
-    marked = frozen if is_cast and not is_base else []
-    for parameter in marked:
-        parameter._gm_whole = True  # type: ignore[attr-defined]
     try:
-        yield
+        with keeping_fp32(frozen if is_cast and not is_base else ()):
+            yield
     except BaseException:
         for parameter in model.parameters():
             parameter.__dict__.pop("_gm_low", None)
         raise
-    finally:
-        for parameter in marked:
-            parameter.__dict__.pop("_gm_whole", None)
 
 
 def is_replaced(optimizer: Optimizer) -> bool:
@@ -263,7 +260,7 @@ def _is_complete(engine: Engine, model: nn.Module) -> bool:
     return not engine._runtime.thawed
 
 
-def _computes_in(engine: Engine, dtype: torch.dtype) -> bool:
+def _computes_in(engine: Engine, dtype: torch.dtype | None) -> bool:
     matrices = [s.dtype for s in engine._runtime.slots if len(s.shape) > 1]
     return all(each is dtype for each in matrices if each.is_floating_point)
 

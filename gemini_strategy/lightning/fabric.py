@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import check_management, refuse_unknown
+from gemini_strategy.arguments import check_management
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.lightning.engines import (
     ENGINE_ARGUMENTS,
@@ -99,11 +99,6 @@ class FabricStrategy(RankProcesses):
     _tree: Tree
     _fabric: ModuleType
     _warn: Callable[[str], None]  # the tree's rank_zero_warn
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Before Python does, which knows no near name.
-        refuse_unknown(cls._call, cls.__init__, kwargs)
-        return super().__new__(cls)
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini_strategy import _torch
-from gemini_strategy.arguments import Arguments
+from gemini_strategy.arguments import Arguments, refuse_unknown
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
 PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
@@ -62,6 +62,11 @@ class RankProcesses:
     _num_nodes = 1
     _mesh: DeviceMesh | None = None  # what it means for this run,
     _mesh_of: Any = None  # which has this default group
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Before Python does, which knows no near name.
+        refuse_unknown(cls._call, cls.__init__, kwargs)
+        return super().__new__(cls)
 
     def _engines(self) -> Iterable[Any]:
         """The open engines that these ranks have together."""

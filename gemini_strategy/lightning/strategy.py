@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import Arguments, check_management, refuse_unknown
+from gemini_strategy.arguments import Arguments, check_management
 from gemini_strategy.lightning.averaging import put_over_masters, take_from_masters
 from gemini_strategy.lightning.checkpoints import Checkpoints
 from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, engines_of_parts, materialize
@@ -42,6 +42,7 @@ from gemini_strategy.lightning.schedule import (
 )
 from gemini_strategy.lightning.trainer_ranks import TrainerRanks
 from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.parameters.registration import keeping_fp32
 from gemini_strategy.weights.loading import Weights
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
@@ -145,11 +146,6 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     _warn: Callable[[str], None]  # the tree's rank_zero_warn
     _misconfiguration: type[Exception]
     _averaging: tuple[type, ...]  # callbacks that copy the module
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Before Python does, which knows no near name.
-        refuse_unknown(cls._call, cls.__init__, kwargs)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -446,7 +442,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             for callback in module.trainer.callbacks
         )
         frozen = [p for p in module.parameters() if wants_whole and not p.requires_grad]
-        with torch.inference_mode(False), _whole(frozen):
+        with torch.inference_mode(False), keeping_fp32(frozen):
             engine = gs.manage(
                 module,
                 optimizer,
@@ -544,18 +540,6 @@ def _init_for(tree: Tree) -> FunctionType:
         "precision_plugin": tree.pl.plugins.Precision | None,
     }
     return init
-
-
-@contextmanager
-def _whole(frozen: list[nn.Parameter]) -> Generator[None, None, None]:
-    """manage() keeps the fp32 values of these parameters: they will be trained later, or are averaged."""
-    for parameter in frozen:
-        parameter._gm_whole = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            del parameter._gm_whole  # type: ignore[attr-defined]
 
 
 def _manages_all(engine: Any, module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,20 @@ if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
     from gemini_strategy.weights.loading import Loading
 
-__all__ = ["Registration"]
+__all__ = ["Registration", "keeping_fp32"]
+
+
+@contextlib.contextmanager
+def keeping_fp32(frozen: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, manage() keeps the fp32 values of these parameters: they are trained later, averaged, or saved."""
+    marked = list(frozen)
+    for parameter in marked:
+        parameter._gm_whole = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            parameter.__dict__.pop("_gm_whole", None)
 
 
 @dataclass
@@ -188,7 +202,7 @@ class Registration:
             raise GeminiError(
                 f"{name} has a gradient already, without the loss scale of fp16: zero_grad() first"
             )
-        # A frozen one may be marked to keep its fp32 values: it will be trained later, or is averaged.
+        # A frozen one may be marked, by keeping_fp32.
         is_whole = "_gm_whole" in parameter.__dict__ and dtype in FORMATS
         slot.has_low = (is_trainable or is_whole) and dtype is not torch.float32
         slot.has_moments = is_trained and (is_grouped or is_adapter)
