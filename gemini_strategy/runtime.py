@@ -103,7 +103,7 @@ class Runtime(Uncopied, Reporting):
         self.clip_factor = 1.0
         self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
         self._in_backward = False
-        self.steps = self._skipped = 0
+        self.steps = self.skipped_steps = 0
         self.step_in_backward = StepInBackward(self)
         self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
         self.masters: dict[
@@ -461,7 +461,7 @@ class Runtime(Uncopied, Reporting):
             _, nonfinite = self._measure_grads()
             if nonfinite:
                 self.scaler.update(True)
-                self._skipped += 1
+                self.skipped_steps += 1
                 self.clip_factor = 1.0
                 self.note_step(self.core.stats())
                 return loss
@@ -538,7 +538,7 @@ class Runtime(Uncopied, Reporting):
         self.check_open()
         return {
             "steps": self.steps,
-            "skipped_steps": self._skipped,
+            "skipped_steps": self.skipped_steps,
             "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
             "parameters": sum(math.prod(s.shape) for s in self.slots),
             **self.core.stats(),

@@ -48,10 +48,9 @@ class GeminiOptimizer(AcceleratedOptimizer):
                 "prepared after it. A model has one optimizer: put its parameters into several groups of one"
             )
         runtime = getattr(self.optimizer, "_gm_engine", None)
-        scaler = None if runtime is None else runtime.scaler
-        before = 0 if scaler is None else runtime.stats()["skipped_steps"]
+        before = 0 if runtime is None else runtime.skipped_steps
         super().step(closure)
-        self._is_overflow = scaler is not None and runtime.stats()["skipped_steps"] > before
+        self._is_overflow = runtime is not None and runtime.skipped_steps > before
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own; in `save_state` rank 0 gets it, without what the model's file has."""
