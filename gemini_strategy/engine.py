@@ -21,7 +21,7 @@ from gemini_strategy.checkpoint.background import Saving, save_in_background
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import EVERYTHING, load
 from gemini_strategy.checkpoint.pretrained import save_pretrained
-from gemini_strategy.checkpoint.save import save
+from gemini_strategy.checkpoint.save import Wanted, save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters import gate, masters, quantized
@@ -370,9 +370,8 @@ class Engine(Uncopied):
             GeminiError: it cannot be written, on which rank and why; or `folder` is there and no checkpoint.
             ValueError: keep_last is less than 1.
         """
-        if background:
-            return save_in_background(self._runtime, local(folder), extra, keep_last, frozen=frozen)
-        return save(self._runtime, local(folder), extra, keep_last, frozen=frozen)
+        wanted = Wanted(local(folder), extra, keep_last, frozen)
+        return (save_in_background if background else save)(self._runtime, wanted)
 
     def load(self, folder: str | os.PathLike[str], *, model_only: bool = False) -> Any:
         """Loads what `save` has saved, bit for bit, whatever the number of ranks, the policy and the budget are now.

@@ -23,12 +23,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemini_strategy import _C
 from gemini_strategy.checkpoint.parts import Piece, pieces, write_rest
-from gemini_strategy.checkpoint.save import Writing
+from gemini_strategy.checkpoint.save import Wanted, Writing
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.ranks.ranks import Ranks
@@ -42,19 +43,26 @@ _SHARE = 0.5  # of the host's memory that is left, for copies
 _all: weakref.WeakSet[Saving] = weakref.WeakSet()
 
 
-def save_in_background(
-    runtime: Runtime,
-    target: Path,
-    extra: Any = None,
-    keep_last: int | None = None,
-    *,
-    meta: Any = None,
-    with_optimizer: bool = True,
-    replaces_files: bool = False,
-    frozen: bool = True,
-) -> Saving:
+@dataclass(frozen=True)
+class _Work:
+    """What a writer's thread has to do. It alone holds this: a Saving may be kept for long.
+
+    Attributes:
+        ranks: where the writers meet.
+        todo: by chunk, what is to be written.
+        beside: what is written already.
+    """
+
+    runtime: Runtime
+    writing: Writing
+    ranks: Ranks
+    todo: dict[int, deque[Piece]]
+    beside: dict[str, Any]
+
+
+def save_in_background(runtime: Runtime, wanted: Wanted) -> Saving:
     """See Engine.save and save.save."""
-    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files, frozen)
+    writing = Writing(runtime, wanted)
     ranks, part = runtime.ranks, writing.part
     twin: Ranks | None = None
     try:
@@ -65,15 +73,15 @@ def save_in_background(
                 todo.setdefault(runtime.core.chunk(field.slot.id)[0], deque()).append(piece)
 
         def rest() -> dict[str, Any]:
-            writing.write_meta(meta)
-            return write_rest(runtime, writing.model, part, extra, with_optimizer)
+            writing.write_meta(wanted.meta)
+            return write_rest(runtime, writing.model, part, wanted.extra, wanted.with_optimizer)
 
         beside = together(ranks, writing.what, rest)
         twin = ranks.twin()
         ids = [own[0].field.slot.id for own in todo.values()]
         limit = int(_C.host_topology("")["memory"] * _SHARE) // ranks.local_size
         together(ranks, writing.what, lambda: runtime.core.save_begin(ids, limit))
-        return Saving(runtime, writing, twin, dict(sorted(todo.items())), beside)
+        return Saving(_Work(runtime, writing, twin, dict(sorted(todo.items())), beside))
     except BaseException:
         if runtime.saving is not None and not runtime.saving.done:
             raise  # an interrupt: the writer goes on
@@ -96,15 +104,8 @@ class Saving:
         waits: changes that had to wait for the disk.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        writing: Writing,
-        ranks: Ranks,
-        todo: dict[int, deque[Piece]],
-        beside: dict[str, Any],
-    ) -> None:
-        self.folder = writing.made
+    def __init__(self, work: _Work) -> None:
+        self.folder = work.writing.made
         self.copied_bytes = self.most_bytes = self.waits = 0
         self._error: str | None = (
             None  # a text: an exception holds frames, and they what was to be written
@@ -115,10 +116,9 @@ class Saving:
         self._is_over = False  # nothing is added to them any more
         self._pid = os.getpid()
         _all.add(self)
-        args = (runtime, writing, ranks, todo, beside)
         name = f"saving {self.folder.name}"
-        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=False)
-        runtime.saving = self
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=False)
+        work.runtime.saving = self
         self._thread.start()
 
     @property
@@ -166,21 +166,15 @@ class Saving:
 
     # ---- in the thread ----
 
-    def _run(
-        self,
-        runtime: Runtime,
-        writing: Writing,
-        ranks: Ranks,
-        todo: dict[int, deque[Piece]],
-        beside: dict[str, Any],
-    ) -> None:
+    def _run(self, work: _Work) -> None:
+        ranks, writing = work.ranks, work.writing
         try:
             try:
-                own = together(ranks, writing.what, lambda: self._write(runtime, writing, todo))
-                writing.publish(ranks, {**own, "rest": beside})
+                own = together(ranks, writing.what, lambda: self._write(work))
+                writing.publish(ranks, {**own, "rest": work.beside})
             finally:
                 writing.close()
-                if ranks is not runtime.ranks:
+                if ranks is not work.runtime.ranks:
                     ranks.close()
             while self._next_act():
                 pass
@@ -201,10 +195,8 @@ class Saving:
             act()
         return act is not None
 
-    def _write(
-        self, runtime: Runtime, writing: Writing, todo: dict[int, deque[Piece]]
-    ) -> dict[str, Any]:
-        core = runtime.core
+    def _write(self, work: _Work) -> dict[str, Any]:
+        core, todo, part = work.runtime.core, work.todo, work.writing.part
         try:
             while todo:
                 chunk = core.save_next()
@@ -214,7 +206,7 @@ class Saving:
                 if values is None:
                     continue
                 todo[chunk].popleft()
-                piece.put(writing.part, values)
+                piece.put(part, values)
                 del values
                 if not todo[chunk]:
                     del todo[chunk]
@@ -224,7 +216,7 @@ class Saving:
                 core.save_end()
             raise
         self.copied_bytes, self.most_bytes, self.waits = core.save_end()
-        return writing.part.finish()
+        return part.finish()
 
 
 @atexit.register

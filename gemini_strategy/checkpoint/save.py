@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,35 +28,34 @@ from gemini_strategy.ranks.ranks import Ranks
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["Writing", "objection", "save"]
+__all__ = ["Wanted", "Writing", "objection", "save"]
 
 _OWN = re.compile(r"\.metadata|meta\.pt|manifest\.json|__\d+_\d+\.distcp")
 
 
-def save(
-    runtime: Runtime,
-    target: Path,
-    extra: Any = None,
-    keep_last: int | None = None,
-    *,
-    meta: Any = None,
-    with_optimizer: bool = True,
-    replaces_files: bool = False,
-    frozen: bool = True,
-) -> Path:
-    """See Engine.save.
+@dataclass(frozen=True)
+class Wanted:
+    """What a checkpoint is to be.
 
-    Args:
-        runtime, target, extra, keep_last: as there.
+    Attributes:
+        target, extra, keep_last, frozen: see Engine.save.
         meta: what is in the file meta.pt; None: the loss scaler's state.
         with_optimizer: False: the model alone.
         replaces_files: an ordinary file of the target's name may be replaced, too.
-        frozen: False: without parameters that are not trained.
-
-    Returns:
-        The checkpoint's folder.
     """
-    writing = Writing(runtime, target, keep_last, with_optimizer, replaces_files, frozen)
+
+    target: Path
+    extra: Any = None
+    keep_last: int | None = None
+    frozen: bool = True
+    meta: Any = None
+    with_optimizer: bool = True
+    replaces_files: bool = False
+
+
+def save(runtime: Runtime, wanted: Wanted) -> Path:
+    """See Engine.save. Returns the checkpoint's folder."""
+    writing = Writing(runtime, wanted)
     ranks, what, part = runtime.ranks, writing.what, writing.part
     try:
         in_stretches(
@@ -68,11 +68,12 @@ def save(
         )
 
         def rest() -> dict[str, Any]:
-            beside = write_rest(runtime, writing.model, part, extra, with_optimizer)
-            return {**part.finish(), "rest": beside}
+            beside = write_rest(runtime, writing.model, part, wanted.extra, wanted.with_optimizer)
+            own = {**part.finish(), "rest": beside}
+            writing.write_meta(wanted.meta)
+            return own
 
-        own = together(ranks, what, rest)
-        writing.publish(ranks, own, lambda: writing.write_meta(meta))
+        writing.publish(ranks, together(ranks, what, rest))
     finally:
         writing.close()
     return writing.made
@@ -88,7 +89,8 @@ class Writing:
     """A checkpoint of an engine, from the call to its end. All ranks make one, and close it.
 
     Args:
-        runtime, target, keep_last, with_optimizer, replaces_files, frozen: as for `save`.
+        runtime: of the model.
+        wanted: what it is to be.
 
     Attributes:
         what: it is, for errors.
@@ -100,27 +102,16 @@ class Writing:
         GeminiError: there can be none, on which rank and why.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        target: Path,
-        keep_last: int | None,
-        with_optimizer: bool,
-        replaces_files: bool,
-        frozen: bool,
-    ) -> None:
+    def __init__(self, runtime: Runtime, wanted: Wanted) -> None:
         runtime.check_open()
         ranks = runtime.ranks
-        target = target.resolve()
-        self._runtime, self._target, self._keep_last = runtime, target, keep_last
+        target = wanted.target.resolve()
+        self._runtime, self._target, self._keep_last = runtime, target, wanted.keep_last
         self.what = what = f"saving {target}"
-        self.model = together(ranks, what, lambda: _begin(runtime, keep_last, frozen))
-        self.fields = list(self.model.fields(runtime, with_optimizer))
-        ranks.agree({"frozen": frozen, **_numbers(runtime)}, what)
-        is_series = keep_last is not None
-        self._draft = together(
-            ranks, what, lambda: _draft(runtime, target, is_series, replaces_files)
-        )
+        self.model = together(ranks, what, lambda: _begin(runtime, wanted))
+        self.fields = list(self.model.fields(runtime, wanted.with_optimizer))
+        ranks.agree({"frozen": wanted.frozen, **_numbers(runtime)}, what)
+        self._draft = together(ranks, what, lambda: _draft(runtime, target, wanted))
         try:
             draft = self._draft
             place = None if draft is None else [str(draft.path), str(draft.target)]
@@ -146,21 +137,18 @@ class Writing:
             meta = {"scaler": None if scaler is None else scaler.state_dict()}
         distcp.write_meta(self.path, meta)
 
-    def publish(self, ranks: Ranks, own: dict[str, Any], first: Any = None) -> None:
+    def publish(self, ranks: Ranks, own: dict[str, Any]) -> None:
         """The folder is whole, and gets its name.
 
         Args:
             ranks: those of the engine, or their twins.
             own: what this rank has written: Part.finish(), and "rest".
-            first: what else is to be done before.
         """
         everyone = ranks.gather(self.what, own)
 
         def work() -> None:
             if self._draft is None:
                 return
-            if first is not None:
-                first()
             _write_manifest(self.path, everyone, self.model.names)
             self._draft.publish()
             if self._keep_last is not None:
@@ -181,7 +169,8 @@ class Writing:
             self._draft.close()
 
 
-def _begin(runtime: Runtime, keep_last: int | None, frozen: bool) -> Model:
+def _begin(runtime: Runtime, wanted: Wanted) -> Model:
+    keep_last, frozen = wanted.keep_last, wanted.frozen
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last!r} must be at least 1")
     if not frozen and not any(slot.has_moments for slot in runtime.slots):
@@ -214,20 +203,18 @@ def _last_step(runtime: Runtime) -> int:
     return max((slot.adam_step for slot in runtime.slots), default=0)
 
 
-def _draft(
-    runtime: Runtime, target: Path, is_series: bool, replaces_files: bool
-) -> folder.Draft | None:
+def _draft(runtime: Runtime, target: Path, wanted: Wanted) -> folder.Draft | None:
     """Where rank 0 puts the checkpoint together."""
     if runtime.ranks.rank:
         return None
     claim = None
-    if is_series:
+    if wanted.keep_last is not None:
         if manifest.is_checkpoint(target):
             raise GeminiError(f"{target} is a checkpoint itself: keep a series in another folder")
         claim = folder.Claim(target)
         target = target / folder.series_name(target, _last_step(runtime))
     try:
-        return folder.Draft(target, lambda old: objection(old, replaces_files), claim)
+        return folder.Draft(target, lambda old: objection(old, wanted.replaces_files), claim)
     except BaseException:
         if claim is not None:
             claim.release()

@@ -34,7 +34,7 @@ from gemini_strategy.checkpoint.distcp import META
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import load
 from gemini_strategy.checkpoint.manifest import Manifest, find, is_checkpoint
-from gemini_strategy.checkpoint.save import save
+from gemini_strategy.checkpoint.save import Wanted, save
 from gemini_strategy.lightning.engines import masters_of, states_of
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.weights.loading import Weights
@@ -119,13 +119,13 @@ class Checkpoints:
         runtime = self.engine._runtime
         meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         has_thread = isinstance(self.checkpoint_io, self._pl.plugins.AsyncCheckpointIO)
-        (save_in_background if has_thread else save)(
-            runtime,
+        wanted = Wanted(
             local(filepath),
-            with_optimizer="optimizer_states" in checkpoint,
             meta=meta,
+            with_optimizer="optimizer_states" in checkpoint,
             replaces_files=True,
         )
+        (save_in_background if has_thread else save)(runtime, wanted)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Not before the one that takes its place is on the disk."""
