@@ -29,7 +29,7 @@ from gemini_strategy.checkpoint.save import objection
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import stand_in
 
-__all__ = ["is_local", "write"]
+__all__ = ["is_local", "whole", "write"]
 
 MOST_BYTES = 1 << 24  # of a piece
 _CENTRAL = struct.Struct(
@@ -58,26 +58,36 @@ def write(checkpoint: Any, path: Path) -> None:
         GuardError: a stand-in's value has changed.
         GeminiError: the path is a folder that is no checkpoint, or somebody else saves there.
     """
+    whole(path, lambda draft: _write_archive(checkpoint, draft))
+
+
+def whole(path: Path, make: Callable[[Path], None]) -> None:
+    """A file that is whole or not there (invariant 2), whatever is in it.
+
+    Args:
+        path: a local file; its folder is made if it is not there.
+        make: writes it, under the name that it is given.
+
+    Raises:
+        OSError: it cannot be written, with the path; the old file is as it was.
+        GeminiError: the path is a folder that is no checkpoint, or somebody else saves there.
+    """
     reason = objection(path, replaces_files=True) if path.is_dir() else None
     if reason is not None:
         raise GeminiError(f"{path} {reason}: give another name, or remove it")
     claim = folder.Claim(path)
     try:
         folder.clear(path)
-        _write_beside(checkpoint, path)
+        _make_beside(path, make)
     finally:
         claim.release()
 
 
-def _write_beside(checkpoint: Any, path: Path) -> None:
+def _make_beside(path: Path, make: Callable[[Path], None]) -> None:
     draft = folder.other_name(path, "saving")
     try:
-        with open(draft, "x+b") as file:
-            found = _write_skeleton(checkpoint, file)
-            _fill(file, found)
-            found.clear()  # its class has it, too
-            file.flush()
-            os.fsync(file.fileno())
+        make(draft)
+        folder.sync(draft)
         folder.put(draft, path)
     except OSError as error:
         folder.remove(draft)
@@ -85,6 +95,13 @@ def _write_beside(checkpoint: Any, path: Path) -> None:
     except BaseException:
         folder.remove(draft)
         raise
+
+
+def _write_archive(checkpoint: Any, draft: Path) -> None:
+    with open(draft, "x+b") as file:
+        found = _write_skeleton(checkpoint, file)
+        _fill(file, found)
+        found.clear()  # its class has it, too
 
 
 def _write_skeleton(checkpoint: Any, file: BinaryIO) -> dict[str, Pieces]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from gemini_strategy.arguments import Arguments
 from gemini_strategy.checkpoint import one_file
-from gemini_strategy.checkpoint.folder import local, other_name, sync
+from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.colossalai.gemini import GeminiDDP, GeminiOptimizer, management
 from gemini_strategy.errors import GeminiError
@@ -288,11 +288,8 @@ def _save_tensors(state: dict[str, torch.Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     first = {value.data_ptr() or id(value): name for name, value in reversed(state.items())}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = other_name(path, "saving")
-    save_file({name: state[name].contiguous() for name in first.values()}, str(part))
-    sync(part)
-    part.replace(path)
+    tensors = {name: state[name].contiguous() for name in first.values()}
+    one_file.whole(path, lambda draft: save_file(tensors, str(draft)))
 
 
 def _with_ties(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

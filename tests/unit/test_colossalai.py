@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -417,11 +419,29 @@ def test_tied_weights_in_a_file(tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    booster, model, _ = boosted()
+@pytest.mark.parametrize("use_safetensors", [False, True])
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_safetensors: bool
+) -> None:
+    booster, model, optimizer = boosted()
     (tmp_path / "file").write_text("")
     with pytest.raises(gs.GeminiError, match="writing model"):
-        booster.save_model(model, tmp_path / "file" / "model")
+        booster.save_model(model, tmp_path / "file" / "model", use_safetensors=use_safetensors)
+    path = tmp_path / "folder" / "model"
+    booster.save_model(model, path, use_safetensors=use_safetensors)
+    old = path.read_bytes()
+    train(booster, model, optimizer)
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch, pytest.raises(gs.GeminiError, match="no room"):
+        patch.setattr(os, "fsync", fails)
+        booster.save_model(model, path, use_safetensors=use_safetensors)
+    assert path.read_bytes() == old
+    assert [file.name for file in path.parent.iterdir()] == ["model"]
+    booster.save_model(model, path, use_safetensors=use_safetensors)
+    assert path.read_bytes() != old
     model.close()
 
 
