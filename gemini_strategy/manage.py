@@ -25,7 +25,7 @@ from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.runtime import Runtime
 from gemini_strategy.settings import Settings
-from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
+from gemini_strategy.sizes import ChunkSizes, parse_bytes, parse_device_budget, physical_memory
 from gemini_strategy.weights.loading import Weights
 
 __all__ = ["engine_of", "manage"]
@@ -201,7 +201,9 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
         device=device,
         precision=Precision(given["precision"]),
         policy=given["placement_policy"],
-        device_budget=_parse_device_budget(given["device_budget"], device),
+        device_budget=parse_device_budget(
+            given["device_budget"], is_cuda, torch.cuda.mem_get_info(device)[1] if is_cuda else None
+        ),
         host_budget=host_budget,
         sizes=ChunkSizes(
             given["chunk_size"],
@@ -221,14 +223,6 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
         weights=given["weights"],
         missing=given["missing"],
     )
-
-
-def _parse_device_budget(budget: int | float | str | None, device: torch.device) -> int:
-    """Bytes; -1 for no limit (host device only)."""
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-        return parse_bytes(0.95 if budget is None else budget, total, "device_budget")
-    return -1 if budget is None else parse_bytes(budget, physical_memory(), "device_budget")
 
 
 def _find_device(device: torch.device | str | None) -> torch.device:

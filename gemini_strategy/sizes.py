@@ -7,7 +7,7 @@ import re
 
 from gemini_strategy import _C
 
-__all__ = ["ChunkSizes", "parse_bytes", "physical_memory"]
+__all__ = ["ChunkSizes", "parse_bytes", "parse_device_budget", "physical_memory"]
 
 _MIB = 1 << 20
 _BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
@@ -19,6 +19,7 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _LEAST_BUDGET = 1000  # bytes: who writes less has forgotten the unit
+_SHARE_OF_GPU = 0.95
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -60,6 +61,26 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
 def physical_memory() -> int:
     """Bytes of memory that the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parse_device_budget(
+    budget: int | float | str | None, is_cuda: bool, gpu_bytes: int | None = None
+) -> int:
+    """Bytes of a `device_budget`; -1: no limit, which the host device alone has.
+
+    Args:
+        budget: as `parse_bytes` takes it; None: 95 % of a GPU, no limit on the host device.
+        is_cuda: the device is a GPU, else the host device.
+        gpu_bytes: the memory of the GPU; None: not known, and `budget` has to be a size.
+
+    Raises:
+        ValueError: as parse_bytes.
+    """
+    if not is_cuda:
+        return -1 if budget is None else parse_bytes(budget, physical_memory(), "device_budget")
+    if budget is None and gpu_bytes:
+        budget = _SHARE_OF_GPU
+    return parse_bytes(budget, gpu_bytes, "device_budget")  # type: ignore[arg-type]  # None is refused there
 
 
 class ChunkSizes:

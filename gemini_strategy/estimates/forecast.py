@@ -25,7 +25,7 @@ from gemini_strategy.memory.budget import DRIVER_RESERVE
 from gemini_strategy.precision import Precision, PrecisionName
 from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.settings import Settings
-from gemini_strategy.sizes import ChunkSizes, parse_bytes, physical_memory
+from gemini_strategy.sizes import ChunkSizes, parse_bytes, parse_device_budget, physical_memory
 
 __all__ = ["Estimate", "Refusal", "Schedule", "estimate"]
 
@@ -38,8 +38,6 @@ _MASTERS_AND_MOMENTS = (
 )
 
 _MORE_DEVICE = 4 * 10**9
-_MORE_HOST = 16 * 10**9
-_DEFAULT_SHARE = 0.95  # of the device, as in manage()
 
 
 @dataclass(frozen=True)
@@ -135,23 +133,13 @@ class Estimate:
 
 
 def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
-    device = torch.device("cuda", 0) if given["device"] == "cuda" else torch.device("cpu")
-    budget = given["device_budget"]
-    if device.type == "cuda":
-        whole = _DEFAULT_SHARE if machine.memory else None
-        budget = parse_bytes(
-            budget if budget is not None or whole is None else whole,
-            machine.memory,
-            "device_budget",
-        )
-    else:
-        budget = -1 if budget is None else parse_bytes(budget, physical_memory(), "device_budget")
+    is_cuda = given["device"] == "cuda"
     host = given["host_budget"]
     return Settings(
-        device=device,
+        device=torch.device("cuda", 0) if is_cuda else torch.device("cpu"),
         precision=Precision(given["precision"]),
         policy=given["placement_policy"],
-        device_budget=budget,
+        device_budget=parse_device_budget(given["device_budget"], is_cuda, machine.memory),
         host_budget=-1 if host is None else parse_bytes(host, physical_memory(), "host_budget"),
         sizes=ChunkSizes(given["chunk_size"], given["block_size"], None, None, None),
         is_grad_f32=given["gradient_dtype"] is torch.float32,
