@@ -18,6 +18,7 @@ from gemini_strategy import _C
 from gemini_strategy.sizes import parse_bytes
 
 __all__ = [
+    "LOSS_SCALING",
     "MISSING",
     "POLICIES",
     "Arguments",
@@ -30,6 +31,15 @@ __all__ = [
 
 PolicyName = Literal["auto", "cpu", "cuda"]
 POLICIES = _C.POLICIES
+LOSS_SCALING = (  # the arguments of LossScaler, which all that make one take too
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+)
 MISSING = ("refuse", "init")  # for parameters on the meta device that the weights do not name
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments
 from gemini_strategy.runtime import Uncopied
 
-__all__ = ["WrappedModule", "WrappedOptimizer", "refuse"]
+__all__ = ["WrappedModule", "WrappedOptimizer", "group_size", "is_first_rank", "refuse"]
 
 
 def refuse(call: str, given: Mapping[str, Any], settled: Mapping[str, tuple[Any, str]]) -> None:
@@ -46,6 +47,20 @@ def _is_same(found: Any, value: Any) -> bool:
     """True is not 1, but 1 is 1.0."""
     kinds = [int if type(each) is float else type(each) for each in (found, value)]
     return found is value or (kinds[0] is kinds[1] and found == value)
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks of torch.distributed; by itself it does."""
+    return not _is_grouped() or torch.distributed.get_rank() == 0
+
+
+def group_size(group: ProcessGroup | None = None) -> int:
+    """Ranks of the group (None: all); without torch.distributed 1."""
+    return torch.distributed.get_world_size(group) if _is_grouped() else 1
+
+
+def _is_grouped() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class WrappedModule(nn.Module):

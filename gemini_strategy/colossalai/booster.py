@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy.arguments import Arguments
+from gemini_strategy.arguments import LOSS_SCALING, Arguments
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.colossalai.gemini import GeminiDDP, GeminiOptimizer, management
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.weights.files import WeightFiles
-from gemini_strategy.wrapper import refuse
+from gemini_strategy.wrapper import is_first_rank, refuse
 
 __all__ = ["Booster", "GeminiPlugin"]
 
@@ -106,21 +106,7 @@ class GeminiPlugin:
         del given["self"]
         refuse("GeminiPlugin", given, _SETTLED)
         Arguments("GeminiPlugin", given).check_choice("precision", ("fp16", "bf16"))
-        scaling = (
-            "initial_scale",
-            "min_scale",
-            "growth_factor",
-            "backoff_factor",
-            "growth_interval",
-        )
-        names = (
-            *scaling,
-            "hysteresis",
-            "max_scale",
-            "gpu_margin_mem_ratio",
-            "max_norm",
-            "norm_type",
-        )
+        names = (*LOSS_SCALING, "gpu_margin_mem_ratio", "max_norm", "norm_type")
         self.optimizer_arguments = {name: given[name] for name in names}
         others = {*names, *_SETTLED, "precision"}
         self.model_arguments = {name: given[name] for name in given if name not in others}
@@ -256,8 +242,7 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
         """The schedule's own state; rank 0 writes."""
-        is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not is_there or torch.distributed.get_rank() == 0:
+        if is_first_rank():
             torch.save(lr_scheduler.state_dict(), checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:

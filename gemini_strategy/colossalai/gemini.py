@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gemini_strategy.arguments import Arguments
+from gemini_strategy.arguments import LOSS_SCALING, Arguments
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
 
 __all__ = ["SETTLED", "GeminiDDP", "GeminiOptimizer", "management"]
@@ -194,20 +194,15 @@ class GeminiOptimizer(WrappedOptimizer):
         max_norm: float = 0.0,
         norm_type: float = 2.0,
     ) -> None:
-        is_two = norm_type == 2
-        Arguments("GeminiOptimizer", locals()).check(is_two, "norm_type", "2: the 2-norm")
+        given = dict(locals())
+        Arguments("GeminiOptimizer", given).check(norm_type == 2, "norm_type", "2: the 2-norm")
+        scaling = {name: given[name] for name in LOSS_SCALING}
         super().__init__(
             module,
             optim,
             max_norm=max_norm,
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
+            **scaling,
         )
 
     def get_grad_norm(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gemini_strategy.arguments import Arguments
+from gemini_strategy.wrapper import group_size, is_first_rank
 
 __all__ = ["AMP_TYPE", "Config", "get_current_device", "global_context", "launch_from_torch"]
 
@@ -94,10 +95,8 @@ def launch_from_torch(
     random.seed(seed)
     torch.manual_seed(seed)
     global_context.config = found
-    is_first = os.environ.get("RANK", "0") == "0"
-    if verbose and is_first:
-        ranks = os.environ.get("WORLD_SIZE", "1") if torch.distributed.is_initialized() else "1"
-        print(f"gemini: {ranks} ranks, {get_current_device()}, seed {seed}", file=sys.stderr)
+    if verbose and is_first_rank():
+        print(f"gemini: {group_size()} ranks, {get_current_device()}, seed {seed}", file=sys.stderr)
 
 
 def _read(config: Any) -> dict[str, Any]:

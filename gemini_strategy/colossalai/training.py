@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy.arguments import Arguments
+from gemini_strategy.arguments import LOSS_SCALING, Arguments
 from gemini_strategy.colossalai.launch import global_context
 from gemini_strategy.colossalai.zero import TensorShardStrategy, init_seed
 from gemini_strategy.weights.loading import Weights
@@ -36,15 +36,6 @@ _OPTIMIZER = {
     "dp_process_group": (None, "give initialize(mesh=...)"),
     "mp_process_group": (None, "there is data parallelism alone"),
 }  # fmt: skip
-_SCALING = (
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-)
 
 
 class TrainingEngine:
@@ -166,7 +157,7 @@ def initialize(
     config = global_context.config
     zero = config.get("zero")
     fp16 = config.get("fp16")
-    arguments = _model_arguments((zero or {}).get("model_config", {})) if zero is not None else {}
+    arguments = {} if zero is None else _model_arguments(zero.get("model_config", {}))
     more = _optimizer_arguments((zero or {}).get("optimizer_config", {}), arguments)
     more |= _fp16_arguments(fp16 or {})
     count = {"gradient_accumulation": config.get("gradient_accumulation", 1)}
@@ -204,6 +195,17 @@ def _seeded(model: nn.Module) -> Any:
         yield
 
 
+def _settled(
+    where: str,
+    given: Mapping[str, Any],
+    names: tuple[str, ...],
+    settled: Mapping[str, tuple[Any, str]],
+) -> None:
+    """Refuses keys that are neither of `names` nor settled, and other values of those that are."""
+    _known(where, given, (*names, *settled))
+    refuse(where, {name: value for name, (value, _) in settled.items()} | dict(given), settled)
+
+
 def _known(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
     unknown = sorted(set(given) - set(names))
     if unknown:
@@ -216,8 +218,7 @@ def _model_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of manage() for zero=dict(model_config=given)."""
     where = "zero.model_config"
     own = ("shard_strategy", "tensor_placement_policy", "fp32_reduce_scatter", "offload_config")
-    _known(where, given, (*own, *_MODEL))
-    refuse(where, {name: value for name, (value, _) in _MODEL.items()} | dict(given), _MODEL)
+    _settled(where, given, own, _MODEL)
     strategy = given.get("shard_strategy")
     if not isinstance(strategy, TensorShardStrategy):
         raise ValueError(f"{where}(shard_strategy={strategy!r}): expected a TensorShardStrategy().")
@@ -239,13 +240,10 @@ def _model_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer_arguments(given: Mapping[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """The same for zero=dict(optimizer_config=given)."""
     where = "zero.optimizer_config"
-    _known(where, given, ("gpu_margin_mem_ratio", *_SCALING, *_OPTIMIZER))
     if given.get("cpu_offload") and model.get("placement_policy") == "cpu":
         given = {name: value for name, value in given.items() if name != "cpu_offload"}
-    refuse(
-        where, {name: value for name, (value, _) in _OPTIMIZER.items()} | dict(given), _OPTIMIZER
-    )
-    found = {name: given[name] for name in _SCALING if name in given}
+    _settled(where, given, ("gpu_margin_mem_ratio", *LOSS_SCALING), _OPTIMIZER)
+    found = {name: given[name] for name in LOSS_SCALING if name in given}
     margin = given.get("gpu_margin_mem_ratio")
     if margin is not None and (margin or model.get("placement_policy") == "auto"):
         found["gpu_margin_mem_ratio"] = float(margin)
@@ -254,8 +252,8 @@ def _optimizer_arguments(given: Mapping[str, Any], model: dict[str, Any]) -> dic
 
 def _fp16_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same for fp16=given; `mode` says nothing more, as there is one way to train in fp16."""
-    _known("fp16", given, ("mode", "init_scale", *_SCALING))
-    found = {name: given[name] for name in _SCALING if name in given}
+    _known("fp16", given, ("mode", "init_scale", *LOSS_SCALING))
+    found = {name: given[name] for name in LOSS_SCALING if name in given}
     if "init_scale" in given:
         found["initial_scale"] = given["init_scale"]
     return found

@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Mapping
@@ -27,8 +28,8 @@ from gemini_strategy.arguments import Arguments
 from gemini_strategy.close import give_back
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.report.tables import bytes_text, plan_of, plan_table
-from gemini_strategy.sizes import ChunkSizes
-from gemini_strategy.wrapper import refuse
+from gemini_strategy.sizes import ChunkSizes, parse_device_budget
+from gemini_strategy.wrapper import is_first_rank, refuse
 
 __all__ = ["PRECISION_OF", "SearchResult", "minimum_waste_search", "optimal_search"]
 
@@ -185,8 +186,10 @@ def _result(
     found: dict[str, Any] = {"chunk_size": chunk_size, "device_budget": given["device_budget"]}
     if given["step_fn"] is not None:
         found |= _traced(model, given, chunk_size, policy, overlap)
-    elif isinstance(found["device_budget"], float | str):
-        found["device_budget"] = _budget_bytes(found["device_budget"])
+    elif given["device_budget"] is not None:
+        cuda = torch.cuda.is_available()
+        gpu_bytes = torch.cuda.mem_get_info()[1] if cuda else None
+        found["device_budget"] = parse_device_budget(given["device_budget"], cuda, gpu_bytes)
     result = SearchResult(
         placement_policy=policy,
         unified_dtype=given["unified_dtype"],
@@ -194,17 +197,10 @@ def _result(
         numels=tuple(p.numel() for p in model.parameters()),
         **found,
     )
-    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if given["verbose"] and (not is_grouped or torch.distributed.get_rank() == 0):
+    if given["verbose"] and is_first_rank():
         text = f"chunk size {bytes_text(result.chunk_size)}\n{result.table}"
         print(text.strip(), file=sys.stderr, flush=True)
     return result
-
-
-def _budget_bytes(budget: float | str) -> int:
-    cuda = torch.cuda.is_available()
-    total = torch.cuda.mem_get_info()[1] if cuda else gs.sizes.physical_memory()
-    return gs.parse_bytes(budget, total, "device_budget")
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -275,12 +271,9 @@ def _run(engine: gs.Engine, given: dict[str, Any], overlap: bool) -> None:
         return value.to(engine.device) if isinstance(value, torch.Tensor) else value
 
     example = tree_map(here, given["inp"])
-    with runtime.ranks.explaining(), runtime.accept_scaled():
-        if overlap:
-            with engine.ends_step():
-                given["step_fn"](engine.model, example)
-        else:
-            given["step_fn"](engine.model, example)
+    ending = engine.ends_step() if overlap else contextlib.nullcontext()
+    with runtime.ranks.explaining(), runtime.accept_scaled(), ending:
+        given["step_fn"](engine.model, example)
     if not any(runtime.core.has_grad(slot.id) for slot in runtime.slots):
         raise ValueError(
             "step_fn has left no gradient: it has to run the forward of the model that it is given, and a backward"

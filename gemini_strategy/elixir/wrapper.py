@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gemini_strategy.arguments import Arguments
+from gemini_strategy.arguments import LOSS_SCALING, Arguments
 from gemini_strategy.elixir.search import PRECISION_OF, SearchResult
-from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
+from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, group_size, refuse
 
 __all__ = ["ElixirModule", "ElixirOptimizer"]
 
@@ -82,8 +82,7 @@ class ElixirModule(WrappedModule):
 
 
 def _check_ranks(found: SearchResult, group: ProcessGroup | None) -> None:
-    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    size = torch.distributed.get_world_size(group) if is_there else 1
+    size = group_size(group)
     if size != found.world_size:
         raise ValueError(
             f"ElixirModule(search_result=...): it is for {found.world_size} ranks, and the group has {size}: search "
@@ -149,13 +148,7 @@ class ElixirOptimizer(WrappedOptimizer):
             optimizer,
             max_norm=max_norm,
             ends_step=module.prefetch,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
+            **{name: given[name] for name in LOSS_SCALING},
         )
         for group in self.param_groups if init_step else ():
             for parameter in group["params"]:

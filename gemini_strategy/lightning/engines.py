@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
+from gemini_strategy.arguments import LOSS_SCALING
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 from gemini_strategy.parameters import stand_in
 from gemini_strategy.parameters.slot import Slot
@@ -27,13 +28,7 @@ ENGINE_ARGUMENTS = (
     "gpu_margin_mem_ratio",
     "gradient_dtype",
     "force_outputs_fp32",
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
+    *LOSS_SCALING,
     "threads",
 )
 
