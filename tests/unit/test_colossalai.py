@@ -27,6 +27,7 @@ from gemini_strategy.colossalai import (
 )
 from gemini_strategy.colossalai.gemini import SETTLED
 from gemini_strategy.colossalai.launch import Config
+from helpers.saving import assert_same_model
 
 CPU = torch.device("cpu")
 
@@ -50,12 +51,6 @@ def data(n: int = 4) -> list[tuple[Tensor, Tensor]]:
 def zero(policy: str = "auto", **optimizer: Any) -> dict[str, Any]:
     model = {"shard_strategy": TensorShardStrategy(), "tensor_placement_policy": policy}
     return {"model_config": model, "optimizer_config": optimizer}
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert list(got) == list(want)
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
 
 
 def plain(
@@ -108,7 +103,7 @@ def test_the_articles_loop() -> None:
     settings = engine.model.engine._runtime.settings
     assert (settings.policy, settings.margin) == ("auto", 0.8)
     want = plain(batches, initial_scale=32.0, gpu_margin_mem_ratio=0.8)
-    assert_same(engine.model.state_dict(), want)
+    assert_same_model(engine.model.state_dict(), want)
     engine.eval()
     assert not engine.training
     assert engine.close() is model
@@ -136,7 +131,7 @@ def test_accumulation_clipping_and_a_schedule_from_the_configuration() -> None:
         schedule.step()
     assert schedule.last_epoch == 2
     assert engine.model.engine.stats()["steps"] == 2
-    assert_same(
+    assert_same_model(
         engine.model.state_dict(), plain(batches, clip=0.05, accumulate=2, initial_scale=64.0)
     )
     engine.close()
@@ -269,7 +264,7 @@ def test_what_is_built_inside_has_no_memory_and_the_contexts_seed() -> None:
         states.append(engine.model.state_dict())
         engine.close()
     assert torch.equal(torch.get_rng_state(), numbers)
-    assert_same(states[0], states[1])
+    assert_same_model(states[0], states[1])
     name = "model.decoder.layers.0.fc1.weight"
     assert not torch.equal(states[0][name], states[2][name])
 
@@ -346,7 +341,7 @@ def test_booster_has_the_bits_of_manage(precision: str, ours: str) -> None:
         precision=precision, placement_policy="auto", initial_scale=2**8, max_norm=0.1
     )
     want = plain(data(), clip=0.1, precision=ours, initial_scale=2.0**8)
-    assert_same(train(booster, model, optimizer), want)
+    assert_same_model(train(booster, model, optimizer), want)
     assert isinstance(model.unwrap(), nn.Sequential)
     model.close()
 
@@ -370,7 +365,7 @@ def test_gemini_ddp_alone() -> None:
         optimizer.engine.step()
         optimizer.zero_grad()
     assert wrapped.engine._runtime.chunk_bytes == 64 << 10
-    assert_same(wrapped.state_dict(), plain(data(), clip=0.1, precision="bf16-mixed"))
+    assert_same_model(wrapped.state_dict(), plain(data(), clip=0.1, precision="bf16-mixed"))
     wrapped.close()
 
 
@@ -398,7 +393,7 @@ def test_files_keep_every_bit(tmp_path: Path, shard: bool, use_safetensors: bool
     booster.load_model(model, files["model"])
     booster.load_optimizer(optimizer, files["optimizer"])
     booster.load_lr_scheduler(schedule, files["schedule"])
-    assert_same(train(booster, model, optimizer), want)
+    assert_same_model(train(booster, model, optimizer), want)
     assert optimizer.loss_scale == scale == 2**12
     assert model.engine.stats()["skipped_steps"] == 0
     model.close()
@@ -414,7 +409,7 @@ def test_tied_weights_in_a_file(tmp_path: Path) -> None:
     other, *_ = booster.boost(opt(), None)
     other.manage(None)
     booster.load_model(other, tmp_path / "w.safetensors")
-    assert_same(other.state_dict(), want)
+    assert_same_model(other.state_dict(), want)
     model.close()
     other.close()
 

@@ -26,6 +26,7 @@ from gemini_strategy.elixir import (
     optimal_search,
 )
 from gemini_strategy.sizes import ChunkSizes
+from helpers.saving import assert_same_model
 
 SIMPLE = """
 from gemini_strategy.elixir import ElixirModule, ElixirOptimizer, minimum_waste_search
@@ -108,12 +109,6 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 32)}
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert list(got) == list(want)
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
-
-
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -154,7 +149,7 @@ def test_the_simple_snippet_runs_as_printed() -> None:
         engine.backward(plain(**data).loss)
         adam.step()
         adam.zero_grad()
-    assert_same(model.state_dict(), engine.model_state_dict())
+    assert_same_model(model.state_dict(), engine.model_state_dict())
     assert model.engine.stats()["steps"] == 3
     model.close()
     engine.close()
@@ -202,7 +197,7 @@ def test_the_advanced_snippet_runs_as_printed(
         adam.step()
         adam.zero_grad()
     assert engine.stats()["skipped_steps"] == 0
-    assert_same(model.state_dict(), engine.model_state_dict())
+    assert_same_model(model.state_dict(), engine.model_state_dict())
     model.close()
     engine.close()
 
@@ -225,7 +220,7 @@ def test_a_search_changes_nothing(dtype: torch.dtype, overlap: bool) -> None:
     torch.set_rng_state(numbers)
     optimal_search(model, 1, inp=batch(), step_fn=step_fn)
     assert torch.equal(torch.get_rng_state(), after)
-    assert_same(model.state_dict(), before)
+    assert_same_model(model.state_dict(), before)
     assert [p.data_ptr() for p in model.parameters()] == where
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert all(p.grad is None and type(p) is nn.Parameter for p in parameters)
@@ -398,7 +393,7 @@ def test_arguments_of_the_module_have_their_effect() -> None:
     want = trained(base[0], ElixirOptimizer(*base))
     module, adam = wrapped(prefetch=True)
     optimizer = ElixirOptimizer(module, adam)
-    assert_same(trained(module, optimizer), want)
+    assert_same_model(trained(module, optimizer), want)
     assert module.engine.stats()["immediate_updates"] > 0
     with pytest.raises(gs.GeminiError, match="call optimizer.step"):
         for _ in range(2):
@@ -430,7 +425,7 @@ def test_clipping_is_that_of_the_engine() -> None:
         assert engine.clip_grad_norm_(1e-3) > 1e-3
         adam.step()
         adam.zero_grad()
-    assert_same(got, engine.model_state_dict())
+    assert_same_model(got, engine.model_state_dict())
     base = wrapped()
     unclipped = trained(base[0], ElixirOptimizer(*base))
     assert any(not torch.equal(got[name], unclipped[name]) for name in got)
@@ -489,7 +484,7 @@ def test_init_step_makes_states_and_no_step(is_early: bool) -> None:
     module, adam = wrapped()
     optimizer = ElixirOptimizer(module, adam, init_step=is_early)
     assert len(optimizer.state_dict()["state"]) == (len(adam.param_groups[0]["params"]) * is_early)
-    assert_same(trained(module, optimizer), want)
+    assert_same_model(trained(module, optimizer), want)
 
 
 def test_schedulers_take_either_optimizer() -> None:
@@ -513,7 +508,7 @@ def test_state_goes_on_exactly() -> None:
     trained(module, optimizer)
     saved = module.state_dict(), optimizer.state_dict()
     assert optimizer.loss_scale == 65536
-    assert_same(module.state_dict(prefix="a."), {f"a.{k}": v for k, v in saved[0].items()})
+    assert_same_model(module.state_dict(prefix="a."), {f"a.{k}": v for k, v in saved[0].items()})
     halves = module.state_dict(from_param=True)
     assert halves["layers.0.weight"].dtype is torch.float16
     saved = tuple(torch.load(_written(part), weights_only=True) for part in saved)
@@ -523,7 +518,7 @@ def test_state_goes_on_exactly() -> None:
     module.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert optimizer.loss_scale == 65536
-    assert_same(trained(module, optimizer), want)
+    assert_same_model(trained(module, optimizer), want)
     with pytest.raises(ValueError, match="only_rank_0=True"):
         module.load_state_dict(saved[0], only_rank_0=True)
     with pytest.raises(ValueError, match="keep_vars=True"):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from gemini_strategy import colossalai, elixir
 from helpers.ranks import run_ranks, values
+from helpers.saving import assert_same_model
 
 ROOT = Path(__file__).parents[2]
 RATES = "h2d=55e9,d2h=54e9"
@@ -52,13 +53,6 @@ def step(engine: gs.Engine, *losses: Tensor) -> None:
         engine.backward(loss)
     engine.step()
     engine.zero_grad()
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert list(got) == list(want)
-    for name, value in want.items():
-        assert got[name].dtype == value.dtype, name
-        assert torch.equal(got[name], value), name
 
 
 def test_every_name_is_in_the_tables() -> None:
@@ -131,7 +125,7 @@ def test_d2_an_overflow_in_accumulation_is_gone_after_its_step() -> None:
         engine.close()
         return state
 
-    assert_same(run(True), run(False))
+    assert_same_model(run(True), run(False))
 
 
 def test_d3_clipping_holds_for_bf16_on_the_host() -> None:
@@ -156,7 +150,7 @@ def test_d3_clipping_holds_for_bf16_on_the_host() -> None:
         return model.state_dict()
 
     clipped = run(True, 1e-2)
-    assert_same(clipped, run(False, 1e-2))
+    assert_same_model(clipped, run(False, 1e-2))
     free = run(True, math.inf)
     assert any(not torch.equal(clipped[name], free[name]) for name in clipped)
 
@@ -182,9 +176,9 @@ def test_d4_a_checkpoint_has_masters_and_the_scaler(tmp_path: Path, precision: s
     engine.load(tmp_path / "checkpoint")
     assert scale is None or engine.scaler.state_dict() == scale
     assert scale is None or scale["scale"] == 16
-    assert_same(engine.model_state_dict(), saved)
+    assert_same_model(engine.model_state_dict(), saved)
     step(engine, model(x).float().square().mean())
-    assert_same(engine.model_state_dict(), want)
+    assert_same_model(engine.model_state_dict(), want)
     engine.close()
 
 
@@ -209,7 +203,7 @@ def test_d5_evaluation_between_steps_changes_nothing() -> None:
         engine.close()
         return state
 
-    assert_same(run(True), run(False))
+    assert_same_model(run(True), run(False))
 
 
 def test_d7_a_growing_scale_is_the_one_that_was_used() -> None:
@@ -317,7 +311,7 @@ def test_d11_elixirs_search_and_states(dtype: torch.dtype) -> None:
     wrapped = elixir.ElixirModule(other, found, dtype=dtype)
     elixir.ElixirOptimizer(wrapped, gs.HybridAdam(other.parameters()))
     wrapped.load_state_dict(saved)
-    assert_same(wrapped.state_dict(), saved)
+    assert_same_model(wrapped.state_dict(), saved)
     for each in (module, wrapped):
         each.close()
 
@@ -410,7 +404,7 @@ def d6_lengths_that_differ(rank: int) -> list[int]:
             p.grad = grad
         optimizer.step()
         plain.zero_grad()
-    assert_same(got, plain.state_dict())
+    assert_same_model(got, plain.state_dict())
     return [plan["hash"], stats["layout_hash"], stats["plan_breaks"]]
 
 
@@ -475,7 +469,7 @@ def elixir_is_manage(rank: int) -> list[Any]:
         engine.backward(loss_of(plain, x))
         engine.clip_grad_norm_(0.05)
         step(engine)
-    assert_same(module.state_dict(), engine.model_state_dict())
+    assert_same_model(module.state_dict(), engine.model_state_dict())
     assert bool(module.state_dict(only_rank_0=True)) == (rank == 0)
     assert module.engine.ranks.size == 2
     states = module.engine.chunk_states()
@@ -512,7 +506,7 @@ def colossalai_is_manage(rank: int, folder: Path) -> None:
         engine.step()
         step(own, plain(x).square().mean())
     want = own.model_state_dict()
-    assert_same(engine.model.state_dict(), want)
+    assert_same_model(engine.model.state_dict(), want)
     own.close()
     engine.close()
     booster = colossalai.Booster(plugin=colossalai.GeminiPlugin())
@@ -523,7 +517,7 @@ def colossalai_is_manage(rank: int, folder: Path) -> None:
     wrapped.load_state_dict({name: value + 1 for name, value in want.items()})
     booster.load_model(wrapped, folder / "model")
     booster.load_optimizer(optimizer, folder / "optimizer")
-    assert_same(wrapped.state_dict(), want)
+    assert_same_model(wrapped.state_dict(), want)
     with pytest.raises(gs.GeminiError, match="rank 0"):
         booster.save_model(wrapped, folder / "model" / "below a file")
     wrapped.close()
