@@ -57,9 +57,8 @@ def estimated(run: dict[str, Any], gpu: str, rates: Any, model: Any) -> str:
         micro_batches=run["micro_batches"],
     )
     schedule = next(s for s in forecast.schedules if s.when == run["plan"]["when"])
-    host = (
-        forecast.host_peak_bytes + forecast.model_bytes
-    )  # these runs had the model on the CPU first
+    # These runs had the model on the CPU first.
+    host = forecast.host_peak_bytes + forecast.model_bytes
     cells = (
         beside(run["step_seconds"], schedule.seconds, "s"),
         beside(run["device_train_peak_bytes"] / 1e9, forecast.device_peak_bytes / 1e9, "GB"),

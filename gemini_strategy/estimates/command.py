@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from gemini_strategy.arguments import POLICIES
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.estimates.forecast import estimate
 from gemini_strategy.estimates.hugging_face import build_model
 from gemini_strategy.estimates.machines import GPUS
 from gemini_strategy.precision import PRECISIONS
-from gemini_strategy.sizes import parse_bytes
 
 __all__ = ["add_arguments", "execute"]
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device-budget", help='such as "24GB"; the GPU\'s memory if not given')
     add("--host-budget", help='such as "64GB"; no limit if not given')
     add("--precision", choices=PRECISIONS, default="bf16-mixed")
-    add("--policy", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--policy", choices=tuple(POLICIES), default="auto")
     add("--checkpointing", action="store_true", help="activation checkpointing is on")
     add(
         "--lora",
@@ -63,11 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
             if arguments.lora is not None:
                 model.enable_input_require_grads()
         ids = torch.empty(arguments.tokens, dtype=torch.long, device="meta")
-        sweep = arguments.sweep
-        if sweep == []:
-            sweep = _SWEEP
-        for size in sweep or ():
-            parse_bytes(size, name="--sweep")
+        sweep = _SWEEP if arguments.sweep == [] else arguments.sweep or ()
         result = estimate(
             model,
             {"input_ids": ids, "labels": ids},
@@ -78,7 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
             placement_policy=arguments.policy,
             precision=arguments.precision,
             micro_batches=arguments.micro_batches,
-            sweep=sweep or (),
+            sweep=sweep,
         )
     except (GeminiError, ValueError) as error:
         print(f"gemini-strategy estimate: {error}", file=sys.stderr)

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
+from gemini_strategy.estimates.tensors import HALF
 
 __all__ = ["CudaRules"]
 
-_HALF = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256  # of the attention without a mask
 
 # https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
@@ -32,7 +32,7 @@ _IN_FP32 = frozenset(_FP32_NAMES.split())
 
 
 def _to_fp32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in _HALF
+    is_half = isinstance(value, torch.Tensor) and value.dtype in HALF
     return value.float() if is_half else value
 
 
@@ -51,7 +51,7 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     aten = torch.ops.aten
-    is_flash = attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_HEAD
+    is_flash = attn_mask is None and query.dtype in HALF and query.shape[-1] <= _LARGEST_HEAD
     if is_flash:
         return aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy.arguments import Arguments, PolicyName, suggesting
+from gemini_strategy.arguments import POLICIES, Arguments, PolicyName, suggesting
 from gemini_strategy.errors import GeminiMemoryError
 from gemini_strategy.estimates.machines import Machine, machine_of
 from gemini_strategy.estimates.paper import (
@@ -33,9 +33,8 @@ __all__ = ["Estimate", "Refusal", "Schedule", "estimate"]
 # (benchmarks/results/offload_h200.jsonl: host_peak_rss_bytes less host_bytes and the model's own).
 _PROCESS_BYTES = 1_900_000_000
 _SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
-_MASTERS_AND_MOMENTS = (
-    12  # bytes of a trained parameter in engine.state_dict(), whatever its weight has
-)
+# Bytes of a trained parameter in engine.state_dict(), whatever its weight has.
+_MASTERS_AND_MOMENTS = 12
 
 _MORE_DEVICE = 4 * 10**9
 
@@ -85,7 +84,7 @@ class Estimate:
     Attributes:
         model: the class's name; parameters and trained: how many there are.
         machine: what the figures are of.
-        device_budget, host_budget: -1: none.
+        settings: what manage() would make of the arguments, budgets among them.
         refusals: why it cannot work; () if it can.
         schedules: deferred and, where the precision allows it, immediate; () if it cannot work.
         device_peak_bytes: blocks of weights, states and gradients, with activations and what is around them.
@@ -96,9 +95,10 @@ class Estimate:
         model_bytes: what comes on top until manage() is done if the model is built on the CPU.
         saving_peak_bytes: of the process while engine.save writes.
         state_dict_peak_bytes: of it while torch.save(engine.state_dict()) does, as an ordinary Lightning checkpoint.
-        chunks, layout_hash, state_bytes, weight_bytes: as engine.stats() will say.
+        stats: what the core says, of it chunks, layout_hash, state_bytes and weight_bytes as engine.stats() will.
         tokens: of a step; 0: not known.
         gains: what more memory would buy, in words.
+        sweep: the same for each device budget that was asked for beside.
     """
 
     model: str
@@ -165,27 +165,30 @@ class _Forecaster:
         self.recorded = recorded
         self.machine = machine
         self.micro_batches = micro_batches
+        self._tried: dict[tuple[Settings, str], Planned | str] = {}
         self.pool = pool_bytes(recorded) if paper.device.type == "cuda" else 0
         is_half = any(s.dtype is torch.float16 and s.has_moments for s in paper.registration.slots)
         self.whens = (
             ("deferred",) if is_half or not recorded.parameters else ("deferred", "immediate")
         )
 
-    def planned(self, settings: Settings, when: str) -> Planned:
-        return plan_on_paper(
-            self.paper,
-            settings,
-            self.recorded,
-            self.machine,
-            pool=self.pool,
-            micro_batches=self.micro_batches,
-            is_immediate=when == "immediate",
-        )
-
     def try_budget(self, settings: Settings, when: str = "deferred") -> Planned | str:
-        """What is planned; or why nothing is."""
+        """What is planned; or why nothing is. Each is found out once."""
+        if (settings, when) not in self._tried:
+            self._tried[settings, when] = self._try(settings, when)
+        return self._tried[settings, when]
+
+    def _try(self, settings: Settings, when: str) -> Planned | str:
         try:
-            found = self.planned(settings, when)
+            found = plan_on_paper(
+                self.paper,
+                settings,
+                self.recorded,
+                self.machine,
+                pool=self.pool,
+                micro_batches=self.micro_batches,
+                is_immediate=when == "immediate",
+            )
         except GeminiMemoryError as error:
             return str(error).splitlines()[0]
         if found.plan is None:
@@ -262,7 +265,9 @@ def _gains(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule])
             f"{100 * (1 - new.seconds / old.seconds):.0f} % of a {old.when} step"
             for old, new in zip(now, more, strict=False)
         ]
-        found.append(f"4 GB more of device memory: {', '.join(parts) or 'nothing'}")
+        found.append(
+            f"{_MORE_DEVICE // 10**9} GB more of device memory: {', '.join(parts) or 'nothing'}"
+        )
     if settings.policy != "cuda":
         found.append("16 GB more of host memory: nothing, every home has its place already")
     return found
@@ -359,10 +364,11 @@ def estimate(
     arguments = Arguments("estimate", given)
     arguments.check_choice("device", ("cuda", "cpu"))
     arguments.check_count("micro_batches")
-    arguments.check_choice("placement_policy", ("auto", "cpu", "cuda"))
+    arguments.check_choice("placement_policy", tuple(POLICIES))
     arguments.check_choice("gradient_dtype", (None, torch.float32))
     machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
     settings = _settings(given, machine)
+    budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained) if trained else None
@@ -378,7 +384,6 @@ def estimate(
     )
     forecaster = _Forecaster(paper, recorded, machine, micro_batches)
     result = _forecast(forecaster, settings, has_gains=True)
-    budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
     others = [
         _forecast(forecaster, replace(settings, device_budget=size), has_gains=False)
         for size in budgets

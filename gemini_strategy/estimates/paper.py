@@ -39,9 +39,8 @@ _STEPS = 4
 # host memory, 8 bytes for each 4 KiB (benchmarks/results/offload_h200.jsonl: outside_peak_bytes less what torch holds).
 _CONTEXT_BYTES = 819_000_000
 _BYTES_PER_PAGE_ENTRY = 512
-_WORKSPACES = 2 * (
-    32 << 20
-)  # cuBLAS takes of torch's allocator, on Hopper, for the forward's thread and autograd's
+# cuBLAS takes of torch's allocator, on Hopper, for the forward's thread and autograd's.
+_WORKSPACES = 2 * (32 << 20)
 
 
 class PaperModel:
@@ -73,13 +72,11 @@ class Planned:
     Attributes:
         plan: as `Core.plan_info`; None: the budget has no room for a plan.
         stats: as `Core.stats`.
-        pool_bytes: what torch's allocator holds under the plan.
         context_bytes: what the driver and the libraries hold.
     """
 
     plan: dict[str, Any] | None
     stats: dict[str, int | float]
-    pool_bytes: int
     context_bytes: int
 
 
@@ -201,7 +198,7 @@ def plan_on_paper(
                 core.forget_outside()
             core.step(_updates(recorded), 0)
             outside = None  # torch's memory is in order from now on
-        return Planned(core.plan_info(), core.stats(), pool if is_cuda else 0, context)
+        return Planned(core.plan_info(), core.stats(), context)
     finally:
         paper.core = None
         core.close()

@@ -72,10 +72,6 @@ class RecordedPass:
     tokens: int = 0
     parameters: list[int] = field(default_factory=list)
 
-    @property
-    def flops(self) -> float:
-        return sum(entry.flops for entry in self.entries if isinstance(entry, Work))
-
 
 def loss_of(model: nn.Module, inputs: Any) -> Any:
     """A model's own loss (`output.loss`, `output["loss"]`), else the mean of the squares of its output."""

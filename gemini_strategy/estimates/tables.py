@@ -47,7 +47,7 @@ def _binds(schedule: Schedule) -> str:
     if found.is_compute:
         return "compute binds: more memory buys little"
     return (
-        f"{found.words} bind{'s' if found.resource == 'host' else ''} ({_seconds(found.seconds)} in a step); compute "
+        f"{found.binds} ({_seconds(found.seconds)} in a step); compute "
         f"alone takes {_seconds(schedule.plan['compute_seconds'])}"
     )
 

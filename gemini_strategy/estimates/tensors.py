@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_flatten
 
-__all__ = ["Live", "Operations", "Work"]
+__all__ = ["HALF", "Live", "Operations", "Work"]
 
 _ROUNDED = 512  # what torch's allocator on CUDA rounds to
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _HALFWAY = torch.full((), 0.5)  # what a single random number is taken for
 
 
@@ -122,11 +122,8 @@ class Operations(_torch.DispatchMode):
         out = func(*args, **kwargs)
         made = [t for t in _tensors(out) if not t.is_sparse]
         if func is torch.ops.aten.rand.default and made[0].dim() == 0:
-            made[
-                0
-            ].constant = (
-                _HALFWAY  # of FakeTensor: a layer is dropped if chance says so more often than not
-            )
+            # Of FakeTensor: a layer is dropped if chance says so more often than not.
+            made[0].constant = _HALFWAY
         is_new = False
         for tensor in made:
             is_new |= self._live.note(tensor)
@@ -135,6 +132,6 @@ class Operations(_torch.DispatchMode):
         if is_new or is_written or counter is not None:
             read = list(_tensors((args, kwargs)))
             flops = float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0
-            is_half = any(t.dtype in _HALF for t in read)
+            is_half = any(t.dtype in HALF for t in read)
             self._note(Work(flops, is_half, sum(map(_bytes, read)) + sum(map(_bytes, made))))
         return out

@@ -15,6 +15,7 @@ _RESOURCES = {
     "host": "Adam on the host",
     "comm": "collectives between ranks",
 }
+_SEVERAL = ("h2d", "d2h", "comm")  # whose words are a plural
 _ADVICE = {
     "compute": "more memory buys little; fewer recomputed activations or faster kernels would help",
     "h2d": "a larger device_budget (fewer weights and states pass), or more tokens in a step",
@@ -53,6 +54,11 @@ class Verdict:
     def words(self) -> str:
         return _RESOURCES[self.resource]
 
+    @property
+    def binds(self) -> str:
+        """The words with their verb."""
+        return f"{self.words} {'bind' if self.resource in _SEVERAL else 'binds'}"
+
 
 def verdict(plan: Mapping[str, Any]) -> Verdict:
     """Of a plan, as `Core.plan_info` gives it."""
@@ -69,6 +75,5 @@ def sentence(plan: Mapping[str, Any]) -> str:
     found = verdict(plan)
     if found.is_compute:
         return f"compute binds: {found.advice}"
-    verb = "bind" if found.resource in ("h2d", "d2h", "comm") else "binds"
     over = f"the step is {100 * found.over_compute:.0f} % longer than compute alone"
-    return f"{found.words} {verb}, {over}; what helps: {found.advice}"
+    return f"{found.binds}, {over}; what helps: {found.advice}"
