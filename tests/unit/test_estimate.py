@@ -152,11 +152,14 @@ def test_memory_of_a_pass_is_what_a_run_measures(name: str) -> None:
         model(**INPUTS).loss.backward()
     now = most = 0
     for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
+        if (
+            event.name() == "[memory]"
+        ):  # the profiler counts bytes as asked for, not in pieces of 512
+            pieces = -(-abs(event.nbytes()) // 512) * 512
+            now += pieces if event.nbytes() > 0 else -pieces
             most = max(most, now)
-    # The profiler counts bytes as asked for, not in pieces of 512, and what kernels take for themselves.
-    assert abs(result.activation_bytes / (most + before) - 1) < 0.1
+    # It also counts what kernels take for themselves, such as a product's copies of its operands: so never less.
+    assert 0.9 < result.activation_bytes / (most + before) <= 1
 
 
 def test_checkpointing_is_seen() -> None:
@@ -197,27 +200,14 @@ def kept(case: str) -> dict[str, Any]:
     return found
 
 
-def test_a_run_of_seven_billion_parameters_on_an_h200() -> None:
+def test_a_run_of_seven_billion_parameters_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a run that is kept: 6.66 G parameters under 24 GB, 8,192 tokens, checkpointing."""
-    config = transformers.OPTConfig(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        ffn_dim=4 * 4096,
-        num_attention_heads=32,
-        vocab_size=50272,
-        max_position_embeddings=2048,
-        word_embed_proj_dim=4096,
-        dropout=0.0,
-        attention_dropout=0.0,
-        layerdrop=0.0,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    with torch.device("meta"):
-        model = transformers.OPTForCausalLM(config).to(torch.bfloat16)
-        model.tie_weights()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.empty((8, 1024), dtype=torch.long, device="meta")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from models import SHAPES, build_model
+
+    run, meta = kept("B"), torch.device("meta")
+    model = build_model(SHAPES[run["model"]], meta, meta, torch.bfloat16)
+    ids = torch.empty((run["sequences"], run["length"]), dtype=torch.long, device=meta)
     resident = host_resident_bytes()
     operations: list[Any] = []
     original = Operations.__torch_dispatch__
@@ -226,32 +216,28 @@ def test_a_run_of_seven_billion_parameters_on_an_h200() -> None:
         operations.append(func)
         return original(self, func, *rest)
 
-    Operations.__torch_dispatch__ = counted
-    try:
-        result = gs.estimate(
-            model.train(),
-            {"input_ids": ids, "labels": ids},
-            gpu="h200",
-            rates=kept("B")["plan"]["rates"],
-            precision="bf16-true",
-            device_budget="24GB",
-        )
-    finally:
-        Operations.__torch_dispatch__ = original
-    assert (
-        host_resident_bytes() - resident < 1 << 30
-    )  # of 13.3 GB of weights and 93 GB of homes nothing is there
-    run = kept("B")
+    monkeypatch.setattr(Operations, "__torch_dispatch__", counted)
+    result = gs.estimate(
+        model,
+        {"input_ids": ids, "labels": ids},
+        gpu="h200",
+        rates=run["plan"]["rates"],
+        precision="bf16-true",
+        device_budget="24GB",
+    )
+    # Of 13.3 GB of weights and 93 GB of homes nothing is there.
+    assert host_resident_bytes() - resident < 1 << 30
     assert result.stats["layout_hash"] == run["stats"]["layout_hash"]
     assert result.stats["chunks"] == run["stats"]["chunks"]
     # Sums of squares have places of their own since that run, and nothing else has changed: 1,408 bytes.
     assert 0 <= result.host_bytes - run["stats"]["host_bytes"] < 4096
-    # torch's allocator and the driver are no computation: what they took of the GPU is known to a few percent.
+    # torch's allocator and the driver are no computation: what they took of the GPU is known to a percent.
     assert abs(result.activation_bytes / run["torch_peak_bytes"] - 1) < 0.015
     measured = run["stats"]["outside_peak_bytes"]
-    assert abs((result.pool_bytes + result.context_bytes) / measured - 1) < 0.03
-    assert abs(result.device_peak_bytes / run["device_train_peak_bytes"] - 1) < 0.03
-    assert abs(result.schedules[1].seconds / run["step_seconds"] - 1) < 0.15
+    assert abs((result.pool_bytes + result.context_bytes) / measured - 1) < 0.01
+    assert abs(result.device_peak_bytes / run["device_train_peak_bytes"] - 1) < 0.011
+    # What the host and the copies do to each other is not in the rates: a run takes longer.
+    assert -0.15 < result.schedules[1].seconds / run["step_seconds"] - 1 < 0
     # Of 32 layers, each run twice and once backwards. No seconds are asked for: machines differ.
     assert 10_000 < len(operations) < 25_000
 
@@ -275,12 +261,12 @@ def test_a_budget_that_cannot_work_says_what_lacks(budgets: dict[str, str], what
 
 
 def test_more_memory_never_takes_longer() -> None:
-    sizes = ["40MB", "45MB", "60MB", "80MB"]
+    sizes = ["0.8MB", "1MB", "1.2MB", "1.5MB", "2MB", "3MB"]  # of 1.5 MB of weights and states
     slow = machine_of("h100", {"h2d": 1e8, "d2h": 1e8, "host_adam": 1e6})
     # Blocks of 2 MiB are large beside this model; what is around them is not in question here.
     result = gs.estimate(llama(), INPUTS, device="cpu", gpu=slow, sweep=sizes)
     seconds = [one.schedules[0].seconds for one in result.sweep]
-    assert seconds == sorted(seconds, reverse=True)
+    assert seconds == sorted(set(seconds), reverse=True)  # these copies bind: each size counts
 
 
 def test_a_model_that_asks_for_values_is_refused() -> None:
