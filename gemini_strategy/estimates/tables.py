@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gemini_strategy.report.tables import bytes_text, render
+from gemini_strategy.report.tables import bytes_text, class_rows, count_text, render
 
 if TYPE_CHECKING:
     from gemini_strategy.estimates.forecast import Estimate, Refusal, Schedule
@@ -16,21 +16,10 @@ _WHEN = {
     "deferred": "step, clipped",
     "immediate": "step, backward(step=True)",
 }
-_CLASSES = {
-    "R": "stays on the device",
-    "S1": "weights stay, states pass through",
-    "S2": "passes through",
-    "C1": "weights stay, updated on the host",
-    "C2": "weights pass through, updated on the host",
-}
 
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _giga(count: float) -> str:
-    return f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
 def _budget(size: int) -> str:
@@ -74,7 +63,7 @@ def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
     return [
         (
             "model",
-            f"{estimate.model}, {_giga(estimate.parameters)} parameters, {_giga(estimate.trained)} trained, "
+            f"{estimate.model}, {count_text(estimate.parameters)} parameters, {count_text(estimate.trained)} trained, "
             f"{settings.precision.name or 'as built'}",
         ),
         (
@@ -116,10 +105,7 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
             (_WHEN[schedule.when], _step(schedule)),
             ("  what binds", _binds(schedule)),
         ]
-    for name, text in _CLASSES.items():
-        size = first.plan["bytes_of_class"][name]
-        if size:
-            rows.append((f"class {name}", f"{bytes_text(size)} of weights: {text}"))
+    rows += class_rows(first.plan)
     rows += [("more memory", gain) for gain in estimate.gains]
     return rows
 

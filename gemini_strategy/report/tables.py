@@ -29,6 +29,8 @@ __all__ = [
     "about",
     "announce",
     "bytes_text",
+    "class_rows",
+    "count_text",
     "count_tokens",
     "headline",
     "host_peak_bytes",
@@ -222,7 +224,8 @@ def bytes_text(value: float | None) -> str:
     return _scaled(value, ("B", "kB", "MB", "GB", "TB")) if _is_known(value) else _DASH
 
 
-def _count(value: float | None) -> str:
+def count_text(value: float | None) -> str:
+    """A count with three digits in powers of 1000: "19.8 M"."""
     return _scaled(value, ("", "k", "M", "G", "T")) if _is_known(value) else _DASH
 
 
@@ -267,7 +270,7 @@ def _about_rows(about: Mapping[str, Any]) -> list[Row]:
     return [
         (
             "model",
-            f"{about['model']}, {_count(about['parameters'])} parameters, {_count(about['trainable'])} trained",
+            f"{about['model']}, {count_text(about['parameters'])} parameters, {count_text(about['trainable'])} trained",
         ),
         ("device", f"{about['device']}, precision {about['precision'] or 'as built'}"),
         (
@@ -277,7 +280,8 @@ def _about_rows(about: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def _class_rows(plan: Mapping[str, Any]) -> list[Row]:
+def class_rows(plan: Mapping[str, Any]) -> list[Row]:
+    """Of the classes that the plan has."""
     meaning = {
         "R": "weights and states on the device",
         "S1": "weights stay, states streamed",
@@ -306,8 +310,8 @@ def _rate_rows(rates: Mapping[str, float] | None) -> list[Row]:
         for name, key in (("H2D", "h2d"), ("D2H", "d2h"))
     ]
     adam = (
-        f"parameters/s: CPU {_count(rates['host_adam'])} alone, {_count(rates['host_adam_beside'])} beside copies; "
-        f"device {_count(rates['device_adam'])}"
+        f"parameters/s: CPU {count_text(rates['host_adam'])} alone, {count_text(rates['host_adam_beside'])} beside copies; "
+        f"device {count_text(rates['device_adam'])}"
     )
     return [*copies, ("rate Adam", adam)]
 
@@ -399,7 +403,7 @@ def plan_rows(
     return [
         *rows,
         ("schedule", _SCHEDULES[plan["when"]]),
-        *_class_rows(plan),
+        *class_rows(plan),
         ("rings", (", ".join(rings) or "none") + prefetch),
         *_rank_rows(stats, plan),
         ("device peak", peak),
@@ -548,7 +552,7 @@ def headline(engine: Any) -> str:
         for name in ("device_budget", "host_budget")
     )
     line = (
-        f"{facts['model']}: {_count(facts['parameters'])} parameters, {_count(facts['trainable'])} trained, on "
+        f"{facts['model']}: {count_text(facts['parameters'])} parameters, {count_text(facts['trainable'])} trained, on "
         f'{facts["device"]}, policy "{facts["policy"]}", device budget {device}, host budget {host}'
     )
     if plan is None:
