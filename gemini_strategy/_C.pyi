@@ -204,10 +204,12 @@ class Comm:
     def abort(self, reason: str, /) -> None: ...
     def close(self) -> None: ...
 
-# ---- units and saved tensors (csrc/binding/unit.c, csrc/binding/net.c): bases of classes in slot.py and hooks.py ----
+# ---- who may show parameters (csrc/binding/gate.c) ----
 
 def begin_showing() -> bool: ...
 def end_showing() -> None: ...
+
+# ---- units and saved tensors (csrc/binding/unit.c, csrc/binding/net.c): bases of classes in slot.py and hooks.py ----
 
 class Slot:
     engine: Any

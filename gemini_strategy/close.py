@@ -52,9 +52,8 @@ def _end_saving(engine: Runtime) -> GeminiError | None:
     """A checkpoint that is being written is waited for; what it met does not keep anything from being closed."""
     if engine.saving is not None and sys.exception() is not None and engine.ranks.size > 1:
         engine.saving.join(PATIENCE)
-        if (
-            not engine.saving.done
-        ):  # the others may wait for this rank where their writers cannot go on
+        if not engine.saving.done:
+            # The others may wait for this rank where their writers cannot go on.
             engine.ranks.abort(f"{type(sys.exception()).__name__}: {sys.exception()}")
     try:
         engine.end_saving()

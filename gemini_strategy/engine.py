@@ -534,7 +534,7 @@ class Engine(Uncopied):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             if self._runtime.saving is not None:
-                # close() says what it met. On another rank the writer may wait for what this error keeps it from.
-                self._runtime.saving.join(None if self.ranks.size == 1 else close.PATIENCE)
+                # Before abort() ends it. On another rank the writer may wait for what this error keeps it from.
+                self._runtime.saving.join(close.PATIENCE)
             self.ranks.abort(f"{type(error).__name__}: {error}")
         self.close()

@@ -1,4 +1,5 @@
-/* core.c - what every method of a Core begins and ends with: its engine, its arguments, its result. */
+/* core.c - what every method of a Core begins and ends with: its engine, its arguments, its result; and the
+ * numbers that Python has by name. */
 #include "binding/core.h"
 
 #include <stdlib.h>
@@ -78,4 +79,20 @@ PyObject *gm_py_finish(gm_status status)
         return gm_py_raise(status);
     }
     Py_RETURN_NONE;
+}
+
+/* Numbers that Python code gives back to us, by name. */
+int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n)
+{
+    PyObject *dict = PyDict_New();
+    for (int i = 0; dict && i < n; i++) {
+        PyObject *number = PyLong_FromLong(i);
+        if (!number || PyDict_SetItemString(dict, names[i], number) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(number);
+    }
+    int result = dict ? PyModule_AddObjectRef(module, name, dict) : -1;
+    Py_XDECREF(dict);
+    return result;
 }

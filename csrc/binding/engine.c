@@ -311,11 +311,7 @@ static PyObject *call_numbers(core *self, const char *name, number_call call, Py
         return NULL;
     }
     gm_status status;
-    gm_engine_ref(engine); /* close() on another thread must not take it away */
-    Py_BEGIN_ALLOW_THREADS
-    status = call(engine, v);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, call(engine, v));
     return gm_py_finish(status);
 }
 
@@ -347,21 +343,17 @@ NUMBER_METHOD(fill, 6,
 NUMBER_METHOD(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
 
 /* One method without arguments. */
-#define PLAIN_METHOD(name)                                     \
-    static PyObject *core_##name(core *self, PyObject *unused) \
-    {                                                          \
-        (void)unused;                                          \
-        gm_engine *engine = gm_py_engine_of(self);             \
-        if (!engine) {                                         \
-            return NULL;                                       \
-        }                                                      \
-        gm_status status;                                      \
-        gm_engine_ref(engine);                                 \
-        Py_BEGIN_ALLOW_THREADS                                 \
-        status = gm_engine_##name(engine);                     \
-        gm_engine_unref(engine);                               \
-        Py_END_ALLOW_THREADS                                   \
-        return gm_py_finish(status);                           \
+#define PLAIN_METHOD(name)                                        \
+    static PyObject *core_##name(core *self, PyObject *unused)    \
+    {                                                             \
+        (void)unused;                                             \
+        gm_engine *engine = gm_py_engine_of(self);                \
+        if (!engine) {                                            \
+            return NULL;                                          \
+        }                                                         \
+        gm_status status;                                         \
+        GM_WITHOUT_GIL(engine, status, gm_engine_##name(engine)); \
+        return gm_py_finish(status);                              \
     }
 
 PLAIN_METHOD(check)
@@ -493,11 +485,7 @@ static PyObject *core_timeline_end(core *self, PyObject *unused)
         return NULL;
     }
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_timeline_end(engine, &timeline);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_timeline_end(engine, &timeline));
     PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
     gm_timeline_free(timeline);
     return entries;
@@ -567,11 +555,7 @@ static PyObject *core_salvage(core *self, PyObject *unused)
     }
     char text[512];
     bool was_dead;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    was_dead = gm_engine_salvage(engine, text, sizeof text);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, was_dead, gm_engine_salvage(engine, text, sizeof text));
     return was_dead ? PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace")
                     : Py_NewRef(Py_None);
 }

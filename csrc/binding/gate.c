@@ -34,7 +34,16 @@ int gm_py_gate_show(void)
 int gm_py_gate_hide(void)
 {
     n_shown -= n_shown > 0;
-    return n_shown ? 0 : skip_gate(Py_False);
+    if (n_shown) {
+        return 0;
+    }
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    int result = skip_gate(Py_False);
+    if (type) {
+        PyErr_Restore(type, error, trace);
+    }
+    return result;
 }
 
 static PyObject *begin_showing(PyObject *module, PyObject *unused)

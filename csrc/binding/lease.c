@@ -10,11 +10,7 @@ PyObject *gm_py_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
     }
     gm_lease *lease = NULL;
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_lease_new(engine, (uint32_t)v[0], &lease);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_lease_new(engine, (uint32_t)v[0], &lease));
     return status == GM_OK ? PyLong_FromUnsignedLongLong((uintptr_t)lease) : gm_py_raise(status);
 }
 
@@ -28,11 +24,7 @@ static PyObject *with_lease(core *self, const char *name, PyObject *const *args,
         return NULL;
     }
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = call((gm_lease *)(uintptr_t)v[0], v[1]);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, call((gm_lease *)(uintptr_t)v[0], v[1]));
     return gm_py_finish(status);
 }
 

@@ -33,22 +33,6 @@ static const struct {
     {"BUILT_WITH_SANITIZER", HAS_SANITIZER},
 };
 
-/* Numbers that Python code gives back to us, by name. */
-static int add_numbers(PyObject *module, const char *name, const char *const *names, int n)
-{
-    PyObject *dict = PyDict_New();
-    for (int i = 0; dict && i < n; i++) {
-        PyObject *number = PyLong_FromLong(i);
-        if (!number || PyDict_SetItemString(dict, names[i], number) < 0) {
-            Py_CLEAR(dict);
-        }
-        Py_XDECREF(number);
-    }
-    int result = dict ? PyModule_AddObjectRef(module, name, dict) : -1;
-    Py_XDECREF(dict);
-    return result;
-}
-
 static int add_enumerations(PyObject *module)
 {
     static const char *const formats[] = {
@@ -60,10 +44,10 @@ static int add_enumerations(PyObject *module)
                                          [GM_FIELD_M] = "exp_avg",
                                          [GM_FIELD_V] = "exp_avg_sq",
                                          [GM_FIELD_GRAD] = "gradient"};
-    return add_numbers(module, "FORMATS", formats, sizeof formats / sizeof *formats) < 0 ||
-                   add_numbers(module, "POLICIES", policies, sizeof policies / sizeof *policies) <
-                       0 ||
-                   add_numbers(module, "FIELDS", fields, sizeof fields / sizeof *fields) < 0
+    return gm_py_add_numbers(module, "FORMATS", formats, sizeof formats / sizeof *formats) < 0 ||
+                   gm_py_add_numbers(module, "POLICIES", policies,
+                                     sizeof policies / sizeof *policies) < 0 ||
+                   gm_py_add_numbers(module, "FIELDS", fields, sizeof fields / sizeof *fields) < 0
                ? -1
                : 0;
 }

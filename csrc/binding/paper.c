@@ -162,16 +162,5 @@ PyObject *gm_py_replay(core *self, PyObject *events)
 
 int gm_py_paper_init(PyObject *module)
 {
-    PyObject *kinds = PyDict_New();
-    for (long i = 0; kinds && i < N_KINDS; i++) {
-        PyObject *number = PyLong_FromLong(i);
-        int failed = !number || PyDict_SetItemString(kinds, kind_names[i], number) < 0;
-        Py_XDECREF(number);
-        if (failed) {
-            Py_CLEAR(kinds);
-        }
-    }
-    int result = kinds ? PyModule_AddObjectRef(module, "RECORDED", kinds) : -1;
-    Py_XDECREF(kinds);
-    return result;
+    return gm_py_add_numbers(module, "RECORDED", kind_names, N_KINDS);
 }

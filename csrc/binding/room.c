@@ -6,11 +6,7 @@
 static PyObject *forget_outside(gm_engine *engine)
 {
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_forget_outside(engine);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_forget_outside(engine));
     return gm_py_finish(status);
 }
 
@@ -37,11 +33,7 @@ static PyObject *ask_for_bytes(core *self, const char *name, PyObject *const *ar
         return NULL;
     }
     bool is_given;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    is_given = ask(engine, (size_t)v[0]);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, is_given, ask(engine, (size_t)v[0]));
     return PyBool_FromLong(is_given);
 }
 

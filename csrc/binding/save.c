@@ -14,11 +14,7 @@ PyObject *gm_py_save_begin(core *self, PyObject *args)
         return NULL;
     }
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_save_begin(engine, ids, n, (size_t)limit);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_save_begin(engine, ids, n, (size_t)limit));
     free(ids);
     return gm_py_finish(status);
 }
@@ -32,12 +28,9 @@ PyObject *gm_py_save_read(core *self, PyObject *const *args, Py_ssize_t n_args)
     }
     bool is_read;
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
-                                 (void *)(uintptr_t)v[4], &is_read);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status,
+                   gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                                       (void *)(uintptr_t)v[4], &is_read));
     return status == GM_OK ? PyBool_FromLong(is_read) : gm_py_raise(status);
 }
 
@@ -49,11 +42,7 @@ PyObject *gm_py_save_next(core *self, PyObject *unused)
         return NULL;
     }
     uint32_t chunk;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    chunk = gm_engine_save_next(engine);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, chunk, gm_engine_save_next(engine));
     return PyLong_FromLongLong(chunk == UINT32_MAX ? -1 : (long long)chunk);
 }
 
@@ -66,11 +55,7 @@ PyObject *gm_py_save_end(core *self, PyObject *unused)
     }
     gm_saving_use use;
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_save_end(engine, &use);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_save_end(engine, &use));
     return status == GM_OK
                ? Py_BuildValue("KKK", (unsigned long long)use.copied, (unsigned long long)use.most,
                                (unsigned long long)use.n_waits)

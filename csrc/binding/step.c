@@ -20,11 +20,7 @@ PyObject *gm_py_grad_sumsq(core *self, PyObject *args)
     }
     gm_status status;
     gm_sumsq sum;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_sumsq(engine, ids, n, &sum, stream);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_sumsq(engine, ids, n, &sum, stream));
     free(ids);
     if (status != GM_OK) {
         return gm_py_raise(status);
@@ -81,11 +77,7 @@ PyObject *gm_py_step(core *self, PyObject *args)
         return NULL;
     }
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_step(engine, updates, n, stream);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_step(engine, updates, n, stream));
     free(updates);
     return gm_py_finish(status);
 }
@@ -105,11 +97,7 @@ PyObject *gm_py_arm(core *self, PyObject *args)
         return NULL;
     }
     gm_status status;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_engine_arm(engine, updates, n, &is_armed);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, status, gm_engine_arm(engine, updates, n, &is_armed));
     free(updates);
     return status == GM_OK ? PyBool_FromLong(is_armed) : gm_py_raise(status);
 }

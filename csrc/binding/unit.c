@@ -15,7 +15,7 @@
 
 #include "binding/running.h"
 
-typedef enum frame_state { FRAME_FAILED, FRAME_ABSENT, FRAME_BARE, FRAME_NETTED } frame_state;
+typedef enum frame_state { FRAME_FAILED, FRAME_BARE, FRAME_NETTED } frame_state;
 
 /* One enter without its leave yet: its own thread's to take away. */
 typedef struct frame {
@@ -162,10 +162,7 @@ static int show_slots(const unit *self, bool in_backward, frame *out)
         return gm_py_done(PyObject_CallMethod((PyObject *)self, "refuse_thread", NULL));
     }
     if (out->is_open && open_slots(self) < 0) {
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
         (void)(shows ? gm_py_gate_hide() : 0);
-        PyErr_Restore(type, error, trace);
         return -1;
     }
     return 0;
@@ -183,7 +180,7 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
     out->depth = gm_py_net_depth(self->net);
     int is_netted = gm_py_net_push(self->net); /* without grad too: the forward may turn it on */
     if (is_netted == 0 && has_grad) {
-        out->state = FRAME_ABSENT;
+        out->state = FRAME_BARE;
         return 0;
     }
     if (is_netted < 0 || show_slots(self, in_backward, out) < 0) {
@@ -292,12 +289,7 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
     }
     Py_XDECREF(left.watched);
     if (left.is_shower) {
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
         int hidden = gm_py_gate_hide();
-        if (type) {
-            PyErr_Restore(type, error, trace);
-        }
         result = UNLESS_FAILED(result, hidden);
     }
     return result < 0 ? NULL : Py_NewRef(Py_None);

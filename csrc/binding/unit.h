@@ -59,8 +59,8 @@ int gm_py_stream(int ordinal,
 int gm_py_task(long long *out);   /* the graph task that runs */
 /* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another does. */
 int gm_py_gate_show(void);
-int gm_py_gate_hide(void);
-int gm_py_slot_show(gm_py_slot *slot);                 /* `shown` is there */
+int gm_py_gate_hide(void);             /* a pending exception stays and hides one of its own */
+int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
 int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `inside` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
@@ -92,15 +92,5 @@ extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 #define GM_PY_METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 #define GM_PY_MEMBER(type, field, kind) {#field, kind, offsetof(type, field), 0, NULL}
-
-/* Runs `call` of `engine` without the GIL; close() on another thread must not take the engine away. */
-#define GM_WITHOUT_GIL(engine, status, call) \
-    do {                                     \
-        gm_engine_ref(engine);               \
-        Py_BEGIN_ALLOW_THREADS(status)       \
-        = (call);                            \
-        gm_engine_unref(engine);             \
-        Py_END_ALLOW_THREADS                 \
-    } while (0)
 
 #endif

@@ -129,8 +129,8 @@ static void fail(gm_engine *engine, uint32_t param, const char *why)
     }
 }
 
-/* Waits for room; *out: it is still due and has no copy, and room is taken. */
-static void take_room(gm_engine *engine, uint32_t chunk, bool waits, bool *out)
+/* Waits for room.  Whether the chunk is still due and has no copy: room is taken then. */
+static bool take_room(gm_engine *engine, uint32_t chunk, bool waits)
 {
     size_t bytes = gm_saving_bytes(engine, chunk);
     pthread_mutex_lock(&engine->saving.lock);
@@ -142,8 +142,8 @@ static void take_room(gm_engine *engine, uint32_t chunk, bool waits, bool *out)
         pthread_cond_wait(&engine->saving.changed, &engine->saving.lock);
     }
     engine->saving.used.n_waits += has_waited;
-    *out = s->is_due && !s->copy && !engine->saving.failure[0];
-    if (*out) {
+    bool is_wanted = s->is_due && !s->copy && !engine->saving.failure[0];
+    if (is_wanted) {
         engine->saving.held += bytes;
         engine->saving.used.copied += bytes;
         if (engine->saving.held > engine->saving.used.most) {
@@ -151,16 +151,13 @@ static void take_room(gm_engine *engine, uint32_t chunk, bool waits, bool *out)
         }
     }
     pthread_mutex_unlock(&engine->saving.lock);
+    return is_wanted;
 }
 
 static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
 {
     saved *s = &engine->saving.chunks[chunk];
-    bool is_wanted = false;
-    if (atomic_load(&engine->saving.is_on)) {
-        take_room(engine, chunk, waits, &is_wanted);
-    }
-    if (!is_wanted) {
+    if (!atomic_load(&engine->saving.is_on) || !take_room(engine, chunk, waits)) {
         return GM_OK;
     }
     if (waits) { /* who has the weights in use may have written them already, see invariant 3 */
@@ -177,20 +174,17 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
         status = gm_chunks_read(engine->chunks, chunk, GM_STATE, 0, states,
                                 copy + state_offset(engine, chunk));
     }
-    if (copy && status != GM_OK) {
-        free(copy);
-        copy = NULL;
-    }
     pthread_mutex_lock(&engine->saving.lock);
-    if (!copy) {
+    if (!copy || status != GM_OK) {
         fail(engine, engine->chunk_params[engine->chunk_states[chunk].first_param],
-             "the host has no memory for a copy of its chunk");
-        engine->saving.held -= gm_saving_bytes(engine, chunk);
-    } else if (!s->is_due) { /* the checkpoint has failed meanwhile */
+             copy ? "its chunk could not be read for a copy"
+                  : "the host has no memory for a copy of its chunk");
+    }
+    if (copy && status == GM_OK && s->is_due) {
+        s->copy = copy;
+    } else { /* not due: the checkpoint has failed meanwhile */
         engine->saving.held -= gm_saving_bytes(engine, chunk);
         free(copy);
-    } else {
-        s->copy = copy;
     }
     pthread_cond_broadcast(&engine->saving.changed);
     pthread_mutex_unlock(&engine->saving.lock);
@@ -276,8 +270,8 @@ gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
             *out_states = copy + state_offset(engine, chunk);
         } else if (pthread_mutex_trylock(&engine->lock) == 0) {
             *out = GM_SAVING_LOCKED;
-        } else if (first_copy(engine) ==
-                   GM_NO_CHUNK) { /* else who has the engine's lock may wait */
+        } else if (first_copy(engine) == GM_NO_CHUNK) {
+            /* else who has the engine's lock may wait */
             pthread_cond_wait(&engine->saving.changed, &engine->saving.lock);
             is_decided = false;
         }

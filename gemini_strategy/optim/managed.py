@@ -19,8 +19,9 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
-from gemini_strategy.optim.moments import LOWS, States, check_entry, live_entry, saved_entry
+from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
 from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters.homes import LOWS
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:

@@ -20,17 +20,15 @@ import torch
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent, stand_in
-from gemini_strategy.parameters.homes import Entry
+from gemini_strategy.parameters.homes import LOWS, MOMENTS, Entry
 from gemini_strategy.parameters.slot import Slot, checked_step
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["LOWS", "States", "check_entry", "live_entry", "load_entry", "saved_entry"]
+__all__ = ["States", "check_entry", "live_entry", "load_entry", "saved_entry"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_KEYS = ("step", *_MOMENTS)
-LOWS = ("remainder", "master")  # bf16, fp16: see low.split_low
+_KEYS = ("step", *MOMENTS)
 
 
 class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
@@ -127,7 +125,7 @@ class _Entry(_Shown):
         if "exp_avg" in values and is_copied:
             load_entry(self.slot, values)
         elif "exp_avg" in values:
-            for key in (*_MOMENTS, *LOWS, "step"):
+            for key in (*MOMENTS, *LOWS, "step"):
                 if key in values:
                     self[key] = values[key]
         elif self.is_live:
@@ -274,7 +272,7 @@ def check_entry(name: str | None, shape: tuple[int, ...], entry: Mapping[str, An
     if missing:
         raise ValueError(f"{name}: its optimizer state lacks {' and '.join(missing)}")
     checked_step(name, entry["step"])
-    for key in _MOMENTS:
+    for key in MOMENTS:
         _check_moment(name, shape, key, entry[key])
 
 
@@ -285,7 +283,7 @@ def _plain(values: torch.Tensor) -> torch.Tensor:
 
 def load_entry(slot: Slot, entry: Mapping[str, Any]) -> None:
     """Sets the state of one parameter; `entry` has been checked."""
-    moments = [_plain(entry[key]) for key in _MOMENTS]
+    moments = [_plain(entry[key]) for key in MOMENTS]
     step = checked_step(slot.name, entry["step"])
     slot.leave_state()
     slot.write_moments(*moments, step)
@@ -307,7 +305,7 @@ def _load_low(slot: Slot, entry: Mapping[str, Any]) -> None:
     low = entry[key]
     _check_moment(slot.name, slot.shape, key, low)
     # A torch.optim.AdamW that has loaded it keeps it, and trains on: a remainder is then no int16 any more.
-    if low.dtype is not (torch.int16 if key == "remainder" else torch.float32):
+    if low.dtype is not slot.dtype_of(key):
         return
     slot.load_low(low)
 
@@ -318,7 +316,7 @@ def live_entry(slot: Slot, saved: dict[str, Any]) -> dict[str, Any]:
     What the weight lacks is not: whoever loads into it in place may have another weight to load, which it belongs to.
     """
     live = dict(saved, step=slot.shown_step())
-    for key in _MOMENTS:
+    for key in MOMENTS:
         values = saved[key]
         home = Entry(slot, key, values)
         live[key] = absent.tensor(home, values.shape, values.stride(), values.dtype, values.device)
@@ -340,9 +338,9 @@ def saved_entry(
     saved: dict[str, Any] = {"step": torch.tensor(float(slot.adam_step), device="cpu")}
     if slot.has_state:
         read = stand_in.moments if for_file else Slot.read_moments
-        saved |= zip(_MOMENTS, read(slot, root), strict=True)
+        saved |= zip(MOMENTS, read(slot, root), strict=True)
     else:
-        saved |= {key: torch.zeros(slot.shape, device="cpu") for key in _MOMENTS}
+        saved |= {key: torch.zeros(slot.shape, device="cpu") for key in MOMENTS}
     if low is not None:
         saved[key] = low
     return saved | {k: v for k, v in entry.items() if k not in (*_KEYS, *LOWS)}

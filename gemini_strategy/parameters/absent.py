@@ -97,7 +97,8 @@ class Home:
 
     Attributes:
         name: of the parameter, for errors.
-        key: of the parameter's field that it is (homes.py); "" for what is no field any more.
+        key: of the parameter's field that it is (homes.py); "" for what is none, or none any more.
+        is_gone: it has no bytes any more: whoever asks is told why.
         memory: the tensor has memory of its own that `open` brings up to date (an entry of a state dict), or None.
     """
 

@@ -92,9 +92,8 @@ def passing(*slots: Slot) -> Iterator[None]:
 
 def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The dispatcher's kernel for every operation on a parameter, or on a view of one, outside its thread's units."""
-    if (
-        _torch.tracing_state() is not None
-    ):  # the graph would name this file, and torch compares graphs
+    if _torch.tracing_state() is not None:
+        # The graph would name this file, and torch compares graphs.
         names = [_name_of(value) for value in (*args, *kwargs.values())]
         name = next((name for name in names if name is not None), "a parameter")
         raise GuardError(

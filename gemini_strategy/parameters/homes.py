@@ -16,9 +16,14 @@ from gemini_strategy.parameters import absent
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
 
-__all__ = ["STATES", "Entry", "Field", "SlotHome", "Weight"]
+__all__ = ["LOWS", "MOMENTS", "STATES", "Entry", "Field", "SlotHome", "Weight"]
 
-STATES = ("exp_avg", "exp_avg_sq", "remainder", "master")  # what a step changes beside the weight
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LOWS = (
+    "remainder",
+    "master",
+)  # what a weight of bf16, of fp16 lacks to be its master: see low.split_low
+STATES = (*MOMENTS, *LOWS)  # what a step changes beside the weight
 
 
 class SlotHome(absent.Home):

@@ -30,7 +30,7 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
-from gemini_strategy.parameters.homes import STATES, Entry, Field
+from gemini_strategy.parameters.homes import LOWS, Entry, Field
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -149,9 +149,10 @@ def _check_alone(home: Field, memory: torch.Tensor) -> None:
     """Refuses memory for a field that is another field's: see invariant 5."""
     slot, (start, end) = home.slot, _span(memory)
     for loan in [loan for each in slot.engine.lent for loan in each.given.loans]:
+        if loan.home.key == home.key == "grad" or loan.home.is_of(slot, home.key):
+            continue  # first: a loop that assigns all gradients comes here for each pair of them
         first, last = _span(loan.memory)
-        are_grads = loan.home.key == home.key == "grad"
-        if first < end and start < last and not are_grads and not loan.home.is_of(slot, home.key):
+        if first < end and start < last:
             raise GuardError(_tie(home, loan.home))
 
 
@@ -326,7 +327,7 @@ class Given:
         finally:
             self.loans, self._is_busy = kept, False
             self._note()
-        self.refresh(*written, *(STATES if "weight" in written else ()))
+        self.refresh(*written, *(LOWS if "weight" in written else ()))
 
     def refresh(self, *keys: str) -> None:
         """Fields have changed: memory of them that was given away shows it."""

@@ -373,7 +373,7 @@ class Registration:
             parameter.data = slot.hide()
             for alias in slot.aliases:
                 alias.data = slot.absent
-            slot.open_count = int(slot.is_raw)
+        slot.open_count = int(slot.is_raw)
         slot.managed_class = managed_class(slot.plain_class)
         parameter._gm_slot = slot
         parameter.__class__ = slot.managed_class

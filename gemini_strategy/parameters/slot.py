@@ -14,7 +14,7 @@ from torch import nn
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent, gate, order
-from gemini_strategy.parameters.homes import STATES, Weight
+from gemini_strategy.parameters.homes import LOWS, STATES, Weight
 from gemini_strategy.parameters.loans import Given
 from gemini_strategy.parameters.low import merge, split_low
 
@@ -200,7 +200,7 @@ class Slot(_C.Slot):
         torch.autograd.graph.increment_version(self.parameter)
         self.version += 1  # a unit that another thread is in has nothing to find
         self.n_same += is_same
-        self.given.refresh("weight", "remainder", "master")
+        self.given.refresh("weight", *LOWS)
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""

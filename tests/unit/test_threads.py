@@ -72,7 +72,7 @@ def numbers_at(address: int) -> list[float]:
     return list((ctypes.c_float * (WIDTH * WIDTH)).from_address(address))
 
 
-def test_bytes_stay_while_another_thread_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_stay_while_another_thread_reads_them() -> None:
     """Its kernel has the address, the unit is left, and all others are entered."""
     model, engine = managed()
     weight = model[2].weight
@@ -103,9 +103,7 @@ def test_bytes_stay_while_another_thread_reads_them(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
-def test_a_unit_is_entered_when_others_have_used_its_weight(
-    is_differentiated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_unit_is_entered_when_others_have_used_its_weight(is_differentiated: bool) -> None:
     """Autograd holds a lock of the weight's meanwhile, and may wait for the GIL in it."""
     model, engine = managed()
     weight = model[2].weight
