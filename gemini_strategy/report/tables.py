@@ -310,8 +310,8 @@ def _rate_rows(rates: Mapping[str, float] | None) -> list[Row]:
         for name, key in (("H2D", "h2d"), ("D2H", "d2h"))
     ]
     adam = (
-        f"parameters/s: CPU {count_text(rates['host_adam'])} alone, {count_text(rates['host_adam_beside'])} beside copies; "
-        f"device {count_text(rates['device_adam'])}"
+        f"parameters/s: CPU {count_text(rates['host_adam'])} alone, "
+        f"{count_text(rates['host_adam_beside'])} beside copies; device {count_text(rates['device_adam'])}"
     )
     return [*copies, ("rate Adam", adam)]
 
