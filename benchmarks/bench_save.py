@@ -1,0 +1,154 @@
+"""What a checkpoint costs while a model trains: `python3 benchmarks/bench_save.py --folder DIR --out FILE`.
+
+A model is trained under a budget until its plan stays. Then the same state is saved twice: once while training waits,
+and once in the background while the next steps run. The line that is written has, in seconds and bytes,
+
+    step_seconds       of a step without a save, the median
+    save_seconds       of the call that waits for the disk; save_host_bytes: how far it raised the resident set
+    call_seconds       of the call in the background; beside_seconds: of the steps while the writer ran
+    stall_seconds      what the call and all those steps took more than as many steps without a save
+    written_seconds    from that call until the checkpoint had its name; copied and most: bytes of chunks
+    same               whether both folders have the same tensors, by their checksums
+    load_seconds       of engine.load; load_host_bytes
+
+
+The folder needs room for one checkpoint, 12 bytes per parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from loops import Gemini
+from measure import environment, own_peak_rss
+from models import SHAPES
+
+STEPS = 4  # that the median is taken of
+
+
+def checksums(folder: Path) -> dict[str, Any]:
+    """Of each tensor in a checkpoint, piece by piece."""
+    from gemini_strategy.checkpoint.manifest import Manifest
+
+    return {
+        name: (
+            str(stored.dtype),
+            stored.shape,
+            sorted((p.first, p.n, p.crc) for p in stored.pieces),
+        )
+        for name, stored in Manifest(folder).tensors.items()
+    }
+
+
+def resident() -> int:
+    """Bytes of this process's resident set."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def raised(work: Callable[[], Any]) -> tuple[float, int]:
+    """(seconds, bytes by which the resident set was above its size before)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before, begin = resident(), time.perf_counter()
+    work()
+    return time.perf_counter() - begin, own_peak_rss() - before
+
+
+def main() -> int:
+    """Writes one line of JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="on the disk that is asked about"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a line is added")
+    parser.add_argument("--model", choices=SHAPES, default="opt-3.4b")
+    parser.add_argument("--budget", default="24GB")
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    spec = vars(args) | {"micro_batches": 1}
+    loop = Gemini(spec, device)
+    loop.prepare()
+    batches, done = loop.batches(), 0
+
+    def step() -> float:
+        nonlocal done
+        begin = time.perf_counter()
+        loss = loop.loss(batches(done, 0))
+        loop.backward(loss, is_last=True)
+        loop.finish()
+        float(loss.detach())  # waits for the device
+        done += 1
+        return time.perf_counter() - begin
+
+    for _ in range(3):
+        step()
+    while loop.is_settling():
+        step()
+    steps = [step() for _ in range(STEPS)]
+    engine, usual = loop.engine, median(steps)
+    target = args.folder / "checkpoint"
+    save_seconds, save_bytes = raised(lambda: engine.save(target))
+    first = checksums(target)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    shutil.rmtree(target)
+    begin = time.perf_counter()
+    saving = engine.save(target, background=True)
+    call = time.perf_counter() - begin
+    beside = [step()]
+    while not saving.done:
+        beside.append(step())
+    saving.wait()
+    written = time.perf_counter() - begin
+    same = checksums(target) == first
+    load_seconds, load_bytes = raised(lambda: engine.load(target))
+    shutil.rmtree(target)
+    stats = engine.stats()
+    line = {
+        **{key: str(value) for key, value in vars(args).items() if key not in ("out", "folder")},
+        "parameters": loop.parameters,
+        "step_seconds": usual,
+        "steps": steps,
+        "save_seconds": save_seconds,
+        "save_host_bytes": save_bytes,
+        "checkpoint_bytes": size,
+        "call_seconds": call,
+        "beside_seconds": beside,
+        "stall_seconds": call + sum(beside) - len(beside) * usual,
+        "written_seconds": written,
+        "copied": saving.copied_bytes,
+        "most": saving.most_bytes,
+        "waits": saving.waits,
+        "same": same,
+        "load_seconds": load_seconds,
+        "load_host_bytes": load_bytes,
+        "host_bytes": stats["host_bytes"],
+        "chunks": stats["chunks"],
+        "environment": environment(device),
+    }
+    engine.close()
+    with args.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps({k: v for k, v in line.items() if k != "environment"}, indent=1))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
