@@ -432,13 +432,21 @@ static PyObject *core_plan_info(core *self, PyObject *unused)
         return NULL;
     }
     gm_engine_stats stats;
+    gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
     gm_engine_get_stats(engine, &stats);
     gm_engine_lock(engine); /* who holds it may want the GIL */
     Py_END_ALLOW_THREADS
     const gm_plan *plan = gm_engine_plan(engine);
+    int collects = PyGC_Disable(); /* a finalizer may want the lock */
     PyObject *info = plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
+    if (collects) {
+        PyGC_Enable();
+    }
+    Py_BEGIN_ALLOW_THREADS
     gm_engine_unlock(engine);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
     return info;
 }
 
