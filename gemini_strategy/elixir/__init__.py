@@ -9,13 +9,16 @@
 Every argument has the original's name and an effect, or is refused by name. docs/originals.md says what became of what.
 """
 
+from gemini_strategy.elixir.profiling import MemoryProfile, cuda_memory_profiling
 from gemini_strategy.elixir.search import SearchResult, minimum_waste_search, optimal_search
 from gemini_strategy.elixir.wrapper import ElixirModule, ElixirOptimizer
 
 __all__ = [
     "ElixirModule",
     "ElixirOptimizer",
+    "MemoryProfile",
     "SearchResult",
+    "cuda_memory_profiling",
     "minimum_waste_search",
     "optimal_search",
 ]

@@ -31,7 +31,14 @@ from gemini_strategy.report.tables import bytes_text, plan_of, plan_table
 from gemini_strategy.sizes import ChunkSizes, parse_device_budget
 from gemini_strategy.wrapper import is_first_rank, refuse
 
-__all__ = ["PRECISION_OF", "SearchResult", "minimum_waste_search", "optimal_search"]
+__all__ = [
+    "NO_GRADIENT",
+    "PRECISION_OF",
+    "SearchResult",
+    "StepFunction",
+    "minimum_waste_search",
+    "optimal_search",
+]
 
 PRECISION_OF = {
     torch.float32: "32-true",
@@ -39,6 +46,8 @@ PRECISION_OF = {
     torch.bfloat16: "bf16-mixed",
 }
 StepFunction = Callable[[nn.Module, Any], Any]
+"""(model, inp): runs a forward of the model and a backward; what it returns is not looked at."""
+NO_GRADIENT = "step_fn has left no gradient: it has to run the forward of the model that it is given, and a backward"
 
 
 @dataclass(frozen=True)
@@ -275,9 +284,7 @@ def _run(engine: gs.Engine, given: dict[str, Any], overlap: bool) -> None:
     with runtime.ranks.explaining(), runtime.accept_scaled(), ending:
         given["step_fn"](engine.model, example)
     if not any(runtime.core.has_grad(slot.id) for slot in runtime.slots):
-        raise ValueError(
-            "step_fn has left no gradient: it has to run the forward of the model that it is given, and a backward"
-        )
+        raise ValueError(NO_GRADIENT)
     engine.step()
     if engine.stats()["skipped_steps"]:
         raise ValueError("step_fn leaves gradients that are not finite in float16: another example")

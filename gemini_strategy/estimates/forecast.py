@@ -369,10 +369,7 @@ def estimate(
     machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
     settings = _settings(given, machine)
     budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
-    if optimizer is None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained) if trained else None
-    paper = PaperModel(model, optimizer, settings)
+    paper = PaperModel(model, optimizer, settings.device, settings.precision)
     recorded = record(
         model,
         inputs,

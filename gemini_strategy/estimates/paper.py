@@ -23,6 +23,7 @@ from gemini_strategy.optim import managed
 from gemini_strategy.parameters.foreign import check_modules
 from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.sharing import check_sharing
+from gemini_strategy.precision import Precision
 from gemini_strategy.settings import Settings
 from gemini_strategy.weights.transformers import adapter_parameters
 
@@ -46,21 +47,31 @@ _WORKSPACES = 2 * (32 << 20)
 class PaperModel:
     """A model as Registration wants to find it, managed by nobody.
 
+    Args:
+        optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.
+
     Raises:
         GeminiError: manage() would refuse the model or its optimizer; the same text.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        precision: Precision,
     ) -> None:
+        if optimizer is None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained) if trained else None
         self.model = model
         self.optimizer = optimizer
-        self.device = settings.device
-        self.precision = settings.precision.name
+        self.device = device
+        self.precision = precision.name
         self.core: Any = None
         self.ranks: Any = None
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
-        check_modules(model, settings.device, True)
+        check_modules(model, device, True)
         self.registration = Registration(self, grouped, adapter_parameters(model))  # type: ignore[arg-type]
         check_sharing(model)
 

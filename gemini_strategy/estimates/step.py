@@ -344,22 +344,47 @@ def record(
     return recorder.result
 
 
+@contextlib.contextmanager
+def _root_forward(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, the model's forward converts its inputs and has autocast, and the loss around it has neither, as under
+    manage()."""
+    own, forward = model.__dict__.get("forward"), model.forward
+
+    @functools.wraps(forward, updated=())
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = precision.convert_inputs((args, kwargs))
+        with precision.forward_context("cpu"):
+            return forward(*args, **kwargs)
+
+    model.forward = called
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
 def _run(
     model: nn.Module, inputs: Any, precision: Precision, step_fn: StepFunction, converts: bool
 ) -> None:
     try:
-        context: Any = contextlib.nullcontext()
-        if converts:
-            inputs = precision.convert_inputs(inputs)
-            context = precision.forward_context("cpu")
-        with context:
+        with _root_forward(model, precision) if converts else contextlib.nullcontext():
             loss = step_fn(model, inputs)
-        if loss is not None:
-            loss.backward()
+            if loss is not None:
+                loss.backward()
     except Exception as error:
-        if type(error).__module__.startswith("torch._subclasses"):
+        if _is_about_values(error):
             raise GeminiError(
-                "the model's forward asks for values of its tensors, and an estimate has none "
+                "the model's forward, or step_fn, asks for values of its tensors, and an estimate has none "
                 f"({type(error).__name__}: {error}): give inputs or a step_fn with which it does not"
             ) from error
         raise
+
+
+def _is_about_values(error: Exception) -> bool:
+    """A fake tensor was asked for what it does not have. numpy() and a format ("{loss:.3f}") have errors of no class of
+    its own."""
+    words = ("is not supported for tensor subclasses", "passed to FakeTensor.__format__")
+    is_own = type(error).__module__.startswith("torch._subclasses")
+    return is_own or any(word in str(error) for word in words)

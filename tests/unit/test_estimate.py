@@ -282,6 +282,30 @@ def test_a_model_that_asks_for_values_is_refused() -> None:
         gs.estimate(Asks(), torch.randn(2, 4), gpu="h100")
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_loss_outside_the_model_is_computed_as_under_manage(precision: str) -> None:
+    """Precision is the model's forward's alone: a loss around it has the caller's inputs and no autocast."""
+    seen: list[Any] = []
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+            return super().forward(x)
+
+    def step_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) * x).sum()
+        seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+        return loss
+
+    x, asked = torch.randn(4, 8), {"device": "cpu", "precision": precision}
+    gs.estimate(Model(8, 8), x, gpu="h100", step_fn=step_fn, **asked)
+    model = Model(8, 8)
+    with gs.manage(model, torch.optim.AdamW(model.parameters()), **asked) as engine:
+        engine.backward(step_fn(model, x))
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
+
+
 def test_machines() -> None:
     assert set(machine_of("h100").rates) == set(REFERENCE)
     assert machine_of("NVIDIA GeForce RTX 4090").name == "rtx4090"
