@@ -17,6 +17,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gemini_strategy.estimates.command",
         "What training a model will take: device and host memory, seconds per step. Allocates nothing.",
     ),
+    "profile": (
+        "gemini_strategy.machine.profile",
+        "How fast this machine copies and updates, with one rank and with several at once, in a table, JSON or a plot.",
+    ),
     "run": (
         "gemini_strategy.huggingface.run",
         "runs a script that uses Trainer, trl or accelerate under a budget, as it is",

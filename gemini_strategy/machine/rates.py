@@ -36,7 +36,17 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._version import __version__
 from gemini_strategy.ranks.ranks import Ranks
 
-__all__ = ["REFERENCE", "are_tuned", "completed", "machine_rates"]
+__all__ = [
+    "BLOCK_BYTES",
+    "REFERENCE",
+    "about_machine",
+    "are_tuned",
+    "completed",
+    "kept_rates",
+    "machine_rates",
+]
+
+BLOCK_BYTES = 32 << 20  # of the device's memory while it is measured
 
 #: Measured on one NVIDIA H200 with 16 cores of its host, PCIe Gen5: bytes/s and parameters/s.
 REFERENCE: dict[str, float] = {
@@ -57,7 +67,7 @@ _measured: dict[str, dict[str, float]] = {}  # by file name; one measurement per
 def machine_rates(
     ordinal: int | None,
     threads: int = 0,
-    block_bytes: int = 32 << 20,
+    block_bytes: int = BLOCK_BYTES,
     ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """The rates of this machine, all positive: copies in bytes/s, Adam in parameters/s (bf16).
@@ -80,9 +90,8 @@ def machine_rates(
     wish = os.environ.get("GEMINI_RATES", "")
     if wish and wish != "measure":
         return _lowest([_given(wish)] if ranks is None else ranks.gather("rates", _given(wish)))
-    machine = _machine(ordinal, threads, 1 if ranks is None else ranks.local_size)
-    name = f"rates-{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
-    folder = _folder()
+    machine = about_machine(ordinal, threads, 1 if ranks is None else ranks.local_size)
+    name, folder = _file_name(machine), _folder()
     kept = _measured.get(name)
     if kept is None and wish != "measure" and folder:
         kept = _read(folder / name, machine)
@@ -96,6 +105,16 @@ def machine_rates(
             _write(folder / name, {"machine": machine, "rates": kept})
     _measured[name] = kept
     return _lowest([kept] if ranks is None else ranks.gather("rates", kept))
+
+
+def kept_rates(ordinal: int | None, threads: int = 0, n_ranks: int = 1) -> dict[str, float] | None:
+    """What `machine_rates` has kept of a machine with so many ranks; None: nothing. Does not measure."""
+    machine, folder = about_machine(ordinal, threads, n_ranks), _folder()
+    return _read(folder / _file_name(machine), machine) if folder else None
+
+
+def _file_name(machine: Mapping[str, str]) -> str:
+    return f"rates-{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
 
 
 def _lowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -160,8 +179,8 @@ def _figure(name: str, value: Any) -> float:
     return number
 
 
-def _machine(ordinal: int | None, threads: int, n_ranks: int) -> dict[str, str]:
-    """What the rates depend on."""
+def about_machine(ordinal: int | None, threads: int, n_ranks: int) -> dict[str, str]:
+    """What the rates depend on; "gpu" is "host" for the host device."""
     wished = os.environ.get("GEMINI_THREADS", "")
     cores = threads or (int(wished) if wished.isdecimal() else len(os.sched_getaffinity(0)))
     gpu = "host"

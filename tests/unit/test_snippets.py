@@ -204,6 +204,12 @@ def test_command(
         words[words.index("--tokens") + 1] = "2x16"
         assert cli.main(words[1:]) == 0, fence
         return
+    if words[:2] == ["gemini-strategy", "profile"]:
+        monkeypatch.chdir(tmp_path)
+        words[words.index("--ranks") + 1] = "1"
+        assert cli.main(words[1:]) == 0, fence
+        assert all((tmp_path / word).is_file() for word in words if word.startswith("rates."))
+        return
     if words[0] == "make":
         targets(*words[1:])
         return
