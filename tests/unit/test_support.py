@@ -1,0 +1,47 @@
+"""docs/support.md: it is printed from the table, and each test that the table names is there to run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+
+from helpers.support import ADAPTERS, FEATURES, PACKAGES, PAGE, ROOT, cells, page, pins
+
+
+def _collected(paths: Collection[str]) -> set[str]:
+    """What `make test` runs of these files, as pytest names it, parametrized tests by their function too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not gpu", *sorted(paths)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {line for line in done.stdout.splitlines() if "::" in line}
+    return found | {name.partition("[")[0] for name in found}
+
+
+def test_the_page_is_what_the_table_gives() -> None:
+    assert PAGE.read_text() == page(), "python tests/helpers/support.py --write"
+
+
+def test_every_cell_names_a_test() -> None:
+    named = {cell.node for feature in FEATURES for cell in cells(feature).values()}
+    missing = named - _collected({node.partition("::")[0] for node in named})
+    assert not missing, f"no such tests: {sorted(missing)}"
+
+
+def test_every_adapter_is_known_and_shown() -> None:
+    assert all(set(row) <= set(ADAPTERS) and row for row in FEATURES.values())
+    assert {name for row in FEATURES.values() for name in row} == set(ADAPTERS)
+
+
+def test_the_versions_are_those_that_the_tests_have() -> None:
+    """Of torch without the "+cpu" of a build."""
+    here = {name: importlib.metadata.version(name).partition("+")[0] for name in PACKAGES}
+    assert here == {name: pins()[name] for name in PACKAGES}
