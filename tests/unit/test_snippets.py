@@ -4,11 +4,13 @@ program can look up.
 Every fence of README.md, CONTRIBUTING.md and docs/*.md names its language: python, sh, or text for what is not run. A
 python fence is a program of its own. What its reader is supposed to have is named in a comment before it,
 `<!-- needs: model, loader -->`, and NEEDS says what stands for it here; `torchrun: 2` there starts it on two ranks.
-No program sees a GPU: the engine's host device takes its place.
+No program sees a GPU: the engine's host device takes its place. A command that needs `program` runs the program above
+it. What stands after `<!-- prints -->` is what the fence above it prints, estimates at their full size.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -54,6 +56,10 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 module = Module()
 """,
+    "llama-7b": """
+from transformers import LlamaConfig
+LlamaConfig(dtype="bfloat16").save_pretrained("llama-7b")
+""",
     "my-model": """
 import os
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -95,6 +101,10 @@ tokenizer = PreTrainedTokenizerFast(
     pad_token="<pad>", eos_token="<eos>",
 )
 """,
+    "dataset": """
+from datasets import Dataset
+dataset = Dataset.from_dict({"input_ids": [[2 + i % 62 for i in range(j, j + 16)] for j in range(32)]})
+""",
     "engine": """
 import torch
 import gemini_strategy as gs
@@ -114,6 +124,7 @@ class Fence:
     text: str
     needs: tuple[str, ...]
     ranks: int
+    is_printed: bool  # by the fence before it
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
@@ -121,49 +132,61 @@ class Fence:
 
 def fences(page: Path) -> Iterator[Fence]:
     found = re.finditer(
-        r"(?:^<!-- (needs[^\n]*?) -->\n)?^```(\w*)\n(.*?)^```$",
+        r"(?:^<!-- (needs[^\n]*?|prints) -->\n)?^```(\w*)\n(.*?)^```$",
         page.read_text(),
         re.MULTILINE | re.DOTALL,
     )
     for match in found:
-        fields = dict(re.findall(r"(\w+): ([^;]+)", match[1] or ""))
+        fields = dict(re.findall(r"([\w-]+): ([^;]+)", match[1] or ""))
         assert set(fields) <= {"needs", "torchrun"}, match[1]
         needs = tuple(word.strip() for word in fields.get("needs", "").split(",") if word.strip())
         line = page.read_text()[: match.start(2)].count("\n") + 1
-        yield Fence(page, line, match[2], match[3], needs, int(fields.get("torchrun", 0)))
+        ranks = int(fields.get("torchrun", 0))
+        yield Fence(page, line, match[2], match[3], needs, ranks, match[1] == "prints")
 
 
 FENCES = [fence for page in PAGES for fence in fences(page)]
 PROGRAMS = [fence for fence in FENCES if fence.language == "python"]
+PRINTED = {before: fence.text for before, fence in itertools.pairwise(FENCES) if fence.is_printed}
+STARTED = {  # by a command, and the program that it starts
+    command: [
+        program
+        for program in PROGRAMS
+        if program.page == command.page and program.line < command.line
+    ][-1]
+    for command in FENCES
+    if "program" in command.needs
+}
 COMMANDS = [
     (fence, command)
     for fence in FENCES
     if fence.language == "sh"
-    for command in (line.partition("#")[0].strip() for line in fence.text.splitlines())
+    for line in re.sub(r"\\\n *", "", fence.text).splitlines()
+    for command in [line.partition("#")[0].strip()]
     if command
 ]
 
 
 def test_every_fence_is_of_a_kind_that_is_known() -> None:
-    marks = sum(page.read_text().count("\n```") for page in PAGES)
-    assert marks == 2 * len(FENCES)
-    assert sum(page.read_text().count("<!-- needs") for page in PAGES) == sum(
-        bool(fence.needs) for fence in FENCES
-    )
+    text = "".join(page.read_text() for page in PAGES)
+    assert text.count("\n```") == 2 * len(FENCES)
+    assert text.count("<!-- needs") == sum(bool(fence.needs) for fence in FENCES)
+    assert text.count("<!-- prints") == sum(fence.is_printed for fence in FENCES) == len(PRINTED)
     for fence in FENCES:
         assert fence.language in ("python", "sh", "text"), fence
-        assert set(fence.needs) <= set(NEEDS), fence
-    assert {need for fence in PROGRAMS for need in fence.needs} == set(NEEDS)
+        assert set(fence.needs) <= {*NEEDS, "program"}, fence
+        assert ("program" in fence.needs) <= (fence.language == "sh"), fence
+        assert fence.is_printed <= (fence.language == "text"), fence
+    assert {need for fence in FENCES for need in fence.needs} == {*NEEDS, "program"}
 
 
-@pytest.mark.parametrize("fence", PROGRAMS, ids=str)
-def test_program(fence: Fence, tmp_path: Path) -> None:
+def write_program(fence: Fence, path: Path) -> None:
     stands_for = "".join(NEEDS[need] for need in fence.needs)
-    (tmp_path / "train.py").write_text(f"import os\n{stands_for}\n{fence.text}")
-    command = [sys.executable, "train.py"]
-    if fence.ranks:
-        launcher = "torch.distributed.run"
-        command = [sys.executable, "-m", launcher, f"--nproc-per-node={fence.ranks}", "train.py"]
+    path.write_text(f"import os\n{stands_for}\n{fence.text}")
+
+
+def run_in(folder: Path, fence: Fence, *words: str) -> str:
+    """Runs Python with `words` there, without a GPU; its standard output."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -172,9 +195,32 @@ def test_program(fence: Fence, tmp_path: Path) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{fence}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def assert_printed(fence: Fence, printed: str) -> None:
+    """It is what the page shows under the fence."""
+    got, shown = (
+        [line.rstrip() for line in t.strip().splitlines()] for t in (printed, PRINTED[fence])
+    )
+    assert got == shown, f"{fence}: the page shows something else than\n{printed}"
+
+
+@pytest.mark.parametrize("fence", [p for p in PROGRAMS if p not in STARTED.values()], ids=str)
+def test_program(fence: Fence, tmp_path: Path) -> None:
+    write_program(fence, tmp_path / "train.py")
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={fence.ranks}"]
+    printed = run_in(tmp_path, fence, *(launcher if fence.ranks else ()), "train.py")
+    if fence in PRINTED:
+        assert_printed(fence, printed)
 
 
 def test_torchrun_is_said_where_a_program_needs_it() -> None:
@@ -191,16 +237,42 @@ def targets(*words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def run_program_above(fence: Fence, words: list[str], folder: Path) -> None:
+    """The command, as printed, with the last program before it as its script."""
+    script = next(word for word in words if word.endswith(".py"))
+    assert STARTED[fence].text.startswith(f"# {script}\n"), fence
+    write_program(STARTED[fence], folder / script)
+    starts = {
+        "gemini-strategy": ["-m", "gemini_strategy"],
+        "torchrun": ["-m", "torch.distributed.run"],
+    }
+    run_in(folder, fence, *starts[words[0]], *words[1:])
+
+
 @pytest.mark.parametrize(("fence", "command"), COMMANDS, ids=str)
 def test_command(
-    fence: Fence, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fence: Fence,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)
-    if words[:2] == ["gemini-strategy", "estimate"]:  # at small size
+    if fence.needs:
         monkeypatch.chdir(tmp_path)
-        exec(NEEDS["my-model"])
+        for need in fence.needs:
+            exec(NEEDS.get(need, ""))
+    if "program" in fence.needs:
+        run_program_above(fence, words, tmp_path)
+        return
+    if words[:2] == ["gemini-strategy", "estimate"]:
+        if fence in PRINTED:
+            capsys.readouterr()
+            assert cli.main(words[1:]) in (0, 1), fence
+            assert_printed(fence, capsys.readouterr().out)
+            return
         words[words.index("--tokens") + 1] = "2x16"
         assert cli.main(words[1:]) == 0, fence
         return
@@ -297,6 +369,28 @@ def test_measured_table() -> None:
     assert table is not None
     assert table[1] == done.stdout, "python benchmarks/table.py --write"
     assert len(done.stdout.splitlines()) == 2 + 6
+
+
+def test_texts_that_the_recipes_quote() -> None:
+    """What its tables say that an error or a report has, an error or a report has."""
+    folders = (("gemini_strategy", "*.py"), ("csrc", "*.c"))
+    files = [path for folder, kind in folders for path in (ROOT / folder).rglob(kind)]
+    source = "\n".join(path.read_text() for path in files)
+    source = re.sub(r'"\s+f?"', "", source).replace(
+        '\\"', '"'
+    )  # literals that follow each other are one
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    heads = ("the text has", "row", "what binds")
+    tables = [re.search(rf"^\| {head} \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.M) for head in heads]
+    quoted = [
+        text
+        for table in tables
+        if table is not None
+        for row in table[1].splitlines()
+        for text in re.findall("`([^`]+)`", row.split("|")[1])
+    ]
+    assert len(quoted) >= 22
+    assert [text for text in quoted if text not in source] == []
 
 
 def test_figures_that_the_text_names() -> None:
