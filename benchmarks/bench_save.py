@@ -65,8 +65,8 @@ def raised(work: Callable[[], Any]) -> tuple[float, int]:
     return time.perf_counter() - begin, own_peak_rss() - before
 
 
-def main() -> int:
-    """Writes one line of JSON."""
+def parse_arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -81,7 +81,12 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--device", default="cuda")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Writes one line of JSON; 1 if the two checkpoints differ."""
+    args = parse_arguments()
     device = torch.device(args.device)
     spec = vars(args) | {"micro_batches": 1}
     loop = Gemini(spec, device)

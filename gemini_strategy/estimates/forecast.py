@@ -262,7 +262,7 @@ def _gains(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule])
             replace(settings, device_budget=settings.device_budget + _MORE_DEVICE)
         )
         parts = [
-            f"{100 * (1 - new.seconds / old.seconds):.0f} % of a {old.when} step"
+            f"{100 * (1 - new.seconds / old.seconds):.0f} % of the {old.when} step"
             for old, new in zip(now, more, strict=False)
         ]
         found.append(
