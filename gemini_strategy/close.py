@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from gemini_strategy.optim import managed
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import tables
+from gemini_strategy.report.progress import Done, progress
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -71,10 +73,12 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
     if cause is None:
         try:
             engine.settle()
-            values = {s: s.read_master() if is_fp32 else s.read_weight() for s in engine.slots}
-            grads = _read_grads(engine)
-            if engine.optimizer is not None:
-                managed.release(engine, engine.optimizer, is_fp32, with_states)
+            total = _bytes_to_read(engine, is_fp32, with_states)
+            with progress("Gemini: closing", total, engine.ranks.rank) as done:
+                values = {slot: _read(slot, is_fp32, done) for slot in engine.slots}
+                grads = _read_grads(engine)
+                if engine.optimizer is not None:
+                    managed.release(engine, engine.optimizer, is_fp32, with_states, done)
         except GeminiError as error:
             cause = engine.core.salvage()
             if cause is None and engine.ranks.has_failed:
@@ -93,6 +97,23 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
         managed.send_states(engine.optimizer, engine.slots)
     if first is not None:
         raise first
+
+
+def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:
+    """Of the weights and moments that are given back, as _read and managed.release count them."""
+    n_bytes = 0
+    for slot in engine.slots:
+        dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
+        n_bytes += math.prod(slot.shape) * dtype.itemsize
+    if with_states and engine.optimizer is not None:
+        n_bytes += sum(managed.moment_bytes(s) for s in engine.slots if s.has_state)
+    return n_bytes
+
+
+def _read(slot: Slot, is_fp32: bool, done: Done) -> torch.Tensor:
+    value = slot.read_master() if is_fp32 else slot.read_weight()
+    done(value.nbytes)
+    return value
 
 
 def _meet(engine: Runtime, cause: str | None) -> str | None:

@@ -35,6 +35,7 @@ from gemini_strategy.parameters.sharing import check_sharing
 from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.report.progress import progress
 from gemini_strategy.report.reporting import Reporting
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import StepInBackward
@@ -127,8 +128,10 @@ class Runtime(Uncopied, Reporting):
         original.on_restore(self._abandon)
         self.memory = DeviceMemory(settings.device)
         self._make_core(registration)
-        loading.fill(registration.slots, ranks)
-        self.units, self.handles = registration.attach(loading, original)
+        n_bytes = sum(slot.part_bytes for slot in self.slots)
+        with progress("Gemini: taking the weights", n_bytes, ranks.rank) as done:
+            loading.fill(registration.slots, ranks, done)
+            self.units, self.handles = registration.attach(loading, original, done)
         self.handles += state.install(self, model)
         self.net = SavedTensorNet(self, self.slots)
         self.root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)

@@ -55,6 +55,11 @@ class Field:
         """Of all ranks' parts together."""
         return math.prod(self.slot.shape) * self.dtype.itemsize
 
+    @property
+    def part_bytes(self) -> int:
+        """Of this rank's part."""
+        return self.slot.part()[1] * self.dtype.itemsize
+
     def read(self, first: int, n: int) -> torch.Tensor:
         """The n elements from `first` on, which this rank has: flat, on the CPU, in the order of memory."""
         slot = self.slot

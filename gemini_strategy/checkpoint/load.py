@@ -26,6 +26,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
 from gemini_strategy.parameters import order as orders
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.report.progress import Done, progress
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -47,9 +48,11 @@ def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
     try:
         loading = together(ranks, what, lambda: _Loading(runtime, manifest, parts))
         ranks.agree({"manifest": manifest.digest, "parts": sorted(parts)}, what)
-        together(ranks, what, loading.check_bytes)
-        runtime.half_loaded = what
-        together(ranks, what, loading.apply)
+        # Every byte is read twice.
+        with progress("Gemini: loading", 2 * loading.n_bytes, ranks.rank) as done:
+            together(ranks, what, lambda: loading.check_bytes(done))
+            runtime.half_loaded = what
+            together(ranks, what, lambda: loading.apply(done))
         if parts == EVERYTHING or was is None:
             runtime.half_loaded = None
     finally:
@@ -226,7 +229,12 @@ class _Loading:
         """Under which of a tied parameter's names it is stored."""
         return name if f"model.{name}" in self.manifest.tensors else self._rest["aliases"][name]
 
-    def check_bytes(self) -> None:
+    @property
+    def n_bytes(self) -> int:
+        """Of this rank's parts of the fields that are wanted, as the engine keeps them."""
+        return sum(field.part_bytes for field, _ in self._wanted())
+
+    def check_bytes(self, done: Done) -> None:
         """Reads all that `apply` will read."""
         for field, stored in self._wanted():
             is_same = stored.order == memory_order(field.slot)
@@ -234,17 +242,19 @@ class _Loading:
                 stored, *(field.slot.part() if is_same else (0, stored.numel))
             ):
                 pass
+            done(field.part_bytes)
         for name in self._model.tensors if "model" in self._parts else ():
             stored = self.manifest.tensors[f"model.{name}"]
             for _ in self.manifest.read(stored, 0, stored.numel):
                 pass
 
-    def apply(self) -> None:
+    def apply(self, done: Done) -> None:
         """What is wanted becomes what was saved."""
         runtime = self._runtime
         runtime.collect()
         for field, stored in self._wanted():
             self._fill(field, stored)
+            done(field.part_bytes)
         if "model" in self._parts:
             for slot in runtime.slots:
                 slot.loaded = slot.low = None

@@ -28,6 +28,7 @@ from gemini_strategy.checkpoint import folder
 from gemini_strategy.checkpoint.save import objection
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import stand_in
+from gemini_strategy.report.progress import Done, progress
 
 __all__ = ["is_local", "whole", "write"]
 
@@ -179,25 +180,34 @@ def _fill(file: BinaryIO, found: dict[str, Pieces]) -> None:
             places[name] = end
             end += _CENTRAL.size + sum(lengths)
             file.seek(end)
-    for name, pieces in found.items():
-        info = records[name]
-        file.seek(info.header_offset + 26)
-        file.seek(sum(struct.unpack("<2H", file.read(4))), os.SEEK_CUR)
-        start, crc = file.tell(), 0
-        for piece in pieces():
-            data = memoryview(piece.view(torch.uint8).numpy())
-            crc = zlib.crc32(data, crc)
-            file.write(data)
-        if file.tell() != start + info.file_size:
-            raise RuntimeError(f"{name} has {file.tell() - start} bytes for {info.file_size}")
-        number = struct.pack("<I", crc)
-        if info.flag_bits & 8:
-            mark = file.read(4)
-            if mark != _BEHIND_MARK:
-                raise RuntimeError(f"{name} ends elsewhere than torch.save's archive says")
-            file.write(number)
-        else:
-            file.seek(info.header_offset + 14)
-            file.write(number)
-        file.seek(places[name] + 16)
+    total = sum(records[name].file_size for name in found)
+    with progress("Gemini: saving", total, rank=0) as done:  # whoever writes a file does it alone
+        for name, pieces in found.items():
+            _fill_record(file, records[name], places[name], pieces, done)
+
+
+def _fill_record(
+    file: BinaryIO, info: zipfile.ZipInfo, place: int, pieces: Pieces, done: Done
+) -> None:
+    """Of one tensor; place: of its entry in the directory."""
+    file.seek(info.header_offset + 26)
+    file.seek(sum(struct.unpack("<2H", file.read(4))), os.SEEK_CUR)
+    start, crc = file.tell(), 0
+    for piece in pieces():
+        data = memoryview(piece.view(torch.uint8).numpy())
+        crc = zlib.crc32(data, crc)
+        file.write(data)
+        done(len(data))
+    if file.tell() != start + info.file_size:
+        raise RuntimeError(f"{info.filename} has {file.tell() - start} bytes for {info.file_size}")
+    number = struct.pack("<I", crc)
+    if info.flag_bits & 8:
+        mark = file.read(4)
+        if mark != _BEHIND_MARK:
+            raise RuntimeError(f"{info.filename} ends elsewhere than torch.save's archive says")
         file.write(number)
+    else:
+        file.seek(info.header_offset + 14)
+        file.write(number)
+    file.seek(place + 16)
+    file.write(number)

@@ -31,6 +31,7 @@ from gemini_strategy.checkpoint.tensor_files import Entry, TensorFile, index_of,
 from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.report.progress import Done, progress
 from gemini_strategy.weights.origins import origins, stand_in
 from gemini_strategy.weights.transformers import Output, is_adapted, keeps_fp32, outputs
 
@@ -54,6 +55,11 @@ class _Group:
     output: Output
     sources: tuple[str, ...]
     names: tuple[str, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """In the files."""
+        return sum(self.output.tensors[name].nbytes for name in self.names)
 
 
 class _Plan:
@@ -128,6 +134,12 @@ class _Plan:
             return own
         assert self._kept is not None
         return torch.float32 if self._kept(name) else self._dtype
+
+    def part_bytes(self, name: str) -> int:
+        """Of a tensor of the state, in files: what is written of it where rank 0 is."""
+        source = self.sources[name]
+        n = source.numel() if isinstance(source, torch.Tensor) else source.part()[1]
+        return n * self.dtype_of(name).itemsize
 
     def _is_in_order(self, name: str) -> bool:
         """Whether its elements lie as in a file."""
@@ -270,12 +282,16 @@ def _write(runtime: Runtime, what: str, path: Path, plan: _Plan) -> None:
     ranks = runtime.ranks
     files = together(ranks, what, lambda: _Files(path, plan))
     try:
-        in_stretches(ranks, what, _direct(runtime, files, plan))
-        for group in plan.groups:
-            values = {name: _whole(plan, name) for name in group.sources}  # a collective
-            put = functools.partial(_put_group, files, plan, group, values)
-            together(ranks, what, put if ranks.rank == 0 else _nothing)
-            del values, put
+        total = sum(plan.part_bytes(source) for _, _, source in plan.direct)
+        total += sum(group.n_bytes for group in plan.groups)
+        with progress("Gemini: saving", total, ranks.rank) as done:
+            in_stretches(ranks, what, _direct(runtime, files, plan, done))
+            for group in plan.groups:
+                values = {name: _whole(plan, name) for name in group.sources}  # a collective
+                put = functools.partial(_put_group, files, plan, group, values)
+                together(ranks, what, put if ranks.rank == 0 else _nothing)
+                done(group.n_bytes)
+                del values, put
         together(ranks, what, files.finish)
     finally:
         files.close()
@@ -286,13 +302,20 @@ def _nothing() -> None:
 
 
 def _direct(
-    runtime: Runtime, files: _Files, plan: _Plan
+    runtime: Runtime, files: _Files, plan: _Plan, done: Done
 ) -> Iterator[tuple[int, Callable[[], None]]]:
-    """The writing of what needs no other rank, with its bytes."""
+    """The writing of what needs no other rank, with its bytes. `done` is told of what this rank has written."""
     for output, name, source in plan.direct:
         n_bytes = math.prod(plan.sources[source].shape) * plan.dtype_of(source).itemsize
-        put = functools.partial(files.put, output, name)
+        put = functools.partial(_put_counted, files, output, name, done)
         yield n_bytes, functools.partial(_put_own, runtime, plan, source, put)
+
+
+def _put_counted(
+    files: _Files, output: Output, name: str, done: Done, first: int, values: torch.Tensor
+) -> None:
+    files.put(output, name, first, values)
+    done(values.nbytes)
 
 
 def _put_own(

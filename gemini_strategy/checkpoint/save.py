@@ -24,6 +24,7 @@ from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.report.progress import Done, progress
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -58,14 +59,16 @@ def save(runtime: Runtime, wanted: Wanted) -> Path:
     writing = Writing(runtime, wanted)
     ranks, what, part = runtime.ranks, writing.what, writing.part
     try:
-        in_stretches(
-            ranks,
-            what,
-            (
-                (field.n_bytes, functools.partial(_write_field, runtime, part, field))
-                for field in writing.fields
-            ),
-        )
+        total = sum(field.part_bytes for field in writing.fields)
+        with progress("Gemini: saving", total, ranks.rank) as done:
+            in_stretches(
+                ranks,
+                what,
+                (
+                    (field.n_bytes, functools.partial(_write_field, runtime, part, field, done))
+                    for field in writing.fields
+                ),
+            )
 
         def rest() -> dict[str, Any]:
             beside = write_rest(runtime, writing.model, part, wanted.extra, wanted.with_optimizer)
@@ -79,10 +82,11 @@ def save(runtime: Runtime, wanted: Wanted) -> Path:
     return writing.made
 
 
-def _write_field(runtime: Runtime, part: Part, field: Field) -> None:
+def _write_field(runtime: Runtime, part: Part, field: Field, done: Done) -> None:
     part.begin_field(field)
     for piece in pieces(runtime, field):
         piece.put(part, field.read(piece.first, piece.n))
+        done(piece.n * field.dtype.itemsize)
 
 
 class Writing:

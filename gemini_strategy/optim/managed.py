@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 import weakref
 from collections import defaultdict
@@ -21,8 +22,9 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
 from gemini_strategy.parameters import quantized
-from gemini_strategy.parameters.homes import LOWS
+from gemini_strategy.parameters.homes import LOWS, MOMENTS
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.report.progress import Done, nothing
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -35,6 +37,7 @@ __all__ = [
     "let_go",
     "load_state_dict",
     "mode",
+    "moment_bytes",
     "no_place",
     "release",
     "state_dict",
@@ -248,12 +251,22 @@ def _with_true_low(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     return state if low is None else {**state, "remainder": low.to(torch.int16)}
 
 
+def moment_bytes(slot: Slot) -> int:
+    """Of both moments of a parameter, all ranks' parts together."""
+    return len(MOMENTS) * math.prod(slot.shape) * torch.float32.itemsize
+
+
 def release(
-    engine: Runtime, optimizer: torch.optim.Optimizer, is_fp32: bool, with_states: bool
+    engine: Runtime,
+    optimizer: torch.optim.Optimizer,
+    is_fp32: bool,
+    with_states: bool,
+    done: Done = nothing,
 ) -> None:
     """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing.
 
-    The state is on the host until `send_states`: the engine still has its memory on the device.
+    `done` is told the bytes of the moments. The state is on the host until `send_states`: the engine still has its
+    memory on the device.
     """
     is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -269,6 +282,7 @@ def release(
             )
             dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
             state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
+            done(moment_bytes(slot))
     for parameter, low in lows.items():
         parameter._gm_low = low
     order = {id(p): i for i, p in enumerate(optimizer.state)}

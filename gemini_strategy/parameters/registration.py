@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -295,11 +295,19 @@ class Registration:
             waiting += [(m, held) for m in reversed(module._modules.values()) if m is not None]
         return most
 
-    def attach(self, loading: Loading, original: Original) -> tuple[list[Unit], list[Any]]:
-        """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles)."""
+    def attach(
+        self, loading: Loading, original: Original, done: Callable[[int], object]
+    ) -> tuple[list[Unit], list[Any]]:
+        """Moves every parameter into its chunk, swaps classes, hooks units: (units, hook handles).
+
+        `done` is told the bytes of each parameter whose values are its own.
+        """
         handles = []
         for slot in self.slots:
+            has_own = not loading.has(slot.parameter)
             self._attach_slot(slot, loading, original)
+            if has_own:
+                done(slot.part_bytes)
             if slot.has_grad_home:
                 handles.append(_hook_gradient(slot.parameter))
                 # First of all: the user's own hooks then find the gradient where it is kept.

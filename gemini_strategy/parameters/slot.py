@@ -281,6 +281,11 @@ class Slot(_C.Slot):
             return 0, math.prod(self.shape)
         return self.engine.core.part(self.id)
 
+    @property
+    def part_bytes(self) -> int:
+        """Of the weight: those that this rank has."""
+        return self.part()[1] * self.dtype.itemsize
+
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         """On the host, for a field to be read into."""
         return torch.empty_strided(self.shape, self.strides, dtype=dtype)

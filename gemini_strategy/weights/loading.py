@@ -26,6 +26,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.report.progress import Done, nothing
 from gemini_strategy.weights import unread
 from gemini_strategy.weights.files import WeightFiles
 from gemini_strategy.weights.initial_values import InitialValues
@@ -204,11 +205,11 @@ class Loading:
 
     # ---- values ----
 
-    def fill(self, slots: list[Slot], ranks: Ranks) -> None:
+    def fill(self, slots: list[Slot], ranks: Ranks, done: Done = nothing) -> None:
         """Writes the values of every parameter that `has` says; the model stays as it is.
 
         Of several ranks each reads its part of the files. Initial values are made on every rank, one parameter at a
-        time, with rank 0's random numbers.
+        time, with rank 0's random numbers. `done` is told the bytes of each part, as Slot.part_bytes counts them.
 
         Raises:
             GeminiError: a file cannot be read, or an initializer does not set what it should.
@@ -229,8 +230,10 @@ class Loading:
                     if slot.is_row_major:  # as files are
                         for first, values in files.pieces(name, begin, begin + n):
                             slot.fill_part(first, values)
+                            done(values.numel() * slot.dtype.itemsize)
                     else:
                         slot.fill_whole(files.tensor(name).reshape(slot.shape))
+                        done(slot.part_bytes)
                     ready.add(id(slot.parameter))
             for key in self._sources.keys() - by_parameter.keys():
                 files, name = self._sources[key]
@@ -242,9 +245,11 @@ class Loading:
         if self._files or self._unread:  # each rank has read its part of its own
             ranks.agree(begins, "the beginning of each weight in the files")
         if self._initial is not None:
-            self._fill_initial(by_parameter, ready, ranks)
+            self._fill_initial(by_parameter, ready, ranks, done)
 
-    def _fill_initial(self, by_parameter: dict[int, Slot], ready: set[int], ranks: Ranks) -> None:
+    def _fill_initial(
+        self, by_parameter: dict[int, Slot], ready: set[int], ranks: Ranks, done: Done
+    ) -> None:
         def read(tensor: torch.Tensor) -> torch.Tensor | None:
             slot = by_parameter.get(id(tensor))
             if slot is not None and id(tensor) in ready:  # of what is frozen, as it was rounded
@@ -259,6 +264,8 @@ class Loading:
                 self._buffers[id(tensor)] = values
                 return
             slot.fill_whole(values)
+            if id(tensor) not in ready:  # a parent may set it again
+                done(slot.part_bytes)
             ready.add(id(tensor))
 
         numbers = torch.get_rng_state()
