@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from gemini_strategy.report.differences import Compared, reasons
 from gemini_strategy.report.verdict import sentence, verdict
 
 __all__ = [
@@ -426,25 +427,32 @@ def plan_rows(
     ]
 
 
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("step", "step_seconds", _seconds),
+    ("tokens/s", "tokens_per_s", _per_second),
+    ("stall", "stall_percent", _percent),
+    ("H2D over the step", "h2d_gb_s", _gb_s),
+    ("D2H over the step", "d2h_gb_s", _gb_s),
+    ("CPU Adam in a step", "host_adam_s", _seconds),
+    ("device peak", "device_peak_bytes", bytes_text),
+    ("host memory", "host_bytes", bytes_text),
+    ("host, whole process", "host_peak_bytes", bytes_text),
+)
+
+
+def _measured(stats: Mapping[str, Any]) -> dict[str, Any]:
+    peak = stats.get("total_peak_bytes", stats["device_peak_bytes"])
+    return {**stats, "device_peak_bytes": peak}
+
+
 def result_rows(
     about: Mapping[str, Any], stats: Mapping[str, Any], plan: Mapping[str, Any] | None
 ) -> list[Row]:
     """Rows (name, planned, measured, difference) of the table after training."""
     expected = {} if plan is None else _expected(stats, plan)
-    measured = dict(stats)
-    measured["device_peak_bytes"] = stats.get("total_peak_bytes", stats["device_peak_bytes"])
+    measured = _measured(stats)
     rows: list[Row] = []
-    for name, key, text in (
-        ("step", "step_seconds", _seconds),
-        ("tokens/s", "tokens_per_s", _per_second),
-        ("stall", "stall_percent", _percent),
-        ("H2D over the step", "h2d_gb_s", _gb_s),
-        ("D2H over the step", "d2h_gb_s", _gb_s),
-        ("CPU Adam in a step", "host_adam_s", _seconds),
-        ("device peak", "device_peak_bytes", bytes_text),
-        ("host memory", "host_bytes", bytes_text),
-        ("host, whole process", "host_peak_bytes", bytes_text),
-    ):
+    for name, key, text in _FIGURES:
         was, now = expected.get(key), measured.get(key)
         difference = _DASH
         if _is_known(was) and _is_known(now):
@@ -463,6 +471,17 @@ def result_rows(
         share = 100 * measured["device_peak_bytes"] / about["device_budget"]
         rows.append(("of the device budget", _DASH, f"{share:.0f} %", _DASH))
     return rows
+
+
+def reason_rows(
+    about: Mapping[str, Any], stats: Mapping[str, Any], plan: Mapping[str, Any] | None
+) -> list[Row]:
+    """Rows (name, reason) for what was planned and measured more than a tenth apart."""
+    if plan is None:
+        return []
+    on_host = about["device"] == "cpu"
+    found = Compared(_expected(stats, plan), _measured(stats), plan, on_host)
+    return [*reasons(found, [(name, key) for name, key, _ in _FIGURES])]
 
 
 def render(title: str, head: Row | None, rows: list[Row]) -> str:
@@ -538,10 +557,14 @@ def plan_table(engine: Any) -> str:
 
 
 def result_table(engine: Any) -> str:
-    """The table after training: what was planned beside what was measured."""
-    stats = engine.stats()
+    """The table after training: what was planned beside what was measured, and why they differ where it is by much."""
+    facts, stats, plan = about(engine), engine.stats(), plan_of(engine)
     head = (f"after {stats['steps']:,} steps", "planned", "measured", "difference")
-    return render("Gemini: the result", head, result_rows(about(engine), stats, plan_of(engine)))
+    table = render("Gemini: the result", head, result_rows(facts, stats, plan))
+    why = reason_rows(facts, stats, plan)
+    if not why:
+        return table
+    return f"{table}\n\n{render('Gemini: why more than 10 % lie between', None, why)}"
 
 
 def headline(engine: Any) -> str:

@@ -578,10 +578,10 @@ def test_what_latest_names_may_move_while_it_is_read(
         want = engine.model_state_dict()
         check = load_module._Loading.check_bytes
 
-        def meanwhile(self: Any) -> None:
+        def meanwhile(self: Any, *args: Any) -> None:
             train(engine, 1)
             engine.save(tmp_path, "two", keep_last=1)
-            check(self)
+            check(self, *args)
 
         monkeypatch.setattr(load_module._Loading, "check_bytes", meanwhile)
         assert reader.load(tmp_path) == "one"

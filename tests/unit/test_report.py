@@ -365,6 +365,74 @@ def test_result_table_without_a_plan_or_a_measurement() -> None:
     assert rows["CPU Adam in a step"] == ("0 s", "0 s", "-")  # no percent of nothing
 
 
+def reasons_of(plan: dict[str, Any] | None = PLAN, **stats: Any) -> dict[str, str]:
+    return dict(tables.reason_rows(ABOUT, STATS | stats, plan))
+
+
+def as_planned(seconds: float) -> dict[str, float]:
+    """Of a step of so many seconds that moves the planned bytes."""
+    return {
+        "step_seconds": seconds,
+        "tokens_per_s": 16384.0 / seconds,
+        "stall_percent": 100 * max(0.0, 1 - 0.75 / seconds),
+        "h2d_gb_s": 32 / seconds,
+        "d2h_gb_s": 16 / seconds,
+        "host_adam_s": 0.4,
+    }
+
+
+def test_what_is_near_the_plan_needs_no_reason() -> None:
+    assert reasons_of(**as_planned(0.8)) == reasons_of(**as_planned(0.87)) == {}
+    assert reasons_of(None) == {}
+    nan = dict.fromkeys(as_planned(1.0), math.nan)
+    assert reasons_of(**nan) == {}
+    assert reasons_of(PLAN | {"host_seconds": 0.0}, **as_planned(0.8)) == {}
+
+
+def test_a_longer_step_has_its_reasons() -> None:
+    found = reasons_of(**as_planned(1.0))
+    assert set(found) == {"step", "tokens/s", "stall", "H2D over the step", "D2H over the step"}
+    assert "what else the loop does" in found["step"]  # nothing else shows a cause
+    assert "CPU" not in found["step"]
+    assert found["H2D over the step"] == "the planned bytes in a longer step"
+    found = reasons_of(
+        **as_planned(1.0) | {"host_adam_s": 0.6, "h2d_gb_s": 48.0}, plan_breaks=3, deviations=0
+    )
+    assert found["step"] == (
+        "the plan was left 3 times since the beginning, and then steps are served on demand; "
+        "CPU Adam took 50 % longer; 1.5 times the planned bytes went to the device"
+    )
+    assert found["CPU Adam in a step"].startswith("Adam ran at 67 % of the speed")
+    assert found["H2D over the step"].startswith("1.50 times the planned bytes: what the plan did")
+    on_cpu = dict(tables.reason_rows(ABOUT | {"device": "cpu"}, STATS | as_planned(1.0), PLAN))
+    assert "take cores from compute" in on_cpu["step"]
+
+
+def test_a_shorter_step_has_its_reasons() -> None:
+    assert "slower runs of the passes" in reasons_of(**as_planned(0.6))["step"]
+    found = reasons_of(PLAN | {"compute_seconds": 0.5}, **as_planned(0.6) | {"d2h_gb_s": 12.0})
+    assert "faster than when they were measured" in found["step"]
+    assert found["D2H over the step"].startswith("0.45 times the planned bytes: what was in its")
+
+
+def test_peaks_have_their_reasons() -> None:
+    found = reasons_of(**as_planned(0.8), total_peak_bytes=30 * GB, predicted_host_peak_bytes=GB)
+    assert set(found) == {"device peak", "host, whole process"}
+    assert (
+        "other processes" in found["device peak"]
+        and "since manage()" in found["host, whole process"]
+    )
+    found = reasons_of(**as_planned(0.8), total_peak_bytes=10 * GB)
+    assert found == {"device peak": "less was held at one time than the plan allows"}
+
+
+def test_the_reasons_stand_below_the_result() -> None:
+    result = tables.result_table(FakeEngine(PLAN, 7))
+    table, why = result.split("Gemini: why more than 10 % lie between")
+    assert "+25.0 %" in table and "CPU Adam took 25 % longer" in " ".join(why.split())
+    assert not [line for line in result.splitlines() if len(line) > 100]
+
+
 @pytest.mark.parametrize("has_rich", [True, False])
 def test_tables_are_plain_aligned_text(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if has_rich:

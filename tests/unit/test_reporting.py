@@ -1,7 +1,9 @@
 """Tables and timelines of real engines: what is said is what happened, and saying it changes no bit."""
 
 import json
+import logging
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -108,6 +110,21 @@ def test_tables_are_printed_once_each_if_wanted(
     engine.close()
     result = capsys.readouterr()
     assert result.out == "" and result.err.count("after 6 steps") == prints
+
+
+def test_one_line_is_logged_when_the_first_plan_is_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gemini_strategy"):
+        engine, _ = trained(None)
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "gemini_strategy")
+    assert line.startswith(
+        'Sequential: 526 k parameters, 526 k trained, on cpu, policy "auto", device budget 3 MB, '
+        "host budget what there is; "
+    )
+    words = "compute on the device|copies to the|Adam on the host"
+    assert re.search(rf" m?s a step expected, bound by ({words})", line)
+    engine.close()
 
 
 def test_nothing_is_printed_at_the_end_of_no_training(capsys: pytest.CaptureFixture[str]) -> None:
