@@ -270,8 +270,13 @@ def _write(
 
 def _save_tensors(state: dict[str, torch.Tensor], path: Path) -> None:
     """A safetensors file; tied weights are in it once."""
-    from safetensors.torch import save_file
-
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise GeminiError(
+            f"{path}: writing it needs safetensors: pip install 'gemini-strategy[weights]'; or give "
+            "use_safetensors=False"
+        ) from error
     first = {value.data_ptr() or id(value): name for name, value in reversed(state.items())}
     tensors = {name: state[name].contiguous() for name in first.values()}
     one_file.whole(path, lambda draft: save_file(tensors, str(draft)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import runpy
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum
@@ -19,6 +19,7 @@ from gemini_strategy.wrapper import group_size, is_first_rank
 
 __all__ = ["AMP_TYPE", "Config", "get_current_device", "global_context", "launch_from_torch"]
 
+_log = logging.getLogger("gemini_strategy")
 _TIMEOUT = timedelta(seconds=300)
 # Keys with a meaning that nothing here has: (why, the way out).
 _REFUSED = {
@@ -77,7 +78,7 @@ def launch_from_torch(
             program's own.
         backend: of torch.distributed; None: "nccl" with CUDA, "gloo" without.
         seed: of torch's and Python's random numbers, on every rank.
-        verbose: rank 0 says on stderr what there is.
+        verbose: rank 0 logs what there is, at level INFO of the logger gemini_strategy.
 
     Raises:
         ValueError: the configuration asks for what is not here, by name.
@@ -96,7 +97,7 @@ def launch_from_torch(
     torch.manual_seed(seed)
     global_context.config = found
     if verbose and is_first_rank():
-        print(f"gemini: {group_size()} ranks, {get_current_device()}, seed {seed}", file=sys.stderr)
+        _log.info("%d ranks, %s, seed %d", group_size(), get_current_device(), seed)
 
 
 def _read(config: Any) -> dict[str, Any]:

@@ -14,8 +14,9 @@ A script as it is trains under a budget with `gemini-strategy run --device-budge
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from gemini_strategy.huggingface.extras import imported
 
 # What needs accelerate or transformers is imported when it is asked for: a script may need only one of them.
 _HOMES = {
@@ -40,7 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(imported(f"{__name__}.{_HOMES[name]}", f"{__name__}.{name}"), name)
     globals()[name] = value
     return value
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini_strategy.huggingface.extras import imported
 from gemini_strategy.parameters import absent
 from gemini_strategy.weights import unread
 
@@ -49,9 +49,9 @@ def loading() -> Iterator[None]:
         engine = gemini_strategy.manage(model, optimizer)
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed; the text says how it is.
     """
-    utils = importlib.import_module("transformers.modeling_utils")
+    utils = imported("transformers.modeling_utils", "gemini_strategy.huggingface.loading()")
     safe_open = utils.safe_open
     finalize = utils.PreTrainedModel.__dict__["_finalize_model_loading"]
     leave_unread(utils)

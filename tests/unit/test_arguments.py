@@ -93,6 +93,34 @@ import gemini_strategy.lightning
     assert "pip install 'gemini-strategy[lightning]'" in done.stderr.splitlines()[-1]
 
 
+def test_without_packages_of_hugging_face_the_error_names_the_extra() -> None:
+    program = """
+import sys
+sys.modules["transformers"] = sys.modules["accelerate"] = None
+import gemini_strategy.huggingface as hf
+def tell(act):
+    try:
+        act()
+    except ImportError as error:
+        print(error)
+def load():
+    with hf.loading():
+        pass
+for act in (lambda: hf.GeminiTrainer, lambda: hf.GeminiAccelerator, load):
+    tell(act)
+hf.GeminiPlugin(device_budget="1MB")  # needs neither
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    trainer, accelerator, loading = done.stdout.splitlines()
+    way = ": pip install 'gemini-strategy[huggingface]'"
+    assert trainer.startswith("gemini_strategy.huggingface.GeminiTrainer needs ")
+    assert accelerator == f"gemini_strategy.huggingface.GeminiAccelerator needs accelerate{way}"
+    assert loading == f"gemini_strategy.huggingface.loading() needs transformers{way}"
+    assert trainer.endswith(way)
+
+
 def trained(steps: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

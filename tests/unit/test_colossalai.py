@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import inspect
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from gemini_strategy.colossalai import (
     HybridAdam,
     TensorShardStrategy,
     ZeroInitContext,
+    booster,
 )
 from gemini_strategy.colossalai.gemini import SETTLED
 from gemini_strategy.colossalai.launch import Config
@@ -108,6 +111,14 @@ def test_the_articles_loop() -> None:
     assert not engine.training
     assert engine.close() is model
     assert gs.engine_of(model) is None
+
+
+def test_launching_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gemini_strategy"):
+        colossalai.launch_from_torch({}, seed=7)
+        colossalai.launch_from_torch({}, seed=8, verbose=False)
+    place = colossalai.get_current_device()
+    assert caplog.messages == [f"1 ranks, {place}, seed 7"]
 
 
 def test_accumulation_clipping_and_a_schedule_from_the_configuration() -> None:
@@ -367,6 +378,14 @@ def test_gemini_ddp_alone() -> None:
     assert wrapped.engine._runtime.chunk_bytes == 64 << 10
     assert_same_model(wrapped.state_dict(), plain(data(), clip=0.1, precision="bf16-mixed"))
     wrapped.close()
+
+
+def test_without_safetensors_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(gs.GeminiError, match=r"pip install 'gemini-strategy\[weights\]'"):
+        booster._save_tensors({"a": torch.zeros(2)}, tmp_path / "file")
 
 
 @pytest.mark.parametrize("shard", [False, True])
