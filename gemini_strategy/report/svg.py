@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from gemini_strategy.report.tables import bytes_text
+from gemini_strategy.report.tables import CLASSES, bytes_text, seconds_text
 
 __all__ = ["export_svg", "lives", "stacked"]
 
@@ -57,6 +57,8 @@ _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _DEVICE, _HOST_HEIGHT, _GAP = 120, 300, 84, 44
 _LIFELINES = 560  # about; rows are 3 to 15 high
 _LABEL_GAP = 17
+_LEGEND_ROW = 22
+_MOST_LETTERS = 26  # of a module's name beside its chunk
 
 
 def stacked(ticks: Sequence[Entry]) -> list[tuple[str, str, list[float], list[float]]]:
@@ -209,7 +211,10 @@ class _Picture:
         self.host_top = _TOP + _DEVICE + _GAP
         self.lives_top = self.host_top + _HOST_HEIGHT + _GAP
         self.lives_bottom = self.lives_top + self.row * self.n_chunks
-        self.height = self.lives_bottom + 78
+        self.classes = [name for name in CLASSES if name in (layout["classes"] or ())]
+        self.names: Sequence[Sequence[str]] = layout["modules"]
+        self.marks = self._used_marks()
+        self.height = self.lives_bottom + 92 + _LEGEND_ROW * bool(self.classes)
         self.bands = stacked(self.ticks)
         self.peak = max(self.bands[-1][3]) if self.bands else 0.0
         self.canvas = _Canvas()
@@ -370,6 +375,7 @@ class _Picture:
                     fill=_FAINT,
                     font_size=10.5,
                 )
+                self._module_label(chunk)
             canvas.line(_LEFT, y + self.row / 2, _LEFT + _PLOT, y + self.row / 2, stroke="#f0f1f3")
             pad = min(self.row * 0.14, 1.2) if self.row > 6 else 0.25
             d = "".join(
@@ -379,14 +385,30 @@ class _Picture:
             )
             if d:
                 what = f"chunk {chunk}" + (f", class {name}" if classes else "")
+                what += "".join(f"\n{module}" for module in self._modules(chunk))
                 canvas.titled_path(d, what, fill=_COLOURS[name], data_chunk=chunk)
-        for name, (kinds, colour, place, shape) in _MARKS.items():
+        for name in self.marks:
+            kinds, colour, place, shape = _MARKS[name]
             d = self._marks(kinds, place, shape)
-            if d:
-                canvas.add("path", d=d, fill=colour, **_OUTLINE, data_marks=name)
+            canvas.add("path", d=d, fill=colour, **_OUTLINE, data_marks=name)
         if classes:
             self._class_labels(classes)
         canvas.close()
+
+    def _modules(self, chunk: int) -> Sequence[str]:
+        return self.names[chunk] if chunk < len(self.names) else ()
+
+    def _module_label(self, chunk: int) -> None:
+        """The first module of a chunk, and how many more there are; all of them are in its title."""
+        modules = self._modules(chunk)
+        if not modules:
+            return
+        more = f" +{len(modules) - 1}" if len(modules) > 1 else ""
+        most = _MOST_LETTERS - len(more)
+        first = modules[0] if len(modules[0]) <= most else f"\u2026{modules[0][1 - most :]}"
+        y = self._row_y(chunk) + self.row / 2 + 4
+        x = _LEFT + _PLOT + 34
+        self.canvas.text(x, y, first + more, fill=_FAINT, font_size=10.5, data_module=chunk)
 
     def _class_labels(self, classes: Sequence[str]) -> None:
         """The class beside each run of chunks that have it."""
@@ -409,6 +431,11 @@ class _Picture:
                 self.canvas.text(edge + 15, middle + 4, classes[begin], font_size=10.5, fill=_FAINT)
                 free = middle
             begin = chunk
+
+    def _used_marks(self) -> list[str]:
+        """Those of the operations that there are."""
+        found = {e["kind"] for e in self.entries if e.get("chunk", self.n_chunks) < self.n_chunks}
+        return [name for name, (kinds, *_) in _MARKS.items() if found & set(kinds)]
 
     def _marks(self, kinds: Sequence[str], place: float, shape: str) -> str:
         """One path with a mark for each entry of these kinds."""
@@ -449,15 +476,27 @@ class _Picture:
             x = self.xs[index]
             self.canvas.line(x, y, x, y + 4, stroke="#c3c7cc")
             self.canvas.text(x, y + 17, str(index), text_anchor="middle", fill=_FAINT)
+            time = seconds_text(self.ticks[index]["start"] - self.ticks[0]["start"])
+            self.canvas.text(x, y + 31, time, text_anchor="middle", fill=_FAINT, data_tick=index)
         self.canvas.text(_LEFT + _PLOT + 15, y + 17, "tick", fill=_FAINT)
+        self.canvas.text(_LEFT + _PLOT + 15, y + 31, "time", fill=_FAINT)
 
     def _legend(self) -> None:
-        x, y = float(_LEFT), self.lives_bottom + 48
+        x, y = float(_LEFT), self.lives_bottom + 62
         self.canvas.open(id="legend")
-        for name, (_, colour, _, shape) in _MARKS.items():
+        for name in self.marks:
+            _, colour, _, shape = _MARKS[name]
             self.canvas.add("path", d=_mark(shape, x + 4, y - 10, 2.2, 13), fill=colour)
             self.canvas.text(x + 14, y, name)
             x += 34 + 6.6 * len(name)
+        x, y = float(_LEFT), y + _LEGEND_ROW
+        for name in self.classes:
+            self.canvas.add(
+                "rect", x=_n(x), y=_n(y - 9), width=10, height=10, rx=2, fill=_COLOURS[name]
+            )
+            text = f"{name}: {CLASSES[name]}"
+            self.canvas.text(x + 14, y, text, font_size=11)
+            x += 30 + 5.4 * len(text)
         self.canvas.close()
 
 
@@ -479,7 +518,8 @@ def export_svg(entries: Sequence[Entry], layout: Mapping[str, Any], path: str | 
 
     Args:
         entries: of a recording, in issue order.
-        layout: title (text), n_chunks, classes (class per chunk, or None on demand), when (text),
+        layout: title (text), n_chunks, classes (class per chunk, or None on demand), modules (names per chunk, or
+            nothing), when (text),
             step_seconds (planned, or None), device_budget and host_budget (bytes, -1: none), policy (text).
         path: the file.
     """

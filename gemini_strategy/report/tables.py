@@ -26,6 +26,7 @@ from gemini_strategy.report.differences import Compared, reasons
 from gemini_strategy.report.verdict import sentence, verdict
 
 __all__ = [
+    "CLASSES",
     "StepMeter",
     "about",
     "announce",
@@ -40,6 +41,7 @@ __all__ = [
     "plan_table",
     "report",
     "result_table",
+    "seconds_text",
 ]
 
 _NAN = float("nan")
@@ -48,7 +50,13 @@ _BREAKS_WINDOW = 8  # steps
 _MOST_BREAKS = 3  # of them in which the plan was left, until somebody should know
 _WIDTH = 100  # columns
 _DASH = "-"
-_CLASSES = ("R", "S1", "S2", "C1", "C2")
+CLASSES = {
+    "R": "weights and states on the device",
+    "S1": "weights stay, states streamed",
+    "S2": "weights and states streamed",
+    "C1": "weights stay, updated on the host",
+    "C2": "weights streamed, updated on the host",
+}
 _SCHEDULES = {
     "deferred": "deferred (updates run under the next forward)",
     "immediate": "immediate (updates run under the backward)",
@@ -230,7 +238,8 @@ def count_text(value: float | None) -> str:
     return _scaled(value, ("", "k", "M", "G", "T")) if _is_known(value) else _DASH
 
 
-def _seconds(value: float | None) -> str:
+def seconds_text(value: float | None) -> str:
+    """Seconds with three digits: "12.5 ms"."""
     if not _is_known(value):
         return _DASH
     if value == 0:
@@ -283,19 +292,12 @@ def _about_rows(about: Mapping[str, Any]) -> list[Row]:
 
 def class_rows(plan: Mapping[str, Any]) -> list[Row]:
     """Of the classes that the plan has."""
-    meaning = {
-        "R": "weights and states on the device",
-        "S1": "weights stay, states streamed",
-        "S2": "weights and states streamed",
-        "C1": "weights stay, updated on the host",
-        "C2": "weights streamed, updated on the host",
-    }
     rows = []
-    for name in _CLASSES:
+    for name, meaning in CLASSES.items():
         n = plan["n_of_class"][name]
         if n:
             held = f"{n} chunk{'s' if n > 1 else ''}, {bytes_text(plan['bytes_of_class'][name])}"
-            rows.append((f"class {name}", f"{held} of weights: {meaning[name]}"))
+            rows.append((f"class {name}", f"{held} of weights: {meaning}"))
     return rows
 
 
@@ -344,7 +346,7 @@ def _rank_rows(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Row]:
     if stats.get("shards", 1) * stats.get("replicas", 1) == 1:
         return []
     collectives = (
-        f"{_seconds(plan['comm_seconds'])} of collectives in a step"
+        f"{seconds_text(plan['comm_seconds'])} of collectives in a step"
         if plan["comm_seconds"]
         else "collectives are taken to cost no time"
     )
@@ -389,7 +391,7 @@ def plan_rows(
         rings.append(f"resident gradients {bytes_text(plan['resident_grad_bytes'])}")
     prefetch = f"; {plan['prefetch']} ahead" if plan["prefetch"] else ""
     parts = ", ".join(
-        f"{name} {_seconds(plan[key])}"
+        f"{name} {seconds_text(plan[key])}"
         for name, key in (
             ("compute", "compute_seconds"),
             ("H2D", "h2d_seconds"),
@@ -417,23 +419,23 @@ def plan_rows(
         ("a step needs", parts),
         (
             "perfect overlap",
-            f"{_seconds(plan['bound_seconds'])}: no step of this schedule is shorter",
+            f"{seconds_text(plan['bound_seconds'])}: no step of this schedule is shorter",
         ),
         (
             "expected step",
-            f"{_seconds(expected['step_seconds'])}; stall {_percent(expected['stall_percent'])}",
+            f"{seconds_text(expected['step_seconds'])}; stall {_percent(expected['stall_percent'])}",
         ),
         ("what binds", sentence(plan) if plan["step_seconds"] else _DASH),
     ]
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("step", "step_seconds", _seconds),
+    ("step", "step_seconds", seconds_text),
     ("tokens/s", "tokens_per_s", _per_second),
     ("stall", "stall_percent", _percent),
     ("H2D over the step", "h2d_gb_s", _gb_s),
     ("D2H over the step", "d2h_gb_s", _gb_s),
-    ("CPU Adam in a step", "host_adam_s", _seconds),
+    ("CPU Adam in a step", "host_adam_s", seconds_text),
     ("device peak", "device_peak_bytes", bytes_text),
     ("host memory", "host_bytes", bytes_text),
     ("host, whole process", "host_peak_bytes", bytes_text),
@@ -580,9 +582,7 @@ def headline(engine: Any) -> str:
     )
     if plan is None:
         return line
-    return (
-        f"{line}; {_seconds(plan['step_seconds'])} a step expected, bound by {verdict(plan).words}"
-    )
+    return f"{line}; {seconds_text(plan['step_seconds'])} a step expected, bound by {verdict(plan).words}"
 
 
 def report(engine: Any) -> str:

@@ -128,12 +128,22 @@ def layout_of(engine: Any) -> dict[str, Any]:
         "title": f"{about['model']} on {about['device']}",
         "n_chunks": stats["chunks"],
         "classes": None if plan is None else plan["classes"],
+        "modules": _modules(engine, stats["chunks"]),
         "when": "on demand" if plan is None else plan["when"],
         "step_seconds": None if plan is None else plan["step_seconds"],
         "device_budget": stats["device_budget_bytes"],
         "host_budget": about["host_budget"],
         "policy": about["policy"],
     }
+
+
+def _modules(engine: Any, n_chunks: int) -> list[list[str]]:
+    """The names of the modules that have parameters in each chunk."""
+    names: list[dict[str, None]] = [{} for _ in range(n_chunks)]
+    for slot in engine.slots:
+        module = slot.name.rpartition(".")[0] or "the model"
+        names[engine.core.chunk(slot.id)[0]][module] = None
+    return [list(of_chunk) for of_chunk in names]
 
 
 def _chrome_name(entry: Entry) -> str:

@@ -261,7 +261,7 @@ def test_bytes_have_three_digits(value: float | None, text: str) -> None:
     ],
 )
 def test_seconds_have_three_digits(value: float, text: str) -> None:
-    assert tables._seconds(value) == text
+    assert tables.seconds_text(value) == text
 
 
 # ---- the tables ----

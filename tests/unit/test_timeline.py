@@ -12,6 +12,7 @@ import pytest
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.report import svg, timeline
+from gemini_strategy.report.tables import CLASSES, seconds_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 MB = 1_000_000
@@ -109,6 +110,10 @@ def layout(log: Log, **changes: Any) -> dict[str, Any]:
         "title": "OPTForCausalLM <3.44 G> on cuda:0",
         "n_chunks": len(log.classes),
         "classes": log.classes,
+        "modules": [
+            [f"decoder.layers.{i}.self_attention", f"decoder.layers.{i}.fc"]
+            for i in range(len(log.classes))
+        ],
         "when": "deferred",
         "step_seconds": 0.26,
         "device_budget": 225 * MB * len(log.classes),
@@ -323,6 +328,54 @@ def test_picture_is_self_contained_and_says_what_it_shows(tmp_path: Path) -> Non
     assert {"Device memory", "Host memory", "forward", "backward", "tick"} <= set(said)
 
 
+def data(root: ET.Element, key: str) -> dict[int, ET.Element]:
+    """Elements by a number that they have."""
+    return {int(e.attrib[key]): e for e in root.iter() if key in e.attrib}
+
+
+def test_chunks_have_the_names_of_their_modules(tmp_path: Path) -> None:
+    root = drawn(synthetic(12), tmp_path)
+    labels = data(root, "data-module")
+    assert set(labels) == set(range(12))
+    shown = labels[7].text or ""
+    assert len(shown) == 26 and shown[0] == "\u2026" and shown.endswith(".7.self_attention +1")
+    title = data(root, "data-chunk")[7].find(f"{SVG}title")
+    assert title is not None and title.text is not None
+    assert title.text.splitlines()[1:] == ["decoder.layers.7.self_attention", "decoder.layers.7.fc"]
+    short = drawn(synthetic(2), tmp_path, modules=[["head"]])
+    assert [e.text for e in data(short, "data-module").values()] == [
+        "head"
+    ]  # and no more than said
+
+
+def test_ticks_have_their_times(tmp_path: Path) -> None:
+    log = synthetic(20)
+    labels = data(drawn(log, tmp_path), "data-tick")
+    starts = [entry["start"] for entry in log.entries if entry["kind"] == "tick"]
+    assert len(labels) >= 5
+    for index, label in labels.items():
+        assert label.text == seconds_text(starts[index] - starts[0])
+    assert labels[0].text == "0 s" and labels[5].text == "10 ms"
+
+
+@pytest.mark.parametrize("n_chunks", [1, 40])
+def test_the_legend_has_what_there_is_and_no_more(n_chunks: int, tmp_path: Path) -> None:
+    root = drawn(synthetic(n_chunks), tmp_path)
+    (legend,) = (group for group in root.iter(f"{SVG}g") if group.attrib.get("id") == "legend")
+    said = ["".join(node.itertext()) for node in legend.iter(f"{SVG}text")]
+    marks = {p.attrib["data-marks"] for p in root.iter(f"{SVG}path") if "data-marks" in p.attrib}
+    classes = set(synthetic(n_chunks).classes)
+    assert set(said) == marks | {f"{name}: {CLASSES[name]}" for name in classes}
+    bottom = max(float(node.attrib["y"]) for node in legend.iter(f"{SVG}text"))
+    assert bottom < float(root.attrib["height"])
+
+
+def test_all_classes_have_room_in_the_legend(tmp_path: Path) -> None:
+    root = drawn(synthetic(5), tmp_path, classes=list(CLASSES))
+    (last,) = (n for n in root.iter(f"{SVG}text") if (n.text or "").startswith("C2: "))
+    assert float(last.attrib["x"]) + 5.4 * len(last.text or "") < float(root.attrib["width"])
+
+
 def test_labels_do_not_cover_each_other(tmp_path: Path) -> None:
     root = drawn(synthetic(40), tmp_path, device_budget=7_700 * MB)
     (panel,) = (group for group in root.iter(f"{SVG}g") if group.attrib.get("id") == "device")
@@ -405,7 +458,13 @@ def fake_engine(n_chunks: int = 8) -> Any:
     settings = SimpleNamespace(policy="auto", device_budget=9_000 * MB, host_budget=-1)
     core = FakeCore(synthetic(n_chunks))
     return SimpleNamespace(
-        core=core, model=model, device="cpu", precision=None, recording=None, settings=settings
+        core=core,
+        model=model,
+        device="cpu",
+        precision=None,
+        recording=None,
+        settings=settings,
+        slots=[],
     )
 
 
