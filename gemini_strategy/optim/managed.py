@@ -59,6 +59,11 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             f"got {len(optimizer)} optimizers: one engine has one optimizer; put the parameters into "
             "several groups of one AdamW"
         )
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        raise GeminiError(
+            f"optimizer is the class {name}, and an object is wanted: {name}(model.parameters())"
+        )
     if type(optimizer) not in _SUPPORTED:
         raise GeminiError(
             f"optimizer {type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "

@@ -256,7 +256,7 @@ class Registration:
             largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
             beside = f" and {waiting} bytes for gradients beside them" if waiting else ""
             raise GeminiMemoryError(
-                f"DEVICE: module {unit.name!r} with the modules around it needs {wanted} bytes of "
+                f"DEVICE: module {unit.name or 'the model'!r} with the modules around it needs {wanted} bytes of "
                 f"weights at once{beside}, device_budget leaves {available} (largest parameter: {largest}, "
                 f"{parameter.numel()} elements): raise device_budget to at least "
                 f"{budget + wanted + waiting - available}, or give a smaller chunk_size"

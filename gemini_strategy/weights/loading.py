@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -42,6 +43,7 @@ from gemini_strategy.weights.transformers import (
 __all__ = ["Loading", "Weights"]
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+_log = logging.getLogger("gemini_strategy")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -99,7 +101,7 @@ class Loading:
         self._initial = InitialValues(model, wanted) if wanted else None
         for module, files, names in self._unused:
             _warn_unused(module, files, names)
-        self._is_random = any(key in self._parameters for key in wanted)
+        self._n_random = sum(key in self._parameters for key in wanted)
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the values of `parameter` are not its own."""
@@ -245,6 +247,14 @@ class Loading:
         if self._files or self._unread:  # each rank has read its part of its own
             ranks.agree(begins, "the beginning of each weight in the files")
         if self._initial is not None:
+            if self._n_random and ranks.rank == 0:
+                _log.info(
+                    "%d parameters on the meta device begin with their modules' own initial values, as %s",
+                    self._n_random,
+                    "the files have none"
+                    if self._files or self._unread
+                    else "no weights= was given",
+                )
             self._fill_initial(by_parameter, ready, ranks, done)
 
     def _fill_initial(
@@ -275,7 +285,7 @@ class Loading:
         if not is_common:
             torch.set_rng_state(common)
         self._initial.make(read, keep)
-        if not (self._is_random and is_common):  # weights from files draw no random numbers
+        if not (self._n_random and is_common):  # weights from files draw no random numbers
             torch.set_rng_state(numbers)
 
     # ---- the model ----

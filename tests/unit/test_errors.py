@@ -82,6 +82,11 @@ def test_device_budget_below_largest_unit(policy: str) -> None:
     model(torch.randn(2, 8)).sum().backward()
 
 
+def test_device_budget_below_a_model_of_one_module() -> None:
+    with pytest.raises(gs.GeminiMemoryError, match="module 'the model' .* at least"):
+        _manage(nn.Linear(512, 512), device_budget=100_000)
+
+
 def test_cuda_policy_below_state() -> None:
     model = Mlp()
     with pytest.raises(gs.GeminiMemoryError) as error:
@@ -263,6 +268,11 @@ def test_own_subclass_with_its_own_step_is_refused() -> None:
     model = Mlp()
     with pytest.raises(REFUSED, match="Mine"):
         _manage(model, Mine(model.parameters()))
+
+
+def test_the_class_of_an_optimizer() -> None:
+    with pytest.raises(gs.GeminiError, match=r"the class AdamW.*AdamW\(model.parameters\(\)\)"):
+        _manage(Mlp(), torch.optim.AdamW)
 
 
 def test_not_an_optimizer() -> None:

@@ -7,6 +7,7 @@ give has the bits of building them one after the other. Whatever is refused leav
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import warnings
@@ -835,6 +836,23 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(gs.GeminiError, match=r"pip install 'gemini-strategy\[weights\]'"):
         _manage(model, weights=path)
     before.check()
+
+
+def test_initial_values_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who has forgotten weights= would train from nothing, and not know."""
+    n = len(list(_built(Mlp).parameters()))
+    partial = dict(list(_built(Mlp).state_dict().items())[:1])
+    save_file(partial, tmp_path / "partial.safetensors")
+    with caplog.at_level(logging.INFO, logger="gemini_strategy"):
+        _manage(_blank(Mlp)).close()
+        _manage(_blank(Mlp), weights=tmp_path / "partial.safetensors", missing="init").close()
+        _manage(_blank(Mlp), weights=_save(_built(Mlp), tmp_path / "all.safetensors")).close()
+        _manage(_built(Mlp)).close()
+    begin = "parameters on the meta device begin with their modules' own initial values, as"
+    assert caplog.messages == [
+        f"{n} {begin} no weights= was given",
+        f"{n - 1} {begin} the files have none",
+    ]
 
 
 def test_other_arguments() -> None:
