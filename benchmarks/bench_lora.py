@@ -61,11 +61,7 @@ def run(args: argparse.Namespace, is_managed: bool) -> dict[str, Any]:
     batches = Batches(SHAPES[args.model], args.sequences, args.length, 1, device)
     losses, seconds = [], []
     steps = 0
-    while (
-        steps < args.warm
-        or (engine is not None and engine.stats()["settling"])
-        or len(seconds) < args.steps
-    ):
+    while len(seconds) < args.steps:
         is_warm = steps < args.warm or (engine is not None and engine.stats()["settling"])
         begin = time.perf_counter()
         ids = batches(steps, 0)

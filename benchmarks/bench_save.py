@@ -11,7 +11,6 @@ and once in the background while the next steps run. The line that is written ha
     same               whether both folders have the same tensors, by their checksums
     load_seconds       of engine.load; load_host_bytes
 
-
 The folder needs room for one checkpoint, 12 bytes per parameter.
 """
 
@@ -49,18 +48,12 @@ def checksums(folder: Path) -> dict[str, Any]:
     }
 
 
-def resident() -> int:
-    """Bytes of this process's resident set."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def raised(work: Callable[[], Any]) -> tuple[float, int]:
     """(seconds, bytes by which the resident set was above its size before)."""
+    from gemini_strategy.report.tables import host_resident_bytes
+
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before, begin = resident(), time.perf_counter()
+    before, begin = host_resident_bytes(), time.perf_counter()
     work()
     return time.perf_counter() - begin, own_peak_rss() - before
 

@@ -1,7 +1,8 @@
 """Why a forecast and its measurement differ: reasons for each figure that is off by more than a tenth.
 
 Invariants
-    1. A reason says how the two are counted, and names a cause only where a figure of this run shows it.
+    1. A reason says how the two are counted and what moves them. It says that something has happened in this run only
+       where a figure of the run shows it.
     2. What is not known, or was not planned, has no reason.
 """
 
@@ -120,12 +121,12 @@ def _device_peak(found: Compared, key: str) -> str:
 
 
 def _homes(found: Compared, key: str) -> str:
-    return "homes were taken or given back since the plan was made"
+    return "the plan counts the homes that there were when it was made"
 
 
 def _host_peak(found: Compared, key: str) -> str:
     if found.ratio(key) < 1:
-        return "the model's own memory went while the engine's filled"
+        return "the plan adds the model's own memory, which goes as the engine's fills"
     return "all that the process has taken since manage() is in it: activations, data, libraries"
 
 

@@ -1,8 +1,9 @@
 """Which test shows which feature with which adapter, and the page docs/support.md that follows from it.
 
 Invariants
-    1. A cell names a test that exists with these parameters, and that would fail without the feature. "refused": the
-       test meets the refusal. A cell without a test is a dash, whatever the code may do.
+    1. A cell names a test that exists with these parameters, which is checked; that the test would fail without the
+       feature is for whoever adds the cell to see. "refused": the test meets the refusal. A cell without a test is a
+       dash, whatever the code may do.
     2. The page is printed from here: `python tests/helpers/support.py --write`. tests/unit/test_support.py compares.
 """
 
