@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from loops import ADAM
+from loops import ADAM, MOST_SETTLING
 from measure import Peaks, environment, host_used, open_driver_memory
 from models import SHAPES, Batches, build_model
 
@@ -58,11 +58,13 @@ def run(args: argparse.Namespace, is_managed: bool) -> dict[str, Any]:
             model, optimizer, device_budget=args.budget, precision="bf16-true", device=device
         )
     prepared = time.perf_counter() - begin
+    print(f"prepared in {prepared:.1f} s", flush=True)
     batches = Batches(SHAPES[args.model], args.sequences, args.length, 1, device)
     losses, seconds = [], []
     steps = 0
     while len(seconds) < args.steps:
-        is_warm = steps < args.warm or (engine is not None and engine.stats()["settling"])
+        is_settling = engine is not None and engine.stats()["settling"]
+        is_warm = steps < args.warm or (is_settling and steps < args.warm + MOST_SETTLING)
         begin = time.perf_counter()
         ids = batches(steps, 0)
         loss = model(input_ids=ids, labels=ids).loss
@@ -75,8 +77,10 @@ def run(args: argparse.Namespace, is_managed: bool) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        taken = time.perf_counter() - begin
         if not is_warm:
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(taken)
+        print(f"step {steps}: {taken:.3f} s{', warming' if is_warm else ''}", flush=True)
         steps += 1
     figures = {
         "frozen": counts[0],
@@ -122,6 +126,7 @@ def main() -> int:
     device = torch.device(args.device)
     found: dict[str, Any] = {}
     for name in ("resident", "gemini"):
+        print(name, flush=True)
         driver = open_driver_memory(args.device)
         sources: dict[str, Any] = {"host": host_used}
         if driver is not None:

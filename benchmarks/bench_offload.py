@@ -47,6 +47,7 @@ from lines import (
     show_rows,
 )
 from measure import Peaks, host_used, open_driver_memory
+from models import SHAPES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or not
@@ -323,6 +324,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, help="per micro-batch, instead of the preset's")
     parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
+    parser.add_argument("--model", choices=SHAPES, help="of models.py, instead of the preset's")
     parser.add_argument("--threads", type=int, default=0, help="torch's; default: as torch has it")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per run (600)")
     return parse(parser, PRESETS, parse_run)
@@ -333,7 +335,7 @@ def main() -> int:
     args = parse_arguments()
     changes = {
         key: getattr(args, key)
-        for key in ("budget", "sequences", "length", "micro_batches")
+        for key in ("model", "budget", "sequences", "length", "micro_batches")
         if getattr(args, key) is not None
     }
     case = replace(PRESETS[args.preset], **changes)

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from loops import Gemini
+from loops import MOST_SETTLING, Gemini
 from measure import environment, own_peak_rss
 from models import SHAPES
 
@@ -94,16 +94,19 @@ def main() -> int:
         loop.finish()
         float(loss.detach())  # waits for the device
         done += 1
-        return time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        print(f"step {done}: {taken:.3f} s", flush=True)
+        return taken
 
     for _ in range(3):
         step()
-    while loop.is_settling():
+    while loop.is_settling() and done < 3 + MOST_SETTLING:
         step()
     steps = [step() for _ in range(STEPS)]
     engine, usual = loop.engine, median(steps)
     target = args.folder / "checkpoint"
     save_seconds, save_bytes = raised(lambda: engine.save(target))
+    print(f"saved in {save_seconds:.1f} s", flush=True)
     first = checksums(target)
     size = sum(file.stat().st_size for file in target.iterdir())
     shutil.rmtree(target)
@@ -115,6 +118,7 @@ def main() -> int:
         beside.append(step())
     saving.wait()
     written = time.perf_counter() - begin
+    print(f"saved in the background in {written:.1f} s", flush=True)
     same = checksums(target) == first
     load_seconds, load_bytes = raised(lambda: engine.load(target))
     shutil.rmtree(target)

@@ -28,7 +28,9 @@ class Shape:
 
 
 SHAPES = {
+    "opt-1.5b": Shape(hidden=2048, blocks=28, heads=32),
     "opt-3.4b": Shape(hidden=4096, blocks=16, heads=32),
+    "opt-5b": Shape(hidden=4096, blocks=24, heads=32),
     "opt-6.7b": Shape(hidden=4096, blocks=32, heads=32),
     "opt-14b": Shape(hidden=5120, blocks=44, heads=40),
     "tiny": Shape(hidden=64, blocks=3, heads=4, vocabulary=512, positions=128),

@@ -7,6 +7,7 @@ is nothing around the chunks, and everything here is 0.
 Invariants
     1. Torch holds little more than its tensors need: after the first step, and whenever it has grown, the segments
        that it only caches are given back for few that serve the same step (segments.py).
+       A segment in which a tensor lives is not given back, and may be most of a step's memory: then all stay.
     2. An allocation that failed leaves nothing behind: what was cached until then is given back before the
        next forward.
 """
@@ -21,7 +22,7 @@ import torch
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.memory.segments import choose_segments, events_of
+from gemini_strategy.memory.segments import choose_segments, events_of, staying_bytes
 from gemini_strategy.memory.torch_pool import TorchPool
 
 __all__ = ["DRIVER_RESERVE", "DeviceMemory", "first_reserve", "is_worth", "slack"]
@@ -49,9 +50,9 @@ def slack(device_budget: int) -> int:
     return max(_LEAST_SLACK, device_budget // 128)
 
 
-def is_worth(sizes: list[int], live: int, held: int) -> bool:
-    """Whether torch's pool, which holds `held` bytes for `live` between steps, should be these segments."""
-    return bool(sizes) and sum(sizes) + live + max(_LEAST_GAIN, held // 32) < held
+def is_worth(sizes: list[int], staying: int, held: int) -> bool:
+    """Whether torch's pool, which holds `held` bytes, should be these segments; `staying` bytes it cannot give back."""
+    return bool(sizes) and sum(sizes) + staying + max(_LEAST_GAIN, held // 32) < held
 
 
 class _History:
@@ -77,11 +78,11 @@ class _History:
             _torch.record_memory_history(enabled=None)
             self._start()
 
-    def segments(self, device: torch.device) -> list[int]:
+    def segments(self, device: torch.device, snapshot: dict[str, Any]) -> list[int]:
         """Sizes of segments that serve what is remembered; [] where torch's own do as well, or not known."""
         if not self._is_ours:
             return []
-        traces = _torch.memory_snapshot()["device_traces"]
+        traces = snapshot["device_traces"]
         entries = traces[device.index] if device.index < len(traces) else []
         return choose_segments(events_of(entries, torch.cuda.current_stream(device).cuda_stream))
 
@@ -145,10 +146,13 @@ class DeviceMemory:
         self._refusals = self._pool.refusals()  # the step did without
         if held <= self._kept_bytes * _GROWTH:
             return False
-        sizes = self._history.segments(self._device)
+        snapshot = _torch.memory_snapshot()
+        sizes = self._history.segments(self._device, snapshot)
+        staying = staying_bytes(snapshot["segments"], self._device.index)
+        is_gain = is_worth(sizes, staying, held)
         live = torch.cuda.memory_allocated(self._device)
-        is_gain = is_worth(sizes, live, held)
-        if is_gain or self._kept_bytes:
+        # A segment that stays serves nothing but the tensors in it once the pool is another one.
+        if is_gain or (self._kept_bytes and staying <= live + _LEAST_GAIN):
             self._pool.trim()
         if is_gain:
             self._pool.prepare(sizes)

@@ -13,11 +13,12 @@ first; the rest stays free when it is larger than 1 MiB; neighbours that are fre
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["choose_segments", "events_of", "missing_bytes"]
+__all__ = ["choose_segments", "events_of", "missing_bytes", "repeated", "staying_bytes"]
 
 _GRANULE = 2 << 20
 _SMALL = 1 << 20
@@ -27,9 +28,11 @@ _MOST_SECONDS = 1.5
 Event = tuple[int, int]
 """(tensor, bytes): it begins; (tensor, 0): it ends."""
 
+_ROUNDS = 3  # what the second leaves lies elsewhere than what the first left
+
 
 def events_of(entries: Iterable[dict[str, Any]], stream: int) -> list[Event]:
-    """What a recorded history of allocations says about the large tensors of one stream that have come and gone.
+    """What a recorded history of allocations says about the large tensors of one stream that began in it.
 
     Args:
         entries: of one device, from `torch.cuda.memory._snapshot()["device_traces"]`.
@@ -37,17 +40,47 @@ def events_of(entries: Iterable[dict[str, Any]], stream: int) -> list[Event]:
     """
     events: list[Event] = []
     begun: dict[int, int] = {}
-    ended = set()
     for entry in entries:
         address, size = entry["addr"], entry["size"]
         if entry["action"] == "alloc" and size > _SMALL and entry["stream"] == stream:
             begun[address] = len(events)
             events.append((len(events), -(-size // 512) * 512))
         elif entry["action"] == "free_completed" and address in begun:
-            tensor = begun.pop(address)
-            ended.add(tensor)
-            events.append((tensor, 0))
-    return [event for event in events if event[0] in ended]
+            events.append((begun.pop(address), 0))
+    return events
+
+
+def staying_bytes(segments: Iterable[dict[str, Any]], device: int) -> int:
+    """Bytes of a device's segments outside torch's own pool that are not given back: a tensor lives in each.
+
+    Args:
+        segments: as in `torch.cuda.memory._snapshot()["segments"]`.
+        device: its index.
+    """
+    return sum(
+        segment["total_size"]
+        for segment in segments
+        if segment["device"] == device
+        and tuple(segment["segment_pool_id"]) != (0, 0)
+        and segment["active_size"] > 0
+    )
+
+
+def repeated(events: list[Event]) -> list[Event]:
+    """The step again and again; a tensor that it leaves lives until the end of the next one."""
+    left = dict.fromkeys(tensor for tensor, size in events if size)
+    for tensor, size in events:
+        if not size:
+            del left[tensor]
+    if not left:
+        return events  # each begins with nothing
+    n = 1 + max(tensor for tensor, _ in events)
+    steps: list[Event] = []
+    for first in range(0, _ROUNDS * n, n):
+        steps += [(first + tensor, size) for tensor, size in events]
+        if first:
+            steps += [(first - n + tensor, 0) for tensor in left]
+    return steps
 
 
 class _Blocks:
@@ -87,8 +120,8 @@ class _Blocks:
         return segment, offset, whole
 
 
-def missing_bytes(events: list[Event], segments: list[int]) -> int:
-    """Bytes of the segments that torch would ask for beyond these."""
+def missing_bytes(events: list[Event], segments: list[int], most: float = math.inf) -> int:
+    """Bytes of the segments that torch would ask for beyond these; more than `most` of them are not counted."""
     blocks = _Blocks()
     for number, size in enumerate(segments):
         blocks.give(number, 0, size)
@@ -103,6 +136,8 @@ def missing_bytes(events: list[Event], segments: list[int]) -> int:
             more = 10 * _GRANULE if size < 5 * _GRANULE else -(-size // _GRANULE) * _GRANULE
             blocks.give(n_segments, 0, more)
             n_segments, missing = n_segments + 1, missing + more
+            if missing > most:
+                return missing
             place = blocks.take(size)
             assert place is not None
         held[tensor] = place
@@ -124,6 +159,7 @@ def choose_segments(events: list[Event]) -> list[int]:
 
     The search ends after about a second.
     """
+    events = repeated(events)
     peak, limit = _peak(events), missing_bytes(events, [])
     end = time.monotonic() + _MOST_SECONDS
     for total in range(_PARTS, 2 * _PARTS):
@@ -134,6 +170,6 @@ def choose_segments(events: list[Event]) -> list[int]:
             sizes = [-(-size // _GRANULE) * _GRANULE for size in sizes]
             if time.monotonic() > end:
                 return []
-            if missing_bytes(events, sizes) == 0:
+            if missing_bytes(events, sizes, 0) == 0:
                 return sizes
     return []

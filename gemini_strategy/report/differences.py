@@ -106,6 +106,8 @@ def _rate(found: Compared, key: str) -> str:
 
 
 def _host_adam(found: Compared, key: str) -> str:
+    if not found.ratio(key):
+        return "nothing was updated on the host in the steps that were measured"
     share = f"Adam ran at {100 / found.ratio(key):.0f} % of the speed that the plan counts on"
     if found.ratio(key) < 1:
         return f"{share}: less ran beside it"

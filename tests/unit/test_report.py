@@ -408,6 +408,11 @@ def test_a_longer_step_has_its_reasons() -> None:
     assert "take cores from compute" in on_cpu["step"]
 
 
+def test_a_host_that_did_not_update_has_a_reason() -> None:
+    found = reasons_of(**as_planned(0.8) | {"host_adam_s": 0.0})
+    assert found["CPU Adam in a step"].startswith("nothing was updated on the host")
+
+
 def test_a_shorter_step_has_its_reasons() -> None:
     assert "slower runs of the passes" in reasons_of(**as_planned(0.6))["step"]
     found = reasons_of(PLAN | {"compute_seconds": 0.5}, **as_planned(0.6) | {"d2h_gb_s": 12.0})

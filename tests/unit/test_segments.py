@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from gemini_strategy.memory.segments import Event, choose_segments, events_of, missing_bytes
+from gemini_strategy.memory.segments import (
+    Event,
+    choose_segments,
+    events_of,
+    missing_bytes,
+    staying_bytes,
+)
 
 MIB = 1 << 20
 
@@ -15,7 +21,7 @@ def entry(action: str, address: int, size: int, stream: int = 0) -> dict[str, in
     return {"action": action, "addr": address, "size": size, "stream": stream}
 
 
-def test_events_are_large_tensors_of_the_stream_that_have_ended() -> None:
+def test_events_are_large_tensors_of_the_stream_that_began_in_the_record() -> None:
     entries = [
         entry("segment_alloc", 0, 20 * MIB),
         entry("alloc", 0, 3 * MIB + 1),
@@ -28,11 +34,16 @@ def test_events_are_large_tensors_of_the_stream_that_have_ended() -> None:
         entry("alloc", 400, 8 * MIB),  # lives on
         entry("free_completed", 0, 2 * MIB),
     ]
-    first, second = events_of(entries, 0)[0][0], events_of(entries, 0)[2][0]
-    assert first != second
-    size = 3 * MIB + 512
-    assert events_of(entries, 0) == [(first, size), (first, 0), (second, 2 * MIB), (second, 0)]
-    assert events_of(entries, 7) == []
+    first, second, last = (events_of(entries, 0)[i][0] for i in (0, 2, 3))
+    assert len({first, second, last}) == 3
+    assert events_of(entries, 0) == [
+        (first, 3 * MIB + 512),
+        (first, 0),
+        (second, 2 * MIB),
+        (last, 8 * MIB),
+        (second, 0),
+    ]
+    assert [size for _, size in events_of(entries, 7)] == [5 * MIB]
 
 
 def test_segments_are_of_the_tensors_own_size_from_10_mib_on() -> None:
@@ -97,6 +108,47 @@ def test_chosen_segments_serve_the_step_in_less(layers: int, logits: int) -> Non
     assert missing_bytes(events * 1 + [(t + 10**6, s) for t, s in events], sizes) == 0
     assert sum(sizes) <= 1.13 * peak
     assert sum(sizes) < missing_bytes(events, [])
+
+
+@pytest.mark.parametrize("at", [0, 5, 11])
+def test_what_a_step_leaves_is_in_the_way_of_the_next(at: int) -> None:
+    """Steps one after the other, each with a tensor of the one before somewhere in the segments."""
+    events = step_of(12, 206)
+    kept = [tensor for tensor, size in events if size == 8 * MIB][2 * at]  # a layer's input
+    events.remove((kept, 0))
+    sizes = choose_segments(events)
+    assert sizes
+    steps: list[Event] = []
+    for step in range(6):
+        for tensor, size in events:
+            steps.append((1000 * step + tensor, size))
+            if tensor == kept and size and step:  # the loop's name for it is given to the new one
+                steps.append((1000 * (step - 1) + tensor, 0))
+    assert missing_bytes(steps, sizes) == 0
+    forgotten = choose_segments([*events, (kept, 0)])  # as if it had ended with the step
+    if at == 11:  # the last layer's input, with the large tensors beside it
+        assert missing_bytes(steps, forgotten) > 0
+
+
+def test_a_replay_may_end_at_the_first_segment_that_lacks() -> None:
+    events = [(n, 64 * MIB) for n in range(9)]
+    assert missing_bytes(events, [64 * MIB]) == 8 * 64 * MIB
+    assert missing_bytes(events, [64 * MIB], 0) == 64 * MIB
+
+
+def test_bytes_that_a_pool_cannot_give_back() -> None:
+    def segment(pool: tuple[int, int], active: int, device: int = 0) -> dict[str, object]:
+        size = {"total_size": 100 * MIB, "active_size": active}
+        return {"device": device, "segment_pool_id": pool, **size}
+
+    segments = [
+        segment((0, 1), 0),
+        segment((0, 1), 512),
+        segment((0, 2), 64 * MIB),
+        segment((0, 0), 64 * MIB),  # torch's own
+        segment((0, 1), MIB, device=1),
+    ]
+    assert staying_bytes(segments, 0) == 200 * MIB
 
 
 def test_random_events_never_overlap_and_the_choice_holds() -> None:
