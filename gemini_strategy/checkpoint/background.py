@@ -206,7 +206,7 @@ class Saving:
                 if values is None:
                     continue
                 todo[chunk].popleft()
-                piece.put(part, values)
+                part.put(piece, values)
                 del values
                 if not todo[chunk]:
                     del todo[chunk]

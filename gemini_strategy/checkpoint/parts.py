@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from gemini_strategy.checkpoint.contents import Field, Model, memory_order
 from gemini_strategy.checkpoint.plain import encode
 from gemini_strategy.checkpoint.random_numbers import random_state
 from gemini_strategy.checkpoint.records import Record, RecordFile
+from gemini_strategy.checkpoint.writers import Writers
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -23,10 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["MOST_ELEMENTS", "Part", "Piece", "pieces", "write_rest"]
 
 MOST_ELEMENTS = 1 << 22  # of a piece
+_LEAST_BYTES = 1 << 20  # of a piece that is worth another thread
 
 
 class Part:
     """What one rank writes: its file, and where in it the pieces of each tensor are.
+
+    Large pieces are written by threads (writers.py), so the file has them in no order; `finish` tells them in order.
 
     Args:
         path: of the file, which is not there yet.
@@ -34,6 +39,7 @@ class Part:
 
     def __init__(self, path: Path) -> None:
         self._file = RecordFile(path)
+        self._writers = Writers()
         self.stored: dict[str, dict[str, Any]] = {}  # for the manifest
         self.boxes: dict[str, list[Any]] = {}  # for torch's metadata
         self.paths: dict[str, tuple[str, ...]] = {}
@@ -77,12 +83,29 @@ class Part:
             if path:
                 self.add_for_tools(path, record, (offsets, sizes))
 
+    def put(self, piece: Piece, values: torch.Tensor) -> None:
+        """A piece of a field, from its flat values: it is in the file when `finish` returns.
+
+        Raises:
+            BaseException: what an earlier piece met.
+        """
+        if values.numel() * values.element_size() < _LEAST_BYTES:
+            piece.put(self, values)
+        else:
+            self._writers.put(functools.partial(piece.put, self, values))
+
     def finish(self) -> dict[str, Any]:
+        self._writers.finish()
+        for told in self.stored.values():
+            told["pieces"].sort(key=lambda piece: piece[2])
+        for found in self.boxes.values():
+            found.sort(key=lambda box: box[3] or ())
         self._file.finish()
         size = {self._file.name: self._file.size}
         return {"files": size, "stored": self.stored, "boxes": self.boxes, "paths": self.paths}
 
     def close(self) -> None:
+        self._writers.close()
         self._file.close()
 
 

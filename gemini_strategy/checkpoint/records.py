@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,11 @@ class Record:
 
 
 class RecordFile:
-    """Written from the beginning to the end, then made durable."""
+    """Records one after the other, from several threads at once; then made durable."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._lock = threading.Lock()
         self.name = path.name
         self.size = 0
 
@@ -57,11 +59,13 @@ class RecordFile:
         return self._put(buffer.getbuffer(), 0, 0)
 
     def _put(self, data: memoryview, raw: int, crc: int) -> Record:
-        offset = self.size
-        rest = data
+        with self._lock:
+            offset = self.size
+            self.size += len(data)
+        at, rest = offset, data
         while rest:
-            rest = rest[self._file.write(rest) :]
-        self.size += len(data)
+            n = os.pwrite(self._file.fileno(), rest, at)
+            at, rest = at + n, rest[n:]
         return Record(offset, len(data), offset + raw, crc)
 
     def finish(self) -> None:

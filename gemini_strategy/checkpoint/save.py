@@ -1,7 +1,7 @@
 """Saving: every rank writes its own part of the engine's state, straight from where it is, into a folder.
 
 Invariants
-    1. The host holds one piece more than the engine does: a piece is read, written and forgotten.
+    1. The host holds a few pieces more than the engine does: a piece is read, written and forgotten.
     2. Nothing changes before the folder is whole (folder.py): an error anywhere leaves the old one, and training goes
        on.
     3. The ranks meet before the first file, after each GiB of tensors and before the folder gets its name. So an error
@@ -85,7 +85,7 @@ def save(runtime: Runtime, wanted: Wanted) -> Path:
 def _write_field(runtime: Runtime, part: Part, field: Field, done: Done) -> None:
     part.begin_field(field)
     for piece in pieces(runtime, field):
-        piece.put(part, field.read(piece.first, piece.n))
+        part.put(piece, field.read(piece.first, piece.n))
         done(piece.n * field.dtype.itemsize)
 
 

@@ -1,0 +1,75 @@
+"""Threads that put what has been read into a rank's file: turning a tensor into a record takes longer than a disk does.
+
+Invariants
+    1. At most `_MOST` pieces of work are handed over and not done: whoever hands over another one waits.
+    2. The first error of a thread is raised by the next call of `put` or `finish`; nothing is begun after it.
+    3. The threads are started with the first piece of work, and have ended when `finish` or `close` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+__all__ = ["Writers"]
+
+_MOST = 4
+
+
+class Writers:
+    """Does work in threads of its own, in no order."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MOST)
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Hands `work` over; waits until there is room for it.
+
+        Raises:
+            BaseException: what earlier work has raised.
+        """
+        if not self._threads:
+            n = min(_MOST, len(os.sched_getaffinity(0)))
+            self._threads = [threading.Thread(target=self._run, name="saving") for _ in range(n)]
+            for thread in self._threads:
+                thread.start()
+        self._room.acquire()
+        self._check()
+        self._todo.put(work)
+
+    def finish(self) -> None:
+        """All work is done afterwards.
+
+        Raises:
+            BaseException: what it has raised.
+        """
+        self.close()
+        self._check()
+
+    def close(self) -> None:
+        """As `finish`, and raises nothing. Idempotent."""
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (work := self._todo.get()) is not None:
+            try:
+                if self._error is None:
+                    work()
+            except BaseException as error:
+                self._error = self._error or error
+            finally:
+                del work  # it holds a tensor
+                self._room.release()
