@@ -4,12 +4,13 @@ Invariants
     1. Nothing changes before names, shapes and files have been compared and every byte that is wanted has been checked:
        a checkpoint is loaded whole or not at all, on all ranks or on none. What is interrupted after that says so
        (Runtime.half_loaded), and is not trained on.
-    2. The host holds one piece more than the engine does. A parameter whose elements lie in another order than those
+    2. The host holds a few pieces more than the engine does. A parameter whose elements lie in another order than those
        saved is there as a whole for a moment.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from gemini_strategy.checkpoint.contents import MOMENTS, Field, Model, memory_or
 from gemini_strategy.checkpoint.manifest import Manifest, Stored, find
 from gemini_strategy.checkpoint.plain import decode
 from gemini_strategy.checkpoint.random_numbers import set_random_state
+from gemini_strategy.checkpoint.threads import Threads
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
@@ -236,17 +238,23 @@ class _Loading:
 
     def check_bytes(self, done: Done) -> None:
         """Reads all that `apply` will read."""
-        for field, stored in self._wanted():
-            is_same = stored.order == memory_order(field.slot)
-            for _ in self.manifest.read(
-                stored, *(field.slot.part() if is_same else (0, stored.numel))
-            ):
-                pass
-            done(field.part_bytes)
-        for name in self._model.tensors if "model" in self._parts else ():
-            stored = self.manifest.tensors[f"model.{name}"]
-            for _ in self.manifest.read(stored, 0, stored.numel):
-                pass
+        threads = Threads()
+        try:
+            for field, stored in self._wanted():
+                is_same = stored.order == memory_order(field.slot)
+                part = field.slot.part() if is_same else (0, stored.numel)
+                threads.put(functools.partial(self._check, stored, *part))
+                done(field.part_bytes)
+            for name in self._model.tensors if "model" in self._parts else ():
+                stored = self.manifest.tensors[f"model.{name}"]
+                threads.put(functools.partial(self._check, stored, 0, stored.numel))
+            threads.finish()
+        finally:
+            threads.close()
+
+    def _check(self, stored: Stored, first: int, n: int) -> None:
+        for _ in self.manifest.read(stored, first, n):
+            pass
 
     def apply(self, done: Done) -> None:
         """What is wanted becomes what was saved."""

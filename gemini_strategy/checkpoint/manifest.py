@@ -151,6 +151,8 @@ class Manifest:
     def read(self, stored: Stored, first: int, n: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, values) of each piece that has any of the n elements from `first` on; flat, whole pieces.
 
+        Several threads may read at once.
+
         Raises:
             GeminiError: the bytes of a piece are not those that were saved.
         """
@@ -159,8 +161,8 @@ class Manifest:
             if piece.first >= first + n or piece.first + piece.n <= first:
                 continue
             data = bytearray(piece.n * width)
-            self._files[piece.file].seek(piece.offset)
-            if self._files[piece.file].readinto(data) != len(data) or zlib.crc32(data) != piece.crc:
+            found = _read_at(self._files[piece.file].fileno(), data, piece.offset)
+            if found != len(data) or zlib.crc32(data) != piece.crc:
                 raise GeminiError(
                     f"{self.folder / piece.file} is damaged: the {len(data)} bytes at {piece.offset} are not those "
                     "that were saved; load another checkpoint"
@@ -187,6 +189,14 @@ def in_shape(flat: torch.Tensor, stored: Stored) -> torch.Tensor:
     """A view of all elements, as they lie in memory, in the tensor's shape."""
     inverse = [stored.order.index(d) for d in range(len(stored.shape))]
     return flat.view([stored.shape[d] for d in stored.order]).permute(inverse)
+
+
+def _read_at(file: int, data: bytearray, offset: int) -> int:
+    """Fills `data`, as far as there are bytes; how many."""
+    rest, n = memoryview(data), 0
+    while rest and (found := os.preadv(file, [rest], offset + n)):
+        n, rest = n + found, rest[found:]
+    return n
 
 
 def _opened(path: Path) -> Any:

@@ -17,7 +17,7 @@ from gemini_strategy.checkpoint.contents import Field, Model, memory_order
 from gemini_strategy.checkpoint.plain import encode
 from gemini_strategy.checkpoint.random_numbers import random_state
 from gemini_strategy.checkpoint.records import Record, RecordFile
-from gemini_strategy.checkpoint.writers import Writers
+from gemini_strategy.checkpoint.threads import Threads
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -31,7 +31,7 @@ _LEAST_BYTES = 1 << 20  # of a piece that is worth another thread
 class Part:
     """What one rank writes: its file, and where in it the pieces of each tensor are.
 
-    Large pieces are written by threads (writers.py), so the file has them in no order; `finish` tells them in order.
+    Large pieces are written by threads (threads.py), so the file has them in no order; `finish` tells them in order.
 
     Args:
         path: of the file, which is not there yet.
@@ -39,7 +39,7 @@ class Part:
 
     def __init__(self, path: Path) -> None:
         self._file = RecordFile(path)
-        self._writers = Writers()
+        self._threads = Threads()
         self.stored: dict[str, dict[str, Any]] = {}  # for the manifest
         self.boxes: dict[str, list[Any]] = {}  # for torch's metadata
         self.paths: dict[str, tuple[str, ...]] = {}
@@ -92,10 +92,10 @@ class Part:
         if values.numel() * values.element_size() < _LEAST_BYTES:
             piece.put(self, values)
         else:
-            self._writers.put(functools.partial(piece.put, self, values))
+            self._threads.put(functools.partial(piece.put, self, values))
 
     def finish(self) -> dict[str, Any]:
-        self._writers.finish()
+        self._threads.finish()
         for told in self.stored.values():
             told["pieces"].sort(key=lambda piece: piece[2])
         for found in self.boxes.values():
@@ -105,7 +105,7 @@ class Part:
         return {"files": size, "stored": self.stored, "boxes": self.boxes, "paths": self.paths}
 
     def close(self) -> None:
-        self._writers.close()
+        self._threads.close()
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""The threads that write pieces of a checkpoint, and files that they have written."""
+"""The threads that write and check a checkpoint's pieces, and files that they have written."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy.checkpoint import parts, writers
+from gemini_strategy.checkpoint import parts, threads
 from gemini_strategy.checkpoint.manifest import Manifest
 from gemini_strategy.checkpoint.records import RecordFile
-from gemini_strategy.checkpoint.writers import Writers
+from gemini_strategy.checkpoint.threads import Threads
 
 
 def test_work_is_done_when_it_is_finished_and_the_threads_have_ended() -> None:
     before = threading.active_count()
     done: list[int] = []
-    those = Writers()
+    those = Threads()
     for number in range(50):
         those.put(lambda number=number: done.append(number))  # type: ignore[misc]
     those.finish()
@@ -30,7 +30,7 @@ def test_work_is_done_when_it_is_finished_and_the_threads_have_ended() -> None:
 
 
 def test_no_more_is_handed_over_than_there_is_room_for() -> None:
-    those, gate = Writers(), threading.Event()
+    those, gate = Threads(), threading.Event()
     handed: list[int] = []
 
     def hand_over() -> None:
@@ -40,10 +40,10 @@ def test_no_more_is_handed_over_than_there_is_room_for() -> None:
 
     thread = threading.Thread(target=hand_over)
     thread.start()
-    while len(handed) < writers._MOST:
+    while len(handed) < threads._MOST:
         pass
     thread.join(0.2)  # if it could go on, it would be through
-    assert len(handed) == writers._MOST
+    assert len(handed) == threads._MOST
     gate.set()
     thread.join()
     those.finish()
@@ -51,7 +51,7 @@ def test_no_more_is_handed_over_than_there_is_room_for() -> None:
 
 
 def test_the_first_error_is_raised_and_nothing_is_begun_after_it() -> None:
-    those = Writers()
+    those = Threads()
     begun: list[int] = []
 
     def fail() -> None:
@@ -107,7 +107,7 @@ def test_what_threads_have_written_is_what_one_thread_writes(
     engine.save(tmp_path / "many")
     saving = engine.save(tmp_path / "background", background=True)
     saving.wait()
-    assert "saving" in names
+    assert "checkpoint" in names
     assert told(tmp_path / "one") == told(tmp_path / "many") == told(tmp_path / "background")
     want = {k: v.clone() for k, v in engine.model.state_dict().items()}
     with torch.no_grad():
@@ -141,4 +141,24 @@ def test_a_disk_that_fills_up_in_a_thread_ends_the_saving_alone(
     engine.backward(model(torch.ones(2, 24, dtype=torch.bfloat16)).sum())
     optimizer.step()
     engine.save(tmp_path / "second")
+    engine.close()
+
+
+def test_a_piece_that_a_thread_finds_damaged_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    _, _optimizer, engine = trained()
+    engine.save(tmp_path / "it")
+    stored = Manifest(tmp_path / "it").tensors["model.3.weight"].pieces[0]
+    with (tmp_path / "it" / stored.file).open("r+b") as file:
+        file.seek(stored.offset + 5)
+        byte = file.read(1)
+        file.seek(stored.offset + 5)
+        file.write(bytes([byte[0] ^ 1]))
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.zero_()
+    with pytest.raises(
+        gs.GeminiError, match=rf"{stored.file} is damaged: the .* at {stored.offset} "
+    ):
+        engine.load(tmp_path / "it")
+    assert not any(parameter.any() for parameter in engine.model.parameters())
     engine.close()

@@ -1,4 +1,4 @@
-"""Threads that put what has been read into a rank's file: turning a tensor into a record takes longer than a disk does.
+"""Threads for the bytes of a checkpoint: checksums and records take one processor longer than the disk takes.
 
 Invariants
     1. At most `_MOST` pieces of work are handed over and not done: whoever hands over another one waits.
@@ -13,12 +13,12 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Writers"]
+__all__ = ["Threads"]
 
 _MOST = 4
 
 
-class Writers:
+class Threads:
     """Does work in threads of its own, in no order."""
 
     def __init__(self) -> None:
@@ -35,7 +35,9 @@ class Writers:
         """
         if not self._threads:
             n = min(_MOST, len(os.sched_getaffinity(0)))
-            self._threads = [threading.Thread(target=self._run, name="saving") for _ in range(n)]
+            self._threads = [
+                threading.Thread(target=self._run, name="checkpoint") for _ in range(n)
+            ]
             for thread in self._threads:
                 thread.start()
         self._room.acquire()
