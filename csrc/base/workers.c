@@ -363,3 +363,24 @@ void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, voi
     pthread_mutex_unlock(&pool->lock);
     pthread_mutex_unlock(&pool->caller_lock);
 }
+
+/* ---- copies ---- */
+
+enum { COPY_GRAIN = 1 << 20 };
+
+typedef struct copy_job {
+    char *dst;
+    const char *src;
+} copy_job;
+
+static void copy_span(void *context, size_t begin, size_t end)
+{
+    const copy_job *job = context;
+    memcpy(job->dst + begin, job->src + begin, end - begin);
+}
+
+void gm_workers_copy(gm_workers *pool, void *dst, const void *src, size_t bytes)
+{
+    copy_job job = {.dst = dst, .src = src};
+    gm_workers_for(pool, bytes, COPY_GRAIN, copy_span, &job);
+}

@@ -44,7 +44,7 @@ static gm_status read_slice(gm_engine *engine, const gm_param *p, gm_field field
                             uint64_t n, void *dst)
 {
     gm_slice s = slice_of(engine, p, field, first, n);
-    return gm_chunks_read(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, dst);
+    return gm_chunks_read(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, dst, NULL);
 }
 
 static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
@@ -247,7 +247,7 @@ gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *o
     }
     uint8_t *wanted = present + s.bytes;
     gm_status status =
-        gm_chunks_read(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, present);
+        gm_chunks_read(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, present, NULL);
     if (status == GM_OK) { /* what nobody wrote may be newer in the shard than in the tensor */
         memcpy(wanted, present, s.bytes);
         for (size_t i = 0; i < s.bytes; i += width) {

@@ -22,7 +22,8 @@
 #include <string.h>
 
 typedef struct gm_saved {
-    uint8_t *copy;
+    gm_arena *
+        copy; /* huge pages, first touched by all workers: half a checkpoint may be copied in one step */
     bool is_due;         /* the writer has not written all of it */
     bool was_read_dirty; /* from the device alone, while somebody used the weights there */
     bool is_unseen;      /* weights changed once before anybody was told: see invariant 3 */
@@ -79,7 +80,7 @@ static void drop_copy(gm_engine *engine, uint32_t chunk)
     saved *s = &engine->saving.chunks[chunk];
     if (s->copy) {
         engine->saving.held -= gm_saving_bytes(engine, chunk);
-        free(s->copy);
+        gm_arena_free(s->copy);
         s->copy = NULL;
     }
     s->is_due = false;
@@ -165,14 +166,17 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
     }
     size_t weights = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     size_t states = gm_engine_piece_bytes(engine, chunk, GM_STATE);
-    uint8_t *copy = malloc(gm_saving_bytes(engine, chunk) + 1);
+    gm_arena *copy = NULL;
+    (void)gm_arena_new(gm_saving_bytes(engine, chunk), engine->workers, &copy);
     gm_status status = GM_OK;
     if (copy) {
-        status = gm_chunks_read(engine->chunks, chunk, GM_WEIGHT, 0, weights, copy);
+        status = gm_chunks_read(engine->chunks, chunk, GM_WEIGHT, 0, weights, gm_arena_base(copy),
+                                engine->workers);
     }
     if (copy && status == GM_OK) {
         status = gm_chunks_read(engine->chunks, chunk, GM_STATE, 0, states,
-                                copy + state_offset(engine, chunk));
+                                (uint8_t *)gm_arena_base(copy) + state_offset(engine, chunk),
+                                engine->workers);
     }
     pthread_mutex_lock(&engine->saving.lock);
     if (!copy || status != GM_OK) {
@@ -184,7 +188,7 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
         s->copy = copy;
     } else { /* not due: the checkpoint has failed meanwhile */
         engine->saving.held -= gm_saving_bytes(engine, chunk);
-        free(copy);
+        gm_arena_free(copy);
     }
     pthread_cond_broadcast(&engine->saving.changed);
     pthread_mutex_unlock(&engine->saving.lock);
@@ -260,14 +264,14 @@ gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
     *out = GM_SAVING_OTHERS_FIRST;
     pthread_mutex_lock(&engine->saving.lock);
     for (bool is_decided = false; !is_decided;) {
-        const uint8_t *copy = engine->saving.chunks[chunk].copy;
+        const gm_arena *copy = engine->saving.chunks[chunk].copy;
         is_decided = true;
         if (engine->saving.failure[0]) {
             status = GM_FAIL(GM_ERR_STATE, "%s", engine->saving.failure);
         } else if (copy) {
             *out = GM_SAVING_COPY;
-            *out_weights = copy;
-            *out_states = copy + state_offset(engine, chunk);
+            *out_weights = gm_arena_base(copy);
+            *out_states = *out_weights + state_offset(engine, chunk);
         } else if (pthread_mutex_trylock(&engine->lock) == 0) {
             *out = GM_SAVING_LOCKED;
         } else if (first_copy(engine) == GM_NO_CHUNK) {

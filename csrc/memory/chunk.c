@@ -423,7 +423,7 @@ gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, s
 }
 
 gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset, size_t bytes,
-                         void *dst)
+                         void *dst, gm_workers *pool)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(offset + bytes <= p->bytes);
@@ -433,7 +433,7 @@ gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t o
     if (p->state != DIRTY) {
         GM_TRY(wait_home_on_host(chunks, p));
         gm_note_access(chunks->device, p->home + offset, bytes, false, GM_STREAM_HOST);
-        memcpy(dst, p->home + offset, bytes);
+        gm_workers_copy(pool, dst, p->home + offset, bytes);
         return GM_OK;
     }
     return gm_chunks_read_device(chunks, id, kind, offset, bytes, dst);

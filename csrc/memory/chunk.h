@@ -24,6 +24,7 @@
 #define GM_CHUNK_H
 
 #include "base/base.h"
+#include "base/workers.h"
 #include "device/device.h"
 #include "plan/layout.h"
 #include "plan/plan.h"
@@ -125,9 +126,9 @@ gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The home was rewritten by the host: a resident copy is refreshed behind its last reader;
  * of a pinned one the readers are on `stream`, before and after. */
 gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-/* The authoritative bytes, wherever they are.  `bytes` may be 0. */
+/* The authoritative bytes, wherever they are.  `bytes` may be 0; `pool` copies what is at home, NULL: the caller. */
 gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
-                         size_t bytes, void *dst);
+                         size_t bytes, void *dst, gm_workers *pool);
 /* The bytes that the device shows for a resident piece, whatever its state. */
 gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
                                 size_t bytes, void *dst);

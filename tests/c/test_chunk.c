@@ -27,7 +27,7 @@ typedef struct world {
 static void check_piece(world *w, uint32_t id, gm_piece piece)
 {
     uint8_t *copy = malloc(w->bytes[id][piece] + 1);
-    CHECK(gm_chunks_read(w->chunks, id, piece, 0, w->bytes[id][piece], copy) == GM_OK);
+    CHECK(gm_chunks_read(w->chunks, id, piece, 0, w->bytes[id][piece], copy, NULL) == GM_OK);
     CHECK(memcmp(copy, w->shadow[id][piece], w->bytes[id][piece]) == 0);
     free(copy);
 }
@@ -168,9 +168,9 @@ static void test_without_homes(void)
     CHECK(gm_chunks_new(&options, &chunks) == GM_OK);
     CHECK(gm_chunks_settle(chunks, 0) == GM_OK && gm_chunks_settle(chunks, 1) == GM_OK);
     uint8_t value = 7, read = 1;
-    CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read) == GM_OK && read == 0);
+    CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read, NULL) == GM_OK && read == 0);
     CHECK(gm_chunks_write(chunks, 1, GM_STATE, 199, 1, &value, 0) == GM_OK);
-    CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read) == GM_OK && read == 7);
+    CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read, NULL) == GM_OK && read == 7);
     CHECK(gm_chunks_evict(chunks, 0, GM_WEIGHT) == GM_ERR_STATE); /* nowhere to go */
     CHECK(gm_chunks_is_resident(chunks, 0, GM_WEIGHT) && gm_chunks_check(chunks) == GM_OK);
     gm_chunks_free(chunks);

@@ -243,10 +243,27 @@ static void check_bound_pools(void)
     free(mask);
 }
 
+static void check_copies(gm_workers *pool)
+{
+    enum { BYTES = (5 << 20) + 3 };
+    static unsigned char from[BYTES + 1], to[BYTES + 2];
+    for (size_t i = 0; i < BYTES; i++) {
+        from[i] = (unsigned char)(i * 31 + i / 4099);
+    }
+    static const size_t sizes[] = {0, 1, 4096, (1 << 20) + 1, BYTES};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        memset(to, 0xee, sizeof to);
+        gm_workers_copy(pool, to + 1, from, sizes[i]);
+        CHECK(memcmp(to + 1, from, sizes[i]) == 0);
+        CHECK(to[0] == 0xee && to[sizes[i] + 1] == 0xee);
+    }
+}
+
 int main(void)
 {
     alarm(300); /* a hang is a failure */
     check_sizes(NULL);
+    check_copies(NULL);
     CHECK(gm_workers_count(NULL) == 1);
     gm_workers_free(NULL);
     check_settings();
@@ -256,6 +273,7 @@ int main(void)
         CHECK_OK(gm_workers_new(n_threads, &pool));
         CHECK(gm_workers_count(pool) == n_threads);
         check_sizes(pool);
+        check_copies(pool);
         check_many_callers(pool);
 #ifndef __SANITIZE_THREAD__
         check_fork(pool);
