@@ -9,7 +9,7 @@ Each run is a process of its own. A run's name is SYSTEM[-POLICY][-clip]; the sy
   gemini    under the budget, policy auto, cpu or cuda
   fsdp2     PyTorch's fully_shard with CPUOffloadPolicy and fused CPU AdamW, one rank, no budget
   deepspeed ZeRO-3 with parameters and optimizer on the CPU, where it is installed
-and "-clip" clips the gradients' norm at 1.0. Model, batches, activation checkpointing, AdamW's
+and "-clip" clips the gradients' norm at --max-norm. Model, batches, activation checkpointing, AdamW's
 parameters and the first weights are the same in all of them.
 
 One JSON line per run on standard output, appended to --out; a table at the end on standard error.
@@ -169,6 +169,7 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
             "device": args.device,
             "steps": args.steps,
             "warmup": args.warmup,
+            "max_norm": args.max_norm,
             "threads": args.threads,
             "result": str(result_path),
             "timeline": str((args.timeline / f"{args.preset}-{name}.json").resolve())
@@ -213,6 +214,7 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "system": spec["system"],
         "policy": spec["policy"],
         "clip": spec["clip"],
+        "max_norm": args.max_norm if spec["clip"] else None,
         "model": case.model,
         "sequences": case.sequences,
         "length": case.length,
@@ -325,6 +327,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
     parser.add_argument("--model", choices=SHAPES, help="of models.py, instead of the preset's")
+    parser.add_argument(
+        "--max-norm", type=float, default=1.0, help="where gradients are clipped (1.0)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="torch's; default: as torch has it")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per run (600)")
     return parse(parser, PRESETS, parse_run)

@@ -31,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this tree
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-MAX_NORM = 1.0
+MAX_NORM = 1.0  # unless the specification has another one
 MOST_SETTLING = 24  # steps until Gemini's plan stays, beyond the warm-up
 TIMELINE_STEPS = 2
 SLICE_ELEMENTS = 256 << 20  # masters updated at once, so that few gradients exist in fp32
@@ -50,6 +50,7 @@ class Loop:
 
     def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
         self.spec, self.device, self.clip = spec, device, spec["clip"]
+        self.max_norm = spec.get("max_norm", MAX_NORM)
         self.model = self.build()
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
@@ -113,7 +114,7 @@ class Resident(Loop):
 
     def finish(self) -> None:
         if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         with torch.no_grad():
             for weights, masters, optimizer in self._slices:
                 for weight, master in zip(weights, masters, strict=True):
@@ -140,7 +141,7 @@ class Hybrid(Loop):
 
     def finish(self) -> None:
         if self.clip:
-            self._optimizer.clip_grad_norm_(MAX_NORM)
+            self._optimizer.clip_grad_norm_(self.max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -179,7 +180,7 @@ class Gemini(Loop):
 
     def finish(self) -> None:
         if self.clip:
-            self.engine.clip_grad_norm_(MAX_NORM)
+            self.engine.clip_grad_norm_(self.max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -234,7 +235,7 @@ class FullyShard(Loop):
 
     def finish(self) -> None:
         if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -290,7 +291,7 @@ class DeepSpeed(Loop):
         config = {
             "train_micro_batch_size_per_gpu": self.spec["sequences"],
             "gradient_accumulation_steps": self.spec["micro_batches"],
-            "gradient_clipping": MAX_NORM if self.clip else 0.0,
+            "gradient_clipping": self.max_norm if self.clip else 0.0,
             "bf16": {"enabled": True},
             "zero_optimization": {
                 "stage": 3,
