@@ -29,7 +29,7 @@ demo: build
 	@$(PY) examples/finetune.py
 
 test: build test-c
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) -m "not gpu" tests
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" tests
 
 test-c:
 	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run
@@ -102,7 +102,7 @@ check-core: $(READY)
 		{ cat build/asserted.log; exit 1; }
 	@LD_PRELOAD="$(LIBASAN) libstdc++.so.6" ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 \
 		PYTHONPATH=$(CURDIR)/$(ASSERTED) OMP_NUM_THREADS=1 \
-		$(PY) -m pytest -q -n $(JOBS) -m "core and not timed" --every $(EVERY) --timeout 900 --capture=sys \
+		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "core and not timed" --every $(EVERY) --timeout 900 --capture=sys \
 		--asserted tests/unit
 	@echo "assertions and sanitizers under Python: ok"
 

@@ -200,8 +200,8 @@ rows(
         "torch.save of data": lambda r: _saved(r.w.data),
         "torch.save of a view": lambda r: _saved(r.w.detach()[3:5]),
         "json of a list": lambda r: json.dumps(r.b.tolist()),
-        "safetensors of parameters": lambda r: safetensors.torch.load(
-            safetensors.torch.save({n: p.detach() for n, p in r.model.named_parameters()})
+        "safetensors of parameters": lambda r: _through_file(
+            {n: p.detach() for n, p in r.model.named_parameters()}
         ),
         "safetensors of data": lambda r: safetensors.torch.load(
             safetensors.torch.save({"w": r.w.data})
@@ -251,6 +251,11 @@ def _np_save(run: Run) -> Any:
     np.savez(file, **{n: p.detach().cpu().numpy() for n, p in run.model.named_parameters()})
     file.seek(0)
     return dict(np.load(file))
+
+
+def _through_file(tensors: dict[str, torch.Tensor]) -> Any:
+    """By name: safetensors reads a file in an order of hashes, which differ from process to process."""
+    return dict(sorted(safetensors.torch.load(safetensors.torch.save(tensors)).items()))
 
 
 def _through_ctypes(run: Run) -> Any:
@@ -582,9 +587,7 @@ STATES: dict[str, Callable[[Run], Any]] = {
     "deepcopy": lambda r: dict(copy.deepcopy(r.model.state_dict())),
     "numpy": lambda r: {k: v.cpu().numpy().copy() for k, v in r.model.state_dict().items()},
     "dlpack": lambda r: {k: torch.from_dlpack(v).clone() for k, v in r.model.state_dict().items()},
-    "safetensors": lambda r: safetensors.torch.load(
-        safetensors.torch.save(dict(r.model.state_dict()))
-    ),
+    "safetensors": lambda r: _through_file(dict(r.model.state_dict())),
     "save_model": lambda r: [n for n, _ in r.model.named_parameters()],
     "of a layer": lambda r: {k: v + 0 for k, v in r.model.layers[3].state_dict().items()},
     "sum": lambda r: sum(v.double().sum() for v in r.model.state_dict().values()),

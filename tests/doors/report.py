@@ -24,6 +24,7 @@ from walk import doors, judge  # noqa: E402
 
 PRELOAD = (
     "walk",
+    *(file.stem for file in sorted(HERE.glob("programs_*.py"))),
     "torch.export",
     "torch.fx.experimental.proxy_tensor",
     "torch._subclasses.fake_tensor",
@@ -33,11 +34,14 @@ PRELOAD = (
 
 
 class Walker:
-    """Walks programs one after the other; unmanaged runs are kept."""
+    """Walks programs one after the other; unmanaged runs are kept, and their processes have never had an engine."""
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device or os.environ.get("GEMINI_DOORS_DEVICE", "cpu")
-        self._forks = Forks((HERE,), PRELOAD)
+        self._forks = {
+            is_managed: Forks((HERE,), PRELOAD, has_had_engine=is_managed)
+            for is_managed in (False, True)
+        }
         self._kept: dict[tuple[str, int], dict[str, Any]] = {}
         self._warm = {setup.name: setup.warm for setup in SETUPS}
 
@@ -45,10 +49,11 @@ class Walker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._forks.close()
+        for forks in self._forks.values():
+            forks.close()
 
     def _walk(self, door: str, setup: str, is_managed: bool) -> tuple[dict[str, Any] | None, str]:
-        (ended,) = self._forks.run("walk:walk", door, setup, self.device, is_managed)
+        (ended,) = self._forks[is_managed].run("walk:walk", door, setup, self.device, is_managed)
         return ended.value, ended.how
 
     def walk_in_turn(
@@ -56,7 +61,7 @@ class Walker:
     ) -> list[dict[str, Any] | None]:
         """Outcomes of programs that share a process; all None if it dies."""
         job = "walk:walk_in_turn"
-        (ended,) = self._forks.run(job, rows, self.device, is_managed, timeout=240.0)
+        (ended,) = self._forks[is_managed].run(job, rows, self.device, is_managed, timeout=240.0)
         return [None] * len(rows) if ended.value is None else ended.value
 
     def verdict(self, door: str, setup: str) -> str | None:

@@ -4,10 +4,14 @@
 crash, a patch of torch or an engine that is dead in one job does not reach another. The process starts no threads
 (OpenMP's pool among them), as a fork would lack them. A job is a function by name, its arguments are pickled, and with
 several ranks it runs once in each of as many forks. Run as a program, this file is that process.
+
+Unless told otherwise that process has trained a managed model once (helpers/warm.py), so that no fork pays for what the
+first engine of a process sets up.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -23,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TESTS = Path(__file__).resolve().parents[1]
+RATES = "h2d=55e9,d2h=54e9"
 # torch's optimizers import torch._dynamo when the first is made, which takes a second.
 PRELOADED = (
     "torch",
@@ -59,19 +64,26 @@ class Ended:
 class Forks:
     """The process that forks; one job at a time, from one thread."""
 
-    def __init__(self, folders: tuple[Path, ...] = (), preload: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folders: tuple[Path, ...] = (),
+        preload: tuple[str, ...] = (),
+        *,
+        has_had_engine: bool = True,
+    ) -> None:
         environment = dict(os.environ)
         environment |= {
             "OMP_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for a GPU without a context
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "GEMINI_RATES": environment.get("GEMINI_RATES", "h2d=55e9,d2h=54e9"),
+            "GEMINI_RATES": environment.get("GEMINI_RATES", RATES),
         }
         paths = [str(TESTS.parent), str(TESTS), *map(str, folders)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
+        modules = [*PRELOADED, *preload, *(["helpers.warm"] if has_had_engine else [])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.forked", *PRELOADED, *preload],
+            [sys.executable, "-m", "helpers.forked", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -201,6 +213,9 @@ def _main() -> None:
     os.dup2(2, 1)  # whatever prints does not print into the channel
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    # A collection in a fork would walk all that was imported, and by that copy most of its pages.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             request = _receive(sys.stdin.buffer)

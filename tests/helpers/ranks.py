@@ -1,10 +1,17 @@
-"""Several processes of one gloo group, for tests: started afresh, bounded in time, none left behind."""
+"""Several processes of one gloo group, for tests: of their own, bounded in time, none left behind.
+
+They are forked from one process, which starts with the first call and has imported what the tests have, as importing
+torch takes a rank longer than most tests. It has trained one small model, see helpers/warm.py. Environment, folder and
+paths of a rank are those of the caller.
+"""
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helpers import forked
+
+PRELOADED = (*forked.PRELOADED, "pytest", "helpers.ranks", "helpers.zoo", "helpers.warm")
+LARGE = ("lightning.pytorch", "pytorch_lightning", "transformers")  # where the tests have them
 GROUP_TIMEOUT = 120.0  # of what the tests do not measure: the group's own start
 
 
@@ -29,8 +40,15 @@ class Ended:
 
 
 def _rank_main(
-    body: Callable[..., Any], rank: int, size: int, folder: str, args: tuple[Any, ...]
+    body: Callable[..., Any],
+    rank: int,
+    size: int,
+    folder: str,
+    args: tuple[Any, ...],
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group(
@@ -53,13 +71,32 @@ def _rank_main(
     os._exit(0)  # the other ranks may be gone, and an orderly end would wait for them
 
 
+def _context() -> Any:
+    """Of processes that are forked from one that has imported torch and the package; beside a GPU of fresh ones."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    large = [name for name in LARGE if name in sys.modules]
+    context.set_forkserver_preload([*large, *PRELOADED])
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    os.environ["GEMINI_RATES"] = forked.RATES  # a test may have set what it wants to be refused
+    try:
+        mp.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
 def run_ranks(
     size: int, folder: Path, body: Callable[..., Any], *args: Any, timeout: float = 200.0
 ) -> list[Ended]:
     """body(rank, size, *args) on `size` processes; a rank that runs longer than `timeout` seconds is killed."""
-    context = mp.get_context("spawn")
+    context = _context()
+    environment = dict(os.environ)
     processes = [
-        context.Process(target=_rank_main, args=(body, rank, size, str(folder), args))
+        context.Process(target=_rank_main, args=(body, rank, size, str(folder), args, environment))
         for rank in range(size)
     ]
     end = time.monotonic() + timeout
