@@ -4,9 +4,11 @@
  * They are turned one after the other as long as that helps; with few chunks, single chunks then change class.
  *
  * 1. A choice that was found never takes more blocks than there are.
- * 2. How often the time model may be asked depends on the size of the problem alone, so equal inputs give equal plans. */
+ * 2. A choice that comes back is not weighed again, but counts as a question: what is found does not depend on it.
+ * 3. How often the time model may be asked depends on the size of the problem alone, so equal inputs give equal plans. */
 #include <string.h>
 
+#include "plan/asked.h"
 #include "plan/choice.h"
 
 #define FEW_CHUNKS 5u
@@ -23,6 +25,7 @@ enum { /* numbers of dials, behind those of the depths */
 
 typedef struct gm_found { /* the best so far */
     gm_plan *plan;        /* NULL: nothing yet */
+    gm_worth worth;
     gm_choice choice;
     gm_dials dials;
 } gm_found;
@@ -31,6 +34,7 @@ typedef struct gm_search {
     const gm_problem *problem;
     gm_choice choice; /* that is being made */
     gm_found best;
+    gm_asked asked;        /* about the choices of `problem` */
     uint32_t n_left;       /* questions to the time model */
     uint64_t n_weighed;    /* operations in those that were asked */
     bool has_all_weights;  /* as many weights are resident as fit: this dial is not turned */
@@ -38,38 +42,50 @@ typedef struct gm_search {
 } gm_search;
 
 /* Whether a is better than b: sooner, or equal with less traffic, or less of it over ranks, or with fewer blocks. */
-static bool is_better(const gm_plan *a, const gm_plan *b)
+static bool is_better(const gm_worth *a, const gm_worth *b)
 {
-    double near = b->info.step_seconds * 1e-6;
-    size_t traffic_a = a->info.h2d_bytes + a->info.d2h_bytes;
-    size_t traffic_b = b->info.h2d_bytes + b->info.d2h_bytes;
-    if (a->info.step_seconds < b->info.step_seconds - near) {
+    double near = b->step_seconds * 1e-6;
+    if (a->step_seconds < b->step_seconds - near) {
         return true;
     }
-    if (a->info.step_seconds > b->info.step_seconds + near || traffic_a != traffic_b) {
-        return a->info.step_seconds <= b->info.step_seconds + near && traffic_a < traffic_b;
+    if (a->step_seconds > b->step_seconds + near || a->traffic != b->traffic) {
+        return a->step_seconds <= b->step_seconds + near && a->traffic < b->traffic;
     }
-    double near_comm = b->info.comm_seconds * 1e-6;
-    return a->info.comm_seconds < b->info.comm_seconds - near_comm ||
-           (a->info.comm_seconds <= b->info.comm_seconds + near_comm && a->n_blocks < b->n_blocks);
+    double near_comm = b->comm_seconds * 1e-6;
+    return a->comm_seconds < b->comm_seconds - near_comm ||
+           (a->comm_seconds <= b->comm_seconds + near_comm && a->n_blocks < b->n_blocks);
 }
 
-/* Asks the time model about s->choice; keeps it when it is the best. */
+/* Asks the time model about s->choice, unless it has been asked; keeps the choice when it is the best. */
 static gm_status ask(gm_search *s, bool *is_best)
 {
-    gm_plan *plan;
+    gm_plan *plan = NULL;
+    const gm_worth *known;
     *is_best = false;
     s->n_left -= s->n_left > 0;
-    GM_TRY(gm_plan_for_choice(s->problem, &s->choice, &plan));
-    s->n_weighed += plan ? gm_plan_n_ops(plan) : 0;
-    if (plan && (!s->best.plan || is_better(plan, s->best.plan))) {
-        gm_plan_free(s->best.plan);
-        s->best.plan = plan;
-        gm_choice_copy(s->problem->n, &s->best.choice, &s->choice);
-        *is_best = true;
+    GM_TRY(gm_asked_find(&s->asked, s->problem->n, &s->choice, &known));
+    bool is_new = !known;
+    gm_worth worth;
+    if (is_new) {
+        GM_TRY(gm_plan_for_choice(s->problem, &s->choice, &plan));
+        worth = gm_worth_of(plan);
     } else {
-        gm_plan_free(plan);
+        worth = *known;
     }
+    s->n_weighed += worth.n_ops;
+    *is_best = worth.has_plan && (!s->best.plan || is_better(&worth, &s->best.worth));
+    gm_status status = is_new ? gm_asked_add(&s->asked, &worth) : GM_OK;
+    if (status == GM_OK && *is_best && !plan) {
+        status = gm_plan_for_choice(s->problem, &s->choice, &plan);
+    }
+    if (status != GM_OK || !*is_best) {
+        gm_plan_free(plan);
+        return status;
+    }
+    gm_plan_free(s->best.plan);
+    s->best.plan = plan;
+    s->best.worth = worth;
+    gm_choice_copy(s->problem->n, &s->best.choice, &s->choice);
     return GM_OK;
 }
 
@@ -299,7 +315,8 @@ static gm_status set_aside(gm_search *s, gm_found *aside)
 
 static void unite(gm_search *s, gm_found *aside)
 {
-    bool is_aside_better = !s->best.plan || (aside->plan && !is_better(s->best.plan, aside->plan));
+    bool is_aside_better =
+        !s->best.plan || (aside->plan && !is_better(&s->best.worth, &aside->worth));
     if (is_aside_better) {
         gm_found worse = s->best;
         s->best = *aside;
@@ -502,6 +519,7 @@ static gm_status search_all_resident(gm_search *s, const gm_problem *problem)
     s->problem = &all;
     gm_status status = run_fixed(s);
     s->problem = problem;
+    gm_asked_clear(&s->asked);
     return status;
 }
 
@@ -542,6 +560,7 @@ gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
     }
     gm_choice_free(&s.choice);
     gm_choice_free(&s.best.choice);
+    gm_asked_clear(&s.asked);
     if (status != GM_OK) {
         gm_plan_free(s.best.plan);
         return status;
