@@ -785,8 +785,8 @@ def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_
     want = plain(case.build, recipe)
     drive(want, case, recipe.steps)
     ends = []
-    for said in (5e7, 1e13):
-        rates = f"h2d=1e9,d2h=1e9,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e9"
+    for said in (5e6, 1e13):  # the slower one by far, also where other work has the cores
+        rates = f"h2d=1e8,d2h=1e8,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e8"
         monkeypatch.setenv("GEMINI_RATES", rates)
         run = budgeted(case, recipe, 0.3, chunk_size=4 << 20)
         with contextlib.closing(run.engine):
@@ -803,9 +803,10 @@ def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_
             stats, plan = run.engine.stats(), run.engine._runtime.core.plan_info()
             assert_same_outcome(run.outcome(), want.outcome())
             assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
-            assert 2 <= stats["plans"] <= 7  # on demand, timed, four windows, back to the best
+            # On demand, timed, four windows, back to the best; a rate that makes the same plan again adopts none.
+            assert 1 <= stats["plans"] <= 7
             ends.append(plan["rates"]["host_adam_beside"])
-    assert ends[0] > 1.5 * 5e7 and ends[1] < 1e13 / 100
+    assert ends[0] > 1.5 * 5e6 and ends[1] < 1e13 / 100
 
 
 def test_a_window_with_an_evaluation_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
