@@ -155,6 +155,7 @@ def _let_go(engine: Runtime, is_dead: bool) -> Exception | None:
         except Exception as error:
             first = first or error
 
+    attempt(engine.end_first_step)
     attempt(engine.begin_pass)
     for unit in engine.units:
         while unit.is_entered:

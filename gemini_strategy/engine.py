@@ -80,8 +80,12 @@ class Engine(Uncopied):
         """
         runtime = self._runtime
         ends = runtime.ends_step() if step else contextlib.nullcontext()
-        with runtime.ranks.explaining(), runtime.accept_scaled(), ends:
-            runtime.scale(loss).backward(**kwargs)
+        try:
+            with runtime.ranks.explaining(), runtime.accept_scaled(), ends:
+                runtime.scale(loss).backward(**kwargs)
+        except BaseException:
+            runtime.interrupt_first_step()
+            raise
 
     def ends_step(self) -> AbstractContextManager[None]:
         """Inside, a backward ends the step: for loops that call backward themselves.

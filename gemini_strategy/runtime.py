@@ -137,6 +137,7 @@ class Runtime(Uncopied, Reporting):
         self.root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
         if optimizer is not None:
             managed.install(self, optimizer)
+            self.watch_first_step()
         loading.finish()
         for slot in self.slots:
             if slot.original_device.type == "meta":  # it goes back to the host
@@ -145,6 +146,7 @@ class Runtime(Uncopied, Reporting):
     def _abandon(self) -> None:
         """manage() has failed: the model has nothing of this engine any more, and its memory is free."""
         self.closed = True
+        self.end_first_step()
         if hasattr(self, "net"):
             absent.drop_net(self.net)
         for slot in self.slots:
@@ -264,6 +266,7 @@ class Runtime(Uncopied, Reporting):
     def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
         is_asked = self.step_in_backward.waits or self.step_in_backward.used or self.lent
+        is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
         self.takes_plainly = self.scaler is None and not is_asked
 
     def collect(self) -> None:
@@ -300,6 +303,8 @@ class Runtime(Uncopied, Reporting):
         except RuntimeError as error:
             raise GeminiError(f"{slot.name}: {error}") from None
         slot.given.refresh("grad")
+        if self.first_step is not None:
+            self.first_step.note_grad(slot)
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""

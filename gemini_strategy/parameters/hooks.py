@@ -329,8 +329,10 @@ class RootForward:
             ):
                 output = self._forward(*args, **kwargs)
         except Exception:
+            self.engine.interrupt_first_step()
             raise  # torch has run the units' leave hooks
         except BaseException:
+            self.engine.interrupt_first_step()
             self.engine.recover()
             raise
         return tree_map(_to_fp32, output) if self.force_outputs_fp32 else output

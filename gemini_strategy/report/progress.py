@@ -1,7 +1,7 @@
 """How far long work is, for whoever watches a terminal: one of tqdm's bars, where tqdm is installed.
 
 Invariants
-    1. A bar counts bytes that are done, not those that were begun; at the end of the work it is full.
+    1. A bar counts what is done (bytes, but in the first step), not what was begun; at the end of the work it is full.
     2. However the work ends, its bar is closed, and what the work raises goes on as it was.
     3. Nothing is shown of work that ends within _DELAY, on other ranks than the first, where stderr is no terminal, or
        without tqdm. Then tqdm is not even imported: its bars start a thread.
@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Done", "nothing", "progress"]
+__all__ = ["Bar", "Done", "bar", "is_watched", "nothing", "progress"]
+
+Bar = Any  # tqdm's: update(n), close()
 
 Done = Callable[[int], object]  # is told how many bytes have been done since the last time
 
@@ -37,30 +39,41 @@ def progress(what: str, total: int, rank: int) -> Iterator[Done]:
     Yields:
         What is to be called with the bytes of each part that is done.
     """
-    bar = _bar(what, total) if rank == 0 and _is_watched() else None
-    if bar is None:
+    if not is_watched(rank):
         yield nothing
         return
+    shown = bar(what, total)
     try:
-        yield bar.update
+        yield shown.update
     finally:
-        bar.close()
+        shown.close()
 
 
-def _is_watched() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-def _bar(what: str, total: int) -> Any:
+def is_watched(rank: int) -> bool:
+    """Whether this rank's bars are seen by anybody."""
+    if rank != 0 or sys.stderr is None or not sys.stderr.isatty():
+        return False
     try:
-        from tqdm import tqdm
+        import tqdm  # noqa: F401
     except ImportError:
-        return None
+        return False
+    return True
+
+
+def bar(what: str, total: int, unit: str = "B") -> Bar:
+    """For work that no block of code encloses, where `is_watched`: a bar, which whoever has it closes.
+
+    Args:
+        what, total: as for `progress`; total in units.
+        unit: what is counted.
+    """
+    from tqdm import tqdm
+
     return tqdm(
         desc=what,
         total=total,
-        unit="B",
-        unit_scale=True,
+        unit=unit,
+        unit_scale=unit == "B",
         delay=_DELAY,
         leave=False,
         file=sys.stderr,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gemini_strategy.report import tables
+from gemini_strategy.report.first_step import FirstStep
 from gemini_strategy.report.timeline import Recording
 
 __all__ = ["Reporting"]
@@ -19,13 +20,16 @@ _log = logging.getLogger("gemini_strategy")
 class Reporting:
     """What an engine says of itself: a base of Runtime.
 
-    Of the engine it uses core, device and settings.report: True, the first plan and, at close(), the result are
-    printed; None, with GEMINI_REPORT=1; False, never.
+    Of the engine it uses core, device, units, choose_way() and settings.report: True, the first plan and, at close(),
+    the result are printed; None, with GEMINI_REPORT=1; False, never.
 
     Attributes:
         meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
         recording: the timeline that is being recorded, or None.
+        first_step: its bar, until it has ended; or None.
     """
+
+    first_step: FirstStep | None = None
 
     def __init__(self) -> None:
         self.meter = tables.StepMeter()
@@ -34,8 +38,27 @@ class Reporting:
         self._total_peak_bytes = 0
         self._host_before_bytes = tables.host_resident_bytes()  # with the model as it came
 
+    def watch_first_step(self) -> None:
+        first_step = FirstStep(self.units, self.ranks.rank)
+        if first_step.is_watched:
+            self.first_step = first_step
+            self.choose_way()
+
+    def interrupt_first_step(self) -> None:
+        """An error has ended one of its passes."""
+        if self.first_step is not None:
+            self.first_step.interrupt()
+
+    def end_first_step(self) -> None:
+        """It has ended, or never will. Idempotent."""
+        if self.first_step is not None:
+            self.first_step.end()
+            self.first_step = None
+            self.choose_way()
+
     def note_step(self, stats: Mapping[str, Any]) -> None:
         """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
+        self.end_first_step()
         plan = self.core.plan_info()
         self.meter.step(stats, None if plan is None else plan["compute_seconds"])
         if plan is not None and not self._has_plan:

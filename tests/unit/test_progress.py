@@ -124,10 +124,12 @@ def test_taking_saving_loading_closing(bars: list[Bar], tmp_path: Path) -> None:
     engine = make()
     bar = only(bars)
     assert bar.is_full and bar.how["total"] == weight_bytes(engine)
-    train(engine, 2)
+    train(engine, 1)
+    assert only(bars).how["desc"] == "Gemini: the first step"
+    train(engine, 1)
+    assert not bars  # another step has none
     trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in engine.model.parameters() if not p.requires_grad)
-    assert not bars  # a step has none
     engine.save(tmp_path / "a")
     bar = only(bars)
     assert bar.is_full and bar.how["total"] == 12 * trained + 2 * frozen
@@ -153,6 +155,88 @@ def test_closing_in_fp32(with_states: bool, bars: list[Bar]) -> None:
     bar = only(bars)
     assert bar.is_full
     assert bar.how["total"] == (12 if with_states else 4) * trained + 2 * frozen
+
+
+class Steps(nn.Module):
+    """Three modules with parameters, one of them frozen, and one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.b.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        x = self.c(self.b(self.a(self.a(x))))
+        if fails:
+            raise OSError("no more data")
+        return x.square().mean()
+
+
+def managed_steps() -> gs.Engine:
+    torch.manual_seed(0)
+    model = Steps()
+    return gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu")
+
+
+def test_each_pass_of_the_first_step_has_a_bar(bars: list[Bar]) -> None:
+    engine = managed_steps()
+    bars.clear()
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        engine.model(x)
+    assert not bars
+    loss = engine.model(x)
+    (bar,) = bars
+    assert bar.how["total"] == 3 + 2 and bar.how["unit"].strip() == "modules"
+    assert bar.updates == [1] * 3 and not bar.n_closed
+    loss.backward()
+    assert bar.updates == [1] * 5 and not bar.n_closed
+    engine.backward(engine.model(x))
+    assert bar.is_full
+    assert bars[1].how["desc"] == "Gemini: the first step, pass 2"
+    engine.optimizer.step()
+    assert bars[1].is_full and len(bars) == 2
+    engine.backward(engine.model(x))
+    assert len(bars) == 2 and engine._runtime.takes_plainly
+    assert not any("enter" in vars(unit) for unit in engine._runtime.units)
+    engine.close()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "close"])
+def test_a_first_step_that_does_not_end(where: str, bars: list[Bar]) -> None:
+    engine = managed_steps()
+    bars.clear()
+    x = torch.ones(2, 8)
+    if where == "forward":
+        with pytest.raises(OSError, match="no more data"):
+            engine.model(x, fails=True)
+    elif where == "backward":
+        loss = engine.model(x)
+        engine.model.c.weight.register_hook(fails)
+        with pytest.raises(OSError, match="no space left"):
+            engine.backward(loss)
+    else:
+        engine.model(x)
+        engine.close()
+    assert bars[0].n_closed == 1 and not bars[0].is_full
+    engine.close()
+
+
+def test_who_watches_gets_the_same_bits(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_one in (True, False):
+        monkeypatch.setattr(Terminal, "is_one", is_one)
+        bars.clear()
+        engine = managed_steps()
+        assert bool(engine._runtime.first_step) == is_one
+        for _ in range(2):
+            engine.backward(engine.model(torch.ones(2, 8)))
+            engine.clip_grad_norm_(0.1)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.close()
+        found.append([p.detach().clone() for p in engine.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Mlp(nn.Module):
