@@ -492,6 +492,24 @@ static PyObject *comm_nccl(PyObject *module, PyObject *args)
     return (PyObject *)self;
 }
 
+PyDoc_STRVAR(comm_paper_doc, "comm_paper(size) -> Comm\n\n"
+                             "Rank 0 of `size` that all do the same, for a Core on paper alone.");
+static PyObject *comm_paper(PyObject *module, PyObject *args)
+{
+    (void)module;
+    int size;
+    if (!PyArg_ParseTuple(args, "i:comm_paper", &size)) {
+        return NULL;
+    }
+    comm *self = new_object(0, size);
+    gm_status status = self ? gm_comm_paper_new(size, &self->comm) : GM_OK;
+    if (status != GM_OK) {
+        Py_DECREF((PyObject *)self);
+        return gm_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
 /* ---- the type ---- */
 
 static PyMethodDef comm_methods[] = {
@@ -539,6 +557,7 @@ static PyMethodDef module_methods[] = {
     {"comm_host", comm_host, METH_VARARGS, comm_host_doc},
     {"comm_nccl_id", comm_nccl_id, METH_VARARGS, comm_nccl_id_doc},
     {"comm_nccl", comm_nccl, METH_VARARGS, comm_nccl_doc},
+    {"comm_paper", comm_paper, METH_VARARGS, comm_paper_doc},
     {NULL, NULL, 0, NULL},
 };
 

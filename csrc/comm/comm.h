@@ -1,7 +1,8 @@
 /* comm.h - collectives between the ranks of one training run, in place, on streams of the device.
  *
- * Implementations: gm_comm_nccl_new (NCCL, out of the copy that torch has loaded) and gm_comm_host_new (the host
- * device; how bytes get to the other ranks is the creator's).  A communicator knows no chunk and no plan.
+ * Implementations: gm_comm_nccl_new (NCCL, out of the copy that torch has loaded), gm_comm_host_new (the host
+ * device; how bytes get to the other ranks is the creator's) and, for estimates, gm_comm_paper_new.  A communicator
+ * knows no chunk and no plan.
  *
  * Every rank issues the same collectives, with the same sizes, in the same order.  Sizes that do not divide
  * are the layout's business: a shard is padded before it comes here.
@@ -133,5 +134,10 @@ typedef struct gm_comm_transport {
  * the same bits on every rank and in every run.  The transport belongs to the communicator from here, also
  * when this fails. */
 gm_status gm_comm_host_new(const gm_comm_transport *transport, int rank, int size, gm_comm **out);
+
+/* ---- on paper ---- */
+
+/* Rank 0 of `size` that all do the same, for an engine on a device on paper (device/paper.h), and for no other. */
+gm_status gm_comm_paper_new(int size, gm_comm **out);
 
 #endif

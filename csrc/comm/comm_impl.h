@@ -32,7 +32,7 @@ typedef struct gm_comm_call {
 enum { GM_COMM_N_RECORDS = 512 };
 
 typedef struct gm_comm_ops {
-    const char *name; /* "nccl" or "host" */
+    const char *name; /* "nccl", "host" or "paper" */
     /* Arguments are right, there is more than one rank and something to do.  A failure is recorded with
      * gm_comm_break. */
     gm_status (*issue)(gm_comm *comm, const gm_comm_call *call, gm_stream stream);

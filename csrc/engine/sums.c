@@ -13,6 +13,12 @@ gm_status gm_sums_new(gm_engine *engine)
         engine->sums.home = engine->sums.there;
         return engine->sums.there ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of sums", bytes);
     }
+    if (device->is_paper) {
+        engine->sums.home = calloc(1, bytes);
+        if (!engine->sums.home) {
+            return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of sums", bytes);
+        }
+    }
     size_t n = gm_round_up(bytes, device->block_bytes) / device->block_bytes;
     uintptr_t address;
     engine->sums.blocks = calloc(n, sizeof *engine->sums.blocks);
@@ -29,7 +35,9 @@ gm_status gm_sums_new(gm_engine *engine)
 
 void gm_sums_place_home(gm_engine *engine, void *home)
 {
-    engine->sums.home = home;
+    if (!engine->device->is_paper) { /* whose homes have no bytes: these have their own */
+        engine->sums.home = home;
+    }
 }
 
 void gm_sums_free(gm_engine *engine)
@@ -38,6 +46,9 @@ void gm_sums_free(gm_engine *engine)
     if (device && device->is_host) {
         free(engine->sums.there);
         return;
+    }
+    if (device && device->is_paper) {
+        free(engine->sums.home);
     }
     size_t n = gm_round_up(gm_sums_bytes(engine), device ? device->block_bytes : 1);
     if (engine->sums.there) {

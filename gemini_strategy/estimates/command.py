@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=_tokens, default=(1, 1024), metavar="SEQUENCESxLENGTH",
         help="of one micro-batch (1x1024)")  # fmt: skip
     add("--micro-batches", type=int, default=1, help="of one optimizer step (1)")
+    add("--ranks", type=int, default=1, help="that train together on one host, each with a GPU (1)")
     add("--device-budget", help='such as "24GB"; the GPU\'s memory if not given')
     add("--host-budget", help='such as "64GB"; no limit if not given')
     add("--precision", choices=PRECISIONS, default="bf16-mixed")
@@ -74,6 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
             placement_policy=arguments.policy,
             precision=arguments.precision,
             micro_batches=arguments.micro_batches,
+            ranks=arguments.ranks,
             sweep=sweep,
         )
     except (GeminiError, ValueError) as error:

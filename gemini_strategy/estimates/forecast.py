@@ -46,7 +46,7 @@ class Schedule:
     Attributes:
         when: "deferred" (clipping or a loss scale) or "immediate" (`backward(step=True)`).
         seconds: of a step.
-        tokens_per_s: NaN where the inputs have no tokens.
+        tokens_per_s: of all ranks together; NaN where the inputs have no tokens.
         verdict: what binds.
         plan: as `Core.plan_info`.
     """
@@ -96,7 +96,8 @@ class Estimate:
         saving_peak_bytes: of the process while engine.save writes.
         state_dict_peak_bytes: of it while torch.save(engine.state_dict()) does, as an ordinary Lightning checkpoint.
         stats: what the core says, of it chunks, layout_hash, state_bytes and weight_bytes as engine.stats() will.
-        tokens: of a step; 0: not known.
+        tokens: of a step, of all ranks; 0: not known.
+        ranks: that share each chunk, each with a GPU of its own.
         gains: what more memory would buy, in words.
         sweep: the same for each device budget that was asked for beside.
     """
@@ -119,6 +120,7 @@ class Estimate:
     state_dict_peak_bytes: int = 0
     stats: Mapping[str, int | float] = field(default_factory=dict)
     tokens: int = 0
+    ranks: int = 1
     gains: tuple[str, ...] = ()
     sweep: tuple[Estimate, ...] = ()
 
@@ -135,12 +137,13 @@ class Estimate:
 def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
     is_cuda = given["device"] == "cuda"
     host = given["host_budget"]
+    memory = physical_memory() // given["ranks"]
     return Settings(
         device=torch.device("cuda", 0) if is_cuda else torch.device("cpu"),
         precision=Precision(given["precision"]),
         policy=given["placement_policy"],
         device_budget=parse_device_budget(given["device_budget"], is_cuda, machine.memory),
-        host_budget=-1 if host is None else parse_bytes(host, physical_memory(), "host_budget"),
+        host_budget=-1 if host is None else parse_bytes(host, memory, "host_budget"),
         sizes=ChunkSizes(given["chunk_size"], given["block_size"], None, None, None),
         is_grad_f32=given["gradient_dtype"] is torch.float32,
         margin=None,
@@ -204,7 +207,7 @@ class _Forecaster:
                 continue
             first = first or planned
             seconds = planned.plan["step_seconds"]
-            tokens = self.recorded.tokens * self.micro_batches
+            tokens = self.recorded.tokens * self.micro_batches * self.paper.ranks.size
             rate = tokens / seconds if tokens and seconds else float("nan")
             found.append(
                 Schedule(planned.plan["when"], seconds, rate, verdict(planned.plan), planned.plan)
@@ -284,13 +287,14 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
         settings=settings,
         activation_bytes=recorded.peak_bytes,
         pool_bytes=forecaster.pool,
-        tokens=recorded.tokens * forecaster.micro_batches,
+        tokens=recorded.tokens * forecaster.micro_batches * paper.ranks.size,
+        ranks=paper.ranks.size,
     )
     refusals = forecaster.refusals(settings)
     if refusals:
         host = next((r.enough for r in refusals if r.what == "host"), None)
         is_cuda = settings.device.type == "cuda"
-        context = context_bytes(host or 0) + DRIVER_RESERVE if is_cuda else 0
+        context = context_bytes(host or 0, base.ranks) + DRIVER_RESERVE if is_cuda else 0
         return replace(base, refusals=tuple(refusals), context_bytes=context, host_bytes=host or 0)
     schedules, planned = forecaster.schedules(settings)
     assert planned is not None and planned.plan is not None
@@ -331,6 +335,7 @@ def estimate(
     placement_policy: PolicyName = "auto",
     precision: PrecisionName | None = None,
     micro_batches: int = 1,
+    ranks: int = 1,
     chunk_size: int | str | None = None,
     block_size: int | str | None = None,
     gradient_dtype: torch.dtype | None = None,
@@ -354,6 +359,8 @@ def estimate(
         device_budget, host_budget, placement_policy, precision, chunk_size, block_size, gradient_dtype,
             convert_inputs: as for manage(). host_budget None: no limit.
         micro_batches: passes in one optimizer step.
+        ranks: that train together on one host, each with a GPU and inputs of its own. They share weights and states;
+            budgets and rates are of each. Collectives take the time that the GPUs' links give (Machine.link).
         sweep: device budgets for a table; see Estimate.sweep.
 
     Raises:
@@ -364,12 +371,13 @@ def estimate(
     arguments = Arguments("estimate", given)
     arguments.check_choice("device", ("cuda", "cpu"))
     arguments.check_count("micro_batches")
+    arguments.check_count("ranks")
     arguments.check_choice("placement_policy", tuple(POLICIES))
     arguments.check_choice("gradient_dtype", (None, torch.float32))
     machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
     settings = _settings(given, machine)
     budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
-    paper = PaperModel(model, optimizer, settings.device, settings.precision)
+    paper = PaperModel(model, optimizer, settings.device, settings.precision, ranks)
     recorded = record(
         model,
         inputs,

@@ -40,8 +40,20 @@ _STEPS = 4
 # host memory, 8 bytes for each 4 KiB (benchmarks/results/offload_h200.jsonl: outside_peak_bytes less what torch holds).
 _CONTEXT_BYTES = 819_000_000
 _BYTES_PER_PAGE_ENTRY = 512
+# A communicator of NCCL, on 2 and on 4 H200 (benchmarks/results/sharded_h200.jsonl, less the above).
+_COMMUNICATOR_BYTES = 807_000_000
 # cuBLAS takes of torch's allocator, on Hopper, for the forward's thread and autograd's.
 _WORKSPACES = 2 * (32 << 20)
+
+
+class _PaperRanks:
+    """Ranks that all do the same, as Registration wants to find them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        return [value] * self.size
 
 
 class PaperModel:
@@ -49,6 +61,7 @@ class PaperModel:
 
     Args:
         optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.
+        n_ranks: that share each chunk.
 
     Raises:
         GeminiError: manage() would refuse the model or its optimizer; the same text.
@@ -60,6 +73,7 @@ class PaperModel:
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
         precision: Precision,
+        n_ranks: int = 1,
     ) -> None:
         if optimizer is None:
             trained = [p for p in model.parameters() if p.requires_grad]
@@ -69,7 +83,7 @@ class PaperModel:
         self.device = device
         self.precision = precision.name
         self.core: Any = None
-        self.ranks: Any = None
+        self.ranks: Any = _PaperRanks(n_ranks)
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         check_modules(model, device, True)
         self.registration = Registration(self, grouped, adapter_parameters(model))  # type: ignore[arg-type]
@@ -91,9 +105,10 @@ class Planned:
     context_bytes: int
 
 
-def context_bytes(host_bytes: int) -> int:
+def context_bytes(host_bytes: int, n_ranks: int = 1) -> int:
     """Device memory of this process that is neither torch's nor ours, with `host_bytes` of pinned host memory."""
-    return _CONTEXT_BYTES + host_bytes // _BYTES_PER_PAGE_ENTRY
+    between = _COMMUNICATOR_BYTES if n_ranks > 1 else 0
+    return _CONTEXT_BYTES + host_bytes // _BYTES_PER_PAGE_ENTRY + between
 
 
 def pool_bytes(recorded: RecordedPass) -> int:
@@ -154,6 +169,14 @@ def _play(
         core.replay(list(_events(backward, machine, outside)))
 
 
+def _communicators(machine: Machine, n_ranks: int) -> dict[str, Any]:
+    """As Ranks.communicators of a run whose ranks share all chunks."""
+    if n_ranks == 1:
+        return {}
+    rate = machine.collective_rate(n_ranks)
+    return {"shard_comm": _C.comm_paper(n_ranks), "gather_rate": rate, "reduce_rate": rate}
+
+
 def plan_on_paper(
     paper: PaperModel,
     settings: Settings,
@@ -181,18 +204,20 @@ def plan_on_paper(
     is_cuda = settings.device.type == "cuda"
     budget = settings.device_budget
     has_limit = is_cuda and budget >= 0
+    n_ranks = paper.ranks.size
     core = _C.Core(
-        **settings.core_arguments(paper.registration),
+        **settings.core_arguments(paper.registration, n_ranks),
         threads=1,
         external_bytes=0,
         slack_bytes=slack(budget) if has_limit else 0,
         is_paper=True,
+        **_communicators(machine, n_ranks),
     )
     try:
         paper.core = core
         outside = None
         if is_cuda:
-            outside = context_bytes(int(core.stats()["host_bytes"])) + DRIVER_RESERVE
+            outside = context_bytes(int(core.stats()["host_bytes"]), n_ranks) + DRIVER_RESERVE
             core.set_external_bytes(outside)
         if budget >= 0 and settings.policy != "cuda":
             available = budget - (outside or 0)
@@ -203,7 +228,7 @@ def plan_on_paper(
             _play(core, recorded, machine, outside, micro_batches, is_immediate)
             context = 0
             if is_cuda:
-                context = context_bytes(int(core.stats()["host_bytes"])) + DRIVER_RESERVE
+                context = context_bytes(int(core.stats()["host_bytes"]), n_ranks) + DRIVER_RESERVE
                 core.forget_outside()
                 core.set_external_bytes(context + pool)
                 core.forget_outside()

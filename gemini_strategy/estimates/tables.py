@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gemini_strategy.report.tables import bytes_text, class_rows, count_text, render
+from gemini_strategy.report.tables import bytes_text, class_rows, count_text, rank_rows, render
 
 if TYPE_CHECKING:
     from gemini_strategy.estimates.forecast import Estimate, Refusal, Schedule
@@ -26,19 +26,21 @@ def _budget(size: int) -> str:
     return "no limit" if size < 0 else bytes_text(size)
 
 
-def _step(schedule: Schedule) -> str:
-    tokens = "" if math.isnan(schedule.tokens_per_s) else f", {schedule.tokens_per_s:,.0f} tokens/s"
-    return f"{_seconds(schedule.seconds)}{tokens}"
+def _step(schedule: Schedule, ranks: int) -> str:
+    if math.isnan(schedule.tokens_per_s):
+        return _seconds(schedule.seconds)
+    together = f" on {ranks} ranks together" if ranks > 1 else ""
+    return f"{_seconds(schedule.seconds)}, {schedule.tokens_per_s:,.0f} tokens/s{together}"
 
 
 def _binds(schedule: Schedule) -> str:
     found = schedule.verdict
     if found.is_compute:
         return "compute binds: more memory buys little"
-    return (
-        f"{found.binds} ({_seconds(found.seconds)} in a step); compute "
-        f"alone takes {_seconds(schedule.plan['compute_seconds'])}"
-    )
+    compute = f"compute alone takes {_seconds(schedule.plan['compute_seconds'])}"
+    if found.is_mixed:
+        return f"nothing takes longer than compute; {compute}"
+    return f"{found.binds} ({_seconds(found.seconds)} in a step); {compute}"
 
 
 def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]:
@@ -59,7 +61,8 @@ def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]
 
 
 def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
-    settings = estimate.settings
+    settings, n = estimate.settings, estimate.ranks
+    each, of_each = (f"{n} x ", " for each rank") if n > 1 else ("", "")
     return [
         (
             "model",
@@ -68,10 +71,16 @@ def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
         ),
         (
             "machine",
-            f"{estimate.machine.name}; device budget {_budget(settings.device_budget)}, host budget "
-            f'{_budget(settings.host_budget)}, placement_policy "{settings.policy}"',
+            f"{each}{estimate.machine.name}; device budget {_budget(settings.device_budget)}, host budget "
+            f'{_budget(settings.host_budget)}{of_each}, placement_policy "{settings.policy}"',
         ),
     ]
+
+
+def _together(estimate: Estimate, size: int) -> str:
+    """What the ranks of a host have together."""
+    n = estimate.ranks
+    return f" for each rank, {bytes_text(n * size)} for all {n}" if n > 1 else ""
 
 
 def _rows(estimate: Estimate) -> list[tuple[str, str]]:
@@ -91,8 +100,9 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
         ),
         (
             "host peak",
-            f"{bytes_text(estimate.host_peak_bytes)}, of it {bytes_text(estimate.host_bytes)} pinned; until "
-            f"manage() is done {bytes_text(estimate.model_bytes)} more if the model is built on the CPU",
+            f"{bytes_text(estimate.host_peak_bytes)}{_together(estimate, estimate.host_peak_bytes)}, of it "
+            f"{bytes_text(estimate.host_bytes)} pinned; until manage() is done {bytes_text(estimate.model_bytes)} more "
+            "if the model is built on the CPU",
         ),
         (
             "host peak, saving",
@@ -102,9 +112,10 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
     ]
     for schedule in estimate.schedules:
         rows += [
-            (_WHEN[schedule.when], _step(schedule)),
+            (_WHEN[schedule.when], _step(schedule, estimate.ranks)),
             ("  what binds", _binds(schedule)),
         ]
+    rows += rank_rows(estimate.stats, first.plan)
     rows += class_rows(first.plan)
     rows += [("more memory", gain) for gain in estimate.gains]
     return rows

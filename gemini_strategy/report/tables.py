@@ -39,6 +39,7 @@ __all__ = [
     "host_resident_bytes",
     "plan_of",
     "plan_table",
+    "rank_rows",
     "report",
     "result_table",
     "seconds_text",
@@ -341,7 +342,7 @@ def _expected(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, fl
     }
 
 
-def _rank_rows(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Row]:
+def rank_rows(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Row]:
     """What several ranks add: who shares, what is gathered, how long collectives take."""
     if stats.get("shards", 1) * stats.get("replicas", 1) == 1:
         return []
@@ -350,10 +351,12 @@ def _rank_rows(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Row]:
         if plan["comm_seconds"]
         else "collectives are taken to cost no time"
     )
+    n = stats["replicas"]
+    replicas = f", in each of {n} replicas" if n > 1 else ""
     return [
         (
             "ranks",
-            f"{stats['shards']} share each chunk, {stats['replicas']} replicas; {collectives}",
+            f"{stats['shards']} share each chunk{replicas}; {collectives}",
         ),
         (
             "whole chunks",
@@ -408,7 +411,7 @@ def plan_rows(
         ("schedule", _SCHEDULES[plan["when"]]),
         *class_rows(plan),
         ("rings", (", ".join(rings) or "none") + prefetch),
-        *_rank_rows(stats, plan),
+        *rank_rows(stats, plan),
         ("device peak", peak),
         ("host memory", _of_budget(expected["host_bytes"], about["host_budget"])),
         (

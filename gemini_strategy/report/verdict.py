@@ -23,6 +23,7 @@ _ADVICE = {
     "host": "a larger device_budget (fewer updates on the host), more cores, or more tokens in a step",
     "comm": "fewer and larger steps, or a larger device_budget (more gathered weights are kept)",
 }
+_MIXED = "a larger device_budget (less is copied and updated while compute waits), or more tokens in a step"
 _FREE = 0.05  # of a step over compute: less is no reason to change anything
 
 
@@ -34,21 +35,28 @@ class Verdict:
         resource: "compute", "h2d", "d2h", "host" or "comm": the one that a step uses longest.
         seconds: of it in a step.
         over_compute: how much longer than compute alone the step is, as a share of compute.
+        moves: whether anything is copied, updated on the host or summed over ranks.
     """
 
     resource: str
     seconds: float
     over_compute: float
+    moves: bool = True
 
     @property
     def is_compute(self) -> bool:
         """Nothing that could be given would make the step shorter by much."""
-        return self.over_compute <= _FREE
+        return self.over_compute <= _FREE or not self.moves
+
+    @property
+    def is_mixed(self) -> bool:
+        """Compute takes longest, and yet some of the rest is not under it."""
+        return self.resource == "compute" and not self.is_compute
 
     @property
     def advice(self) -> str:
         """What would make the step shorter."""
-        return _ADVICE[self.resource]
+        return _MIXED if self.is_mixed else _ADVICE[self.resource]
 
     @property
     def words(self) -> str:
@@ -67,7 +75,8 @@ def verdict(plan: Mapping[str, Any]) -> Verdict:
     over = plan["step_seconds"] / compute - 1.0 if compute > 0 else 0.0
     if over <= _FREE:
         resource = "compute"
-    return Verdict(resource, plan[f"{resource}_seconds"], over)
+    moves = any(plan.get(f"{name}_seconds", 0.0) > 0 for name in _RESOURCES if name != "compute")
+    return Verdict(resource, plan[f"{resource}_seconds"], over, moves)
 
 
 def sentence(plan: Mapping[str, Any]) -> str:
@@ -76,4 +85,6 @@ def sentence(plan: Mapping[str, Any]) -> str:
     if found.is_compute:
         return f"compute binds: {found.advice}"
     over = f"the step is {100 * found.over_compute:.0f} % longer than compute alone"
+    if found.is_mixed:
+        return f"nothing takes longer than compute, but {over}; what helps: {found.advice}"
     return f"{found.binds}, {over}; what helps: {found.advice}"

@@ -21,6 +21,7 @@ from gemini_strategy.estimates.machines import GPUS, Machine, machine_of
 from gemini_strategy.estimates.tensors import Live, Operations
 from gemini_strategy.machine.rates import REFERENCE
 from gemini_strategy.report.tables import host_resident_bytes
+from helpers.ranks import run_ranks, values
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -108,6 +109,38 @@ def test_what_is_planned_is_what_a_run_plans(
         assert plan["hash"] == schedule.plan["hash"]
         assert plan["device_bytes"] == schedule.plan["device_bytes"]
         assert result.host_bytes == stats["host_bytes"]
+
+
+def planned_rank(rank: int, size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    model = llama()
+    engine = gs.manage(model, torch.optim.AdamW(trained(model)), device="cpu", **arguments)
+    engine.backward(model(**INPUTS).loss)
+    engine.optimizer.step()
+    stats, plan = engine.stats(), engine._runtime.core.plan_info()
+    engine.close()
+    assert plan is not None
+    return {
+        **{key: stats[key] for key in RUN_SAYS},
+        "hash": plan["hash"],
+        "shards": stats["shards"],
+    }
+
+
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_ranks_plan_what_is_planned_for_them(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = dict.fromkeys(REFERENCE, 1.0)
+    monkeypatch.setenv("GEMINI_RATES", ",".join(f"{key}={value}" for key, value in slow.items()))
+    arguments = {"precision": "bf16-mixed", "placement_policy": policy, "device_budget": "0.8MB"}
+    result = gs.estimate(llama(), INPUTS, device="cpu", gpu=machine(**slow), ranks=2, **arguments)
+    plan = result.schedules[0].plan
+    expected = {**{key: result.stats[key] for key in RUN_SAYS}, "hash": plan["hash"], "shards": 2}
+    assert values(run_ranks(2, tmp_path, planned_rank, arguments)) == [expected] * 2
+    assert result.tokens == 2 * IDS.numel()
+    assert " 2 x test" in str(result) and "2 share each chunk" in str(result)
+    alone = gs.estimate(llama(), INPUTS, device="cpu", gpu=machine(**slow), **arguments)
+    assert 0.5 < result.host_bytes / alone.host_bytes < 0.55  # and some padding
 
 
 def test_micro_batches_are_counted_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +273,39 @@ def test_a_run_of_seven_billion_parameters_on_an_h200(monkeypatch: pytest.Monkey
     assert -0.15 < result.schedules[1].seconds / run["step_seconds"] - 1 < 0
     # Of 32 layers, each run twice and once backwards. No seconds are asked for: machines differ.
     assert 10_000 < len(operations) < 25_000
+
+
+def test_a_run_of_eight_billion_parameters_on_four_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a run that is kept: 72 GB for each rank, 4,096 tokens, clipped."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from llama import LLAMAS, meta_llama
+
+    lines = (ROOT / "benchmarks/results/sharded_h200.jsonl").read_text().splitlines()
+    run = next(r for r in map(json.loads, lines) if r["name"] == "gemini-auto@72GB")
+    model = meta_llama(LLAMAS[run["model"]], run["length"], False, torch.bfloat16)
+    ids = torch.empty((1, run["length"]), dtype=torch.long, device="meta")
+    result = gs.estimate(
+        model,
+        {"input_ids": ids, "labels": ids},
+        gpu="h200",
+        ranks=run["gpus"],
+        rates=run["plan"]["rates"],
+        precision="bf16-true",
+        device_budget=run["budget"],
+    )
+    assert result.stats["layout_hash"] == run["stats"]["layout_hash"]
+    assert result.host_bytes == run["stats"]["host_bytes"]
+    assert abs(result.device_peak_bytes / run["device_peak_bytes"] - 1) < 0.002
+    # The time of compute is too short by more, of which the ranks are no part: collectives run under it.
+    assert 0.75 < result.schedules[0].seconds / run["step_seconds"] < 1
+    assert result.tokens == run["gpus"] * run["tokens_per_gpu"]
+
+
+def test_links_are_what_collectives_get() -> None:
+    assert machine_of("h200").collective_rate(4) == pytest.approx(300e9)  # measured: 294 to 304
+    assert machine_of("rtx4090").collective_rate(2) == pytest.approx(32e9)
+    assert machine_of("h200", {"link": 1e9}).collective_rate(2) == 2e9
+    assert machine().collective_rate(2) == 0.0
 
 
 @pytest.mark.parametrize(

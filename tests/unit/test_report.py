@@ -319,7 +319,10 @@ def test_plan_table_of_several_ranks() -> None:
         "unreduced_ring_bytes": GB // 2,
     }
     rows = dict(tables.plan_rows(ABOUT, stats, plan))
-    assert rows["ranks"] == "4 share each chunk, 2 replicas; 120 ms of collectives in a step"
+    assert (
+        rows["ranks"]
+        == "4 share each chunk, in each of 2 replicas; 120 ms of collectives in a step"
+    )
     assert rows["whole chunks"] == (
         "3 stay gathered, 2 GB; rings: gathered 1 GB, gradients before their sum 500 MB"
     )
