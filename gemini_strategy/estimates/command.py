@@ -15,6 +15,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.estimates.forecast import estimate
 from gemini_strategy.estimates.hugging_face import build_model
 from gemini_strategy.estimates.machines import GPUS
+from gemini_strategy.estimates.quantized import KINDS
 from gemini_strategy.precision import PRECISIONS
 
 __all__ = ["add_arguments", "execute"]
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="train adapters of this rank alone, on all linear layers",
     )
+    add("--quantized", choices=KINDS, help="the linear layers' weights, with --lora: QLoRA")
     add("--attention", default="sdpa", help="attn_implementation of the model (sdpa)")
     add("--gpu", help=f"one of {', '.join(GPUS)} (the one that is here)")
     add("--rates", metavar="FILE", help="measured rates as JSON, in the place of the table's")
@@ -56,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Prints the estimate; 0 if it fits, 1 if not, 2 where there is none."""
     try:
-        model: Any = build_model(Path(arguments.config), arguments.attention, arguments.lora)
+        model: Any = build_model(
+            Path(arguments.config), arguments.attention, arguments.lora, arguments.quantized
+        )
         if arguments.checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}

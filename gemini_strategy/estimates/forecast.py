@@ -82,7 +82,7 @@ class Estimate:
     All bytes are of one rank.
 
     Attributes:
-        model: the class's name; parameters and trained: how many there are.
+        model: the class's name; parameters and trained: how many elements there are, quantized ones as they are stored.
         machine: what the figures are of.
         settings: what manage() would make of the arguments, budgets among them.
         refusals: why it cannot work; () if it can.
@@ -98,6 +98,7 @@ class Estimate:
         stats: what the core says, of it chunks, layout_hash, state_bytes and weight_bytes as engine.stats() will.
         tokens: of a step, of all ranks; 0: not known.
         ranks: that share each chunk, each with a GPU of its own.
+        is_quantized: there are quantized parameters.
         gains: what more memory would buy, in words.
         sweep: the same for each device budget that was asked for beside.
     """
@@ -121,6 +122,7 @@ class Estimate:
     stats: Mapping[str, int | float] = field(default_factory=dict)
     tokens: int = 0
     ranks: int = 1
+    is_quantized: bool = False
     gains: tuple[str, ...] = ()
     sweep: tuple[Estimate, ...] = ()
 
@@ -168,6 +170,7 @@ class _Forecaster:
         self.recorded = recorded
         self.machine = machine
         self.micro_batches = micro_batches
+        self._least: dict[Settings, int | None] = {}
         self._tried: dict[tuple[Settings, str], Planned | str] = {}
         self.pool = pool_bytes(recorded) if paper.device.type == "cuda" else 0
         is_half = any(s.dtype is torch.float16 and s.has_moments for s in paper.registration.slots)
@@ -234,7 +237,14 @@ class _Forecaster:
         return found
 
     def least_device(self, settings: Settings) -> int | None:
-        """The least device budget with a plan, to about 1 %; None: none is enough."""
+        """The least device budget with a plan, to about 1 %; None: none is enough. Found once for all that are less."""
+        key = replace(settings, device_budget=0)
+        least = self._least.get(key, 0)
+        if key not in self._least or (least is not None and least <= settings.device_budget):
+            self._least[key] = self._find_least(settings)
+        return self._least[key]
+
+    def _find_least(self, settings: Settings) -> int | None:
         low = settings.device_budget  # does not suffice
         if isinstance(self.try_budget(replace(settings, device_budget=_plenty(settings))), str):
             return None
@@ -265,7 +275,7 @@ def _gains(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule])
             replace(settings, device_budget=settings.device_budget + _MORE_DEVICE)
         )
         parts = [
-            f"{100 * (1 - new.seconds / old.seconds):.0f} % of the {old.when} step"
+            f"{100 * max(1 - new.seconds / old.seconds, 0.0):.0f} % of the {old.when} step"
             for old, new in zip(now, more, strict=False)
         ]
         found.append(
@@ -289,6 +299,7 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
         pool_bytes=forecaster.pool,
         tokens=recorded.tokens * forecaster.micro_batches * paper.ranks.size,
         ranks=paper.ranks.size,
+        is_quantized=any(slot.is_raw for slot in slots),
     )
     refusals = forecaster.refusals(settings)
     if refusals:

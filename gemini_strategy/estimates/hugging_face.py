@@ -9,20 +9,27 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.estimates.quantized import pack_linears
 
 __all__ = ["build_model"]
 
+_HEADS = ("lm_head",)  # which no package quantizes if it is not asked to
 
-def build_model(config: Path, attention: str, lora: int | None = None) -> nn.Module:
+
+def build_model(
+    config: Path, attention: str, lora: int | None = None, quantized: str | None = None
+) -> nn.Module:
     """A causal language model on the meta device, in training mode.
 
     Args:
         config: a Hugging Face folder, or its config.json.
         attention: of transformers' implementations.
         lora: the rank of adapters on all linear layers, which alone are trained; None: everything is.
+        quantized: the linear layers' weights are of this kind (of quantized.KINDS); None: as the configuration says.
 
     Raises:
-        GeminiError: transformers or peft is missing, or there is no configuration.
+        GeminiError: transformers or peft is missing, there is no configuration, or it has quantized weights of another
+            kind, or weights that are quantized and to be trained.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,8 +41,15 @@ def build_model(config: Path, attention: str, lora: int | None = None) -> nn.Mod
         raise GeminiError(f"{config} is not there: give a Hugging Face folder or its config.json")
     about = AutoConfig.from_pretrained(config, attn_implementation=attention, local_files_only=True)
     about.use_cache = False
+    kind, keeps, is_double = _quantization(about, quantized)
+    if kind is not None and lora is None:
+        raise GeminiError(
+            f"weights that are quantized ({kind}) are not trained: give --lora RANK, for adapters that are"
+        )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(about)
+        if kind is not None:
+            pack_linears(model, kind, keeps, is_double)
         if lora is not None:
             try:
                 from peft import LoraConfig, get_peft_model
@@ -43,3 +57,20 @@ def build_model(config: Path, attention: str, lora: int | None = None) -> nn.Mod
                 raise GeminiError("--lora needs peft: pip install peft") from error
             model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
     return model.train()
+
+
+def _quantization(about: Any, asked: str | None) -> tuple[str | None, tuple[str, ...], bool]:
+    """(kind or None, layers that keep their weights, whether scales are quantized): asked for, or as configured."""
+    own = getattr(about, "quantization_config", None) or {}
+    own = own if isinstance(own, dict) else own.to_dict()
+    keeps = tuple(own.get("llm_int8_skip_modules") or _HEADS)
+    if asked is not None or not own:
+        return asked, keeps, bool(own.get("bnb_4bit_use_double_quant"))
+    if own.get("load_in_4bit"):
+        return "nf4", keeps, bool(own.get("bnb_4bit_use_double_quant"))
+    if own.get("load_in_8bit"):
+        return "int8", keeps, False
+    raise GeminiError(
+        f"the configuration has weights quantized by {own.get('quant_method')!r}, of which nothing is known here: "
+        "--quantized nf4 or int8 says how many bytes they have"
+    )

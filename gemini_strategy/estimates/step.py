@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.estimates.cuda_rules import CudaRules
+from gemini_strategy.estimates.quantized import multiplied
 from gemini_strategy.estimates.tensors import Live, Operations, Work
+from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.hooks import is_compiled
 from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.slot import FORMATS
@@ -178,14 +180,22 @@ class _Recorder:
             tensor = packed.unpack(packed.packed)
             self.note("RESUME", node, task)
             return tensor
-        if task >= 0 and task not in self._tasks:
-            self._tasks.add(task)
-            _torch.execution_engine.queue_callback(functools.partial(self.note, "END", task))
-        self.note("UNPACK", packed.index, node, task)
+        self._touch(packed.index, node, task)
         parameter = self.parameters[packed.index].detach()
         if packed.dtype is not parameter.dtype:
             parameter = parameter.view(packed.dtype)
         return parameter.as_strided(packed.shape, packed.strides, packed.offset)
+
+    def _touch(self, index: int, node: int, task: int) -> None:
+        if task >= 0 and task not in self._tasks:
+            self._tasks.add(task)
+            _torch.execution_engine.queue_callback(functools.partial(self.note, "END", task))
+        self.note("UNPACK", index, node, task)
+
+    def touch(self, indices: Sequence[int]) -> None:
+        """The running backward node needs these parameters, which nothing has saved for it."""
+        for index in indices:
+            self._touch(index, _node_key(), _torch.current_task())
 
     # ---- gradients ----
 
@@ -242,8 +252,8 @@ def _replaced(model: nn.Module, recorder: _Recorder, registration: Registration)
     try:
         for table in tables:
             for name, tensor in table.items():
-                if tensor is None:
-                    continue
+                if tensor is None or quantized.is_wrapper(tensor):
+                    continue  # whose parts have slots of their own: see multiplied()
                 if id(tensor) not in fakes:  # a buffer
                     fakes[id(tensor)] = torch.empty_like(tensor, device="cpu")
                     recorder.live.note(fakes[id(tensor)])
@@ -326,6 +336,7 @@ def record(
         stack.enter_context(_without_padding())
         stack.enter_context(mode)
         stack.enter_context(_replaced(model, recorder, registration))
+        stack.enter_context(multiplied(registration, live, recorder.touch))
         for handle in recorder.install():
             stack.callback(handle.remove)
         recorder.result.kept_bytes = live.now

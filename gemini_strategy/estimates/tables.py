@@ -62,12 +62,13 @@ def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]
 
 def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
     settings, n = estimate.settings, estimate.ranks
+    packed = "; quantized ones count as they are stored" if estimate.is_quantized else ""
     each, of_each = (f"{n} x ", " for each rank") if n > 1 else ("", "")
     return [
         (
             "model",
             f"{estimate.model}, {count_text(estimate.parameters)} parameters, {count_text(estimate.trained)} trained, "
-            f"{settings.precision.name or 'as built'}",
+            f"{settings.precision.name or 'as built'}{packed}",
         ),
         (
             "machine",

@@ -408,6 +408,10 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "way out" in capsys.readouterr().out
     assert cli.main([*words, "--lora", "4"]) == 0
     assert "trained, bf16-mixed" in capsys.readouterr().out
+    assert cli.main([*words, "--lora", "4", "--quantized", "nf4", "--ranks", "2"]) == 0
+    assert " 2 x rtx4090" in capsys.readouterr().out
+    assert cli.main([*words, "--quantized", "nf4"]) == 2
+    assert "give --lora RANK" in capsys.readouterr().err
     assert cli.main([*words, "--device-budget", "24"]) == 2
     assert 'did you mean "24GB"?' in capsys.readouterr().err
     assert cli.main(["estimate", str(folder / "nothing")]) == 2
