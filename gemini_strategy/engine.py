@@ -445,17 +445,11 @@ class Engine(Uncopied):
     # ---- the rest ----
 
     def stats(self) -> dict[str, int | float]:
-        """Plain numbers about the run so far. Bytes are bytes; counts are since manage().
+        """Plain numbers about the run so far, in groups: steps, model, memory, since manage(), plan, ranks, foretold.
 
-        Keys: steps, skipped_steps, loss_scale, parameters, chunks, settled_chunks, blocks, fetches, evictions,
-        fetched_bytes, evicted_bytes (written back), device_bytes and device_peak_bytes (of blocks),
-        device_budget_bytes (-1: none), host_bytes, host_pin_seconds, mapping_seconds (of the host, for blocks),
-        settling (1: another plan may come), state_bytes (the training state: weights, optimizer states and gradients,
-        padding included), weight_bytes, leases, layout_hash; and the medians over the last 32 steps that
-        report.StepMeter names (NaN: not measured). On CUDA total_peak_bytes: of everything on the device, others
-        included, the driver's figure. With a plan what it foretells: predicted_step_seconds, predicted_bound_seconds
-        (perfect overlap), compute_seconds, predicted_device_peak_bytes, predicted_host_peak_bytes (of the whole
-        process; on the CPU without activations).
+        docs/tuning.md has a table of all names.
+
+        Bytes are bytes, times seconds, counts since manage(); medians are over the last 32 steps (NaN: not measured).
         """
         return self._runtime.stats()
 

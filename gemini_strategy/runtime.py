@@ -36,7 +36,7 @@ from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.report.progress import progress
-from gemini_strategy.report.reporting import Reporting
+from gemini_strategy.report.reporting import STATS, Reporting
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import StepInBackward
 from gemini_strategy.weights.loading import Loading
@@ -544,7 +544,7 @@ class Runtime(Uncopied, Reporting):
     def stats(self) -> dict[str, int | float]:
         """See Engine.stats."""
         self.check_open()
-        return {
+        found = {
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
@@ -552,3 +552,4 @@ class Runtime(Uncopied, Reporting):
             **self.core.stats(),
             **self.figures(),
         }
+        return {name: found[name] for names in STATS.values() for name in names if name in found}

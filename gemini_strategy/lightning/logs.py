@@ -22,7 +22,7 @@ LOGGED = {
     "stall_percent": "gemini/stall_percent",
     "h2d_gb_s": "gemini/h2d_gb_s",
     "d2h_gb_s": "gemini/d2h_gb_s",
-    "host_adam_s": "gemini/host_adam_s",
+    "host_adam_seconds": "gemini/host_adam_seconds",
     "device_peak_bytes": "gemini/device_peak_bytes",
     "host_peak_bytes": "gemini/host_peak_bytes",
 }

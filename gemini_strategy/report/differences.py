@@ -73,8 +73,8 @@ def _step(found: Compared, key: str) -> str:
     ):
         if found.measured.get(count, 0):
             causes.append(text.format(found.measured[count]))
-    if found.ratio("host_adam_s") > 1 + _FAR:
-        causes.append(f"CPU Adam took {100 * (found.ratio('host_adam_s') - 1):.0f} % longer")
+    if found.ratio("host_adam_seconds") > 1 + _FAR:
+        causes.append(f"CPU Adam took {100 * (found.ratio('host_adam_seconds') - 1):.0f} % longer")
     for rate, where in (("h2d_gb_s", "to"), ("d2h_gb_s", "from")):
         times = found.bytes_ratio(rate)
         if times > 1 + _FAR:
@@ -138,7 +138,7 @@ _REASONS: dict[str, Callable[[Compared, str], str]] = {
     "stall_percent": _with_step,
     "h2d_gb_s": _rate,
     "d2h_gb_s": _rate,
-    "host_adam_s": _host_adam,
+    "host_adam_seconds": _host_adam,
     "device_peak_bytes": _device_peak,
     "host_bytes": _homes,
     "host_peak_bytes": _host_peak,

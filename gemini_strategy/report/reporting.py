@@ -12,7 +12,71 @@ from gemini_strategy.report import tables
 from gemini_strategy.report.first_step import FirstStep
 from gemini_strategy.report.timeline import Recording
 
-__all__ = ["Reporting"]
+__all__ = ["STATS", "Reporting"]
+
+# What stats() has, group after group; docs/tuning.md says what each is. The last of "memory" is there on CUDA only, the
+# last group with a plan.
+STATS: dict[str, tuple[str, ...]] = {
+    "steps": (
+        "steps",
+        "skipped_steps",
+        "loss_scale",
+        "step_seconds",
+        "tokens_per_step",
+        "tokens_per_s",
+        "stall_percent",
+        "host_adam_seconds",
+        "h2d_gb_s",
+        "d2h_gb_s",
+    ),
+    "model": ("parameters", "weight_bytes", "state_bytes", "chunks", "blocks", "layout_hash"),
+    "memory": (
+        "device_budget_bytes",
+        "device_bytes",
+        "device_peak_bytes",
+        "outside_peak_bytes",
+        "host_bytes",
+        "host_peak_bytes",
+        "leases",
+        "total_peak_bytes",
+    ),
+    "since manage()": (
+        "fetches",
+        "fetched_bytes",
+        "evictions",
+        "evicted_bytes",
+        "host_pin_seconds",
+        "mapping_seconds",
+    ),
+    "plan": (
+        "planned",
+        "settling",
+        "plans",
+        "plan_breaks",
+        "traces",
+        "deviations",
+        "replay_waits",
+        "settled_chunks",
+        "pending_updates",
+        "immediate_updates",
+    ),
+    "ranks": (
+        "rank",
+        "shards",
+        "replicas",
+        "gathers",
+        "gathered_bytes",
+        "reduces",
+        "reduced_bytes",
+    ),
+    "foretold": (
+        "predicted_step_seconds",
+        "predicted_bound_seconds",
+        "predicted_compute_seconds",
+        "predicted_device_peak_bytes",
+        "predicted_host_peak_bytes",
+    ),
+}
 
 _log = logging.getLogger("gemini_strategy")
 
@@ -80,7 +144,7 @@ class Reporting:
         self._total_peak_bytes = max(self._total_peak_bytes, total - free)
 
     def figures(self) -> dict[str, float]:
-        """What stats() says beside counts: see there."""
+        """What stats() says beside the core's counts: see STATS."""
         figures: dict[str, float] = self.meter.figures()
         if self._total_peak_bytes:
             figures["total_peak_bytes"] = self._total_peak_bytes
@@ -92,7 +156,7 @@ class Reporting:
                 "predicted_bound_seconds": plan["bound_seconds"],
                 "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
                 "predicted_host_peak_bytes": self._host_peak_bytes(plan, core),
-                "compute_seconds": plan["compute_seconds"],
+                "predicted_compute_seconds": plan["compute_seconds"],
             }
         return figures
 

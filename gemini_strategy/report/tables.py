@@ -159,7 +159,7 @@ class StepMeter:
             "seconds": self._clock(),
             "h2d_bytes": float(stats.get("fetched_bytes", _NAN)),
             "d2h_bytes": float(stats.get("evicted_bytes", _NAN)),
-            "host_adam_s": float(stats.get("host_adam_seconds", _NAN)),
+            "host_adam_seconds": float(stats.get("host_adam_seconds", _NAN)),
         }
         if self._last is not None:
             step = {key: value - self._last[key] for key, value in now.items()}
@@ -191,7 +191,7 @@ class StepMeter:
         """Medians over the window.
 
         Keys: step_seconds, tokens_per_step, tokens_per_s, stall_percent (of the step, without compute),
-        h2d_gb_s and d2h_gb_s (10^9 bytes per second of the step, not of the copy), host_adam_s (seconds of CPU
+        h2d_gb_s and d2h_gb_s (10^9 bytes per second of the step, not of the copy), host_adam_seconds (seconds of CPU
         Adam in a step), host_peak_bytes. NaN: not measured (yet).
         """
         seconds = self._median("seconds")
@@ -204,7 +204,7 @@ class StepMeter:
             "stall_percent": self._median("stall_percent"),
             "h2d_gb_s": self._median("h2d_bytes") * per_second / 1e9,
             "d2h_gb_s": self._median("d2h_bytes") * per_second / 1e9,
-            "host_adam_s": self._median("host_adam_s"),
+            "host_adam_seconds": self._median("host_adam_seconds"),
             "host_peak_bytes": host_peak_bytes(),
         }
 
@@ -335,7 +335,7 @@ def _expected(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, fl
         "stall_percent": 100.0 * max(stall, 0.0),  # NaN stays NaN in this order
         "h2d_gb_s": plan["h2d_bytes"] / step / 1e9,
         "d2h_gb_s": plan["d2h_bytes"] / step / 1e9,
-        "host_adam_s": plan["host_seconds"],
+        "host_adam_seconds": plan["host_seconds"],
         "device_peak_bytes": plan["device_bytes"] + _outside_bytes(stats, plan),
         "host_bytes": plan.get("host_bytes", stats.get("host_bytes", _NAN)),
         "host_peak_bytes": stats.get("predicted_host_peak_bytes", _NAN),
@@ -438,7 +438,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("stall", "stall_percent", _percent),
     ("H2D over the step", "h2d_gb_s", _gb_s),
     ("D2H over the step", "d2h_gb_s", _gb_s),
-    ("CPU Adam in a step", "host_adam_s", seconds_text),
+    ("CPU Adam in a step", "host_adam_seconds", seconds_text),
     ("device peak", "device_peak_bytes", bytes_text),
     ("host memory", "host_bytes", bytes_text),
     ("host, whole process", "host_peak_bytes", bytes_text),

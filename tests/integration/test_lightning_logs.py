@@ -17,7 +17,7 @@ KEYS = {
     "gemini/stall_percent",
     "gemini/h2d_gb_s",
     "gemini/d2h_gb_s",
-    "gemini/host_adam_s",
+    "gemini/host_adam_seconds",
     "gemini/device_peak_bytes",
     "gemini/host_peak_bytes",
 }

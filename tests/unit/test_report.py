@@ -37,7 +37,7 @@ STATS: dict[str, Any] = {
     "stall_percent": 25.0,
     "h2d_gb_s": 40.0,
     "d2h_gb_s": 20.0,
-    "host_adam_s": 0.5,
+    "host_adam_seconds": 0.5,
     "host_peak_bytes": 49 * GB,
 }
 RATES = {
@@ -141,7 +141,7 @@ def test_meter_takes_differences_from_step_to_step() -> None:
         "stall_percent": 20.0,
         "h2d_gb_s": 8.0,
         "d2h_gb_s": 2.0,
-        "host_adam_s": 0.125,
+        "host_adam_seconds": 0.125,
     }
 
 
@@ -170,7 +170,7 @@ def test_meter_says_nan_for_what_it_does_not_know() -> None:
         "tokens_per_s",
         "stall_percent",
         "d2h_gb_s",
-        "host_adam_s",
+        "host_adam_seconds",
     }
     clock.now += 1.0
     meter.step({"fetched_bytes": 0}, 3.0)  # a compute time beyond the step is no negative stall
@@ -364,7 +364,7 @@ def test_result_table_without_a_plan_or_a_measurement() -> None:
     rows = rows_of(step_seconds=math.nan, tokens_per_step=math.nan, tokens_per_s=math.nan)
     assert rows["step"] == ("800 ms", "-", "-") and rows["tokens/s"] == ("-", "-", "-")
     assert "of perfect overlap" not in rows
-    rows = rows_of(PLAN | {"host_seconds": 0.0}, host_adam_s=0.0)
+    rows = rows_of(PLAN | {"host_seconds": 0.0}, host_adam_seconds=0.0)
     assert rows["CPU Adam in a step"] == ("0 s", "0 s", "-")  # no percent of nothing
 
 
@@ -380,7 +380,7 @@ def as_planned(seconds: float) -> dict[str, float]:
         "stall_percent": 100 * max(0.0, 1 - 0.75 / seconds),
         "h2d_gb_s": 32 / seconds,
         "d2h_gb_s": 16 / seconds,
-        "host_adam_s": 0.4,
+        "host_adam_seconds": 0.4,
     }
 
 
@@ -399,7 +399,9 @@ def test_a_longer_step_has_its_reasons() -> None:
     assert "CPU" not in found["step"]
     assert found["H2D over the step"] == "the planned bytes in a longer step"
     found = reasons_of(
-        **as_planned(1.0) | {"host_adam_s": 0.6, "h2d_gb_s": 48.0}, plan_breaks=3, deviations=0
+        **as_planned(1.0) | {"host_adam_seconds": 0.6, "h2d_gb_s": 48.0},
+        plan_breaks=3,
+        deviations=0,
     )
     assert found["step"] == (
         "the plan was left 3 times since the beginning, and then steps are served on demand; "

@@ -75,7 +75,7 @@ def test_close_ends_a_recording(tmp_path: Path) -> None:
 def test_stall_is_known_while_a_plan_is_followed() -> None:
     engine, _ = trained(None)
     stats = engine.stats()
-    assert stats["planned"] and stats["compute_seconds"] > 0
+    assert stats["planned"] and stats["predicted_compute_seconds"] > 0
     assert 0 <= stats["stall_percent"] < 100
     assert "total_peak_bytes" not in stats  # there is no driver to ask
     engine.close()
