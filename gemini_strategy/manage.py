@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,13 @@ from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.runtime import Runtime
 from gemini_strategy.settings import Settings
-from gemini_strategy.sizes import ChunkSizes, parse_bytes, parse_device_budget, physical_memory
+from gemini_strategy.sizes import (
+    ChunkSizes,
+    parse_bytes,
+    parse_device_budget,
+    physical_memory,
+    size_text,
+)
 from gemini_strategy.weights.loading import Weights
 
 __all__ = ["engine_of", "manage"]
@@ -106,7 +113,8 @@ def manage(
             everything this process holds there counts, activations included; on the host device what
             the engine places there. None: what the device has.
         host_budget: bytes of host memory for weights, states and gradients, of this rank; a fraction is one of its
-            even share of the host. None: what the host has; of several ranks on it each has an even share.
+            even share of the host. None: what the host has; of several ranks on it each has an even share. More than
+            the machine has, or than this process's control group allows, counts as that, with a warning.
         placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
             on the host; "auto": as much as fits.
         precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
@@ -196,7 +204,9 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
     memory = physical_memory() if share.memory is None else share.memory
     host_budget = -1 if ranks.local_size == 1 else memory
     if given["host_budget"] is not None:
-        host_budget = parse_bytes(given["host_budget"], memory, "host_budget")
+        host_budget = _within_machine(
+            parse_bytes(given["host_budget"], memory, "host_budget"), ranks.local_rank == 0
+        )
     return Settings(
         device=device,
         precision=Precision(given["precision"]),
@@ -223,6 +233,21 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
         weights=given["weights"],
         missing=given["missing"],
     )
+
+
+def _within_machine(host_budget: int, tells: bool) -> int:
+    """A budget that is given is believed up to what the machine has."""
+    there = physical_memory()
+    if host_budget <= there:
+        return host_budget
+    if tells:
+        warnings.warn(
+            f"host_budget is {size_text(host_budget)}, and this machine, or the control group of this process, has "
+            f"{size_text(there)}: that counts",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return there
 
 
 def _find_device(device: torch.device | str | None) -> torch.device:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 from gemini_strategy import _C
 
-__all__ = ["ChunkSizes", "parse_bytes", "parse_device_budget", "physical_memory"]
+__all__ = ["ChunkSizes", "parse_bytes", "parse_device_budget", "physical_memory", "size_text"]
 
 _MIB = 1 << 20
 _BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
@@ -43,7 +42,7 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
         unit = match.group(2).upper() if match else None
         if match is None or unit not in _UNITS:
             raise ValueError(f"{hint}; cannot read {size!r}")
-        size = int(float(match.group(1)) * _UNITS[unit])
+        size = round(float(match.group(1)) * _UNITS[unit])
     elif isinstance(size, bool) or not isinstance(size, int | float):
         raise ValueError(f"{hint}; got {size!r}")
     elif isinstance(size, float):
@@ -58,9 +57,27 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
     return size
 
 
+def size_text(n_bytes: int, *, is_wanted: bool = False) -> str:
+    """Bytes with four digits in powers of 1000, "1.053 MB", as the core has them in its texts (csrc/base/base.h).
+
+    Args:
+        is_wanted: rounded up, so that it suffices; else down: what there is.
+    """
+    units, whole = ("B", "kB", "MB", "GB", "TB", "PB"), 1
+    while n_bytes // whole >= 1000:
+        whole *= 1000
+    digits = 3 - min(len(str(n_bytes // whole)) - 1, 2)
+    step = max(whole // 10**digits, 1)
+    n = -(-n_bytes // step) if is_wanted else n_bytes // step
+    if step == whole:
+        return f"{n} B"
+    of_unit = whole // step
+    return f"{n // of_unit}.{n % of_unit:0{digits}} {units[len(str(whole)) // 3]}"
+
+
 def physical_memory() -> int:
-    """Bytes of memory that the machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that the machine has, or that this process's control groups allow."""
+    return int(_C.host_topology()["total"])
 
 
 def parse_device_budget(

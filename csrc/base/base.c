@@ -24,6 +24,41 @@ gm_status gm_fail(gm_status status, const char *format, ...)
     return status;
 }
 
+static gm_size_text size_text(size_t bytes, bool is_up)
+{
+    static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB", "EB"};
+    gm_size_text out;
+    size_t unit = 0, whole = 1; /* `whole` bytes are one of the unit */
+    while (bytes / whole >= 1000) {
+        whole *= 1000;
+        unit++;
+    }
+    unsigned digits = bytes / whole >= 100 ? 1 : bytes / whole >= 10 ? 2 : 3;
+    size_t step = whole; /* bytes of the last digit */
+    for (unsigned i = 0; i < digits && step > 1; i++) {
+        step /= 10;
+    }
+    size_t n = bytes / step + (is_up && bytes % step != 0);
+    size_t of_unit = whole / step;
+    if (of_unit == 1) {
+        (void)snprintf(out.text, sizeof out.text, "%zu %s", n, units[unit]);
+    } else {
+        (void)snprintf(out.text, sizeof out.text, "%zu.%0*zu %s", n / of_unit, (int)digits,
+                       n % of_unit, units[unit]);
+    }
+    return out;
+}
+
+gm_size_text gm_wanted(size_t bytes)
+{
+    return size_text(bytes, true);
+}
+
+gm_size_text gm_there(size_t bytes)
+{
+    return size_text(bytes, false);
+}
+
 const char *gm_last_error(void)
 {
     return error_text;

@@ -29,6 +29,14 @@ gm_status gm_fail(gm_status status, const char *format, ...)
 /* The text of this thread's latest failure; never NULL; valid until the thread's next failure. */
 const char *gm_last_error(void);
 
+/* A size for people, with four digits in powers of 1000, as budgets are given: "25.77 GB".  What is wanted is rounded up
+ * (gm_wanted) and what there is down (gm_there), so that the two never read alike where one exceeds the other. */
+typedef struct gm_size_text {
+    char text[72];
+} gm_size_text;
+gm_size_text gm_wanted(size_t bytes);
+gm_size_text gm_there(size_t bytes);
+
 #define GM_FAIL(status, ...) gm_fail((status), __VA_ARGS__)
 #define GM_TRY(call)                       \
     do {                                   \

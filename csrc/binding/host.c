@@ -166,8 +166,9 @@ PyDoc_STRVAR(host_topology_doc,
              "This host: 'cores', a list of (number, NUMA node or -1, lowest number among the\n"
              "hardware threads of the same core); 'mask', the cores that this thread may use;\n"
              "'quota', how many cores' time this process's control groups grant, 0.0 for no\n"
-             "limit; 'memory', bytes of host memory that may still be taken.  All but the mask\n"
-             "are read below the folder root.");
+             "limit; 'memory', bytes of host memory that may still be taken, and 'total', that\n"
+             "there are, within the control groups' limits.  All but the mask are read below the\n"
+             "folder root.");
 static PyObject *host_topology(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -195,8 +196,9 @@ static PyObject *host_topology(PyObject *module, PyObject *args)
     }
     mask_list = list_of(mask, n_mask);
     if (core_list && mask_list) {
-        result = Py_BuildValue("{s:O,s:O,s:d,s:n}", "cores", core_list, "mask", mask_list, "quota",
-                               gm_topology_quota(root), "memory", (Py_ssize_t)available);
+        result = Py_BuildValue("{s:O,s:O,s:d,s:n,s:n}", "cores", core_list, "mask", mask_list,
+                               "quota", gm_topology_quota(root), "memory", (Py_ssize_t)available,
+                               "total", (Py_ssize_t)total);
     }
 done:
     Py_XDECREF(core_list);

@@ -219,19 +219,20 @@ static gm_status give_pages(host_device *dev, size_t index)
     GM_TRY(gm_host_available(&available));
     if (bytes > available) {
         return GM_FAIL(GM_ERR_NOMEM,
-                       "host device: a block of %zu bytes wanted, %zu bytes of host memory "
-                       "available, %zu blocks held",
-                       bytes, available, dev->n_used);
+                       "host device: a block of %s wanted, %s of host memory available, %zu blocks "
+                       "held",
+                       gm_wanted(bytes).text, gm_there(available).text, dev->n_used);
     }
     int failed;
     do {
         failed = fallocate(dev->fd, 0, (off_t)(index * bytes), (off_t)bytes);
     } while (failed && errno == EINTR);
     if (failed && errno != EOPNOTSUPP && errno != ENOSYS) {
-        return GM_FAIL(errno == ENOSPC || errno == ENOMEM ? GM_ERR_NOMEM : GM_ERR_DEVICE,
-                       "host device: a block of %zu bytes wanted, %zu seemed available, but the "
-                       "kernel says: %s",
-                       bytes, available, strerror(errno));
+        return GM_FAIL(
+            errno == ENOSPC || errno == ENOMEM ? GM_ERR_NOMEM : GM_ERR_DEVICE,
+            "host device: a block of %s wanted, %s seemed available, but the kernel says: "
+            "%s",
+            gm_wanted(bytes).text, gm_there(available).text, strerror(errno));
     }
     return GM_OK;
 }

@@ -139,10 +139,9 @@ static gm_status map_region(gm_arena *arena, size_t bytes)
     char *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) {
-        return GM_FAIL(
-            GM_ERR_NOMEM,
-            "host memory: %zu bytes wanted, but the address space has no room: %s (ulimit -v?)",
-            bytes, strerror(errno));
+        return GM_FAIL(GM_ERR_NOMEM,
+                       "host memory: %s wanted, but the address space has no room: %s (ulimit -v?)",
+                       gm_wanted(bytes).text, strerror(errno));
     }
     size_t before = gm_round_up((uintptr_t)mapped, HUGE_PAGE_BYTES) - (uintptr_t)mapped;
     size_t after = HUGE_PAGE_BYTES - before;
@@ -169,22 +168,21 @@ static gm_status fill_arena(gm_arena *arena, size_t bytes, gm_workers *pool)
     size_t available;
     GM_TRY(gm_host_available(&available));
     if (bytes > available) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "host memory: %zu bytes wanted, %zu available on this machine or in its "
-                       "cgroup; free or "
-                       "allow more host memory, or keep more on the device "
-                       "(placement_policy=\"cuda\" keeps all)",
-                       bytes, available);
+        return GM_FAIL(
+            GM_ERR_NOMEM,
+            "host memory: %s wanted, %s available on this machine or in its cgroup; free or "
+            "allow more host memory, or keep more on the device "
+            "(placement_policy=\"cuda\" keeps all)",
+            gm_wanted(bytes).text, gm_there(available).text);
     }
     GM_TRY(map_region(arena, bytes));
     touch_job job = {.arena = arena};
     gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 1, touch_span, &job);
     int error = atomic_load(&job.error);
     if (error) {
-        return GM_FAIL(
-            GM_ERR_NOMEM,
-            "host memory: %zu bytes wanted, %zu seemed available, but the kernel says: %s", bytes,
-            available, strerror(error));
+        return GM_FAIL(GM_ERR_NOMEM,
+                       "host memory: %s wanted, %s seemed available, but the kernel says: %s",
+                       gm_wanted(bytes).text, gm_there(available).text, strerror(error));
     }
     return GM_OK;
 }

@@ -178,9 +178,9 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
     if (home_bytes > host_budget) {
         return GM_FAIL(
             GM_ERR_NOMEM,
-            "HOST: %zu bytes wanted for weights, states and gradients, host_budget is %zu: raise "
+            "HOST: %s wanted for weights, states and gradients, host_budget is %s: raise "
             "host_budget, or freeze parameters",
-            home_bytes, host_budget);
+            gm_wanted(home_bytes).text, gm_there(host_budget).text);
     }
     double began = gm_seconds();
     GM_TRY(engine->device->is_paper
@@ -218,11 +218,10 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     size_t limit = gm_room_limit(engine);
     bool has_homes = options->policy != GM_POLICY_CUDA;
     if (!has_homes && needed > limit) {
-        status =
-            GM_FAIL(GM_ERR_NOMEM,
-                    "DEVICE: policy \"cuda\" keeps everything on the device: %zu bytes wanted, %zu "
-                    "available: raise device_budget or use placement_policy=\"auto\"",
-                    needed, limit);
+        status = GM_FAIL(GM_ERR_NOMEM,
+                         "DEVICE: policy \"cuda\" keeps everything on the device: %s wanted, %s "
+                         "available: raise device_budget or use placement_policy=\"auto\"",
+                         gm_wanted(needed).text, gm_there(limit).text);
         goto done;
     }
     GM_TRY_GOTO(

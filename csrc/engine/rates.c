@@ -140,9 +140,9 @@ static gm_status take_host_memory(bench *b)
     size_t bytes = least(HOST_BYTES, available / 4);
     if (bytes < LEAST_HOST_BYTES) {
         return GM_FAIL(GM_ERR_NOMEM,
-                       "HOST: measuring the machine's rates needs %zu bytes, a fourth of what is "
-                       "available, which is %zu; free host memory, or give rates in GEMINI_RATES",
-                       LEAST_HOST_BYTES, available);
+                       "HOST: measuring the machine's rates needs %s, a fourth of what is "
+                       "available, which is %s; free host memory, or give rates in GEMINI_RATES",
+                       gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
     }
     GM_TRY(gm_arena_new(bytes, b->workers, &b->arena));
     gm_status status = b->device->ops->pin(b->device, gm_arena_base(b->arena), bytes);

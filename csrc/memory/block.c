@@ -186,13 +186,21 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
         GM_TRY(gm_block_evict_one(chunks, &evicted));
         if (!evicted) {
             size_t block = chunks->device->block_bytes;
+            gm_size_text wanted = gm_wanted((size_t)n * block);
+            if (chunks->limit == 0) {
+                return GM_FAIL(
+                    GM_ERR_NOMEM,
+                    "DEVICE: %s wanted for a chunk, and activations and what else is on the "
+                    "device take all of device_budget; raise it, or use fewer tokens or "
+                    "activation checkpointing",
+                    wanted.text);
+            }
             return GM_FAIL(
                 GM_ERR_NOMEM,
-                "DEVICE: %zu bytes wanted, %zu of the %zu bytes allowed for chunks are in "
-                "use at this moment and %zu are free; raise device_budget, or use a smaller "
-                "chunk_size",
-                (size_t)n * block, (size_t)(chunks->n_blocks - chunks->n_free) * block,
-                chunks->limit, (size_t)chunks->n_free * block);
+                "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at "
+                "this moment and %s free; raise device_budget, or use a smaller chunk_size",
+                wanted.text, gm_there((size_t)(chunks->n_blocks - chunks->n_free) * block).text,
+                gm_there(chunks->limit).text, gm_there((size_t)chunks->n_free * block).text);
         }
     }
     for (uint32_t b = 0; b < n; b++) {

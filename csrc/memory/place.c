@@ -108,8 +108,9 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
         if (chunks->n_free == 0) {
             if (!gm_block_may_grow(chunks)) {
                 return GM_FAIL(GM_ERR_NOMEM,
-                               "DEVICE: a plan of %u blocks of %zu bytes exceeds %zu bytes", n,
-                               chunks->device->block_bytes, chunks->limit);
+                               "DEVICE: a plan of %s exceeds the %s that are left for chunks",
+                               gm_wanted((size_t)n * chunks->device->block_bytes).text,
+                               gm_there(chunks->limit).text);
             }
             GM_TRY(gm_block_grow(chunks));
         }

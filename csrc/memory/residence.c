@@ -30,10 +30,10 @@ static gm_status make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool 
 static gm_status fail_no_blocks(const gm_chunks *chunks, const piece *p)
 {
     return GM_FAIL(GM_ERR_NOMEM,
-                   "DEVICE: %zu bytes wanted, and all blocks of the plan that they may use (of %zu "
-                   "bytes in all) are in use at this moment",
-                   (size_t)p->n_blocks * chunks->device->block_bytes,
-                   (size_t)chunks->n_blocks * chunks->device->block_bytes);
+                   "DEVICE: %s wanted, and all blocks of the plan that they may use (of %s in all) "
+                   "are in use at this moment",
+                   gm_wanted((size_t)p->n_blocks * chunks->device->block_bytes).text,
+                   gm_there((size_t)chunks->n_blocks * chunks->device->block_bytes).text);
 }
 
 gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)

@@ -376,15 +376,13 @@ static gm_status climb_from_all(gm_search *s, uint32_t limit)
 static gm_status fail_for_room(const gm_search *s)
 {
     const gm_plan_input *input = s->problem->input;
-    double gib = 1.0 / (1024.0 * 1024.0 * 1024.0);
     size_t needed = (size_t)s->least_blocks * input->block_bytes;
     return GM_FAIL(
-        GM_ERR_NOMEM,
-        "device: the %s needs %zu bytes (%.2f GiB) for blocks, %zu (%.2f GiB) are available; %s",
+        GM_ERR_NOMEM, "DEVICE: the %s needs %s for blocks, %s available; %s",
         input->policy == GM_POLICY_CUDA  ? "policy 'cuda', everything on the device,"
         : input->policy == GM_POLICY_CPU ? "policy 'cpu'"
                                          : "smallest plan",
-        needed, (double)needed * gib, input->device_bytes, (double)input->device_bytes * gib,
+        gm_wanted(needed).text, gm_there(input->device_bytes).text,
         input->policy == GM_POLICY_CUDA
             ? "use placement_policy='auto' or raise the budget"
             : "raise the budget, or use smaller chunks, a smaller batch or checkpointing");

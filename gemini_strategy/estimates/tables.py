@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from gemini_strategy.report.tables import bytes_text, class_rows, count_text, rank_rows, render
+from gemini_strategy.sizes import size_text
 
 if TYPE_CHECKING:
     from gemini_strategy.estimates.forecast import Estimate, Refusal, Schedule
@@ -43,20 +45,30 @@ def _binds(schedule: Schedule) -> str:
     return f"{found.binds} ({_seconds(found.seconds)} in a step); {compute}"
 
 
+def _reason(refusal: Refusal) -> str:
+    """What the run would say, without its own way out: that would be enough for steps on demand only."""
+    text = re.sub(r"^(DEVICE|HOST): ", "", refusal.text)
+    return re.split(r"[:;] (?:raise|use) ", text)[0]
+
+
 def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]:
-    rows = [(f"{refusal.what} memory", f"does not fit: {refusal.text}")]
+    rows = [(f"{refusal.what} memory", f"does not fit: {_reason(refusal)}")]
     if refusal.missing is None or refusal.enough is None:
         return [*rows, ("way out", "no budget suffices for this model and these inputs")]
-    rows.append(("missing", f"{bytes_text(refusal.missing)}: {bytes_text(refusal.enough)} suffice"))
+    enough = size_text(refusal.enough, is_wanted=True)
+    missing = size_text(refusal.missing, is_wanted=True)
+    rows.append(("missing", f"{missing}: {enough} suffice"))
     option = f"{refusal.what}_budget"
-    ways = [f"raise {option} to {bytes_text(refusal.enough)}"]
-    if refusal.what == "device":
+    ways = [f"raise {option} to {enough}"]
+    if refusal.what == "device" and estimate.pool_bytes:
         ways.append(
             f"or fewer tokens in a micro-batch: torch holds {bytes_text(estimate.pool_bytes)} for activations"
         )
         ways.append("or activation checkpointing, if the model has it off")
-    else:
-        ways.append("or freeze parameters (LoRA): each trained one has 14 bytes on the host")
+    if refusal.what == "host":
+        ways.append(
+            "or freeze parameters (LoRA): of trained ones states and gradients are there, too"
+        )
     return [*rows, ("way out", "; ".join(ways))]
 
 

@@ -19,6 +19,7 @@ from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, want
 from gemini_strategy.parameters.parameter import managed_class
 from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import weight_dtypes
+from gemini_strategy.sizes import size_text
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.original import Original
@@ -254,12 +255,14 @@ class Registration:
         waiting = max((core.chunk(slot.id)[3] for slot in self.slots), default=0)
         if unit is not None and wanted + waiting > available:
             largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
-            beside = f" and {waiting} bytes for gradients beside them" if waiting else ""
+            beside = f" and {size_text(waiting, is_wanted=True)} for gradients" if waiting else ""
+            left = f"leaves {size_text(available)}" if available > 0 else "leaves nothing"
+            enough = budget + wanted + waiting - available
             raise GeminiMemoryError(
-                f"DEVICE: module {unit.name or 'the model'!r} with the modules around it needs {wanted} bytes of "
-                f"weights at once{beside}, device_budget leaves {available} (largest parameter: {largest}, "
-                f"{parameter.numel()} elements): raise device_budget to at least "
-                f"{budget + wanted + waiting - available}, or give a smaller chunk_size"
+                f"DEVICE: module {unit.name or 'the model'!r} with the modules around it needs "
+                f"{size_text(wanted, is_wanted=True)} of weights at once{beside}, device_budget {left} (largest "
+                f"parameter: {largest}, {parameter.numel():,} elements): raise device_budget to at least "
+                f"{size_text(enough, is_wanted=True)} ({enough} bytes), or give a smaller chunk_size"
             )
         if waiting:
             room = self._engine.ranks.gather("room for gradients", available - wanted)

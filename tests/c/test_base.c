@@ -37,6 +37,14 @@ static void *other_thread(void *unused)
 
 int main(void)
 {
+    CHECK(strcmp(gm_wanted(0).text, "0 B") == 0);
+    CHECK(strcmp(gm_there(999).text, "999 B") == 0);
+    CHECK(strcmp(gm_wanted(1052672).text, "1.053 MB") == 0);
+    CHECK(strcmp(gm_there(1052672).text, "1.052 MB") == 0);
+    CHECK(strcmp(gm_there(25769803776).text, "25.76 GB") == 0);
+    CHECK(strcmp(gm_wanted(24000000000).text, "24.00 GB") == 0);
+    CHECK(strcmp(gm_there(SIZE_MAX).text, "18.44 EB") == 0);
+
     CHECK(gm_last_error());
     CHECK(passes_on(1) == GM_ERR_ARG);
     CHECK(strcmp(gm_last_error(), "value is 1") == 0);

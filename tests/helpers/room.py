@@ -213,7 +213,7 @@ def at_floor(build: Any, recipe: Recipe, above: int = 0, **how: Any) -> Managed:
         managed(build, recipe, device_budget=1024, **how).engine.close()
         raise AssertionError("a budget of 1 KiB was accepted")
     except gs.GeminiMemoryError as error:
-        named = re.search(r"at least (\d+)", str(error))
+        named = re.search(r"at least .*\((\d+) bytes\)", str(error))
         assert named, error
     least = int(named.group(1))
     try:

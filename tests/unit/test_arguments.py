@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +18,7 @@ import gemini_strategy as gs
 from gemini_strategy.arguments import POLICIES
 from gemini_strategy.precision import PRECISIONS
 from gemini_strategy.report.verdict import sentence, verdict
+from gemini_strategy.sizes import physical_memory, size_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +37,48 @@ def test_a_budget_without_a_unit_is_asked_about(name: str, size: Any) -> None:
     arguments: dict[str, Any] = {name: size}
     with pytest.raises(ValueError, match=rf'manage\({name}=.* Did you mean "24GB"\?'):
         gs.manage(nn.Linear(2, 2), device="cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "wanted", "there"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1052672, "1.053 MB", "1.052 MB"),
+        (24 * 10**9, "24.00 GB", "24.00 GB"),
+        (25769803776, "25.77 GB", "25.76 GB"),
+        (157_000_001, "157.1 MB", "157.0 MB"),
+    ],
+)
+def test_sizes_in_texts(n_bytes: int, wanted: str, there: str) -> None:
+    """Whoever types what is wanted has enough. The core's texts have the same (tests/c/test_base.c)."""
+    assert size_text(n_bytes, is_wanted=True) == wanted and size_text(n_bytes) == there
+    if n_bytes:
+        assert gs.parse_bytes(wanted) >= n_bytes >= gs.parse_bytes(there)
+
+
+def test_a_host_budget_is_believed_up_to_what_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = physical_memory()
+    assert 0 < there <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for budget, counts in ((there, there), ("900TB", there), (1.0, there), ("1GB", 10**9)):
+        model = nn.Linear(2, 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = gs.manage(model, device="cpu", host_budget=budget)
+        assert engine._runtime.settings.host_budget == counts
+        engine.close()
+        texts = [str(one.message) for one in caught]
+        assert texts == (
+            [
+                "host_budget is 900.0 TB, and this machine, or the control group of this process, has "
+                f"{size_text(there)}: that counts"
+            ]
+            if budget == "900TB"
+            else []
+        )
+        assert all(one.filename == __file__ for one in caught)
 
 
 def test_small_sizes_of_other_things_stay() -> None:

@@ -76,8 +76,7 @@ def test_device_budget_below_largest_unit(policy: str) -> None:
     text = str(error.value)
     assert re.search(r"\b[12]\.", text) or "1.weight" in text or "2.weight" in text, text
     assert len(re.findall(r"\d[\d,._]*", text)) >= 2, text
-    assert "40000" in text.replace(",", "").replace("_", "") or "39.1" in text, text
-    assert "device_budget" in text, text
+    assert "device_budget leaves 40.00 kB" in text, text
     _untouched(model)
     model(torch.randn(2, 8)).sum().backward()
 
@@ -121,7 +120,7 @@ def test_host_memory_is_checked_before_allocating() -> None:
             raise AssertionError("too late")
 
     model = Huge()
-    with pytest.raises(gs.GeminiMemoryError, match="(?i)host.*bytes"):
+    with pytest.raises(gs.GeminiMemoryError, match="(?i)host.* wanted"):
         _manage(model, placement_policy="cpu")
     _untouched(model)
 

@@ -156,6 +156,6 @@ def test_an_error_in_the_forward_leaves_the_engine_usable(monkeypatch: pytest.Mo
 def test_below_the_floor_says_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMINI_RATES", RATES)
     with pytest.raises(
-        gs.GeminiMemoryError, match=r"needs \d+ bytes .* leaves \d+ .* at least \d+"
+        gs.GeminiMemoryError, match=r"needs [\d.]+ kB .* leaves [\d.]+ kB .* at least [\d.]+ kB"
     ):
         managed(CASE.build, _recipe(None), device_budget=8192, chunk_size=4096)

@@ -240,9 +240,10 @@ static gm_status block_new(cuda_device *d, gm_block *out)
         size_t free_bytes = 0, total = 0;
         (void)d->api->cuMemGetInfo(&free_bytes, &total);
         return GM_FAIL(GM_ERR_NOMEM,
-                       "DEVICE (cuda:%d): a block of %zu bytes does not fit, %zu of %zu bytes are "
-                       "free; lower device_budget or free memory on the device",
-                       d->ordinal, bytes, free_bytes, total);
+                       "DEVICE (cuda:%d): a block of %s does not fit, %s of %s are free; lower "
+                       "device_budget or free memory on the device",
+                       d->ordinal, gm_wanted(bytes).text, gm_there(free_bytes).text,
+                       gm_there(total).text);
     }
     GM_TRY(gm_cuda_check(result, "cuMemCreate"));
     *out = handle;
@@ -332,11 +333,11 @@ static gm_status pin(cuda_device *d, void *base, size_t bytes)
 {
     CUresult result = d->api->cuMemHostRegister(base, bytes, CU_MEMHOSTREGISTER_PORTABLE);
     if (result == CUDA_ERROR_OUT_OF_MEMORY) {
-        return GM_FAIL(
-            GM_ERR_NOMEM,
-            "HOST: the driver cannot pin %zu bytes; lower host_budget, or raise the limit "
-            "on locked memory (ulimit -l)",
-            bytes);
+        return GM_FAIL(GM_ERR_NOMEM,
+                       "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on "
+                       "locked memory "
+                       "(ulimit -l)",
+                       gm_wanted(bytes).text);
     }
     return gm_cuda_check(result, "cuMemHostRegister");
 }
