@@ -41,8 +41,8 @@ class Compared:
         return now / was
 
     def bytes_ratio(self, key: str) -> float:
-        """Of a rate over the step: how many times the planned bytes went in a step."""
-        return self.ratio(key) * self.ratio("step_seconds")
+        """Of a rate over the step: how many times the planned bytes went in a step; 1 where none were planned."""
+        return self.ratio(key) * self.ratio("step_seconds") if self.planned.get(key) else 1.0
 
 
 def is_far(found: Compared, key: str) -> bool:
@@ -73,7 +73,7 @@ def _step(found: Compared, key: str) -> str:
     ):
         if found.measured.get(count, 0):
             causes.append(text.format(found.measured[count]))
-    if found.ratio("host_adam_seconds") > 1 + _FAR:
+    if _adds(found, "host_adam_seconds"):
         causes.append(f"CPU Adam took {100 * (found.ratio('host_adam_seconds') - 1):.0f} % longer")
     for rate, where in (("h2d_gb_s", "to"), ("d2h_gb_s", "from")):
         times = found.bytes_ratio(rate)
@@ -85,6 +85,13 @@ def _step(found: Compared, key: str) -> str:
     if found.is_host_device:
         text += "; on the CPU copies and updates take cores from compute"
     return text
+
+
+def _adds(found: Compared, key: str) -> bool:
+    """Whether what a part of the step took longer is a share of what the step did that could be noticed."""
+    part = found.measured.get(key, math.nan) - found.planned.get(key, math.nan)
+    whole = found.measured["step_seconds"] - found.planned["step_seconds"]
+    return part > _FAR * whole
 
 
 def _with_step(found: Compared, key: str) -> str:

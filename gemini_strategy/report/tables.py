@@ -51,6 +51,10 @@ _BREAKS_WINDOW = 8  # steps
 _MOST_BREAKS = 3  # of them in which the plan was left, until somebody should know
 _WIDTH = 100  # columns
 _DASH = "-"
+_NO_PLAN = (
+    "on demand: no plan yet; the budget has room for a module at a time, but not for what comes next: raise "
+    "device_budget, or give a smaller chunk_size"
+)
 CLASSES = {
     "R": "weights and states on the device",
     "S1": "weights stay, states streamed",
@@ -375,7 +379,7 @@ def plan_rows(
     if plan is None:
         rows += [
             ("chunks", f"{stats['chunks']}, {bytes_text(stats['weight_bytes'])} of weights"),
-            ("plan", "on demand: no plan yet"),
+            ("plan", _NO_PLAN if stats.get("steps", 0) > 1 else "on demand: no plan yet"),
             ("host memory", _of_budget(stats["host_bytes"], about["host_budget"])),
         ]
         return rows
@@ -392,7 +396,8 @@ def plan_rows(
     ]
     if plan["resident_grad_bytes"]:
         rings.append(f"resident gradients {bytes_text(plan['resident_grad_bytes'])}")
-    prefetch = f"; {plan['prefetch']} ahead" if plan["prefetch"] else ""
+    n = plan["prefetch"]
+    prefetch = f"; {n} chunk{'s' if n > 1 else ''} fetched ahead" if n else ""
     parts = ", ".join(
         f"{name} {seconds_text(plan[key])}"
         for name, key in (
@@ -416,7 +421,7 @@ def plan_rows(
         ("host memory", _of_budget(expected["host_bytes"], about["host_budget"])),
         (
             "moved in a step",
-            f"H2D {bytes_text(plan['h2d_bytes'])}, D2H {bytes_text(plan['d2h_bytes'])}",
+            f"to the device (H2D) {bytes_text(plan['h2d_bytes'])}, to the host (D2H) {bytes_text(plan['d2h_bytes'])}",
         ),
         *_rate_rows(plan.get("rates")),
         ("a step needs", parts),
@@ -564,7 +569,8 @@ def plan_table(engine: Any) -> str:
 def result_table(engine: Any) -> str:
     """The table after training: what was planned beside what was measured, and why they differ where it is by much."""
     facts, stats, plan = about(engine), engine.stats(), plan_of(engine)
-    head = (f"after {stats['steps']:,} steps", "planned", "measured", "difference")
+    steps = stats["steps"]
+    head = (f"after {steps:,} step{'s' if steps > 1 else ''}", "planned", "measured", "difference")
     table = render("Gemini: the result", head, result_rows(facts, stats, plan))
     why = reason_rows(facts, stats, plan)
     if not why:
