@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ def manage(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     weights: Weights | None = None,
-    missing: str = "refuse",
+    missing: Literal["refuse", "init"] = "refuse",
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
     placement_policy: PolicyName = "auto",

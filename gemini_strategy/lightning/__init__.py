@@ -21,7 +21,7 @@ Lightning that the program uses (the one that is imported already; ``lightning``
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import lightning_utilities  # noqa: F401  a part of Lightning, which what follows needs first
@@ -32,8 +32,8 @@ except ImportError as error:
 
 from gemini_strategy import GeminiError
 from gemini_strategy.lightning.colossalai import build_colossalai
-from gemini_strategy.lightning.fabric import build_fabric_strategy
-from gemini_strategy.lightning.strategy import build_strategy
+from gemini_strategy.lightning.fabric import FabricStrategy, build_fabric_strategy
+from gemini_strategy.lightning.strategy import Strategy, build_strategy
 from gemini_strategy.lightning.trees import MODULES, import_tree, installed_trees
 
 __all__ = [
@@ -147,4 +147,12 @@ def _adopt_trees() -> tuple[Any, Any, Any]:
     return strategy_class(first), fabric_strategy_class(first), colossalai_strategy_class(first)
 
 
-GeminiStrategy, GeminiFabricStrategy, ColossalAIStrategy = _adopt_trees()
+if TYPE_CHECKING:
+    # What a type checker can know: the arguments, and that Trainer and Fabric take them (Any stands for their bases).
+    class GeminiStrategy(Strategy, Any): ...
+
+    class GeminiFabricStrategy(FabricStrategy, Any): ...
+
+    class ColossalAIStrategy(Strategy, Any): ...
+else:
+    GeminiStrategy, GeminiFabricStrategy, ColossalAIStrategy = _adopt_trees()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy import _C
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def public(thing: object) -> list[str]:
@@ -103,3 +109,36 @@ def test_an_engine_is_not_copied() -> None:
     with pytest.raises(gs.GeminiError, match="cannot be pickled"):
         pickle.dumps(engine)
     engine.close()
+
+
+# ---- what type checkers see ----
+
+
+def stubbed(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+    """The names that a stub declares, and what is in the classes among them."""
+    found: dict[str, list[ast.stmt]] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node.body if isinstance(node, ast.ClassDef) else []
+        elif isinstance(node, ast.AnnAssign):
+            found[ast.unparse(node.target)] = []
+    return found
+
+
+def test_every_name_of_the_core_has_a_stub() -> None:
+    names = stubbed(ast.parse((ROOT / "gemini_strategy/_C.pyi").read_text()).body)
+    assert sorted(names) == public(_C)
+    for name, body in names.items():
+        if body:
+            declared = {n for n in stubbed(body) if not n.startswith("_")}
+            there = {n for n in vars(getattr(_C, name)) if not n.startswith("_")}
+            # Attributes that Python code gives to its subclasses' instances are declared, too.
+            assert there <= declared, f"{name}: {there - declared}"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    """And an editable install is a path: type checkers do not follow the hooks that setuptools makes otherwise."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert (ROOT / "gemini_strategy/py.typed").exists()
+    assert setuptools["package-data"] == {"gemini_strategy": ["py.typed", "*.pyi"]}
+    assert setuptools["package-dir"] == {"": "."}
