@@ -73,25 +73,28 @@ def _step(found: Compared, key: str) -> str:
     ):
         if found.measured.get(count, 0):
             causes.append(text.format(found.measured[count]))
-    if _adds(found, "host_adam_seconds"):
-        causes.append(f"CPU Adam took {100 * (found.ratio('host_adam_seconds') - 1):.0f} % longer")
+    is_enough, adam = bool(causes), "host_adam_seconds"
+    if _adds(found, adam):
+        causes.append(f"CPU Adam took {100 * (found.ratio(adam) - 1):.0f} % longer")
+        is_enough = is_enough or _adds(found, adam, 0.5)
     for rate, where in (("h2d_gb_s", "to"), ("d2h_gb_s", "from")):
         times = found.bytes_ratio(rate)
         if times > 1 + _FAR:
             causes.append(f"{times:.1f} times the planned bytes went {where} the device")
-    if causes:
+            is_enough = True
+    if is_enough:
         return "; ".join(causes)
     text = "it lasts from one step() to the next: data, logging and what else the loop does are in it, and in no plan"
     if found.is_host_device:
         text += "; on the CPU copies and updates take cores from compute"
-    return text
+    return "; besides, ".join([*causes, text])
 
 
-def _adds(found: Compared, key: str) -> bool:
-    """Whether what a part of the step took longer is a share of what the step did that could be noticed."""
+def _adds(found: Compared, key: str, share: float = _FAR) -> bool:
+    """Whether a part of the step took longer by more than this share of what the step took longer."""
     part = found.measured.get(key, math.nan) - found.planned.get(key, math.nan)
     whole = found.measured["step_seconds"] - found.planned["step_seconds"]
-    return part > _FAR * whole
+    return part > share * whole
 
 
 def _with_step(found: Compared, key: str) -> str:

@@ -292,7 +292,7 @@ def test_plan_table_has_all_that_the_plan_decides() -> None:
     assert rows["moved in a step"] == "to the device (H2D) 32 GB, to the host (D2H) 16 GB"
     assert rows["rate H2D"] == "55 GB/s alone, 49 both ways, 45 beside CPU Adam"
     assert "4.8 G alone, 3.4 G beside copies; device 145 G" in rows["rate Adam"]
-    assert rows["a step needs"] == "compute 750 ms, H2D 700 ms, D2H 300 ms, host 400 ms"
+    assert rows["a step needs"] == "compute 750 ms, H2D 700 ms, D2H 300 ms, Adam on the host 400 ms"
     assert rows["perfect overlap"].startswith("760 ms")
     assert rows["expected step"] == "800 ms; stall 6.2 %"
 
@@ -367,8 +367,10 @@ def test_result_table_without_a_plan_or_a_measurement() -> None:
     for row in rows_of(None).values():
         assert row[0] == row[2] == "-" and row[1] != "-"
     rows = rows_of(step_seconds=math.nan, tokens_per_step=math.nan, tokens_per_s=math.nan)
-    assert rows["step"] == ("800 ms", "-", "-") and rows["tokens/s"] == ("-", "-", "-")
-    assert "of perfect overlap" not in rows
+    assert rows["step"] == ("800 ms", "-", "-")
+    assert (
+        "of perfect overlap" not in rows and "tokens/s" not in rows
+    )  # neither planned nor measured
     rows = rows_of(PLAN | {"host_seconds": 0.0}, host_adam_seconds=0.0)
     assert rows["CPU Adam in a step"] == ("0 s", "0 s", "-")  # no percent of nothing
 
@@ -427,6 +429,8 @@ def test_what_is_no_cause_is_not_named() -> None:
     """Adam that took 0.05 s more is not why a step took 1 s more, nor are copies of which none were planned."""
     found = reasons_of(**as_planned(1.8) | {"host_adam_seconds": 0.45})
     assert "what else the loop does" in found["step"] and "CPU Adam" not in found["step"]
+    found = reasons_of(**as_planned(1.8) | {"host_adam_seconds": 0.6})  # a fifth of it
+    assert found["step"].startswith("CPU Adam took 50 % longer; besides, it lasts from")
     still = PLAN | {"h2d_bytes": 0, "d2h_bytes": 0}
     found = reasons_of(still, **as_planned(1.0) | {"h2d_gb_s": 0.0, "d2h_gb_s": 0.0})
     assert "times the planned bytes" not in found["step"]
