@@ -81,7 +81,7 @@ class Engine(Uncopied):
         runtime = self._runtime
         ends = runtime.ends_step() if step else contextlib.nullcontext()
         try:
-            with runtime.ranks.explaining(), runtime.accept_scaled(), ends:
+            with runtime.explaining(), runtime.accept_scaled(), ends:
                 runtime.scale(loss).backward(**kwargs)
         except BaseException:
             runtime.interrupt_first_step()

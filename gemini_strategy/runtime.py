@@ -191,6 +191,17 @@ class Runtime(Uncopied, Reporting):
         if not self.steps:  # the first step's reserve is no need of a plan
             self.core.forget_outside()
 
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """An error inside says what is known of it here: the other ranks' part in it, and what fills the budget."""
+        with self.ranks.explaining():
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                held = int(self.core.stats()["device_bytes"])
+                self.memory.explain(error, self.settings.device_budget, held)
+                raise
+
     # ---- what hooks call ----
 
     def stream(self) -> int:

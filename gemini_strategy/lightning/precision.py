@@ -175,7 +175,7 @@ class TrainerPrecision(EnginePrecision):
         engine = self._engine
         with ExitStack() as stack:
             if engine is not None:
-                stack.enter_context(engine.ranks.explaining())
+                stack.enter_context(engine._runtime.explaining())
                 stack.enter_context(engine._runtime.accept_scaled())
             if engine is not None and self.ends_step:
                 stack.enter_context(engine.ends_step())

@@ -24,6 +24,7 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.memory.segments import choose_segments, events_of, staying_bytes
 from gemini_strategy.memory.torch_pool import TorchPool
+from gemini_strategy.sizes import size_text
 
 __all__ = ["DRIVER_RESERVE", "DeviceMemory", "first_reserve", "is_worth", "slack"]
 
@@ -170,6 +171,17 @@ class DeviceMemory:
             return False
         self._pool.trim()
         return self._pool.bytes() < held
+
+    def explain(self, error: torch.OutOfMemoryError, device_budget: int, chunk_bytes: int) -> None:
+        """Adds to torch's text, which knows the whole device alone, what the budget is used for. Once."""
+        if self._pool is None or device_budget < 0 or hasattr(error, "__notes__"):
+            return
+        error.add_note(
+            f"gemini: within device_budget, {size_text(device_budget)}, chunks of parameters hold "
+            f"{size_text(chunk_bytes)} and torch {size_text(self._pool.bytes())}, activations and what the loop keeps, "
+            "beside the driver's and others' memory. Fewer tokens at a time, activation checkpointing or a larger "
+            "device_budget make room"
+        )
 
     def recover(self) -> bool:
         """Before a forward: invariant 2. True: as in tidy()."""

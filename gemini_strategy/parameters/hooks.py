@@ -325,7 +325,7 @@ class RootForward:
             with (
                 self.engine.meter.counting((args, kwargs)),
                 context,
-                self.engine.ranks.explaining(),
+                self.engine.explaining(),
             ):
                 output = self._forward(*args, **kwargs)
         except Exception:

@@ -205,11 +205,12 @@ def test_out_of_memory_and_on() -> None:
                 sequences *= 2
                 assert sequences < 1 << 16
                 try:
-                    loss_of(run, tokens(0, sequences).to("cuda")).backward()
+                    run.engine.backward(loss_of(run, tokens(0, sequences).to("cuda")))
                 except torch.OutOfMemoryError as error:
                     found = error
                 run.zero_grad()
         assert is_oom_error(found)
+        assert any("within device_budget" in note for note in getattr(found, "__notes__", ()))
         del found
         assert sequences > 8  # at least one was granted
         assert peak[0] <= budget

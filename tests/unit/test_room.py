@@ -164,3 +164,36 @@ def test_the_named_budget_is_that_of_the_largest_module() -> None:
         model(torch.randn(2, 16)).sum().backward()
         optimizer.step()
     engine.close()
+
+
+def test_a_refusal_of_torch_says_what_fills_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own text knows the whole device, most of which may be free."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device_budget="64KB")
+    memory = engine._runtime.memory
+    refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.54 GiB.")
+
+    def fail(*_: object) -> None:
+        raise refused
+
+    class Pool:
+        def bytes(self) -> int:
+            return 43_210
+
+        def refusals(self) -> int:
+            return 0
+
+    x = torch.ones(2, 32)
+    engine.backward(model(x).sum())
+    model[2].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught, monkeypatch.context() as patch:
+        patch.setattr(memory, "_pool", Pool())
+        model(x)
+    assert caught.value is refused
+    (note,) = refused.__notes__
+    held = gs.sizes.size_text(int(engine.stats()["device_bytes"]))
+    assert (
+        f"within device_budget, 64.00 kB, chunks of parameters hold {held} and torch 43.21 kB"
+        in note
+    )
+    engine.close()
