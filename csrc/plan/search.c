@@ -378,11 +378,11 @@ static gm_status fail_for_room(const gm_search *s)
     const gm_plan_input *input = s->problem->input;
     size_t needed = (size_t)s->least_blocks * input->block_bytes;
     return GM_FAIL(
-        GM_ERR_NOMEM, "DEVICE: the %s needs %s for blocks, %s available; %s",
+        GM_ERR_NOMEM, "DEVICE: the %s needs %s (%zu bytes) for blocks, %s available; %s",
         input->policy == GM_POLICY_CUDA  ? "policy 'cuda', everything on the device,"
         : input->policy == GM_POLICY_CPU ? "policy 'cpu'"
                                          : "smallest plan",
-        gm_wanted(needed).text, gm_there(input->device_bytes).text,
+        gm_wanted(needed).text, needed, gm_there(input->device_bytes).text,
         input->policy == GM_POLICY_CUDA
             ? "use placement_policy='auto' or raise the budget"
             : "raise the budget, or use smaller chunks, a smaller batch or checkpointing");

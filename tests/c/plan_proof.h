@@ -71,7 +71,8 @@ static inline gm_plan *plan_of_least(model *m)
     m->input.device_bytes = 0;
     CHECK(gm_plan_new(&m->input, &plan) == GM_ERR_NOMEM && plan == NULL);
     const char *number = strstr(gm_last_error(), "needs ");
-    CHECK(number && sscanf(number, "needs %zu bytes", &needed) == 1);
+    number = number ? strchr(number, '(') : NULL;
+    CHECK(number && sscanf(number, "(%zu bytes)", &needed) == 1);
     m->input.device_bytes = needed - MODEL_BLOCK;
     CHECK(gm_plan_new(&m->input, &plan) == GM_ERR_NOMEM && plan == NULL);
     m->input.device_bytes = needed;
