@@ -1,5 +1,7 @@
 """The names of torch that are not public: all that this package uses stand here, and are looked up at its import.
 
+Of a module that takes a second to import only the code is read then, and the name is looked up when it is used.
+
 What comes from torch.fx.experimental, torch.utils._pytree and torch._guards is of this kind, too.
 """
 
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+from importlib.abc import InspectLoader
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -31,6 +35,21 @@ def _private(path: str) -> Any:
 def _cuda_private(path: str) -> Any:
     """The same for a name that builds for the CPU may lack; nothing asks for it there."""
     return _private(path) if torch.version.cuda is not None else None
+
+
+def _in_code(path: str) -> str:
+    """A path whose last name stands in its module's code. It is read, not run: that would take a second."""
+    module, _, name = path.rpartition(".")
+    above, places, loader = "torch", torch.__path__, None
+    for part in module.split(".")[1:]:
+        above = f"{above}.{part}"
+        spec = PathFinder.find_spec(above, places)
+        loader = None if spec is None else spec.loader
+        places = [] if spec is None else spec.submodule_search_locations or []
+    code = loader.get_code(module) if isinstance(loader, InspectLoader) else None
+    if code is None or name not in code.co_names:
+        _missing.append(path)
+    return path
 
 
 # ---- tensors and their storages ----
@@ -93,7 +112,7 @@ set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg
 
 FakeTensor: Any = _private("torch._subclasses.fake_tensor.FakeTensor")
 FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode")
-StorageInfo: Any = _private("torch.distributed.checkpoint.filesystem._StorageInfo")
+_STORAGE_INFO = _in_code("torch.distributed.checkpoint.filesystem._StorageInfo")
 ArchiveReader: Any = _private("torch._C.PyTorchFileReader")
 
 # ---- CUDA ----
@@ -118,8 +137,25 @@ def storage_id(storage: Any) -> int:
     return int(storage._cdata)
 
 
-if _missing:
-    raise ImportError(
-        f"torch {torch.__version__} lacks {', '.join(_missing)}, by which gemini_strategy manages parameters: install "
-        "another torch (2.11 has them)"
-    )
+def storage_info() -> Any:
+    """torch.distributed.checkpoint's record of where something stands. The first call imports that.
+
+    Raises:
+        ImportError: this torch lacks it.
+    """
+    found = _private(_STORAGE_INFO)
+    _refuse_missing()
+    return found
+
+
+def _refuse_missing() -> None:
+    if _missing:
+        lacked = ", ".join(_missing)
+        _missing.clear()
+        raise ImportError(
+            f"torch {torch.__version__} lacks {lacked}, by which gemini_strategy manages parameters: "
+            "install another torch (2.11 has them)"
+        )
+
+
+_refuse_missing()

@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from gemini_strategy import _torch
 
-__all__ = ["META", "Part", "write", "write_meta"]
+__all__ = ["META", "Part", "prepare", "write", "write_meta"]
 
 META = "meta.pt"
 _METADATA = ".metadata"
@@ -42,6 +34,15 @@ class Part:
     sizes: tuple[int, ...] | None = None
 
 
+def prepare() -> None:
+    """Imports what `write` uses, which may take a second: here, and not in a thread beside the training.
+
+    Raises:
+        ImportError: this torch lacks it.
+    """
+    _torch.storage_info()
+
+
 def write(
     folder: Path,
     paths: Mapping[str, tuple[str, ...]],
@@ -55,19 +56,31 @@ def write(
         kinds: dtype and shape of the tensors.
         parts: of tensors and objects.
     """
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    record = _torch.storage_info()
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     for key, own in parts.items():
         if key not in kinds:
             entries[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = _storage(own[0])
+            storage[MetadataIndex(key)] = record(own[0].file, own[0].offset, own[0].length)
             continue
         dtype, shape = kinds[key]
         chunks = []
         for index, part in enumerate(own):
             offsets, sizes = torch.Size(part.offsets or ()), torch.Size(part.sizes or ())
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            storage[MetadataIndex(key, offsets, index)] = _storage(part)
+            storage[MetadataIndex(key, offsets, index)] = record(
+                part.file, part.offset, part.length
+            )
         properties = TensorProperties(dtype=dtype)
         entries[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
     metadata = Metadata(entries, planner_data=dict(paths), storage_data=storage)
@@ -83,7 +96,3 @@ def write_meta(folder: Path, meta: Any) -> None:
         torch.save(meta, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _storage(part: Part) -> Any:
-    return _torch.StorageInfo(part.file, part.offset, part.length)

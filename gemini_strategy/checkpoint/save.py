@@ -211,6 +211,7 @@ def _draft(runtime: Runtime, target: Path, wanted: Wanted) -> folder.Draft | Non
     """Where rank 0 puts the checkpoint together."""
     if runtime.ranks.rank:
         return None
+    distcp.prepare()
     claim = None
     if wanted.keep_last is not None:
         if manifest.is_checkpoint(target):

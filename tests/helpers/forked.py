@@ -28,11 +28,12 @@ from typing import Any, BinaryIO
 
 TESTS = Path(__file__).resolve().parents[1]
 RATES = "h2d=55e9,d2h=54e9"
-# torch's optimizers import torch._dynamo when the first is made, which takes a second.
+# torch's optimizers import torch._dynamo when the first is made, and a save torch.distributed.checkpoint: each takes a
+# second.
 PRELOADED = (
     "torch",
     "torch._dynamo",
-    "torch.distributed",
+    "torch.distributed.checkpoint",
     "torch.func",
     "numpy",
     "safetensors.torch",

@@ -275,13 +275,19 @@ def run_python(program: str) -> str:
 
 
 def test_import_is_light() -> None:
-    """No CUDA context (it would break a later fork and take memory), no framework, no threads."""
+    """No CUDA context (it would break a later fork and take memory), no other package, no threads, and of torch
+    nothing that takes long to import."""
     program = """
 import sys, threading, torch
 before = set(sys.modules)
 import gemini_strategy
 assert not torch.cuda.is_initialized()
-heavy = {"lightning", "pytorch_lightning", "transformers"} & (set(sys.modules) - before)
+added = set(sys.modules) - before
+ours = {"gemini_strategy", "torch", *sys.stdlib_module_names}
+others = {name.partition(".")[0] for name in added} - ours
+assert not others, others
+slow = "_dynamo", "_inductor", "distributed.checkpoint", "distributed.fsdp", "distributed.tensor"
+heavy = {name for name in added if name.startswith(tuple(f"torch.{part}" for part in slow))}
 assert not heavy, heavy
 assert threading.active_count() == 1
 """

@@ -61,10 +61,11 @@ def test_private_names_of_torch_have_one_home(path: Path) -> None:
     assert not found or path == PACKAGE / "_torch.py", f"{name(path)}: {found}"
 
 
-def test_a_torch_without_a_name_is_refused_by_both() -> None:
-    program = """
+def refusal(before: str) -> str:
+    """What the package's import raises after this program."""
+    program = f"""
 import torch
-del torch._C._storage_address, torch._C._dispatch_keys
+{before}
 try:
     import gemini_strategy
 except ImportError as error:
@@ -73,9 +74,23 @@ except ImportError as error:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    text = done.stdout
+    return done.stdout
+
+
+def test_a_torch_without_a_name_is_refused_by_both() -> None:
+    text = refusal("del torch._C._storage_address, torch._C._dispatch_keys")
     assert "lacks torch._C._storage_address, torch._C._dispatch_keys" in text
     assert text.startswith("torch 2.")
+
+
+def test_a_name_whose_module_is_not_imported_is_looked_for_too(tmp_path: Path) -> None:
+    package = tmp_path / "distributed" / "checkpoint"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "filesystem.py").write_text("class _StoragePrefix: pass\n")
+    text = refusal(f"torch.__path__.insert(0, {str(tmp_path)!r})")
+    assert "lacks torch.distributed.checkpoint.filesystem._StorageInfo, by which" in text
 
 
 def statements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -251,6 +251,20 @@ def test_torchs_tools_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert torch.load(tmp_path / "saved" / "meta.pt", weights_only=True) == {"scaler": None}
 
 
+def test_a_torch_without_its_record_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module is imported by the first save, not with the package."""
+    with make() as engine:
+        monkeypatch.delattr(dcp.filesystem, "_StorageInfo")
+        for keep_last in (None, 1):
+            with pytest.raises(ImportError, match=r"^torch \S+ lacks \S+\._StorageInfo, by which"):
+                engine.save(tmp_path / "saved", keep_last=keep_last)
+        assert not list(tmp_path.iterdir())
+        monkeypatch.undo()
+        engine.save(tmp_path / "saved")
+
+
 def test_lightnings_consolidation(tmp_path: Path) -> None:
     """Its own tool makes one ordinary file, from which torch's AdamW goes on."""
     with make(precision="32-true") as engine:
