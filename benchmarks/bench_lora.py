@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from loops import ADAM, MOST_SETTLING
 from measure import Peaks, environment, host_used, open_driver_memory
-from models import SHAPES, Batches, build_model
+from models import Batches, build_model
+from shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this tree
 

@@ -47,7 +47,7 @@ from lines import (
     show_rows,
 )
 from measure import Peaks, host_used, open_driver_memory
-from models import SHAPES
+from shapes import SHAPES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or not
@@ -326,7 +326,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, help="per micro-batch, instead of the preset's")
     parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
-    parser.add_argument("--model", choices=SHAPES, help="of models.py, instead of the preset's")
+    parser.add_argument("--model", choices=SHAPES, help="of shapes.py, instead of the preset's")
     parser.add_argument(
         "--max-norm", type=float, default=1.0, help="where gradients are clipped (1.0)"
     )

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from loops import MOST_SETTLING, Gemini
 from measure import environment, own_peak_rss
-from models import SHAPES
+from shapes import SHAPES
 
 STEPS = 4  # that the median is taken of
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import SHAPES, build_model
+from models import build_model
+from shapes import SHAPES
 
 import gemini_strategy as gs
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from measure import Clock, Peaks, environment, own_peak_rss
-from models import SHAPES, Batches, build_model
+from models import Batches, build_model
+from shapes import SHAPES
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this tree

@@ -19,9 +19,10 @@ import time
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
+if TYPE_CHECKING:
+    import torch  # at run time where it is used: a driver reads memory without it
 
 SAMPLE_SECONDS = 0.004
 
@@ -136,6 +137,8 @@ class Clock:
     def mark(self, name: str) -> None:
         """One moment: on a GPU when the stream reaches it, else now."""
         if self.device.type == "cuda":
+            import torch
+
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.marks.append((name, event))
@@ -145,6 +148,8 @@ class Clock:
     def spans(self) -> list[tuple[str, float]]:
         """(name of the mark that ends it, seconds since the mark before), in order; waits."""
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
         spans = []
         for (_, a), (name, b) in zip(self.marks, self.marks[1:], strict=False):
@@ -181,6 +186,8 @@ def _output(*command: str) -> str | None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Hardware, driver, versions, threads and the commit, for a result that must stand alone."""
+    import torch
+
     gpu = driver = None
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)

@@ -6,35 +6,14 @@ them in: they are drawn per parameter from a seed, on the GPU where there is one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shapes import Shape
 from torch import Tensor, nn
 
 SEED = 20
 DISTINCT_BATCHES = 2  # few, so that the loss falls and a missing update shows in it
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Width, depth and vocabulary of an OPT model; its feed-forward width is 4 times `hidden`."""
-
-    hidden: int
-    blocks: int
-    heads: int
-    vocabulary: int = 50272
-    positions: int = 2048
-
-
-SHAPES = {
-    "opt-1.5b": Shape(hidden=2048, blocks=28, heads=32),
-    "opt-3.4b": Shape(hidden=4096, blocks=16, heads=32),
-    "opt-5b": Shape(hidden=4096, blocks=24, heads=32),
-    "opt-6.7b": Shape(hidden=4096, blocks=32, heads=32),
-    "opt-14b": Shape(hidden=5120, blocks=44, heads=40),
-    "tiny": Shape(hidden=64, blocks=3, heads=4, vocabulary=512, positions=128),
-}
 
 
 def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: torch.dtype):

@@ -45,6 +45,12 @@ def lines_of(text: str) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in json_lines(text)}
 
 
+def test_drivers_start_without_torch() -> None:
+    """Its import takes longer than all that a driver does for a run."""
+    program = "import sys, bench_offload, bench_sharded; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT / "benchmarks", check=True)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("bench")

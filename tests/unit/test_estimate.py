@@ -236,7 +236,8 @@ def kept(case: str) -> dict[str, Any]:
 def test_a_run_of_seven_billion_parameters_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a run that is kept: 6.66 G parameters under 24 GB, 8,192 tokens, checkpointing."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from models import SHAPES, build_model
+    from models import build_model
+    from shapes import SHAPES
 
     run, meta = kept("B"), torch.device("meta")
     model = build_model(SHAPES[run["model"]], meta, meta, torch.bfloat16)

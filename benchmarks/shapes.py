@@ -1,0 +1,26 @@
+"""Sizes of the models of models.py by name, without torch: a driver knows them before a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Width, depth and vocabulary of an OPT model; its feed-forward width is 4 times `hidden`."""
+
+    hidden: int
+    blocks: int
+    heads: int
+    vocabulary: int = 50272
+    positions: int = 2048
+
+
+SHAPES = {
+    "opt-1.5b": Shape(hidden=2048, blocks=28, heads=32),
+    "opt-3.4b": Shape(hidden=4096, blocks=16, heads=32),
+    "opt-5b": Shape(hidden=4096, blocks=24, heads=32),
+    "opt-6.7b": Shape(hidden=4096, blocks=32, heads=32),
+    "opt-14b": Shape(hidden=5120, blocks=44, heads=40),
+    "tiny": Shape(hidden=64, blocks=3, heads=4, vocabulary=512, positions=128),
+}
