@@ -4,12 +4,15 @@ program can look up.
 Every fence of README.md, CONTRIBUTING.md and docs/*.md names its language: python, sh, or text for what is not run. A
 python fence is a program of its own. What its reader is supposed to have is named in a comment before it,
 `<!-- needs: model, loader -->`, and NEEDS says what stands for it here; `torchrun: 2` there starts it on two ranks.
-No program sees a GPU: the engine's host device takes its place. A command that needs `program` runs the program above
+No program sees a GPU: the engine's host device takes its place. Each has a folder and a process of its own, forked
+from one that has imported torch, the package and the library that the program trains with; one of each kind of command
+is started as a person starts it. A command that needs `program` runs the program above
 it. What stands after `<!-- prints -->` is what the fence above it prints, estimates at their full size.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import re
@@ -26,6 +29,7 @@ import torch
 import gemini_strategy as gs
 from gemini_strategy import cli
 from gemini_strategy.report.reporting import STATS
+from helpers.forked import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -158,6 +162,11 @@ STARTED = {  # by a command, and the program that it starts
     for command in FENCES
     if "program" in command.needs
 }
+# By Python alone, and by torchrun: the first programs.
+REAL = [
+    next(p for p in PROGRAMS if p not in STARTED.values() and bool(p.ranks) is many)
+    for many in (False, True)
+]
 COMMANDS = [
     (fence, command)
     for fence in FENCES
@@ -186,15 +195,60 @@ def write_program(fence: Fence, path: Path) -> None:
     path.write_text(f"import os\n{stands_for}\n{fence.text}")
 
 
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# What takes seconds to import, by a word in the program: one process that forks has it for all of them.
+LIBRARIES = {
+    "lightning": ("lightning.pytorch",),
+    "trl": ("transformers", "accelerate", "datasets", "peft", "trl"),
+    "transformers": ("transformers", "accelerate", "datasets", "peft"),
+    "": (),
+}
+
+
+class Servers:
+    """The processes that fork, by what they have imported; each is started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._forks: dict[tuple[str, ...], Forks] = {}
+
+    def run(self, fence: Fence, program: str, folder: Path, words: list[str], ranks: int) -> str:
+        """What `python words` prints there; with ranks, in as many processes."""
+        modules = next(names for word, names in LIBRARIES.items() if word in program)
+        if modules not in self._forks:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in ENVIRONMENT.items():
+                    patch.setenv(name, value)
+                self._forks[modules] = Forks(
+                    (), (*modules, "helpers.program"), has_had_engine=False
+                )
+        (ended,) = self._forks[modules].run(
+            *("helpers.program:run", str(folder), words, ranks),
+            timeout=240.0,
+            environment=ENVIRONMENT,
+        )
+        assert ended.error is None and ended.exit_code == 0, f"{fence}\n{ended.how}\n{ended.output}"
+        return str(ended.value)
+
+    def close(self) -> None:
+        for forks in self._forks.values():
+            forks.close()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    made = Servers()
+    yield made
+    made.close()
+
+
 def run_in(folder: Path, fence: Fence, *words: str) -> str:
     """Runs Python with `words` there, without a GPU; its standard output."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
@@ -216,12 +270,47 @@ def assert_printed(fence: Fence, printed: str) -> None:
 
 
 @pytest.mark.parametrize("fence", [p for p in PROGRAMS if p not in STARTED.values()], ids=str)
-def test_program(fence: Fence, tmp_path: Path) -> None:
+def test_program(fence: Fence, tmp_path: Path, servers: Servers) -> None:
     write_program(fence, tmp_path / "train.py")
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={fence.ranks}"]
-    printed = run_in(tmp_path, fence, *(launcher if fence.ranks else ()), "train.py")
+    if fence in REAL:
+        printed = run_in(tmp_path, fence, *(launcher if fence.ranks else ()), "train.py")
+    else:
+        program = (tmp_path / "train.py").read_text()
+        printed = servers.run(fence, program, tmp_path, ["train.py"], fence.ranks)
     if fence in PRINTED:
         assert_printed(fence, printed)
+
+
+def torch_names(program: str) -> Iterator[str]:
+    """What it asks of torch by dots, without what it imports by name."""
+    tree = ast.parse(program)
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        is_imported = any(text.startswith(f"{name}.") for name in imported - {"torch"})
+        if re.fullmatch(r"torch(\.\w+)+", text) and not is_imported:
+            yield text
+
+
+def test_names_are_there_without_other_imports() -> None:
+    """The process that forks has imported modules of torch that the program would then not have to import."""
+    names = sorted({name for p in PROGRAMS for name in torch_names(p.text)})
+    assert len(names) > 10
+    program = "import sys, torch, gemini_strategy\nfor name in sys.argv[1:]: eval(name)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_torchrun_is_said_where_a_program_needs_it() -> None:
@@ -238,7 +327,7 @@ def targets(*words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run_program_above(fence: Fence, words: list[str], folder: Path) -> None:
+def run_program_above(fence: Fence, words: list[str], folder: Path, servers: Servers) -> None:
     """The command, as printed, with the last program before it as its script."""
     script = next(word for word in words if word.endswith(".py"))
     assert STARTED[fence].text.startswith(f"# {script}\n"), fence
@@ -247,7 +336,12 @@ def run_program_above(fence: Fence, words: list[str], folder: Path) -> None:
         "gemini-strategy": ["-m", "gemini_strategy"],
         "torchrun": ["-m", "torch.distributed.run"],
     }
-    run_in(folder, fence, *starts[words[0]], *words[1:])
+    first = next(f for f, c in COMMANDS if "program" in f.needs and c.startswith(words[0]))
+    start = [*starts[words[0]], *words[1:]]
+    if fence == first or words[0] == "torchrun":
+        run_in(folder, fence, *start)
+    else:
+        servers.run(fence, (folder / script).read_text(), folder, start, 0)
 
 
 @pytest.mark.parametrize(("fence", "command"), COMMANDS, ids=str)
@@ -257,6 +351,7 @@ def test_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    servers: Servers,
 ) -> None:
     words = shlex.split(command)
     while "=" in words[0]:
@@ -266,7 +361,7 @@ def test_command(
         for need in fence.needs:
             exec(NEEDS.get(need, ""))
     if "program" in fence.needs:
-        run_program_above(fence, words, tmp_path)
+        run_program_above(fence, words, tmp_path, servers)
         return
     if words[:2] == ["gemini-strategy", "estimate"]:
         if fence in PRINTED:
