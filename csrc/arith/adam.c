@@ -5,6 +5,7 @@
  *      libm's pow: the same bits on every machine and for every implementation.
  *   2. An element's update reads and writes that element only, so no split can change a bit. */
 #include <math.h>
+#include <string.h>
 
 #include "arith/adam_impl.h"
 
@@ -12,6 +13,8 @@
  * on a cache line is cut on cache lines. */
 #define ITEM        64
 #define GRAIN_ITEMS 256
+/* Elements of an update out of place that are copied at a time: they are still in the cache when they are updated. */
+#define COPIED 2048
 
 /* base^exponent by repeated squaring; exact operations in a fixed order. */
 static double power(double base, int64_t exponent)
@@ -112,6 +115,33 @@ typedef struct adam_job {
     size_t total; /* elements of all ranges laid end to end */
 } adam_job;
 
+/* Elements [begin, end) of one array: from where the old values are to where the update works in place. */
+static void copy_old(void *to, const void *from, size_t width, size_t begin, size_t end)
+{
+    if (to) {
+        memcpy((char *)to + width * begin, (const char *)from + width * begin,
+               width * (end - begin));
+    }
+}
+
+/* Out of place is in place on a copy: no implementation has a second form. */
+static void run_span(const adam_job *job, const gm_adam_scalars *scalars, size_t begin, size_t end)
+{
+    const gm_adam_args *args = job->args;
+    const gm_adam_from *from = args->from;
+    size_t low = args->format == GM_F16 ? 4 : 2, step = from ? COPIED : end - begin;
+    for (size_t first = begin; first < end; first += step) {
+        size_t last = end - first < step ? end : first + step;
+        if (from) {
+            copy_old(args->weight, from->weight, gm_dtype_bytes(args->format), first, last);
+            copy_old(args->low, from->low, low, first, last);
+            copy_old(args->m, from->m, sizeof(float), first, last);
+            copy_old(args->v, from->v, sizeof(float), first, last);
+        }
+        job->span(args, scalars, first, last);
+    }
+}
+
 /* Items [begin, end) of the ranges laid end to end. */
 static void run_items(void *context, size_t begin, size_t end)
 {
@@ -127,7 +157,7 @@ static void run_items(void *context, size_t begin, size_t end)
         size_t from = first > base ? first - base : 0;
         size_t to = last - base < length ? last - base : length;
         if (from < to) {
-            job->span(args, &range->scalars, range->begin + from, range->begin + to);
+            run_span(job, &range->scalars, range->begin + from, range->begin + to);
         }
         base += length;
     }

@@ -58,6 +58,12 @@ typedef struct gm_adam_range {
     gm_adam_scalars scalars;
 } gm_adam_range;
 
+/* Old values that an update reads, where its arrays are only written: as the arrays of gm_adam_args. */
+typedef struct gm_adam_from {
+    const void *weight, *low;
+    const float *m, *v;
+} gm_adam_from;
+
 typedef struct gm_adam_args {
     gm_dtype format;             /* weight format, as above                               */
     gm_dtype grad_dtype;         /* the format's dtype or GM_F32                          */
@@ -67,6 +73,7 @@ typedef struct gm_adam_args {
     const void *grad;            /* (numel,) grad_dtype                                   */
     const gm_adam_range *ranges; /* (n_ranges,) host memory, also for CUDA        */
     size_t n_ranges;             /* elements outside every range are untouched            */
+    const gm_adam_from *from;    /* NULL: in place.  On the host alone */
 } gm_adam_args;
 
 /* dst = src, or dst = dst + src: converted to fp32, added in fp32, rounded to nearest even to

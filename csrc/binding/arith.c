@@ -179,7 +179,7 @@ PyDoc_STRVAR(
 static PyObject *adam_host(PyObject *module, PyObject *args)
 {
     (void)module;
-    gm_adam_args adam;
+    gm_adam_args adam = {0};
     void *grad;
     PyObject *sequence;
     if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O:adam_host", to_dtype, &adam.format, to_dtype,
@@ -210,7 +210,7 @@ PyDoc_STRVAR(
 static PyObject *adam_cuda(PyObject *module, PyObject *args)
 {
     (void)module;
-    gm_adam_args adam;
+    gm_adam_args adam = {0};
     int ordinal;
     unsigned long long stream;
     void *grad;

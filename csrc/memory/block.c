@@ -132,7 +132,11 @@ gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     bool is_possible = gm_is_transient(kind) || (chunks->has_homes && chunks->has_placement);
-    return gm_is_resident(p) && p->pins == 0 && is_possible ? release(chunks, p, id, kind) : GM_OK;
+    if (!gm_is_resident(p) || p->pins > 0 || !is_possible) {
+        return GM_OK;
+    }
+    p->version += p->state == DIRTY; /* its bytes are those of the home now */
+    return release(chunks, p, id, kind);
 }
 
 gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)

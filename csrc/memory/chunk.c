@@ -194,6 +194,7 @@ gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stre
 
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
 {
+    p->version++;
     GM_TRY(order_device_write(chunks, p, stream));
     return set_fence(chunks, &p->filled, stream,
                      true); /* it stands for the last owner's, if nothing is written */
@@ -210,7 +211,9 @@ gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p)
     GM_TRY(wait_fence_on_host(chunks, &p->filled));
     GM_TRY(wait_fence_on_host(chunks, &p->used));
     GM_TRY(wait_fence_on_host(chunks, &p->homed));
-    return wait_fence_on_host(chunks, &p->home_used);
+    GM_TRY(wait_fence_on_host(chunks, &p->home_used));
+    GM_TRY(wait_fence_on_host(chunks, &p->spare_homed));
+    return wait_fence_on_host(chunks, &p->spare_used);
 }
 
 gm_status gm_chunks_sync(gm_chunks *chunks)
@@ -310,6 +313,7 @@ void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece kind)
 void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
+    p->version++;
     if (p->state == CLEAN) {
         gm_piece_move(p, DIRTY);
     }
@@ -333,6 +337,7 @@ gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece kind, g
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(gm_is_resident(p));
+    p->version++;
     return order_device_write(chunks, p, stream);
 }
 
@@ -365,12 +370,83 @@ gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece ki
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(p->state != DIRTY);
+    p->version++;
     return order_home_write(chunks, p, stream);
 }
 
 gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
 {
     return set_fence(chunks, &gm_piece_at(chunks, id, kind)->homed, stream, false);
+}
+
+/* ---- spares ---- */
+
+uint64_t gm_chunks_version(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_piece_at(chunks, id, kind)->version;
+}
+
+uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    return gm_piece_at(chunks, id, kind)->spare;
+}
+
+gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece kind, uint8_t *spare)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    gm_device *device = chunks->device;
+    GM_ASSERT(p->home && !p->spare && !gm_is_transient(kind));
+    if (!p->spare_homed.event) {
+        GM_TRY(device->ops->event_new(device, false, &p->spare_homed.event));
+    }
+    if (!p->spare_used.event) {
+        GM_TRY(device->ops->event_new(device, false, &p->spare_used.event));
+    }
+    p->spare_homed.is_set = p->spare_used.is_set = false;
+    p->spare = spare;
+    return GM_OK;
+}
+
+gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, from, kind);
+    GM_ASSERT(p->spare && p->bytes == gm_piece_at(chunks, to, kind)->bytes);
+    GM_TRY(gm_piece_wait_idle(chunks, p));
+    GM_TRY(gm_chunks_give_spare(chunks, to, kind, p->spare));
+    p->spare = NULL;
+    return GM_OK;
+}
+
+gm_status gm_chunks_begin_spare_write(gm_chunks *chunks, uint32_t id, gm_piece kind,
+                                      gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->spare && p->state != DIRTY);
+    GM_TRY(wait_fence(chunks, &p->spare_homed, stream));
+    GM_TRY(wait_fence(chunks, &p->spare_used, stream));
+    GM_TRY(wait_fence(chunks, &p->filled, stream));
+    return wait_fence(chunks, &p->homed, stream);
+}
+
+gm_status gm_chunks_end_spare_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_homed, stream, false);
+}
+
+gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->spare && p->state != DIRTY);
+    uint8_t *home = p->home;
+    fence homed = p->homed, home_used = p->home_used;
+    p->home = p->spare;
+    p->homed = p->spare_homed;
+    p->home_used = p->spare_used;
+    p->spare = home;
+    p->spare_homed = homed;
+    p->spare_used = home_used;
+    p->version++;
+    return gm_chunks_home_written(chunks, id, kind, stream);
 }
 
 /* ---- the host's own access ---- */
@@ -387,6 +463,7 @@ gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
 gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
+    p->version++;
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
     GM_TRY(wait_home_on_host(chunks, p));
     GM_TRY(wait_fence_on_host(chunks, &p->home_used));
@@ -448,6 +525,7 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
     if (bytes == 0) {
         return GM_OK;
     }
+    p->version++;
     if (gm_is_resident(p)) {
         GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
         gm_stream in = gm_stream_in(chunks, kind);

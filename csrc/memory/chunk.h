@@ -115,6 +115,25 @@ gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece,
 gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id,
                               gm_piece piece); /* if DIRTY: issues the copy */
 
+/* ---- spares: memory beside a home, for the bytes that come next ---- */
+
+/* Counts what may have changed the piece's bytes: whoever writes them passes a function of this file.  Moving them, to
+ * the device or home, changes nothing. */
+uint64_t gm_chunks_version(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The piece gets a spare, as long as its home, which outlives the table. */
+gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, uint8_t *spare);
+/* Another piece, as long, gets it; waits for whoever uses it. */
+gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece piece);
+uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
+/* Between begin and end, work issued on `stream` writes the spare. */
+gm_status gm_chunks_begin_spare_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                      gm_stream stream);
+gm_status gm_chunks_end_spare_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                    gm_stream stream);
+/* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from here on.  A resident
+ * copy is refreshed, as gm_chunks_home_written has it. */
+gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+
 /* ---- the host's own access; it may wait ---- */
 
 /* Makes the home current and readable. */

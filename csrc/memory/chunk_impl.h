@@ -6,7 +6,11 @@
  *     homed      the last write of its home, hence also the last copy that read its device bytes for that
  *     home_used  the last reader of its home other than a fetch
  * So: reading device bytes comes after filled; writing them after filled, used, homed; reading a home after homed;
- * writing it after homed, home_used, filled.  Taking over a block is writing the device bytes of whoever owned it. */
+ * writing it after homed, home_used, filled.  Taking over a block is writing the device bytes of whoever owned it.
+ *
+ * A spare has fences of the same kind as a home, and the two change places with their memory.  Writing a spare comes
+ * after both of its own, after filled, which may have read it when it was the home, and after homed: so that behind the
+ * spare's last write there is no copy to the home either, and `homed` keeps its meaning when they change places. */
 #ifndef GM_CHUNK_IMPL_H
 #define GM_CHUNK_IMPL_H
 
@@ -35,6 +39,9 @@ typedef struct piece {
     uintptr_t address;
     uint8_t *home;
     fence filled, used, homed, home_used;
+    uint64_t version; /* changes with whatever may have changed the piece's bytes */
+    uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
+    fence spare_homed, spare_used;
 } piece;
 
 struct gm_chunks {

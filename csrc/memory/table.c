@@ -154,6 +154,8 @@ void gm_chunks_free(gm_chunks *chunks)
         free_fence(device, &p->used);
         free_fence(device, &p->homed);
         free_fence(device, &p->home_used);
+        free_fence(device, &p->spare_homed);
+        free_fence(device, &p->spare_used);
         free(p->blocks);
     }
     for (int kind = 0; kind < GM_N_PIECES; kind++) {

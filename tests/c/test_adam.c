@@ -134,6 +134,41 @@ static void check_span(gm_adam_span_fn span, gm_dtype format, gm_dtype grad_dtyp
     CHECK(equal_arrays(&expected, &got, words));
 }
 
+/* Out of place gives the bits of in place, and leaves the old values as they were. */
+static void check_from(gm_dtype format, gm_dtype grad_dtype, const gm_adam_scalars *scalars)
+{
+    static arrays old;
+    size_t words = 9000;
+    gm_adam_range range = {.begin = 3, .end = 8997, .scalars = *scalars};
+    copy_arrays(&expected, &start, words);
+    copy_arrays(&old, &start, words);
+    copy_arrays(&got, &start, words);
+    memset(got.weight, 0xa5, 4 * words);
+    memset(got.low, 0xa5, 4 * words);
+    memset(got.m, 0xa5, 4 * words);
+    memset(got.v, 0xa5, 4 * words);
+    gm_adam_args args = args_of(&expected, format, grad_dtype, 0);
+    args.ranges = &range;
+    args.n_ranges = 1;
+    CHECK(gm_adam_host(&args, NULL) == GM_OK);
+    gm_adam_from from = {old.weight, old.low, (float *)(void *)old.m, (float *)(void *)old.v};
+    args = args_of(&got, format, grad_dtype, 0);
+    args.ranges = &range;
+    args.n_ranges = 1;
+    args.from = &from;
+    CHECK(gm_adam_host(&args, NULL) == GM_OK);
+    size_t width = gm_dtype_bytes(format), low = format == GM_F16 ? 4 : 2,
+           n = range.end - range.begin;
+    CHECK(!memcmp((char *)expected.weight + width * range.begin,
+                  (char *)got.weight + width * range.begin, width * n));
+    CHECK(format == GM_F32 || !memcmp((char *)expected.low + low * range.begin,
+                                      (char *)got.low + low * range.begin, low * n));
+    CHECK(!memcmp(expected.m + range.begin, got.m + range.begin, 4 * n));
+    CHECK(!memcmp(expected.v + range.begin, got.v + range.begin, 4 * n));
+    CHECK(((unsigned char *)got.m)[0] == 0xa5 && ((unsigned char *)got.weight)[0] == 0xa5);
+    CHECK(equal_arrays(&old, &start, words));
+}
+
 static const struct {
     gm_dtype format, grad_dtype;
 } kinds[] = {
@@ -184,6 +219,8 @@ static void check_ranges(gm_workers *pool)
         args.n_ranges = n;
         CHECK(gm_adam_host(&args, pool) == GM_OK);
         CHECK(equal_arrays(&expected, &got, CAPACITY));
+        fill_start(9000);
+        check_from(kinds[kind].format, kinds[kind].grad_dtype, &ranges[2].scalars);
     }
 }
 

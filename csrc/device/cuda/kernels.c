@@ -163,6 +163,9 @@ static size_t low_bytes(gm_dtype format)
 
 static gm_status check_adam(const gm_adam_args *a)
 {
+    if (a->from) {
+        return GM_FAIL(GM_ERR_ARG, "adam: out of place on the host alone");
+    }
     if (!is_dtype(a->format)) {
         return GM_FAIL(GM_ERR_ARG, "adam: weight format %d is not known", (int)a->format);
     }
