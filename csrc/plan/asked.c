@@ -17,7 +17,7 @@ gm_worth gm_worth_of(const gm_plan *plan)
 
 static size_t key_bytes(const gm_asked *asked)
 {
-    return asked->n + sizeof((gm_choice *)0)->depth;
+    return asked->n + sizeof((gm_choice *)0)->depth + sizeof((gm_choice *)0)->speculated;
 }
 
 static void make_key(gm_asked *asked, const gm_choice *choice)
@@ -26,7 +26,9 @@ static void make_key(gm_asked *asked, const gm_choice *choice)
         asked->key[c] = (uint8_t)(choice->class_of[c] << 3 | choice->is_late[c] << 2 |
                                   choice->is_grad_resident[c] << 1 | choice->is_kept[c]);
     }
-    memcpy(asked->key + asked->n, choice->depth, sizeof choice->depth);
+    uint8_t *at = asked->key + asked->n;
+    memcpy(at, choice->depth, sizeof choice->depth);
+    memcpy(at + sizeof choice->depth, &choice->speculated, sizeof choice->speculated);
 }
 
 /* The place of a key in the table: where it is, or where it would be. */

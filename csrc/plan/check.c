@@ -11,7 +11,9 @@
  * 6. Weights that are gathered are on the device, of the newest shards, when a tick takes them; a gather finds its
  *    blocks free and no update due, so that every rank can issue it, whatever it holds.
  * 7. A gradient that is summed over ranks has whole blocks while it grows, and what was summed before is on the device
- *    when the sum is added. */
+ *    when the sum is added.
+ * 8. What is speculated is of a complete gradient; the next update takes it in one step, and does without it in the next,
+ *    as when a clip fires. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,6 +29,7 @@ typedef struct gm_model_chunk {
     bool is_spent;      /* updated with a gradient of the present pass */
     bool has_home_grad; /* the gradient gathered so far is (also) at home */
     bool is_grad_dirty; /* it is on the device alone */
+    bool has_result;    /* of a speculation */
     bool is_growing;
     uint32_t
         until; /* weights, gathered if they are, are in use before this tick of the present pass */
@@ -45,6 +48,8 @@ typedef struct gm_model {
     uint32_t *started; /* (most ticks,) first of the chunks whose gradients may grow from a tick */
     const gm_trace *trace;
     uint32_t tick;
+    bool is_last; /* the present pass ends the step */
+    bool fires;   /* the step that ends now is not the one that was speculated */
 } gm_model;
 
 static const char *const piece_names[] = {"weights", "states", "gradient", "gathered weights",
@@ -206,9 +211,21 @@ static bool is_host_class(const gm_model *m, uint32_t c)
     return gm_plan_class(m->plan, c) == GM_CLASS_C1 || gm_plan_class(m->plan, c) == GM_CLASS_C2;
 }
 
+/* The result of a speculation is the update: home and spare change places. */
+static void take_result(gm_model *m, uint32_t c)
+{
+    m->chunks[c].is_stale = m->chunks[c].is_outdated = true;
+    m->chunks[c].is_spent = !m->chunks[c].was_pending;
+    m->chunks[c].is_pending = m->chunks[c].was_pending = m->chunks[c].has_result = false;
+    forget_grad(m, c);
+}
+
 static gm_status fetch(gm_model *m, uint32_t c)
 {
     gm_model_chunk *chunk = &m->chunks[c];
+    if (chunk->is_pending && chunk->has_result) {
+        take_result(m, c);
+    }
     if ((is_on_device(m, c, GM_WEIGHT) && !chunk->is_stale) ||
         (chunk->is_pending && is_host_class(m, c))) {
         return GM_OK;
@@ -277,6 +294,10 @@ static gm_status update(gm_model *m, uint32_t c)
     if (chunk->until > m->tick && !is_gathered(m, c)) {
         return VIOLATION(m, "chunk %u is updated while its weights are in use", c);
     }
+    if (chunk->has_result) {
+        take_result(m, c);
+        return GM_OK;
+    }
     if (is_host_class(m, c)) {
         GM_TRY(grad_out(m, c));
         chunk->is_stale = true;
@@ -297,6 +318,29 @@ static gm_status update(gm_model *m, uint32_t c)
     return GM_OK;
 }
 
+/* Invariant 8. */
+static gm_status speculate(gm_model *m, uint32_t c)
+{
+    gm_model_chunk *chunk = &m->chunks[c];
+    gm_class cls = gm_plan_class(m->plan, c);
+    bool has_states = cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
+    if (!gm_plan_is_speculated(m->plan, c) || cls == GM_CLASS_R || m->input->when != GM_DEFERRED) {
+        return VIOLATION(m, "chunk %u of class %d may not be speculated", c, (int)cls);
+    }
+    if (!chunk->is_grad_dirty && !chunk->has_home_grad) {
+        return VIOLATION(m, "chunk %u is speculated without its gradient", c);
+    }
+    if (!m->is_last) {
+        return GM_OK; /* the engine waits for the last gradient */
+    }
+    if (has_states && (chunk->is_growing || !is_on_device(m, c, GM_GRAD))) {
+        return VIOLATION(m, "chunk %u is speculated, but its gradient is not on the device", c);
+    }
+    GM_TRY(has_states ? show(m, c, GM_STATE) : grad_out(m, c));
+    chunk->has_result = true;
+    return GM_OK;
+}
+
 static gm_status run_op(gm_model *m, const gm_op *op)
 {
     if (op->chunk >= m->input->n_chunks) {
@@ -309,6 +353,7 @@ static gm_status run_op(gm_model *m, const gm_op *op)
     case GM_OP_GRAD_OUT: return grad_out(m, op->chunk);
     case GM_OP_UPDATE: return update(m, op->chunk);
     case GM_OP_GATHER: return gather(m, op->chunk);
+    case GM_OP_SPECULATE: return speculate(m, op->chunk);
     default: return VIOLATION(m, "operation of unknown kind %u", op->kind);
     }
 }
@@ -477,6 +522,7 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
 {
     m->trace = trace;
     m->tick = 0;
+    m->is_last = is_last;
     if (!gm_plan_knows(m->plan, trace->hash)) {
         return VIOLATION(m, "there is no schedule for this trace");
     }
@@ -498,6 +544,7 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
             if (m->input->chunks[c].numel == 0) {
                 forget_grad(m, c); /* no optimizer takes it: zero_grad drops it */
             }
+            m->chunks[c].has_result &= !m->fires;
         }
     }
     m->trace = NULL;
@@ -558,6 +605,7 @@ static gm_status run_check(gm_model *m)
     }
     uint32_t n_steps = m->input->n_traces > 3 ? m->input->n_traces : 3;
     for (uint32_t step = 0; step < n_steps; step++) {
+        m->fires = step % 2 == 1;
         GM_TRY(run_step(m, step % m->input->n_traces, step != 1));
     }
     return GM_OK;

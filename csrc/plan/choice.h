@@ -15,6 +15,7 @@ typedef struct gm_dials {         /* without padding: compared as bytes */
     double states; /* share of the room beside weights and gradients that states may take */
     double first;  /* so many chunks, the first in use, have room for states before weights do */
     double kept;   /* share of the gathered weights that are kept whatever the rest gets */
+    double speculated; /* gm_choice */
 } gm_dials;
 
 gm_status gm_choice_new(uint32_t n, gm_choice *out); /* to be freed even if it fails */

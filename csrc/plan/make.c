@@ -9,8 +9,9 @@ static uint64_t hash_of(const gm_plan *plan)
 {
     uint64_t hash = gm_fnv1a(UINT64_C(0xcbf29ce484222325), plan->n_blocks);
     for (uint32_t c = 0; c < plan->n; c++) {
-        hash = gm_fnv1a(hash, ((uint64_t)plan->class_of[c] << 1 | plan->is_late[c]) << 32 |
-                                  plan->order[c]);
+        uint64_t what = (uint64_t)plan->class_of[c] << 1 | plan->is_late[c];
+        what |= plan->is_speculated[c] ? 16 : 0;
+        hash = gm_fnv1a(hash, what << 32 | plan->order[c]);
     }
     for (uint32_t i = 0; i < plan->n * GM_N_PIECES; i++) {
         const gm_place *place = &plan->places[i];
@@ -43,6 +44,8 @@ static void describe(const gm_problem *problem, gm_plan *plan)
         info->resident_grad_bytes += grad->is_resident ? grad->length * input->block_bytes : 0;
         const gm_place *gathered = &plan->places[c * GM_N_PIECES + GM_GATHERED];
         info->n_kept += gathered->is_resident;
+        info->n_speculated += plan->is_speculated[c];
+        info->spare_bytes += plan->is_speculated[c] ? gm_plan_spare(&input->chunks[c]) : 0;
         info->kept_gathered_bytes +=
             gathered->is_resident ? gathered->length * input->block_bytes : 0;
         if (gm_is_streamed(cls)) {

@@ -15,6 +15,7 @@ void gm_plan_free(gm_plan *plan)
         free(plan->schedules);
         free(plan->class_of);
         free(plan->is_late);
+        free(plan->is_speculated);
         free(plan->places);
         free(plan->order);
         free(plan);
@@ -29,12 +30,13 @@ gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out)
         *plan = (gm_plan){.n = problem->n,
                           .class_of = calloc(n, 1),
                           .is_late = calloc(n, sizeof(bool)),
+                          .is_speculated = calloc(n, sizeof(bool)),
                           .places = calloc(n * GM_N_PIECES, sizeof(gm_place)),
                           .order = calloc(n, sizeof(uint32_t)),
                           .schedules = calloc(problem->n_courses, sizeof(gm_schedule))};
     }
-    if (!plan || !plan->class_of || !plan->is_late || !plan->places || !plan->order ||
-        !plan->schedules) {
+    if (!plan || !plan->class_of || !plan->is_late || !plan->is_speculated || !plan->places ||
+        !plan->order || !plan->schedules) {
         gm_plan_free(plan);
         return GM_FAIL(GM_ERR_NOMEM, "host: no room for a plan of %zu chunks", n);
     }
@@ -65,6 +67,11 @@ const gm_place *gm_plan_place(const gm_plan *plan, uint32_t chunk, gm_piece piec
 bool gm_plan_is_kept(const gm_plan *plan, uint32_t chunk)
 {
     return plan->places[chunk * GM_N_PIECES + GM_GATHERED].is_resident;
+}
+
+bool gm_plan_is_speculated(const gm_plan *plan, uint32_t chunk)
+{
+    return plan->is_speculated[chunk];
 }
 
 uint32_t gm_plan_n_blocks(const gm_plan *plan)

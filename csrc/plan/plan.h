@@ -30,6 +30,11 @@
  *      then the tick's operations.  At other ticks operations come first, then what the tick takes is claimed.
  *   3. An update leaves gathered weights as they are; they hold no more.
  *
+ * Speculation.  With spare_bytes a deferred plan may let updates run under the backward, out of place (GM_OP_SPECULATE):
+ * new weights and states go to a spare beside their home, and the gradient is kept.  If the step turns out to be that one,
+ * its update only exchanges home and spare, and the weights on the device are refreshed; else it is an update as of any
+ * deferred plan, so such a plan is one whatever comes.
+ *
  * Above the length budget because what the engine and its plans agree on is in one place. */
 #ifndef GM_PLAN_H
 #define GM_PLAN_H
@@ -85,8 +90,15 @@ typedef struct gm_plan_input {
     uint32_t stage_blocks; /* of one chunk's states in their ring, at most (slices); 0: all */
     size_t device_bytes;   /* for blocks: the budget less everything else at its peak */
     double state_share;    /* in [0, 1]: share of what the weights leave for states and gradients */
+    size_t spare_bytes;    /* of the host, for speculation; 0, or if immediate: none */
     gm_rates rates;
 } gm_plan_input;
+
+/* Bytes of the host that a chunk's spares take. */
+static inline size_t gm_plan_spare(const gm_plan_chunk *chunk)
+{
+    return gm_round_up(chunk->bytes[GM_WEIGHT], 4096) + gm_round_up(chunk->bytes[GM_STATE], 4096);
+}
 
 /* Blocks that a piece takes at its place. */
 static inline uint32_t gm_plan_blocks(const gm_plan_input *input, uint32_t chunk, uint32_t piece,
@@ -113,7 +125,10 @@ typedef enum gm_op_kind {
     GM_OP_UPDATE,
     /* A collective: the weights of all ranks into GM_GATHERED, unless they are there; first the update that was pending
      * when the pass began, and the shard's weights if they are not on the device. */
-    GM_OP_GATHER
+    GM_OP_GATHER,
+    /* The update that the step will probably be, out of place; streamed states and the weights pass through the device
+     * to the spares.  The gradient is complete, on the device. */
+    GM_OP_SPECULATE
 } gm_op_kind;
 
 typedef struct gm_op {
@@ -132,7 +147,9 @@ typedef struct gm_plan_info {
     size_t bytes_of_class[GM_N_CLASSES]; /* of weights */
     size_t weight_ring_bytes, state_ring_bytes, grad_ring_bytes, resident_grad_bytes;
     size_t gathered_ring_bytes, unreduced_ring_bytes, kept_gathered_bytes;
-    uint32_t n_kept; /* chunks whose gathered weights are kept */
+    uint32_t n_kept;       /* chunks whose gathered weights are kept */
+    uint32_t n_speculated; /* chunks */
+    size_t spare_bytes;    /* of the host, that these take */
     uint32_t
         prefetch; /* chunks that the weight ring holds beyond the one in use; 0: all weights resident */
     uint64_t n_ops;
@@ -150,6 +167,8 @@ gm_class gm_plan_class(const gm_plan *plan, uint32_t chunk);
 const gm_place *gm_plan_place(const gm_plan *plan, uint32_t chunk, gm_piece piece);
 /* Whether its gathered weights have blocks of their own. */
 bool gm_plan_is_kept(const gm_plan *plan, uint32_t chunk);
+/* Whether its update is speculated. */
+bool gm_plan_is_speculated(const gm_plan *plan, uint32_t chunk);
 uint32_t gm_plan_n_blocks(const gm_plan *plan);
 const gm_plan_info *gm_plan_get_info(const gm_plan *plan);
 /* The order in which pending (deferred) updates are to be issued: (n_chunks,) every chunk once. */

@@ -52,6 +52,7 @@ struct gm_plan {
     uint32_t n, n_blocks, main_ticks;
     uint8_t *class_of;          /* (n,) */
     bool *is_late;              /* (n,) updated under the next pass's forward */
+    bool *is_speculated;        /* (n,) of the late ones */
     gm_place *places;           /* (n, GM_N_PIECES) */
     uint32_t *order;            /* (n,) of updates */
     uint32_t ring[GM_N_PIECES]; /* blocks */
@@ -67,6 +68,7 @@ typedef struct gm_choice {
     bool *is_kept;                    /* (n,) its gathered weights have blocks of their own */
     uint32_t
         depth[GM_N_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
+    double speculated;      /* share of the updates that are not resident, the last in use first */
 } gm_choice;
 
 static inline bool gm_is_streamed(uint32_t cls)

@@ -14,6 +14,7 @@
 
 typedef enum gm_phase {
     PHASE_GRAD_OUT,
+    PHASE_SPECULATE,
     PHASE_EARLY_UPDATE, /* on the host, or at the gradient's tick: a fetch may depend on it */
     PHASE_FETCH,
     PHASE_UPDATE,
@@ -211,6 +212,7 @@ static void write_tail_fetches(gm_writer *w)
         /* What the host is going to update is stale until then. */
         bool is_stale = w->plan->class_of[c] == GM_CLASS_C2 && w->problem->is_trained[c] &&
                         w->plan->is_late[c] && w->problem->n_passes == 1;
+        is_stale |= w->plan->is_speculated[c]; /* the step will probably make it so */
         if (free_from(w, GM_WEIGHT, c) >= w->course->n) {
             return;
         }
@@ -246,13 +248,15 @@ static void write_fetches(gm_writer *w)
     write_tail_fetches(w);
 }
 
-/* Copies of what the host has updated and that stays on the device. */
+/* Copies of what the host has updated, or a speculation, and that stays on the device. */
 static void write_refreshes(gm_writer *w)
 {
     uint32_t ahead = 8, n = 0;
     for (uint32_t i = 0; i < w->plan->n; i++) {
         uint32_t c = w->order[i];
-        if (w->plan->class_of[c] != GM_CLASS_C1 || w->update[c] == GM_NO_TICK) {
+        bool is_refreshed = w->plan->class_of[c] == GM_CLASS_C1 ||
+                            (w->plan->class_of[c] == GM_CLASS_S1 && w->plan->is_speculated[c]);
+        if (!is_refreshed || w->update[c] == GM_NO_TICK) {
             continue;
         }
         uint32_t first = w->first[c] < w->course->n ? w->first[c] : w->course->n - 1;
@@ -306,6 +310,9 @@ static void write_grad_ticks(gm_writer *w)
         uint32_t c = w->course->opens[i].chunk, tick = w->course->grad[c];
         if (is_out_at_grad(w->problem, w->plan, c)) {
             note(w, tick, PHASE_GRAD_OUT, GM_OP_GRAD_OUT, c);
+        }
+        if (w->plan->is_speculated[c] && tick < w->course->n) {
+            note(w, tick, PHASE_SPECULATE, GM_OP_SPECULATE, c);
         }
         if (is_at_grad(w, c)) {
             note(w, w->course->settle[c], PHASE_EARLY_UPDATE, GM_OP_UPDATE, c);

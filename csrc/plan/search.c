@@ -20,7 +20,8 @@ enum { /* numbers of dials, behind those of the depths */
        DIAL_STATES,
        DIAL_WEIGHTS,
        DIAL_FIRST,
-       DIAL_KEPT
+       DIAL_KEPT,
+       DIAL_SPECULATED
 };
 
 typedef struct gm_found { /* the best so far */
@@ -111,7 +112,7 @@ static double *share_at(gm_dials *dials, uint32_t which)
 {
     double *const shares[] = {&dials->host,   &dials->late_host, &dials->late_state,
                               &dials->states, &dials->weights,   &dials->first,
-                              &dials->kept};
+                              &dials->kept,   &dials->speculated};
     return shares[which - DIAL_HOST];
 }
 
@@ -173,6 +174,9 @@ static gm_status turn_dials(gm_search *s, int n_rounds)
         if (input->when == GM_IMMEDIATE) {
             GM_TRY(turn(s, DIAL_LATE_HOST, parts, 5, &helps));
             GM_TRY(turn(s, DIAL_LATE_STATE, parts, 5, &helps));
+        }
+        if (input->when == GM_DEFERRED && input->spare_bytes > 0) {
+            GM_TRY(turn(s, DIAL_SPECULATED, shares, 6, &helps));
         }
         GM_TRY(turn_ranks(s, round, &helps));
         GM_TRY(turn(s, GM_STATE, depths + 1, 5, &helps));
@@ -334,6 +338,7 @@ static gm_status ask_about_all(gm_search *s, bool is_late, bool is_kept)
         n_all *= GM_N_CLASSES;
     }
     memcpy(s->choice.depth, (uint32_t[GM_N_PIECES]){1, 2, 1, 1, 1}, sizeof s->choice.depth);
+    s->choice.speculated = 1;
     for (uint32_t code = 0; code < n_all; code++) {
         bool is_allowed = true, is_best;
         for (uint32_t c = 0, rest = code; c < n; c++, rest /= GM_N_CLASSES) {
@@ -419,6 +424,7 @@ static gm_status run_fixed(gm_search *s)
         gm_dials dials = {.depth = {own, 0, 2 * own},
                           .host = 1,
                           .weights = is_cpu ? 0 : 1,
+                          .speculated = 1,
                           .blocks = s->problem->n_blocks};
         dials.depth[GM_GATHERED] = s->problem->has_gathered ? ahead[i][0] : 0;
         dials.depth[GM_UNREDUCED] = s->problem->has_unreduced ? ahead[i][1] : 0;
@@ -459,6 +465,7 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
                               unreduced[] = {1, 1, 2, 2, 1, 1, 0};
         gm_dials dials = starts[i];
         dials.blocks = blocks;
+        dials.speculated = 1;
         dials.depth[GM_GATHERED] = s->problem->has_gathered ? gathered[i] : 0;
         dials.depth[GM_UNREDUCED] = s->problem->has_unreduced ? unreduced[i] : 0;
         GM_TRY(i < 4 || !s->best.plan ? try_dials(s, &dials, &is_best) : GM_OK);

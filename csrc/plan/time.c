@@ -8,7 +8,8 @@
  *    reduce for the last gradient; whoever reads the sum waits for the reduce.
  * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
  * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first slices come in as soon
- *    as slots are free, the others once Adam has begun; each goes home behind Adam. */
+ *    as slots are free, the others once Adam has begun; each goes home behind Adam.
+ * 4. What is speculated is what the step does: no clip fires. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -44,11 +45,13 @@ typedef struct gm_replay {
     uint64_t n_slices;
     double slot_bytes;
     bool *is_pending, *has_home_grad, *is_dirty; /* (n,) */
-    uint32_t *use_pass, *use_end;                /* (n,) */
-    uint32_t *node_of;           /* (ticks,) compute of each tick of the present pass */
-    uint32_t norm;               /* the end of the last backward */
-    uint32_t pass, tick, newest; /* newest: compute node */
-    double weight;               /* how many equal passes the present one stands for */
+    uint32_t *result; /* (n,) the end of a speculation that no update has taken; GM_NO_NODE: none */
+    bool is_last;     /* the present pass ends the step */
+    uint32_t *use_pass, *use_end; /* (n,) */
+    uint32_t *node_of;            /* (ticks,) compute of each tick of the present pass */
+    uint32_t norm;                /* the end of the last backward */
+    uint32_t pass, tick, newest;  /* newest: compute node */
+    double weight;                /* how many equal passes the present one stands for */
     gm_load *load;
 } gm_replay;
 
@@ -148,7 +151,8 @@ static void grad_out(gm_replay *r, uint32_t c)
 static void grad_in(gm_replay *r, uint32_t c)
 {
     gm_item *g = item(r, c, GM_GRAD);
-    if (!g->is_there && r->has_home_grad[c]) {
+    bool is_needless = r->is_pending[c] && r->result[c] != GM_NO_NODE;
+    if (!g->is_there && r->has_home_grad[c] && !is_needless) {
         claim(r, c, GM_GRAD);
         g->filled = copy_in(r, GM_LANE_GRAD_IN, chunk_of(r, c)->bytes[GM_GRAD]);
     }
@@ -196,11 +200,14 @@ static double slice_work(const gm_replay *r, double n_slices, double bytes)
     return n_slices * bytes + (n_slices - 1) * SLICE_SECONDS * r->problem->input->rates.h2d;
 }
 
-/* Invariant 3.  The node added next waits for weights and gradient; returns the end of Adam. */
-static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds)
+/* Invariant 3.  Returns the end of Adam; *out_homed becomes that of the last copy home.  Speculation brings weights from
+ * their home unless they are there, takes them out with the states, and waits for no norm. */
+static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds, bool is_speculation,
+                              uint32_t *out_homed)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
     double bytes = (double)chunk_of(r, c)->bytes[GM_STATE];
+    bytes += is_speculation ? (double)chunk_of(r, c)->bytes[GM_WEIGHT] : 0;
     uint64_t n = 1 + (uint64_t)(bytes / r->slot_bytes), n_ahead = n < r->n_slots ? n : r->n_slots;
     double slice = bytes / (double)n;
     r->load->in += r->weight * bytes;
@@ -212,17 +219,19 @@ static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds)
         wait_for_slots(r, r->n_slices + n_ahead);
         last = gm_sim_add(&r->sim, GM_LANE_STATE, slice_work(r, (double)(n_ahead - 1), slice));
     }
-    gm_sim_wait(&r->sim, r->norm);
     gm_sim_wait(&r->sim, g->filled);
     gm_sim_wait(&r->sim, w->filled);
     gm_sim_wait(&r->sim, w->homed);
-    gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
+    if (!is_speculation) {
+        gm_sim_wait(&r->sim, r->norm);
+        gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
+    }
     gm_sim_wait(&r->sim, first);
     uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds / (double)n);
     if (n > 1) {
         gm_sim_wait(&r->sim, node);
-        s->homed = gm_sim_add(&r->sim, GM_LANE_STATE_OUT, slice_work(r, (double)(n - 1), slice));
-        note_gone(r, s->homed, r->n_slices + n - 1);
+        *out_homed = gm_sim_add(&r->sim, GM_LANE_STATE_OUT, slice_work(r, (double)(n - 1), slice));
+        note_gone(r, *out_homed, r->n_slices + n - 1);
         if (n > n_ahead) {
             gm_sim_wait(&r->sim, node);
             last = gm_sim_add(&r->sim, GM_LANE_STATE, slice_work(r, (double)(n - n_ahead), slice));
@@ -231,9 +240,9 @@ static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds)
         node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds * (double)(n - 1) / (double)n);
     }
     gm_sim_wait(&r->sim, node);
-    s->homed = gm_sim_add(&r->sim, GM_LANE_STATE_OUT, slice);
+    *out_homed = gm_sim_add(&r->sim, GM_LANE_STATE_OUT, slice);
     r->n_slices += n;
-    note_gone(r, s->homed, r->n_slices);
+    note_gone(r, *out_homed, r->n_slices);
     return node;
 }
 
@@ -246,7 +255,7 @@ static void update_on_device(gm_replay *r, uint32_t c)
     fetch(r, c);
     r->load->compute += r->weight * seconds;
     if (gm_is_state_streamed(cls)) {
-        node = stream_states(r, c, seconds);
+        node = stream_states(r, c, seconds, false, &s->homed);
     } else {
         gm_sim_wait(&r->sim, r->norm);
         gm_sim_wait(&r->sim, g->filled);
@@ -263,13 +272,48 @@ static void update_on_device(gm_replay *r, uint32_t c)
     }
 }
 
+static void speculate(gm_replay *r, uint32_t c)
+{
+    gm_item *w = item(r, c, GM_WEIGHT), *g = item(r, c, GM_GRAD);
+    if (!r->is_last || r->result[c] != GM_NO_NODE) {
+        return;
+    }
+    if (gm_is_on_host(r->plan->class_of[c])) {
+        grad_out(r, c);
+        gm_sim_wait(&r->sim, g->homed);
+        gm_sim_wait(&r->sim, w->homed);
+        r->load->host += r->weight * (double)chunk_of(r, c)->numel;
+        r->result[c] = gm_sim_add(&r->sim, GM_LANE_HOST, (double)chunk_of(r, c)->numel);
+    } else if (g->is_there) {
+        double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
+        r->load->compute += r->weight * seconds;
+        g->used = stream_states(r, c, seconds, true, &r->result[c]);
+    }
+}
+
+/* The result of a speculation is the update. */
+static void take_result(gm_replay *r, uint32_t c)
+{
+    gm_item *w = item(r, c, GM_WEIGHT);
+    w->homed = item(r, c, GM_STATE)->homed = r->result[c];
+    r->result[c] = GM_NO_NODE;
+    item(r, c, GM_GATHERED)->is_there = false;
+    if (w->is_there) {
+        gm_sim_wait(&r->sim, w->homed);
+        wait_for_owner(r, c, GM_WEIGHT);
+        w->filled = copy_in(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    }
+}
+
 static void update(gm_replay *r, uint32_t c)
 {
     if (!r->is_pending[c]) {
         return;
     }
     r->is_pending[c] = false;
-    if (gm_is_on_host(r->plan->class_of[c])) {
+    if (r->result[c] != GM_NO_NODE) {
+        take_result(r, c);
+    } else if (gm_is_on_host(r->plan->class_of[c])) {
         update_on_host(r, c);
     } else {
         update_on_device(r, c);
@@ -340,6 +384,7 @@ static void follow_op(gm_replay *r, const gm_op *op)
     case GM_OP_GRAD_OUT: grad_out(r, op->chunk); break;
     case GM_OP_UPDATE: update(r, op->chunk); break;
     case GM_OP_GATHER: gather(r, op->chunk); break;
+    case GM_OP_SPECULATE: speculate(r, op->chunk); break;
     }
 }
 
@@ -369,6 +414,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     bool is_immediate = r->problem->input->when == GM_IMMEDIATE;
     uint32_t next_use = 0, next_open = 0;
     r->pass++;
+    r->is_last = is_last;
     for (uint32_t t = 0; t < course->n; t++) {
         const gm_tick *tick = &course->trace->ticks[t];
         r->tick = t;
@@ -545,6 +591,7 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     r->is_pending = calloc(n, sizeof(bool));
     r->has_home_grad = calloc(n, sizeof(bool));
     r->is_dirty = calloc(n, sizeof(bool));
+    r->result = malloc(n * sizeof(uint32_t));
     r->use_pass = calloc(n, sizeof(uint32_t));
     r->use_end = calloc(n, sizeof(uint32_t));
     r->node_of = calloc(n_ticks, sizeof(uint32_t));
@@ -556,7 +603,10 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     r->last_gone = GM_NO_NODE;
     r->gone = calloc(r->most_gone, sizeof *r->gone);
     bool has_all = r->gone && r->items && r->is_pending && r->has_home_grad && r->is_dirty &&
-                   r->use_pass && r->use_end && r->node_of;
+                   r->result && r->use_pass && r->use_end && r->node_of;
+    for (uint32_t c = 0; has_all && c < n; c++) {
+        r->result[c] = GM_NO_NODE;
+    }
     for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
         r->owner[piece] = malloc(((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
         has_all = has_all && r->owner[piece];
@@ -583,6 +633,7 @@ static void replay_free(gm_replay *r)
     free(r->is_pending);
     free(r->has_home_grad);
     free(r->is_dirty);
+    free(r->result);
     free(r->use_pass);
     free(r->use_end);
     free(r->node_of);

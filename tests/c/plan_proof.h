@@ -40,6 +40,7 @@ static inline void random_wishes(model *m, uint64_t *seed)
     m->input.policy = (gm_policy)(below(seed, 6) < 4 ? 0 : below(seed, 3));
     m->input.state_share = below(seed, 3) ? 1 : 0.01 * (double)below(seed, 100);
     m->input.stage_blocks = below(seed, 2) ? 0 : 1 + (uint32_t)below(seed, 12);
+    m->input.spare_bytes = m->n_chunks % 3 * (whole_bytes(m) / 3); /* none, some, all */
 }
 
 /* The plan for the input, or NULL where there is too little memory, which the error then says. */

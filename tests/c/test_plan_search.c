@@ -57,6 +57,27 @@ static void test_real_sizes(void)
     }
 }
 
+/* With spares on the host a deferred step is nearly an immediate one, and what they may take is kept to. */
+static void test_speculation(void)
+{
+    static const struct {
+        double bytes, spares, most; /* seconds */
+    } cases[] = {{12e9, 0, 1.0}, {12e9, 20e9, 0.80}, {12e9, 35e9, 0.75}, {4e9, 35e9, 0.78}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        model m;
+        model_of_units(&m, 215, 16000000, 0.68);
+        m.input.device_bytes = (size_t)cases[i].bytes;
+        m.input.spare_bytes = (size_t)cases[i].spares;
+        gm_plan *plan = checked_plan(&m);
+        const gm_plan_info *info = gm_plan_get_info(plan);
+        CHECK(info->step_seconds <= cases[i].most);
+        CHECK(info->spare_bytes <= m.input.spare_bytes);
+        CHECK((info->n_speculated > 0) == (cases[i].spares > 0));
+        gm_plan_free(plan);
+        model_free(&m);
+    }
+}
+
 /* More memory is slower by 6 % at most.  With room for everything the plan takes it, though the model would
  * hide some updates on the host for free. */
 static void test_budgets(void)
@@ -121,6 +142,7 @@ int main(void)
 {
     test_against_brute_force();
     test_real_sizes();
+    test_speculation();
     test_budgets();
     test_traffic();
     test_planning_time();
