@@ -112,9 +112,10 @@ def manage(
         device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
             everything this process holds there counts, activations included; on the host device what
             the engine places there. None: what the device has.
-        host_budget: bytes of host memory for weights, states and gradients, of this rank; a fraction is one of its
-            even share of the host. None: what the host has; of several ranks on it each has an even share. More than
-            the machine has, or than this process's control group allows, counts as that, with a warning.
+        host_budget: bytes of host memory for weights, states and gradients, of this rank, and as far as it goes for
+            updates of clipped steps; a fraction is one of its even share of the host. None: what the host has; of
+            several ranks on it each has an even share. More than the machine has, or than this process's control group
+            allows, counts as that, with a warning.
         placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
             on the host; "auto": as much as fits.
         precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.

@@ -105,6 +105,9 @@ class Runtime(Uncopied, Reporting):
         self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
         self._in_backward = False
         self.steps = self.skipped_steps = 0
+        self._wants_numbers = (
+            False  # the core speculates: the first gradient brings a step's numbers
+        )
         self.step_in_backward = StepInBackward(self)
         self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
         self.masters: dict[
@@ -278,6 +281,7 @@ class Runtime(Uncopied, Reporting):
         """Whether the core may take gradients without asking take_grad."""
         is_asked = self.step_in_backward.waits or self.step_in_backward.used or self.lent
         is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
+        is_asked = is_asked or self._wants_numbers
         self.takes_plainly = self.scaler is None and not is_asked
 
     def collect(self) -> None:
@@ -285,8 +289,20 @@ class Runtime(Uncopied, Reporting):
         for slot in list(self.lent):
             slot.given.collect()
 
+    def _announce(self) -> None:
+        """The numbers that the coming step would have now: the core may begin with it (csrc/engine/speculation.c)."""
+        self._wants_numbers = False
+        self.choose_way()
+        try:
+            updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
+            self.core.announce(updates)
+        except GeminiError:
+            pass  # the step says it
+
     def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
         """Adds one gradient to what the engine holds for a parameter."""
+        if self._wants_numbers:
+            self._announce()
         if self.scaler is not None and not self._in_backward:
             raise GeminiError(
                 f'{slot.name}: a gradient arrived from loss.backward(), but with fp16 weights ("16-mixed") the loss '
@@ -500,6 +516,8 @@ class Runtime(Uncopied, Reporting):
         if self.scaler is not None:
             self.scaler.update(False)
         self.clip_factor = 1.0
+        self._wants_numbers = self.scaler is None and self.core.wants_numbers()
+        self.choose_way()
         self.steps += 1
         self.ranks.when = f" after step {self.steps}"
         self.note_step(self.core.stats())

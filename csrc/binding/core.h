@@ -44,6 +44,7 @@ PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_ar
 PyObject *gm_py_grad_sumsq(core *self, PyObject *args);
 PyObject *gm_py_step(core *self, PyObject *args);
 PyObject *gm_py_arm(core *self, PyObject *args);
+PyObject *gm_py_announce(core *self, PyObject *args);
 PyObject *gm_py_stats(core *self, PyObject *unused);
 PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);
 

@@ -361,6 +361,22 @@ PLAIN_METHOD(disarm)
 PLAIN_METHOD(drain)
 PLAIN_METHOD(catch_up)
 
+static PyObject *core_wants_numbers(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    bool wants;
+    gm_engine_ref(engine);
+    Py_BEGIN_ALLOW_THREADS
+    wants = gm_engine_wants_numbers(engine);
+    gm_engine_unref(engine);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(wants);
+}
+
 /* part(param) -> (first, n) */
 static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -617,6 +633,8 @@ static PyMethodDef core_methods[] = {
     METHOD("lease_unwatch", gm_py_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease, stream)"),
     METHOD("step", gm_py_step, METH_VARARGS, "step(updates, stream)"),
     METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
+    METHOD("wants_numbers", core_wants_numbers, METH_NOARGS, "wants_numbers() -> bool"),
+    METHOD("announce", gm_py_announce, METH_VARARGS, "announce(updates)"),
     METHOD("disarm", core_disarm, METH_NOARGS, "disarm()"),
     METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
     METHOD("chunk_states", core_chunk_states, METH_NOARGS, "chunk_states() -> list of dicts"),

@@ -106,6 +106,8 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
         {"kept_gathered_bytes", info->kept_gathered_bytes},
         {"unreduced_ring_bytes", info->unreduced_ring_bytes},
         {"n_kept", info->n_kept},
+        {"n_speculated", info->n_speculated},
+        {"spare_bytes", info->spare_bytes},
         {"prefetch", info->prefetch},
         {"n_ops", (size_t)info->n_ops},
         {"hash", (size_t)info->hash},

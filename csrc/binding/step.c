@@ -102,6 +102,25 @@ PyObject *gm_py_arm(core *self, PyObject *args)
     return status == GM_OK ? PyBool_FromLong(is_armed) : gm_py_raise(status);
 }
 
+/* announce(updates) */
+PyObject *gm_py_announce(core *self, PyObject *args)
+{
+    PyObject *sequence;
+    uint32_t n;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || !PyArg_ParseTuple(args, "O", &sequence)) {
+        return NULL;
+    }
+    gm_update *updates = parse_updates(sequence, &n);
+    if (!updates) {
+        return NULL;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status, gm_engine_announce(engine, updates, n));
+    free(updates);
+    return gm_py_finish(status);
+}
+
 static int set_number(PyObject *dict, const char *key, PyObject *value)
 {
     int result = value ? PyDict_SetItemString(dict, key, value) : -1;
@@ -147,6 +166,10 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
         {"traces", s.n_traces},
         {"pending_updates", s.n_pending},
         {"immediate_updates", s.n_immediate},
+        {"speculated_updates", s.n_speculated},
+        {"taken_updates", s.n_taken},
+        {"redone_updates", s.n_redone},
+        {"spare_bytes", s.spare_bytes},
         {"leases_walked", s.n_leases_walked},
         {"outside_peak_bytes", s.outside_peak_bytes},
         {"planned", s.is_planned},

@@ -19,6 +19,7 @@ static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
     chunk->n_arrived += !is_repeated;
     p->has_grad = true;
     *out_complete = !is_repeated && chunk->n_arrived == chunk->n_params;
+    chunk->n_backwards += *out_complete;
 }
 
 /* All gradients of a chunk have come in this pass. */
@@ -103,6 +104,7 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     chunk->n_held -= p->is_held;
     p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
     p->sums = 0;
+    chunk->n_backwards = chunk->n_held == 0 ? 0 : chunk->n_backwards;
     if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
         status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
     }
@@ -151,7 +153,11 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
     gm_device *device = engine->device;
     memset(out, 0, sizeof *out);
     engine->arrive.wants_sums = true;
+    gm_speculation_note_norm(engine);
     GM_TRY(gm_gradient_reduce_all(engine));
+    if (device->is_paper) { /* no gradient has bytes */
+        return GM_OK;
+    }
     bool has_sums = false;
     for (uint32_t i = 0; i < n; i++) {
         gm_param *p = &engine->params[params[i]];

@@ -67,7 +67,7 @@ typedef enum gm_field {
 typedef struct gm_engine_stats {
     uint64_t fetches, evictions, fetched_bytes, evicted_bytes;
     size_t device_bytes, device_peak_bytes, device_budget_bytes;
-    size_t host_bytes;       /* the arena */
+    size_t host_bytes;       /* the arena, and spares */
     double mapping_seconds;  /* of the host, for device memory: making, mapping, giving back */
     double host_pin_seconds; /* that taking and pinning it took */
     size_t state_bytes;      /* weights + optimizer states + gradients of all chunks, as blocks */
@@ -82,7 +82,10 @@ typedef struct gm_engine_stats {
     uint64_t n_deviations;      /* passes that left their trace */
     uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
     uint32_t n_traces, n_pending;
-    uint64_t n_immediate;     /* updates of chunks inside a backward */
+    uint64_t n_immediate;  /* updates of chunks inside a backward */
+    uint64_t n_speculated; /* begun before their step; of these, what the step was, and was not */
+    uint64_t n_taken, n_redone;
+    size_t spare_bytes;       /* of host_bytes, for these */
     uint64_t n_leases_walked; /* to find those that have ended: no call may look at all of them */
     size_t
         outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
@@ -152,6 +155,10 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
  * been updated already, else nothing has changed. */
 gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
 gm_status gm_engine_disarm(gm_engine *engine);
+/* Where a step may run before it is known (speculation.c): its numbers are wanted, by the first gradient.  announce: these
+ * are they, if nothing comes in between; a step with others is as right. */
+bool gm_engine_wants_numbers(gm_engine *engine);
+gm_status gm_engine_announce(gm_engine *engine, const gm_update *updates, uint32_t n);
 /* How often updates inside a backward have changed the parameter; takes no lock. */
 uint64_t gm_engine_n_immediate(const gm_engine *engine, uint32_t param);
 

@@ -44,10 +44,11 @@ struct gm_lease {
 };
 
 /* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step while the host
- * update of the last one has not run yet. */
+ * update of the last one has not run yet; a third one is for what is speculated. */
 typedef struct gm_task {
     gm_engine *engine;
     gm_adam_args args;
+    gm_adam_from from;     /* of a speculation */
     gm_adam_range *ranges; /* (the chunk's parameters,) */
     size_t n_ranges;
     atomic_bool is_running; /* issued as a host call that has not ended */
@@ -70,8 +71,15 @@ typedef struct gm_chunk_state {
     atomic_ullong n_immediate;  /* updates inside a backward, so far */
     bool is_pending;            /* task[] waits to be issued */
     bool is_armed;              /* task[] is ready for an immediate update */
-    gm_task task[2];
+    gm_task task[3];            /* of even steps, of odd ones, GM_SPECULATED */
+    /* See speculation.c. */
+    bool is_numbered, has_result;     /* task[GM_SPECULATED] may run; it has, or will */
+    uint64_t seen[GM_N_OWN_PIECES];   /* versions of the pieces that it has read */
+    uint32_t n_backwards;             /* that completed its gradient since the last step */
+    uint32_t most_backwards, n_fewer; /* of a step; steps in a row that had fewer */
 } gm_chunk_state;
+
+enum { GM_SPECULATED = 2 };
 
 /* ---- what each file has of its own: no other file writes it (tests/house) ---- */
 
@@ -125,7 +133,7 @@ typedef struct gm_room {
 } gm_room;
 
 typedef struct gm_updates {
-    gm_adam_range *ranges;            /* (2, n_params) behind the tasks */
+    gm_adam_range *ranges;            /* (3, n_params) behind the tasks */
     uint32_t n_pending, next_pending; /* chunks pending; where the search for the next one starts */
     bool is_armed;
     gm_stream stream, host_stream;
@@ -210,6 +218,21 @@ typedef struct gm_steps {
     bool wants_immediate;
 } gm_steps;
 
+enum { GM_MOST_SPARE_ARENAS = 8 };
+
+typedef struct gm_speculation {
+    size_t host_budget, limit; /* of the host in all; of spares, once has_limit */
+    gm_arena *arenas[GM_MOST_SPARE_ARENAS];
+    uint32_t n_arenas;
+    size_t bytes;                       /* of these */
+    double seconds;                     /* that taking and pinning them took */
+    bool has_limit, is_wanted;          /* plans may speculate */
+    bool has_norm, has_numbers;         /* since the last step: asked for, announced */
+    unsigned n_quiet, n_loud;           /* steps in a row that asked and did not clip; others */
+    unsigned patience;                  /* so many of them change is_wanted */
+    uint64_t n_made, n_taken, n_redone; /* chunks so far */
+} gm_speculation;
+
 typedef struct gm_arrivals {
     bool wants_sums, has_repeats; /* of gradients, for their norm; a gradient came in parts */
 } gm_arrivals;
@@ -260,6 +283,7 @@ struct gm_engine {
     gm_pass pass;
     gm_units unit;
     gm_steps step;
+    gm_speculation speculation;
     gm_arrivals arrive;
 };
 
@@ -418,6 +442,8 @@ gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew aft
 void gm_stage_free(gm_engine *engine);
 /* For a class that streams states: weights and gradient are on the device, the states at home. */
 gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
+/* The same into the spares; the weights may be at home as well. */
+gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* window.c */
 void gm_window_init(gm_engine *engine, const gm_engine_options *options);
@@ -504,6 +530,29 @@ gm_status gm_room_drop_plan(gm_engine *engine);
 /* Makes one piece resident and pins it, with whatever it takes to find room. */
 gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
 
+/* speculation.c */
+void gm_speculation_init(gm_engine *engine, const gm_engine_options *options);
+void gm_speculation_free(gm_engine *engine); /* nothing runs any more, and the table is gone */
+size_t gm_speculation_budget(const gm_engine *engine); /* bytes of spares that a plan may take */
+/* Of the device, that the driver will take to pin what a plan may take and has not yet. */
+size_t gm_speculation_device_bytes(const gm_engine *engine);
+size_t gm_speculation_bytes(const gm_engine *engine);       /* that are taken */
+bool gm_speculation_wants_numbers(const gm_engine *engine); /* of the coming step */
+void gm_speculation_note_numbers(gm_engine *engine);
+void gm_speculation_note_norm(gm_engine *engine);
+void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n);
+void gm_speculation_take_room(
+    gm_engine *engine); /* for what the plan speculates, as far as it goes */
+void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk); /* its ranges are complete */
+gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk); /* that runs now; NULL: none */
+void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
+bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk); /* of the bytes there are */
+/* Whether this task would give the result that there is. */
+bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
+/* Instead of the task, *out true; else there is no result any more. */
+gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
+void gm_speculation_forget(gm_engine *engine);
+
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);
 void gm_update_free(gm_engine *engine);
@@ -512,6 +561,9 @@ gm_status gm_update_issue_some(gm_engine *engine, uint32_t most);
 gm_status gm_update_issue_all(gm_engine *engine); /* every pending update */
 /* Tasks for every chunk that has any of the updates (sorted by parameter): pending, or armed. */
 gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm);
+/* The numbers that the coming step will probably have (sorted by parameter). */
+gm_status gm_update_number(gm_engine *engine, const gm_update *updates, uint32_t n);
+gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk); /* if it is due */
 void gm_update_make_pending(gm_engine *engine, uint32_t chunk);
 void gm_update_disarm(gm_engine *engine);
 void gm_update_forget_all(gm_engine *engine); /* those that wait; those that run are waited for */

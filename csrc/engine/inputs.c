@@ -44,6 +44,7 @@ size_t gm_inputs_device_bytes(gm_engine *engine)
             peak = trace->ticks[i].outside_bytes > peak ? trace->ticks[i].outside_bytes : peak;
         }
     }
+    peak += gm_speculation_device_bytes(engine);
     size_t beside =
         peak + engine->sums.n_blocks * engine->device->block_bytes + engine->inputs.slack_bytes;
     engine->inputs.outside_peak_bytes = beside - engine->inputs.slack_bytes;
@@ -124,6 +125,7 @@ gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in)
     in->plan.n_units = engine->n_units;
     in->plan.when =
         engine->step.wants_immediate && !engine->arrive.has_repeats ? GM_IMMEDIATE : GM_DEFERRED;
+    in->plan.spare_bytes = gm_speculation_budget(engine);
     in->plan.policy = engine->policy;
     in->plan.block_bytes = engine->device->block_bytes;
     in->plan.stage_blocks = (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /

@@ -57,6 +57,7 @@ static void engine_free(gm_engine *engine)
         engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
     }
     gm_arena_free(engine->arena);
+    gm_speculation_free(engine);
     gm_layout_free(engine->layout);
     if (engine->device) {
         engine->device->ops->free(engine->device);
@@ -290,6 +291,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     gm_window_init(engine, options);
     gm_inputs_init(engine, options);
     gm_room_init(engine, options);
+    gm_speculation_init(engine, options);
     gm_watch_init(engine);
     engine->shown = engine->ranks.n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
     gm_status status;

@@ -122,6 +122,7 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
     }
     memory.free_blocks = stats.device_bytes > live ? stats.device_bytes - live : 0;
     memory.host = engine->arena ? gm_arena_bytes(engine->arena) : 0;
+    memory.host += gm_speculation_bytes(engine);
     gm_timeline_tick(engine->timeline, engine->pass.tick, kind, id, &memory, stream);
 }
 
@@ -133,6 +134,14 @@ static bool is_retry_of(gm_engine *engine, gm_tick_kind kind, uint32_t id)
     return is_retry;
 }
 
+/* The chunk's update is pending, and will not read the gradient. */
+static bool has_result(const gm_engine *engine, uint32_t chunk)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    return state->is_pending &&
+           gm_speculation_is_of(engine, chunk, &state->task[engine->step.n & 1]);
+}
+
 static gm_status run_op(gm_engine *engine, const gm_op *op)
 {
     gm_chunks *chunks = engine->chunks;
@@ -142,8 +151,9 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
         /* A pending host update rewrites the home first; one on the device comes after the fetch. */
         GM_TRY(gm_update_issue(engine, op->chunk));
         return gm_chunks_prefetch(chunks, op->chunk, GM_WEIGHT, &is_done);
+    case GM_OP_SPECULATE: return gm_update_speculate(engine, op->chunk);
     case GM_OP_GRAD_IN:
-        return engine->chunk_states[op->chunk].n_held > 0
+        return engine->chunk_states[op->chunk].n_held > 0 && !has_result(engine, op->chunk)
                    ? gm_chunks_prefetch(chunks, op->chunk, GM_GRAD, &is_done)
                    : GM_OK;
     case GM_OP_GATHER: return gm_weights_prefetch(engine, op->chunk);

@@ -33,6 +33,7 @@ static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
         status = status == GM_OK ? gm_stage_new(engine) : status;
         if (status == GM_OK) {
             gm_room_follow(engine, plan);
+            gm_speculation_take_room(engine);
             return GM_OK;
         }
         gm_plan_free(plan);

@@ -11,6 +11,7 @@ typedef struct common {
         cannot; /* something is shown that a plan may not move, or nothing is known to plan from */
     uint64_t has_left;     /* the placement, for lack of memory */
     uint64_t spared_bytes; /* complement of those that a plan may have */
+    uint64_t less_spares;  /* complement of those of the host that it may have for speculation */
     uint64_t when, has_repeats;
     uint64_t passes,
         other_passes; /* a hash of what ran, and its complement: equal where all agree */
@@ -60,6 +61,7 @@ static void describe(const gm_engine *engine, const gm_inputs *in, common *out)
                   engine->inputs.runs.n == 0,
         .has_left = engine->room.plan == NULL,
         .spared_bytes = ~(uint64_t)in->plan.device_bytes,
+        .less_spares = ~(uint64_t)in->plan.spare_bytes,
         .when = in->plan.when,
         .has_repeats = engine->arrive.has_repeats,
         .passes = hash,
@@ -212,6 +214,7 @@ static gm_status adopt_together(gm_engine *engine, gm_plan *plan, bool *out, siz
     *out_bytes = (size_t)~values[1];
     if (*out) {
         gm_room_follow(engine, plan);
+        gm_speculation_take_room(engine);
     }
     return GM_OK;
 }
@@ -290,6 +293,7 @@ gm_status gm_planner_ranks_run(gm_engine *engine)
         in.plan.rates = engine->window.rates;
         in.has_left = all.has_left > 0;
         in.plan.device_bytes = (size_t)~all.spared_bytes;
+        in.plan.spare_bytes = (size_t)~all.less_spares;
         in.plan.when = all.has_repeats ? GM_DEFERRED : (gm_when)all.when;
         status = join_traces(engine, &in, here.n_ticks);
         status = status == GM_OK ? plan_from(engine, &in) : status;

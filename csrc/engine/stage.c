@@ -3,7 +3,8 @@
  *
  * The stage is one range on the blocks of the plan's state ring, cut into slots (gm_slots_of).  A slice of a chunk is a run of its
  * elements; its remainder (low), m and v go into one slot, Adam runs on them there, with weights and gradient where
- * they are, and the three go home again.
+ * they are, and the three go home again.  A speculation takes the slice's weights into the slot as well and leaves those of
+ * the chunk as they are; all four go to the spares.
  *
  *     state      waits for the slot's last copy home and for the states' home, copies in      -> slot.in
  *     update     waits for slot.in, weights and gradient; Adam                                -> slot.done
@@ -104,26 +105,65 @@ static size_t clip_ranges(struct gm_stage *stage, const gm_task *task, uint64_t 
     return count;
 }
 
-/* The arrays of one slice: where they are at home and in the slot. */
+/* The arrays of one slice: where they come from on the host, where they are on the device, where they go to. */
 typedef struct array {
-    uint8_t *home;
+    const uint8_t *from; /* NULL: they are there */
     uintptr_t device;
+    uint8_t *to; /* NULL: they stay there */
     size_t bytes;
 } array;
 
-static gm_status copy_arrays(gm_engine *engine, const array *arrays, uint32_t chunk, size_t bytes,
-                             bool is_in, gm_stream stream)
+enum { WEIGHT, LOW, M, V, N_ARRAYS };
+
+/* What one run of slices does. */
+typedef struct pass_through {
+    uint32_t chunk;
+    const gm_task *task;
+    bool is_speculation, has_weights; /* which are on the device */
+} pass_through;
+
+static void describe(gm_engine *engine, const pass_through *p, uintptr_t slot_address,
+                     uint64_t begin, uint64_t n, array *out)
+{
+    gm_chunks *chunks = engine->chunks;
+    const gm_engine_param *spec = gm_chunk_spec(engine, p->chunk);
+    uint64_t numel = gm_layout_chunk(engine->layout, p->chunk)->shard_numel;
+    gm_state_shape whole = gm_state_shape_of(spec, numel), part = gm_state_shape_of(spec, n);
+    size_t low = gm_low_bytes(spec), width = spec->weight_bytes;
+    const uint8_t *from = gm_chunks_home(chunks, p->chunk, GM_STATE);
+    uint8_t *to = p->is_speculation ? gm_chunks_spare(chunks, p->chunk, GM_STATE)
+                                    : gm_chunks_home(chunks, p->chunk, GM_STATE);
+    size_t m = whole.m + 4 * begin, v = whole.v + 4 * begin;
+    out[WEIGHT] =
+        (array){NULL, gm_chunks_address(chunks, p->chunk, GM_WEIGHT) + begin * width, NULL, 0};
+    out[LOW] = (array){from + low * begin, slot_address, to + low * begin, low * n};
+    out[M] = (array){from + m, slot_address + part.m, to + m, 4 * n};
+    out[V] = (array){from + v, slot_address + part.v, to + v, 4 * n};
+    if (p->is_speculation) {
+        const uint8_t *home = gm_chunks_home(chunks, p->chunk, GM_WEIGHT) + width * begin;
+        out[WEIGHT] =
+            (array){p->has_weights ? NULL : home, slot_address + part.total,
+                    gm_chunks_spare(chunks, p->chunk, GM_WEIGHT) + width * begin, width * n};
+    }
+}
+
+static gm_status copy_arrays(gm_engine *engine, const array *arrays, uint32_t chunk, bool is_in,
+                             gm_stream stream)
 {
     gm_device *device = engine->device;
+    size_t bytes = 0;
+    for (int i = 0; i < N_ARRAYS; i++) {
+        bytes += (is_in ? arrays[i].from : arrays[i].to) ? arrays[i].bytes : 0;
+    }
     uint32_t entry =
         gm_timeline_begin(engine->timeline, is_in ? GM_LOG_STATE_IN : GM_LOG_STATE_OUT,
                           is_in ? GM_ON_STATE : GM_ON_STATE_OUT, chunk, GM_STATE, bytes, stream);
-    for (int i = 0; i < 3; i++) {
-        if (arrays[i].bytes > 0) {
-            GM_TRY(is_in ? device->ops->copy_h2d(device, arrays[i].device, arrays[i].home,
-                                                 arrays[i].bytes, stream)
-                         : device->ops->copy_d2h(device, arrays[i].home, arrays[i].device,
-                                                 arrays[i].bytes, stream));
+    for (int i = 0; i < N_ARRAYS; i++) {
+        const array *a = &arrays[i];
+        if (a->bytes > 0 && is_in && a->from) {
+            GM_TRY(device->ops->copy_h2d(device, a->device, a->from, a->bytes, stream));
+        } else if (a->bytes > 0 && !is_in && a->to) {
+            GM_TRY(device->ops->copy_d2h(device, a->to, a->device, a->bytes, stream));
         }
     }
     gm_timeline_end(engine->timeline, entry, stream);
@@ -131,58 +171,69 @@ static gm_status copy_arrays(gm_engine *engine, const array *arrays, uint32_t ch
     return GM_OK;
 }
 
-static gm_status update_slice(gm_engine *engine, uint32_t chunk, const gm_task *task,
-                              uint64_t begin, uint64_t n)
+static gm_status update_slice(gm_engine *engine, const pass_through *p, uint64_t begin, uint64_t n)
 {
     gm_device *device = engine->device;
     struct gm_stage *stage = engine->stage;
+    uint32_t chunk = p->chunk;
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
-    gm_state_shape whole =
-        gm_state_shape_of(spec, gm_layout_chunk(engine->layout, chunk)->shard_numel);
-    gm_state_shape part = gm_state_shape_of(spec, n);
-    size_t low = gm_low_bytes(spec), n_ranges = clip_ranges(stage, task, begin, n);
+    size_t n_ranges = clip_ranges(stage, p->task, begin, n);
     if (n_ranges == 0) {
         return GM_OK; /* padding, or parameters without a gradient */
     }
     slot *s = &stage->slots[stage->next];
     stage->next = (stage->next + 1) % stage->n_slots;
-    uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_STATE);
-    const array arrays[3] = {
-        {home + low * begin, s->address, low * n},
-        {home + whole.m + 4 * begin, s->address + part.m, 4 * n},
-        {home + whole.v + 4 * begin, s->address + part.v, 4 * n},
-    };
+    array arrays[N_ARRAYS];
+    describe(engine, p, s->address, begin, n, arrays);
     gm_stream in, out, update = engine->update.stream;
     gm_chunks_state_streams(engine->chunks, &in, &out);
     if (s->has_out) {
         GM_TRY(device->ops->event_wait(device, s->out, in));
     }
-    GM_TRY(copy_arrays(engine, arrays, chunk, part.total, true, in));
+    GM_TRY(copy_arrays(engine, arrays, chunk, true, in));
     GM_TRY(device->ops->event_record(device, s->in, in));
     GM_TRY(device->ops->event_wait(device, s->in, update));
-    uintptr_t weight = gm_chunks_address(engine->chunks, chunk, GM_WEIGHT);
+    if (p->is_speculation && p->has_weights) {
+        uintptr_t weights = gm_chunks_address(engine->chunks, chunk, GM_WEIGHT);
+        GM_TRY(device->ops->copy_d2d(device, arrays[WEIGHT].device,
+                                     weights + begin * spec->weight_bytes, arrays[WEIGHT].bytes,
+                                     update));
+    }
     uintptr_t grad = gm_chunks_address(engine->chunks, chunk, GM_GRAD);
     gm_dtype grad_dtype = gm_grad_dtype(engine, spec);
     gm_adam_args args = {
         .format = spec->format,
         .grad_dtype = grad_dtype,
-        .weight = (void *)(weight + begin * spec->weight_bytes),
-        .low = spec->has_low ? (void *)arrays[0].device : NULL,
-        .m = (float *)arrays[1].device,
-        .v = (float *)arrays[2].device,
+        .weight = (void *)arrays[WEIGHT].device,
+        .low = spec->has_low ? (void *)arrays[LOW].device : NULL,
+        .m = (float *)arrays[M].device,
+        .v = (float *)arrays[V].device,
         .grad = (const void *)(grad + begin * gm_dtype_bytes(grad_dtype)),
         .ranges = stage->ranges,
         .n_ranges = n_ranges,
     };
     uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk,
-                                       GM_STATE, part.total, update);
+                                       GM_STATE, gm_state_shape_of(spec, n).total, update);
     GM_TRY(device->ops->adam(device, &args, update));
     gm_timeline_end(engine->timeline, entry, update);
     GM_TRY(device->ops->event_record(device, s->done, update));
     GM_TRY(device->ops->event_wait(device, s->done, out));
-    GM_TRY(copy_arrays(engine, arrays, chunk, part.total, false, out));
+    GM_TRY(copy_arrays(engine, arrays, chunk, false, out));
     s->has_out = true;
     return device->ops->event_record(device, s->out, out);
+}
+
+static gm_status update_slices(gm_engine *engine, const pass_through *p)
+{
+    size_t width = p->is_speculation ? gm_chunk_spec(engine, p->chunk)->weight_bytes : 0;
+    uint64_t numel = gm_layout_chunk(engine->layout, p->chunk)->shard_numel;
+    uint64_t most = engine->stage->slot_bytes / (element_bytes(engine, p->chunk) + width) /
+                    GM_SLICE_UNIT * GM_SLICE_UNIT;
+    GM_ASSERT(most > 0); /* gm_stage_least */
+    for (uint64_t begin = 0; begin < numel; begin += most) {
+        GM_TRY(update_slice(engine, p, begin, numel - begin < most ? numel - begin : most));
+    }
+    return GM_OK;
 }
 
 gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task)
@@ -195,16 +246,34 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, out));
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
-    uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
-    uint64_t most =
-        engine->stage->slot_bytes / element_bytes(engine, chunk) / GM_SLICE_UNIT * GM_SLICE_UNIT;
-    GM_ASSERT(most > 0); /* gm_stage_least */
-    for (uint64_t begin = 0; begin < numel; begin += most) {
-        GM_TRY(
-            update_slice(engine, chunk, task, begin, numel - begin < most ? numel - begin : most));
-    }
+    GM_TRY(update_slices(engine, &(pass_through){.chunk = chunk, .task = task}));
     GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, update));
     /* Each slice was read in before it went out: the last copy home is the last access to the home. */
     return gm_chunks_end_home_write(chunks, chunk, GM_STATE, out);
+}
+
+gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream in, out, update = engine->update.stream;
+    pass_through p = {.chunk = chunk,
+                      .task = task,
+                      .is_speculation = true,
+                      .has_weights = gm_chunks_is_resident(chunks, chunk, GM_WEIGHT)};
+    gm_chunks_state_streams(chunks, &in, &out);
+    GM_ASSERT(!gm_chunks_is_resident(chunks, chunk, GM_STATE));
+    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_STATE, in));
+    GM_TRY(p.has_weights ? gm_chunks_begin_read(chunks, chunk, GM_WEIGHT, update)
+                         : gm_chunks_begin_home_read(chunks, chunk, GM_WEIGHT, in));
+    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
+    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_WEIGHT, out));
+    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_STATE, out));
+    GM_TRY(update_slices(engine, &p));
+    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_STATE, in));
+    GM_TRY(p.has_weights ? gm_chunks_end_read(chunks, chunk, GM_WEIGHT, update)
+                         : gm_chunks_end_home_read(chunks, chunk, GM_WEIGHT, in));
+    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, update));
+    GM_TRY(gm_chunks_end_spare_write(chunks, chunk, GM_WEIGHT, out));
+    return gm_chunks_end_spare_write(chunks, chunk, GM_STATE, out);
 }

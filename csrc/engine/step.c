@@ -102,6 +102,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
         }
         if (status == GM_OK) {
             gm_pass_end(engine);
+            gm_speculation_note_step(engine, sorted, n);
             gm_status planned =
                 gm_planner_run(engine); /* without one the engine goes on, on demand */
             if (engine->ranks.stream && planned != GM_OK) {
@@ -169,4 +170,26 @@ gm_status gm_engine_disarm(gm_engine *engine)
         engine->step.n--;
     }
     return gm_call_end(engine, status);
+}
+
+bool gm_engine_wants_numbers(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    bool wants = engine->dead == GM_OK && gm_speculation_wants_numbers(engine);
+    gm_saving_unlock(engine);
+    return wants;
+}
+
+gm_status gm_engine_announce(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    gm_update *sorted;
+    GM_TRY(check_updates(engine, updates, n, false));
+    GM_TRY(sort_updates(updates, n, &sorted));
+    gm_status status = gm_call_begin(engine);
+    if (status == GM_OK) {
+        status = gm_speculation_wants_numbers(engine) ? gm_update_number(engine, sorted, n) : GM_OK;
+        (void)gm_call_end(engine, status);
+    }
+    free(sorted);
+    return status;
 }

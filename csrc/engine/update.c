@@ -23,16 +23,16 @@ gm_status gm_update_new(gm_engine *engine)
     atomic_init(&engine->update.host_ns, 0);
     atomic_init(&engine->update.host_params, 0);
     atomic_init(&engine->update.async_status, GM_OK);
-    engine->update.ranges = calloc(2 * (size_t)engine->n_params + 1, sizeof *engine->update.ranges);
+    engine->update.ranges = calloc(3 * (size_t)engine->n_params + 1, sizeof *engine->update.ranges);
     if (!engine->update.ranges) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: tasks of %u parameters", engine->n_params);
     }
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
-        for (int turn = 0; turn < 2; turn++) {
+        for (int turn = 0; turn < 3; turn++) {
             state->task[turn].engine = engine;
             state->task[turn].ranges =
-                &engine->update.ranges[2 * state->first_param + (uint32_t)turn * state->n_params];
+                &engine->update.ranges[3 * state->first_param + (uint32_t)turn * state->n_params];
         }
     }
     GM_TRY(engine->device->ops->stream_new(engine->device, &engine->update.stream));
@@ -132,6 +132,21 @@ static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
     }
 }
 
+static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_stream stream = engine->update.host_stream;
+    atomic_store(&task->is_running, true);
+    uint32_t entry =
+        gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
+                          gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
+    gm_status status = engine->device->ops->host_call(engine->device, run_host_task, task, stream);
+    gm_timeline_end(engine->timeline, entry, stream);
+    if (status != GM_OK) {
+        atomic_store(&task->is_running, false);
+    }
+    return status;
+}
+
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
@@ -145,16 +160,7 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
                gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
     note_task(engine, chunk, stream);
-    atomic_store(&task->is_running, true);
-    uint32_t entry =
-        gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
-                          gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
-    gm_status status = engine->device->ops->host_call(engine->device, run_host_task, task, stream);
-    gm_timeline_end(engine->timeline, entry, stream);
-    if (status != GM_OK) {
-        atomic_store(&task->is_running, false);
-        return status;
-    }
+    GM_TRY(call_host(engine, chunk, task));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
     GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
@@ -162,6 +168,67 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
                              GM_STATE)); /* stale; under a placement it goes for nothing */
     GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
+}
+
+static void note_speculation(gm_engine *engine, uint32_t chunk, gm_stream stream)
+{
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        size_t bytes = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece);
+        gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
+                       bytes, false, stream);
+        if (piece != GM_GRAD) {
+            gm_note_access(engine->device, gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece),
+                           bytes, true, stream);
+        }
+    }
+}
+
+static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->update.host_stream;
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
+        GM_TRY(gm_chunks_begin_home_read(chunks, chunk, (gm_piece)piece, stream));
+    }
+    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_STATE, stream));
+    set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
+               gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
+    task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
+    set_arrays(engine, chunk, task, gm_chunks_spare(chunks, chunk, GM_WEIGHT),
+               gm_chunks_spare(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
+    task->args.from = &task->from;
+    note_speculation(engine, chunk, stream);
+    GM_TRY(call_host(engine, chunk, task));
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        GM_TRY(gm_chunks_end_home_read(chunks, chunk, (gm_piece)piece, stream));
+    }
+    GM_TRY(gm_chunks_end_spare_write(chunks, chunk, GM_WEIGHT, stream));
+    return gm_chunks_end_spare_write(chunks, chunk, GM_STATE, stream);
+}
+
+gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
+{
+    gm_task *task = gm_speculation_due(engine, chunk);
+    if (!task) {
+        return GM_OK;
+    }
+    gm_class class = gm_plan_class(engine->room.plan, chunk);
+    bool is_streamed = class == GM_CLASS_S1 || class == GM_CLASS_S2;
+    if (is_streamed && !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
+        return GM_OK;
+    }
+    gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
+    if (status == GM_OK) {
+        status = is_streamed ? gm_stage_speculate(engine, chunk, task)
+                             : speculate_at_home(engine, chunk, task);
+    }
+    if (status != GM_OK) {
+        return gm_engine_die(engine, status);
+    }
+    gm_speculation_note_result(engine, chunk);
+    return GM_OK;
 }
 
 /* Whether all three pieces are or can come onto the device, without waiting. */
@@ -197,10 +264,11 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     if (task->n_ranges == 0) {
         return GM_OK;
     }
-    bool is_on_device;
+    bool is_on_device, is_taken = false;
     gm_status status = gm_saving_keep(engine, chunk);
-    status = status == GM_OK ? bring_to_device(engine, chunk, &is_on_device) : status;
-    if (status == GM_OK) {
+    status = status == GM_OK ? gm_speculation_take(engine, chunk, task, &is_taken) : status;
+    status = status == GM_OK && !is_taken ? bring_to_device(engine, chunk, &is_on_device) : status;
+    if (status == GM_OK && !is_taken) {
         status = is_on_device ? update_on_device(engine, chunk, task)
                               : update_at_home(engine, chunk, task);
     }
@@ -337,6 +405,32 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
     return GM_OK;
 }
 
+gm_status gm_update_number(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        state->has_result = gm_speculation_is_valid(engine, chunk);
+        /* What is still running keeps its numbers, and what has a result: they are that of it. */
+        state->is_numbered =
+            !state->has_result && !atomic_load(&state->task[GM_SPECULATED].is_running);
+        state->task[GM_SPECULATED].n_ranges *= !state->is_numbered;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const gm_param *p = &engine->params[updates[i].param];
+        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+        if (state->is_numbered) {
+            GM_TRY(add_range(&state->task[GM_SPECULATED], p, &updates[i].hyper));
+        }
+    }
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        if (engine->chunk_states[chunk].is_numbered) {
+            gm_speculation_check_numbers(engine, chunk);
+        }
+    }
+    gm_speculation_note_numbers(engine);
+    return GM_OK;
+}
+
 void gm_update_disarm(gm_engine *engine)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
@@ -348,6 +442,7 @@ void gm_update_disarm(gm_engine *engine)
 void gm_update_forget_all(gm_engine *engine)
 {
     gm_update_disarm(engine);
+    gm_speculation_forget(engine);
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_pending = false;
     }

@@ -282,7 +282,7 @@ def _gains(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule])
             f"{_MORE_DEVICE // 10**9} GB more of device memory: {', '.join(parts) or 'nothing'}"
         )
     if settings.policy != "cuda":
-        found.append("16 GB more of host memory: nothing, every home has its place already")
+        found.append("16 GB more of host memory: homes have their place; clipped steps use it")
     return found
 
 

@@ -1,0 +1,328 @@
+/* speculation.c - updates that run before anybody knows whether the clip fires: whether a loop is one for it, the memory
+ * that they are written to, and whether what was made is what the step asks for.
+ *
+ * In the backward a complete gradient is stepped as if the norm were below its limit, out of place: the new weights and
+ * states go to a spare beside their home (chunk.h).  Nothing that anybody sees changes.  The step prepares its tasks as
+ * always.  When a chunk's task is to be issued, and a result is there that was made of the very same inputs, home and spare
+ * change places; else the task runs, on weights, states and gradient that nobody has touched.
+ *
+ * Invariants
+ *   1. A result is taken only by an update with the same inputs, bit for bit: the same ranges with the same scalars
+ *      (learning rate, step, decay, clip factor: everything that Adam gets), and weights, states and gradient of the same
+ *      versions (chunk.h), which every write changes, whoever makes it.  There is no other way to a result, and no list of
+ *      what would make it wrong.
+ *   2. Until it is taken a result is in no piece: readers, checkpoints and errors in between find the last step's bytes.
+ *      Taking it is issuing the pending update: whoever needs the bytes does that first (update.c, 1).
+ *   3. Only chunks all of whose parameters have numbers are speculated: what is not updated would be missing in a spare.
+ *   4. How many backwards bring a chunk's gradient is learnt from the steps before.  One that comes after a result changes
+ *      the gradient's version; from then on that backward is waited for.
+ *   5. A step is speculated only if the last one asked for the norm and did not clip.  A loop that does not ask gets no
+ *      spares.  Plans that speculate come with the first step, if it did not clip, or after some such in a row, and go
+ *      again after some others: each time it takes twice as many.
+ *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated.
+ *   7. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
+ *      so ranks need not agree on which they have. */
+#include "engine/engine_impl.h"
+
+#include <string.h>
+
+enum {
+    PINNED_BYTES_PER_ENTRY = 512
+}; /* of the driver's tables on the device: measured on an H200 */
+enum { PATIENCE = 4, FEWER = 8 }; /* steps until a plan, or a count of backwards, is changed */
+
+void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
+{
+    engine->speculation.host_budget = options->host_budget;
+    engine->speculation.patience = PATIENCE;
+}
+
+void gm_speculation_free(gm_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->speculation.n_arenas; i++) {
+        engine->device->ops->unpin(engine->device, gm_arena_base(engine->speculation.arenas[i]));
+        gm_arena_free(engine->speculation.arenas[i]);
+    }
+}
+
+static size_t spare_bytes(const gm_engine *engine, uint32_t chunk)
+{
+    return gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT), 4096) +
+           gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_STATE), 4096);
+}
+
+/* ---- whether to ---- */
+
+/* Of the host, for spares in all; what was found out first stays, so that equal steps give equal plans. */
+static size_t find_limit(gm_engine *engine)
+{
+    gm_speculation *s = &engine->speculation;
+    size_t available, homes = engine->arena ? gm_arena_bytes(engine->arena) : 0;
+    if (!s->has_limit) {
+        s->has_limit = true;
+        if (engine->policy == GM_POLICY_CUDA || gm_host_available(&available) != GM_OK) {
+            s->limit = 0;
+        } else if (s->host_budget == SIZE_MAX) {
+            s->limit = available / 2; /* the rest is for loaders and checkpoints */
+        } else {
+            s->limit = s->host_budget > homes ? s->host_budget - homes : 0;
+            s->limit = s->limit < available || engine->device->is_paper ? s->limit : available;
+        }
+    }
+    return s->limit;
+}
+
+size_t gm_speculation_budget(const gm_engine *engine)
+{
+    return engine->speculation.is_wanted ? engine->speculation.limit : 0;
+}
+
+size_t gm_speculation_device_bytes(const gm_engine *engine)
+{
+    size_t most = gm_speculation_budget(engine), taken = engine->speculation.bytes, all = 0;
+    for (uint32_t chunk = 0; most > 0 && chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        all += gm_chunk_spec(engine, chunk)->has_moments ? spare_bytes(engine, chunk) : 0;
+    }
+    most = most < all ? most : all;
+    return engine->device->is_host || most < taken ? 0 : (most - taken) / PINNED_BYTES_PER_ENTRY;
+}
+
+static uint32_t n_planned(const gm_engine *engine)
+{
+    return engine->room.plan ? gm_plan_get_info(engine->room.plan)->n_speculated : 0;
+}
+
+bool gm_speculation_wants_numbers(const gm_engine *engine)
+{
+    return n_planned(engine) > 0 && engine->speculation.n_quiet > 0 &&
+           !engine->arrive.has_repeats && !engine->step.wants_immediate;
+}
+
+void gm_speculation_note_norm(gm_engine *engine)
+{
+    engine->speculation.has_norm = true;
+}
+
+void gm_speculation_note_numbers(gm_engine *engine)
+{
+    engine->speculation.has_numbers = true;
+}
+
+/* Invariant 5. */
+static void consider(gm_engine *engine)
+{
+    gm_speculation *s = &engine->speculation;
+    const gm_plan *plan = /* that the ranks share */
+        engine->ranks.stream ? engine->weights.collectives : engine->room.plan;
+    bool is_all_resident = plan && gm_plan_get_info(plan)->n_of_class[GM_CLASS_R] ==
+                                       gm_layout_n_chunks(engine->layout);
+    unsigned patience = engine->step.n_calls > 1 ? s->patience : 1; /* no plan is changed yet */
+    if (!s->is_wanted && s->n_quiet >= patience && !is_all_resident && find_limit(engine) > 0) {
+        s->is_wanted = true;
+        gm_room_want_plan(engine, true);
+    } else if (s->is_wanted && s->n_loud >= s->patience) {
+        s->is_wanted = false;
+        s->patience *= 2;
+        gm_room_want_plan(engine, true);
+    }
+}
+
+/* Invariant 4. */
+static void count_backwards(gm_chunk_state *state)
+{
+    bool is_fewer = state->n_backwards < state->most_backwards;
+    state->n_fewer = is_fewer ? state->n_fewer + 1 : 0;
+    if (!is_fewer || state->n_fewer == FEWER) {
+        state->most_backwards = state->n_backwards;
+        state->n_fewer = 0;
+    }
+    state->n_backwards = 0;
+}
+
+void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    gm_speculation *s = &engine->speculation;
+    bool fires = false;
+    for (uint32_t i = 0; i < n; i++) { /* a factor that is no number fires, too */
+        fires |= !(updates[i].hyper.clip_factor >= 1 && updates[i].hyper.clip_factor <= 1);
+    }
+    if (n_planned(engine) > 0 && (fires || !s->has_numbers)) {
+        gm_window_spoil(engine); /* not the step that was planned */
+    }
+    bool is_quiet = s->has_norm && !fires;
+    s->n_quiet = is_quiet ? s->n_quiet + 1 : 0;
+    s->n_loud = is_quiet ? 0 : s->n_loud + 1;
+    s->has_norm = s->has_numbers = false;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].is_numbered = false;
+        if (engine->chunk_states[chunk].n_backwards > 0) {
+            count_backwards(&engine->chunk_states[chunk]);
+        }
+    }
+    consider(engine);
+}
+
+/* ---- spares ---- */
+
+size_t gm_speculation_bytes(const gm_engine *engine)
+{
+    return engine->speculation.bytes;
+}
+
+static bool wants_spare(const gm_engine *engine, uint32_t chunk)
+{
+    return gm_plan_is_speculated(engine->room.plan, chunk) &&
+           !gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT);
+}
+
+static gm_status give_spares(gm_engine *engine, uint8_t *at, size_t bytes)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        size_t own = spare_bytes(engine, chunk);
+        if (wants_spare(engine, chunk) && own <= bytes) {
+            size_t weights = gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT), 4096);
+            GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, GM_STATE, at + weights));
+            GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, GM_WEIGHT, at));
+            at += own;
+            bytes -= own;
+        }
+    }
+    return GM_OK;
+}
+
+static bool is_alike(const gm_engine *engine, uint32_t a, uint32_t b)
+{
+    return gm_engine_piece_bytes(engine, a, GM_WEIGHT) ==
+               gm_engine_piece_bytes(engine, b, GM_WEIGHT) &&
+           gm_engine_piece_bytes(engine, a, GM_STATE) == gm_engine_piece_bytes(engine, b, GM_STATE);
+}
+
+/* What the plan before speculated and this one does not has spares to give. */
+static gm_status move_spares(gm_engine *engine)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    for (uint32_t chunk = 0; chunk < n; chunk++) {
+        for (uint32_t other = 0; other < n && wants_spare(engine, chunk); other++) {
+            if (gm_chunks_spare(engine->chunks, other, GM_WEIGHT) &&
+                !gm_plan_is_speculated(engine->room.plan, other) &&
+                is_alike(engine, chunk, other)) {
+                engine->chunk_states[other].has_result = false;
+                GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_STATE));
+                GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_WEIGHT));
+            }
+        }
+    }
+    return GM_OK;
+}
+
+void gm_speculation_take_room(gm_engine *engine)
+{
+    gm_speculation *s = &engine->speculation;
+    if (n_planned(engine) == 0 || move_spares(engine) != GM_OK) {
+        return;
+    }
+    size_t bytes = 0, left = s->limit - s->bytes;
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        size_t own = spare_bytes(engine, chunk);
+        bytes += wants_spare(engine, chunk) && own <= left - bytes ? own : 0;
+    }
+    gm_arena *arena;
+    if (bytes == 0 || s->n_arenas == GM_MOST_SPARE_ARENAS) {
+        return;
+    }
+    double began = gm_seconds();
+    gm_status status = engine->device->is_paper ? gm_arena_on_paper(bytes, &arena)
+                                                : gm_arena_new(bytes, engine->workers, &arena);
+    if (status != GM_OK) {
+        return; /* what has no spare is updated as without speculation */
+    }
+    if (engine->device->ops->pin(engine->device, gm_arena_base(arena), bytes) != GM_OK) {
+        gm_arena_free(arena);
+        return;
+    }
+    engine->speculation.arenas[s->n_arenas++] = arena;
+    s->bytes += bytes;
+    (void)give_spares(engine, gm_arena_base(arena), bytes);
+    s->seconds += gm_seconds() - began;
+}
+
+/* ---- results ---- */
+
+void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    state->is_numbered = state->task[GM_SPECULATED].n_ranges > 0;
+    for (uint32_t i = 0, n = 0; i < state->n_params; i++) { /* invariant 3 */
+        n += engine->params[engine->chunk_params[state->first_param + i]].part_numel > 0;
+        state->is_numbered &= i + 1 < state->n_params || n == state->task[GM_SPECULATED].n_ranges;
+    }
+}
+
+gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    gm_task *task = &state->task[GM_SPECULATED];
+    bool is_due = engine->room.plan && engine->speculation.has_numbers && state->is_numbered &&
+                  gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
+                  !state->is_pending && !state->has_result && !atomic_load(&task->is_running);
+    is_due = is_due && state->n_held == state->n_params &&
+             state->n_backwards == state->most_backwards &&
+             gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT) &&
+             gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0 &&
+             !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE);
+    return is_due ? task : NULL;
+}
+
+static void read_versions(const gm_engine *engine, uint32_t chunk, uint64_t *out)
+{
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        out[piece] = gm_chunks_version(engine->chunks, chunk, (gm_piece)piece);
+    }
+}
+
+void gm_speculation_note_result(gm_engine *engine, uint32_t chunk)
+{
+    read_versions(engine, chunk, engine->chunk_states[chunk].seen);
+    engine->chunk_states[chunk].has_result = true;
+    engine->speculation.n_made++;
+}
+
+bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    uint64_t now[GM_N_OWN_PIECES];
+    read_versions(engine, chunk, now);
+    return state->has_result && memcmp(now, state->seen, sizeof now) == 0;
+}
+
+/* Invariant 1.  Ranges have no padding: they are compared as bytes. */
+bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task)
+{
+    _Static_assert(sizeof(gm_adam_scalars) == 10 * 4 &&
+                       sizeof(gm_adam_range) == 2 * sizeof(size_t) + sizeof(gm_adam_scalars),
+                   "ranges have no padding");
+    const gm_task *made = &engine->chunk_states[chunk].task[GM_SPECULATED];
+    return gm_speculation_is_valid(engine, chunk) && made->n_ranges == task->n_ranges &&
+           memcmp(made->ranges, task->ranges, task->n_ranges * sizeof *task->ranges) == 0;
+}
+
+gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    *out = gm_speculation_is_of(engine, chunk, task);
+    engine->speculation.n_taken += *out;
+    engine->speculation.n_redone += state->has_result && !*out;
+    state->has_result = false;
+    if (*out) {
+        GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE, engine->call.stream));
+        GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT, engine->call.stream));
+    }
+    return GM_OK;
+}
+
+void gm_speculation_forget(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        engine->chunk_states[chunk].has_result = false;
+    }
+}
