@@ -52,6 +52,7 @@ typedef struct gm_task {
     gm_adam_range *ranges; /* (the chunk's parameters,) */
     size_t n_ranges;
     atomic_bool is_running; /* issued as a host call that has not ended */
+    atomic_bool is_dropped; /* nobody wants its result any more: if it has not begun it need not */
 } gm_task;
 
 typedef struct gm_chunk_state {
@@ -549,6 +550,7 @@ void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
 bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk); /* of the bytes there are */
 /* Whether this task would give the result that there is. */
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
+void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Instead of the task, *out true; else there is no result any more. */
 gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
 void gm_speculation_forget(gm_engine *engine);

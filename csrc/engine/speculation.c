@@ -20,7 +20,8 @@
  *      spares.  Plans that speculate come with the first step, if it did not clip, or after some such in a row, and go
  *      again after some others: each time it takes twice as many.
  *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated.
- *   7. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
+ *   7. The step drops what it does not want, and what has not begun on the host by then does not run.
+ *   8. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
  *      so ranks need not agree on which they have. */
 #include "engine/engine_impl.h"
 
@@ -318,6 +319,19 @@ gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *
         GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT, engine->call.stream));
     }
     return GM_OK;
+}
+
+void gm_speculation_drop(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        if (state->has_result && state->is_pending &&
+            !gm_speculation_is_of(engine, chunk, &state->task[engine->step.n & 1])) {
+            state->has_result = false;
+            engine->speculation.n_redone++;
+            atomic_store(&state->task[GM_SPECULATED].is_dropped, true);
+        }
+    }
 }
 
 void gm_speculation_forget(gm_engine *engine)

@@ -39,6 +39,7 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
         engine->step.n++;
     }
     GM_TRY(gm_update_prepare(engine, updates, n, false));
+    gm_speculation_drop(engine);
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         if (gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) { /* shown: read without asking */
             GM_TRY(gm_update_issue(engine, chunk));

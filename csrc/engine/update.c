@@ -109,6 +109,10 @@ static void run_host_task(void *context)
 {
     gm_task *task = context;
     gm_engine *engine = task->engine;
+    if (atomic_load(&task->is_dropped)) {
+        atomic_store(&task->is_running, false);
+        return;
+    }
     double began = gm_seconds();
     gm_status status = gm_adam_host(&task->args, engine->workers);
     atomic_fetch_add(&engine->update.host_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
@@ -219,6 +223,7 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     if (is_streamed && !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
         return GM_OK;
     }
+    atomic_store(&task->is_dropped, false);
     gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
     if (status == GM_OK) {
         status = is_streamed ? gm_stage_speculate(engine, chunk, task)

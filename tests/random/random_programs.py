@@ -235,7 +235,19 @@ if 'view' in run.kept:
     run.settle()""",
 )
 
-PLAIN_KINDS = ("train", "immediate", "evaluate", "forward", "lr", "half")
+PLAIN_KINDS = ("train", "quiet", "immediate", "evaluate", "forward", "lr", "half")
+
+
+def _quiet_steps(draw: random.Random, seed: int, n: int) -> str:
+    """Steps whose clips do not fire, until the engine begins with the next one before it is known."""
+    return f"""
+for i in range({draw.randint(3, 6)}):
+    loss = run.loss({seed} + i, {n})
+    run.see(loss)
+    run.backward(loss)
+    run.see(run.clip({draw.choice((1e4, 1e4, 1.0))} if i == 2 else 1e4))
+    run.step()
+    run.zero_grad()"""
 
 
 def _action(
@@ -249,6 +261,7 @@ def _action(
         + (
             "immediate",
             "immediate",
+            "quiet",
             "evaluate",
             "forward",
             "read",
@@ -286,6 +299,8 @@ for i in range({k}):
 {clip}
 run.step()
 run.zero_grad({draw.random() < 0.8})"""
+    elif kind == "quiet":
+        text = _quiet_steps(draw, seed, n)
     elif kind == "immediate":
         text = f"""
 loss = {loss}
@@ -415,6 +430,9 @@ def generate(seed: int) -> Program:
         _action(draw, names, 100 * (i + 1), precision, is_reentrant)
         for i in range(draw.randint(5, 16))
     ]
+    if draw.random() < 0.4:  # before all others: at once there is a plan for it
+        text = _quiet_steps(draw, 100, draw.randint(0, 5))
+        actions[0] = Action("quiet", tuple(text.strip("\n").split("\n")))
     how = {
         "model_seed": draw.randint(0, 1000),
         "precision": precision,
