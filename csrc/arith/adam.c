@@ -124,11 +124,16 @@ static void copy_old(void *to, const void *from, size_t width, size_t begin, siz
     }
 }
 
-/* Out of place is in place on a copy: no implementation has a second form. */
+/* Out of place is in place on a copy, but where whole vectors can be written past the cache. */
 static void run_span(const adam_job *job, const gm_adam_scalars *scalars, size_t begin, size_t end)
 {
     const gm_adam_args *args = job->args;
     const gm_adam_from *from = args->from;
+#if GM_HAS_X86
+    if (from && job->span == gm_adam_span_avx512) {
+        begin = gm_adam_from_avx512(args, scalars, begin, end);
+    }
+#endif
     size_t low = args->format == GM_F16 ? 4 : 2, step = from ? COPIED : end - begin;
     for (size_t first = begin; first < end; first += step) {
         size_t last = end - first < step ? end : first + step;

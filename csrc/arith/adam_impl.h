@@ -32,6 +32,9 @@ void gm_adam_span_avx2(const gm_adam_args *args, const gm_adam_scalars *scalars,
                        size_t end);
 void gm_adam_span_avx512(const gm_adam_args *args, const gm_adam_scalars *scalars, size_t begin,
                          size_t end);
+/* args->from to aligned arrays, past the cache: a multiple of 16 elements from `begin`; returns where it stopped. */
+size_t gm_adam_from_avx512(const gm_adam_args *args, const gm_adam_scalars *scalars, size_t begin,
+                           size_t end);
 /* These handle a multiple of 8 elements from `begin` and return where they stopped. */
 size_t gm_grad_add_avx2(const gm_grad_add_args *args, size_t begin, size_t end);
 size_t gm_split_avx2(gm_dtype format, const float *master, void *weight, void *low, size_t begin,

@@ -47,7 +47,7 @@ typedef struct arrays {
     uint32_t weight[CAPACITY], low[CAPACITY], m[CAPACITY], v[CAPACITY], grad[CAPACITY];
 } arrays;
 
-static arrays start, expected, got;
+static _Alignas(64) arrays start, expected, got;
 
 static void fill(uint32_t *out, size_t words)
 {
@@ -135,11 +135,12 @@ static void check_span(gm_adam_span_fn span, gm_dtype format, gm_dtype grad_dtyp
 }
 
 /* Out of place gives the bits of in place, and leaves the old values as they were. */
-static void check_from(gm_dtype format, gm_dtype grad_dtype, const gm_adam_scalars *scalars)
+static void check_from(gm_dtype format, gm_dtype grad_dtype, const gm_adam_scalars *scalars,
+                       size_t first)
 {
     static arrays old;
     size_t words = 9000;
-    gm_adam_range range = {.begin = 3, .end = 8997, .scalars = *scalars};
+    gm_adam_range range = {.begin = first, .end = 8997, .scalars = *scalars};
     copy_arrays(&expected, &start, words);
     copy_arrays(&old, &start, words);
     copy_arrays(&got, &start, words);
@@ -220,7 +221,11 @@ static void check_ranges(gm_workers *pool)
         CHECK(gm_adam_host(&args, pool) == GM_OK);
         CHECK(equal_arrays(&expected, &got, CAPACITY));
         fill_start(9000);
-        check_from(kinds[kind].format, kinds[kind].grad_dtype, &ranges[2].scalars);
+        for (size_t i = 0; i < 3; i++) { /* any place, one of a vector, one of a cache line */
+            static const size_t begins[] = {3, 16, 64};
+            check_from(kinds[kind].format, kinds[kind].grad_dtype, &ranges[2].scalars, begins[i]);
+            check_from(kinds[kind].format, kinds[kind].grad_dtype, &ranges[0].scalars, begins[i]);
+        }
     }
 }
 
