@@ -37,6 +37,7 @@ STATS: dict[str, tuple[str, ...]] = {
         "outside_peak_bytes",
         "host_bytes",
         "host_peak_bytes",
+        "spare_bytes",
         "leases",
         "total_peak_bytes",
     ),
@@ -59,6 +60,9 @@ STATS: dict[str, tuple[str, ...]] = {
         "settled_chunks",
         "pending_updates",
         "immediate_updates",
+        "speculated_updates",
+        "taken_updates",
+        "redone_updates",
     ),
     "ranks": (
         "rank",

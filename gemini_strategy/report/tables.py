@@ -68,6 +68,14 @@ _SCHEDULES = {
 }
 
 
+def _schedule(plan: Mapping[str, Any]) -> str:
+    """When updates run; and which run earlier as long as no clip fires, in spares on the host."""
+    n, text = plan.get("n_speculated", 0), _SCHEDULES[plan["when"]]
+    of = f"{n} of {sum(plan['n_of_class'].values())} chunks"
+    spares = bytes_text(plan.get("spare_bytes", 0))
+    return f"{text}; {of} in the backward while no clip fires ({spares} of host)" if n else text
+
+
 # ---- what a step was ----
 
 
@@ -413,7 +421,7 @@ def plan_rows(
     )
     return [
         *rows,
-        ("schedule", _SCHEDULES[plan["when"]]),
+        ("schedule", _schedule(plan)),
         *class_rows(plan),
         ("rings", (", ".join(rings) or "none") + prefetch),
         *rank_rows(stats, plan),
