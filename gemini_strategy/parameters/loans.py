@@ -234,6 +234,11 @@ class Given:
             tied = value
         elif is_alone and not other.is_gone:
             memory = _memory_for(home, value)
+        if key == "weight" and slot.is_shown_elsewhere():
+            raise GuardError(
+                f"{slot.name}: a tensor that was taken inside its module shows its memory, and would show what is "
+                "assigned to `.data`; in torch it keeps the old values: drop it, or clone it inside the module"
+            )
         source = value.detach().clone()  # it may overlap with what is left
         self.leave(key, why, stays)
         (home.write if write is None else write)(source)

@@ -184,6 +184,13 @@ class Slot(_C.Slot):
             core.lease_watch(lease, stream)
             core.lease_pin(lease, stream)
 
+    def is_shown_elsewhere(self) -> bool:
+        """Whether a tensor other than the parameter shows its bytes where units use them."""
+        own = self.shown_count + 1  # the parameter's data is `shown`
+        if self.shown is not None and _torch.storage_use_count(self.shown_storage) > own:
+            return True
+        return self.id in self.engine.core.leased()
+
     def expose(self, tensor: torch.Tensor) -> None:
         """Memory of `tensor`, which shows the parameter, is given away: what is written there counts for no version."""
         if self.shown is not None and _torch.storage_address(tensor) == self.shown_storage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -346,3 +347,42 @@ def test_no_false_alarm_for_from_pretrained(how: dict[str, Any], tmp_path: Path)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, **how)
     _manage(model).close()
+
+
+class _Keeps(nn.Module):
+    """Has a tensor on its weight from inside, where the bytes are the engine's own."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.weight, self.kept, self.assigns = nn.Parameter(torch.randn(8, 8)), [], assigns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept[:] = [self.weight.detach()]
+        if self.assigns:
+            with torch.no_grad():
+                self.weight.data = self.weight.data * 0.5
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize("assigns", [False, True], ids=["outside", "inside"])
+def test_assigned_data_do_not_show_in_a_tensor_from_inside_the_module(assigns: bool) -> None:
+    """In torch such a tensor keeps the old memory; here it has the engine's, and the assignment is refused by name."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), _Keeps(assigns))
+    want = model[1].weight.detach().clone()
+    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device_budget="64KB")
+    refused = pytest.raises(
+        gs.GeminiError, match=r"1\.weight: a tensor that was taken inside its module"
+    )
+    with refused if assigns else contextlib.nullcontext():
+        model(torch.ones(2, 8))
+    with refused, torch.no_grad():
+        model[1].weight.data = torch.zeros(8, 8)
+    assert torch.equal(model[1].kept[0], want)
+    assert torch.equal(model[1].weight, want)
+    model[1].kept.clear()
+    model[1].assigns = False
+    with torch.no_grad():
+        model[1].weight.data = torch.ones(8, 8)
+    assert torch.equal(model(torch.ones(2, 8)), model[0](torch.ones(2, 8)) @ torch.ones(8, 8))
+    engine.close()
