@@ -82,17 +82,20 @@ PyObject *gm_py_step(core *self, PyObject *args)
     return gm_py_finish(status);
 }
 
+/* Of a call that has nothing else; NULL: an error is set. */
+static gm_update *only_updates(PyObject *args, uint32_t *out_n)
+{
+    PyObject *sequence;
+    return PyArg_ParseTuple(args, "O", &sequence) ? parse_updates(sequence, out_n) : NULL;
+}
+
 /* arm(updates) -> bool */
 PyObject *gm_py_arm(core *self, PyObject *args)
 {
-    PyObject *sequence;
     uint32_t n;
     bool is_armed = false;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "O", &sequence)) {
-        return NULL;
-    }
-    gm_update *updates = parse_updates(sequence, &n);
+    gm_update *updates = engine ? only_updates(args, &n) : NULL;
     if (!updates) {
         return NULL;
     }
@@ -105,13 +108,9 @@ PyObject *gm_py_arm(core *self, PyObject *args)
 /* announce(updates) */
 PyObject *gm_py_announce(core *self, PyObject *args)
 {
-    PyObject *sequence;
     uint32_t n;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "O", &sequence)) {
-        return NULL;
-    }
-    gm_update *updates = parse_updates(sequence, &n);
+    gm_update *updates = engine ? only_updates(args, &n) : NULL;
     if (!updates) {
         return NULL;
     }

@@ -22,8 +22,8 @@
 #include <string.h>
 
 typedef struct gm_saved {
-    gm_arena *
-        copy; /* huge pages, first touched by all workers: half a checkpoint may be copied in one step */
+    /* Huge pages, first touched by all workers: half a checkpoint may be copied in one step. */
+    gm_arena *copy;
     bool is_due;         /* the writer has not written all of it */
     bool was_read_dirty; /* from the device alone, while somebody used the weights there */
     bool is_unseen;      /* weights changed once before anybody was told: see invariant 3 */

@@ -48,8 +48,8 @@ void gm_speculation_free(gm_engine *engine)
 
 static size_t spare_bytes(const gm_engine *engine, uint32_t chunk)
 {
-    return gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT), 4096) +
-           gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_STATE), 4096);
+    return gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT),
+                          gm_engine_piece_bytes(engine, chunk, GM_STATE));
 }
 
 /* ---- whether to ---- */
@@ -181,7 +181,7 @@ static gm_status give_spares(gm_engine *engine, uint8_t *at, size_t bytes)
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         size_t own = spare_bytes(engine, chunk);
         if (wants_spare(engine, chunk) && own <= bytes) {
-            size_t weights = gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT), 4096);
+            size_t weights = gm_spare_offset(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT));
             GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, GM_STATE, at + weights));
             GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, GM_WEIGHT, at));
             at += own;

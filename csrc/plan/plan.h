@@ -94,10 +94,18 @@ typedef struct gm_plan_input {
     gm_rates rates;
 } gm_plan_input;
 
-/* Bytes of the host that a chunk's spares take. */
+/* Bytes of the host that a chunk's spares take: that of its weights, then, from a page on, that of its states. */
+static inline size_t gm_spare_offset(size_t weight_bytes)
+{
+    return gm_round_up(weight_bytes, 4096);
+}
+static inline size_t gm_spare_bytes(size_t weight_bytes, size_t state_bytes)
+{
+    return gm_spare_offset(weight_bytes) + gm_round_up(state_bytes, 4096);
+}
 static inline size_t gm_plan_spare(const gm_plan_chunk *chunk)
 {
-    return gm_round_up(chunk->bytes[GM_WEIGHT], 4096) + gm_round_up(chunk->bytes[GM_STATE], 4096);
+    return gm_spare_bytes(chunk->bytes[GM_WEIGHT], chunk->bytes[GM_STATE]);
 }
 
 /* Blocks that a piece takes at its place. */

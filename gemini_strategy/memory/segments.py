@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["choose_segments", "events_of", "missing_bytes", "repeated", "staying_bytes"]
+__all__ = ["choose_segments", "events_of", "missing_bytes", "staying_bytes"]
 
 _GRANULE = 2 << 20
 _SMALL = 1 << 20
@@ -66,7 +66,7 @@ def staying_bytes(segments: Iterable[dict[str, Any]], device: int) -> int:
     )
 
 
-def repeated(events: list[Event]) -> list[Event]:
+def _repeated(events: list[Event]) -> list[Event]:
     """The step again and again; a tensor that it leaves lives until the end of the next one."""
     left = dict.fromkeys(tensor for tensor, size in events if size)
     for tensor, size in events:
@@ -159,7 +159,7 @@ def choose_segments(events: list[Event]) -> list[int]:
 
     The search ends after about a second.
     """
-    events = repeated(events)
+    events = _repeated(events)
     peak, limit = _peak(events), missing_bytes(events, [])
     end = time.monotonic() + _MOST_SECONDS
     for total in range(_PARTS, 2 * _PARTS):

@@ -1,7 +1,8 @@
 """How far long work is, for whoever watches a terminal: one of tqdm's bars, where tqdm is installed.
 
 Invariants
-    1. A bar counts what is done (bytes, but in the first step), not what was begun; at the end of the work it is full.
+    1. A bar counts what is done (bytes, but in the first step), and of a checkpoint the few pieces that threads have in
+       hand; at the end of the work it is full.
     2. However the work ends, its bar is closed, and what the work raises goes on as it was.
     3. Nothing is shown of work that ends within _DELAY, on other ranks than the first, where stderr is no terminal, or
        without tqdm. Then tqdm is not even imported: its bars start a thread.
