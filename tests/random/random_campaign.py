@@ -16,6 +16,8 @@ __all__ = ["Verdict", "play_program", "shrink", "try_program"]
 
 SECONDS = 60.0  # for one program
 
+LEFT_ALONE = "is gone or has closed its end"  # of an error's text: another rank has ended
+
 #: What the unmanaged run cannot do is no program; what is refused by name is no failure.
 RIGHT, REFUSED, INVALID, FAILED = "right", "refused", "invalid", "failed"
 
@@ -63,8 +65,13 @@ def try_program(forks: Forks, program: Program) -> Verdict:
     ranks = program.how["ranks"]
     ended = forks.run(job, play_source(program), ranks=ranks, timeout=SECONDS)
     worst = Verdict(RIGHT)
-    for rank, end in enumerate(ended):
-        result, why = end.value if end.value is not None else (FAILED, f"died: {end.how}")
+    verdicts = [
+        (rank, *(end.value if end.value is not None else (FAILED, f"died: {end.how}")))
+        for rank, end in enumerate(ended)
+    ]
+    # A rank that was left alone is judged by those that went: they may be a step ahead.
+    first = [v for v in verdicts if LEFT_ALONE not in v[2]]
+    for rank, result, why in first or verdicts:
         if [RIGHT, REFUSED, INVALID, FAILED].index(result) > [
             RIGHT,
             REFUSED,
