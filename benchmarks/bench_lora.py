@@ -100,6 +100,7 @@ def run(args: argparse.Namespace, is_managed: bool) -> dict[str, Any]:
             for k in ("host_bytes", "device_peak_bytes", "outside_peak_bytes")
             if k in stats
         }
+        figures["rates"] = (engine._runtime.core.plan_info() or {}).get("rates")
         figures["report"] = str(engine.report())
         engine.close()
     return figures

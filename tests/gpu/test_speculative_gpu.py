@@ -1,0 +1,63 @@
+"""Clipped steps that update inside their backward, on a GPU: the bits of the unmanaged loop, and updates did run there.
+
+Of where updates run (on the host, on the device, on both) the rates decide, so each test gives them. Deterministic
+kernels on both sides (see test_gpu_exact.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.reference import Managed, Plain, assert_same_outcome, drive, managed, plain
+from helpers.zoo import Case
+from test_gpu_exact import MIB, _deterministic
+from test_planned_gpu import CASE, assert_planned, budget_of, recipe_of
+
+pytestmark = pytest.mark.gpu
+
+__all__ = ["_deterministic"]
+
+QUIET, FIRES = 1e3, 0.05  # limits of the norm
+_SLOW = "h2d=1e9,d2h=1e9"
+MACHINES = {
+    "host": _SLOW,
+    "device": f"{_SLOW},host_adam=1e5,host_adam_beside=1e5",
+    "both": f"{_SLOW},host_adam=1e8,host_adam_beside=1e8",
+}
+#: By step: steps that fire one by one and in a row, and what follows them.
+LIMITS = [QUIET] * 8 + [FIRES, QUIET, QUIET, FIRES, FIRES, FIRES, QUIET, QUIET, QUIET, FIRES]
+
+
+def _drive(run: Plain, case: Case) -> None:
+    for step, limit in enumerate(LIMITS):
+        run.recipe = replace(run.recipe, clip=limit)
+        drive(run, case, 1, first=step)
+
+
+def _counts(run: Managed) -> dict[str, int]:
+    stats: Any = run.engine.stats()
+    return {what: int(stats[f"{what}_updates"]) for what in ("speculated", "taken", "redone")}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("share", [0.6, 0.35])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_bits_whether_the_clip_fires(
+    machine: str, share: float, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[machine])
+    recipe = replace(recipe_of(QUIET, len(LIMITS)), accumulate=accumulate)
+    want = plain(CASE.build, recipe)
+    _drive(want, CASE)
+    run = managed(CASE.build, recipe, device_budget=budget_of(share), chunk_size=2 * MIB)
+    with contextlib.closing(run.engine):
+        _drive(run, CASE)
+        info, counts = assert_planned(run), _counts(run)
+        print(machine, share, info["n_speculated"], counts)
+        assert_same_outcome(run.outcome(), want.outcome())
+        assert info["n_speculated"] > 0
+        assert counts["taken"] > 0 and counts["redone"] > 0
