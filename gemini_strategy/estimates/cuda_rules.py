@@ -1,11 +1,14 @@
 """What a forward on CUDA does otherwise than the same forward on fake tensors of the CPU.
 
-The fake tensors of a recorded step are the CPU's, as not every build of torch has others. Two things in which CUDA
-differs change what a step keeps: which attention is taken, and which operations autocast runs in fp32.
+The fake tensors of a recorded step are the CPU's, as not every build of torch has others. Four things in which CUDA
+differs change what a step keeps: which attention is taken, which operations autocast runs in fp32, that a softmax reads
+half precision and writes fp32 without a copy between, and that dropout keeps a mask of a byte per element.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +49,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention where CUDA takes it, else the memory-efficient one; neither keeps the scores."""
+    """Flash attention where CUDA takes it, else the memory-efficient one; neither keeps the scores.
+
+    The memory-efficient one knows no grouped heads, so that CUDA takes plain products then, and keeps the scores.
+    """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -56,9 +62,10 @@ def _attention(
         return aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if enable_gqa:
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=True
+        )[0]
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # CUDA makes numbers of it, too
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask, 0.0)
     if attn_mask is not None:
@@ -66,6 +73,79 @@ def _attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+class _FusedSoftmax(torch.autograd.Function):
+    """fp32 results of half precision; its gradient is in half precision again.
+
+    Both kernels know fp16 alone for fake tensors; bf16 has the same bytes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, is_log: bool) -> torch.Tensor:
+        ctx.dtype, ctx.dim, ctx.is_log = x.dtype, dim, is_log
+        of = torch._log_softmax if is_log else torch._softmax
+        result = of(x.view(torch.float16), dim, True)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        aten = torch.ops.aten
+        of = aten._log_softmax_backward_data if ctx.is_log else aten._softmax_backward_data
+        (result,) = ctx.saved_tensors
+        return of(gradient, result, ctx.dim, torch.float16).view(ctx.dtype), None, None
+
+
+def _softmax(is_log: bool, x: torch.Tensor, dim: Any = None, *_: Any, **given: Any) -> Any:
+    """None where CUDA does as the CPU does."""
+    dtype = given.get("dtype")
+    if dtype is None and torch.is_autocast_enabled("cpu"):
+        dtype = torch.float32
+    if x.dtype not in HALF or dtype is not torch.float32 or not isinstance(dim, int):
+        return None
+    return _FusedSoftmax.apply(x, dim, is_log)
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Under autocast, of class numbers, with a softmax that makes no copy; None for others."""
+    is_plain = not target.is_floating_point() and label_smoothing == 0.0 and reduce is None
+    if logits.dtype not in HALF or not is_plain or not torch.is_autocast_enabled("cpu"):
+        return None
+    chances = _FusedSoftmax.apply(logits, 1 if logits.dim() > 1 else 0, True)
+    return functional.nll_loss(chances, target, weight, None, ignore_index, None, reduction)
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """None where CUDA has no fused kernel."""
+    if inplace or not training or not 0.0 < p < 1.0:
+        return None
+    return torch.native_dropout(x, p, True)[0]
+
+
+#: A function of torch -> what CUDA does, or None for what the CPU does, too.
+_FUSED: dict[Any, Callable[..., Any]] = {
+    functional.cross_entropy: _cross_entropy,
+    functional.dropout: _dropout,
+    torch.dropout: _dropout,
+    **{
+        of: functools.partial(_softmax, is_log)
+        for is_log, functions in (
+            (False, (functional.softmax, torch.softmax, torch.Tensor.softmax)),
+            (True, (functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)),
+        )
+        for of in functions
+    },
+}
 
 
 def _backward(
@@ -102,6 +182,9 @@ class CudaRules(TorchFunctionMode):
         if func is torch.Tensor.backward:
             with self:  # torch takes a mode away while it is asked, and backward may run a forward (checkpointing)
                 return _backward(*args, **kwargs)
+        fused = _FUSED.get(func)
+        if fused is not None and (out := fused(*args, **kwargs)) is not None:
+            return out
         name = getattr(func, "__name__", "")
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_to_fp32, (args, kwargs))

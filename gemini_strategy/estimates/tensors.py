@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from gemini_strategy import _torch
-from gemini_strategy._torch import tree_flatten
+from gemini_strategy._torch import tree_flatten, tree_map
 
 __all__ = ["HALF", "Live", "Operations", "Work"]
 
@@ -98,6 +98,23 @@ def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of attention with grouped heads the arguments as if each head had a key of its own: that many products it takes.
+
+    Not every torch's counter knows groups.
+    """
+    if "dot_product" not in func.overloadpacket.__name__:
+        return args
+    heads = max(t.shape[1] for t in _tensors(args) if t.dim() == 4)
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.shape[1] == heads:
+            return value
+        return value.new_empty(value.shape[0], heads, *value.shape[2:])
+
+    return tree_map(widened, args)
+
+
 class Operations(_torch.DispatchMode):
     """Sees every operation below autograd, while it is entered inside a FakeTensorMode.
 
@@ -131,7 +148,9 @@ class Operations(_torch.DispatchMode):
         is_written = func.overloadpacket.__name__.endswith("_") or "out" in kwargs
         if is_new or is_written or counter is not None:
             read = list(_tensors((args, kwargs)))
-            flops = float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0
+            flops = 0.0
+            if counter is not None:
+                flops = float(counter(*_with_all_heads(func, args), **kwargs, out_val=out))
             is_half = any(t.dtype in HALF for t in read)
             self._note(Work(flops, is_half, sum(map(_bytes, read)) + sum(map(_bytes, made))))
         return out

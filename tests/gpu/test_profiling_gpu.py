@@ -6,55 +6,16 @@ The step that is measured drops each gradient as soon as it is complete, so that
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import gemini_strategy as gs
 from gemini_strategy.elixir import cuda_memory_profiling
+from helpers.profiled import MODELS, PRECISION, made, step, tokens
 
 pytestmark = pytest.mark.gpu
-
-PRECISION = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
-
-
-def gpt2() -> nn.Module:
-    """124 M parameters, tied, with dropout."""
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
-
-
-def llama() -> nn.Module:
-    """309 M parameters, with grouped heads and an untied head."""
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=32000,
-            hidden_size=1024,
-            intermediate_size=4096,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            use_cache=False,
-        )
-    )
-
-
-def bert() -> nn.Module:
-    """An encoder of 110 M parameters, with dropout."""
-    return transformers.BertForMaskedLM(transformers.BertConfig())
-
-
-def tokens(rows: int, length: int, device: str) -> dict[str, Tensor]:
-    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
-    return {"input_ids": ids, "labels": ids}
-
-
-def step(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss
 
 
 def drop(parameter: Tensor) -> None:
@@ -82,25 +43,11 @@ def measured(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "checkpoints"])
-@pytest.mark.parametrize(
-    ("build", "rows", "length"), [(gpt2, 8, 1024), (llama, 8, 1024), (bert, 32, 512)]
-)
-def test_activations_are_foretold(
-    build: Any, rows: int, length: int, checkpoints: bool, dtype: torch.dtype
-) -> None:
-    def made(device: str) -> nn.Module:
-        with torch.device(device):
-            model = build().train()
-        if checkpoints:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-        return model
-
-    paper = tokens(rows, length, "meta")
-    foretold = cuda_memory_profiling(made("meta"), paper, step, dtype).activation_occ
-    model = made("cuda")
-    found = measured(model, tokens(rows, length, "cuda"), dtype)
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_foretold(name: str, checkpoints: bool, dtype: torch.dtype) -> None:
+    paper = made(name, "meta", checkpoints=checkpoints)
+    foretold = cuda_memory_profiling(paper, tokens(name, "meta"), step, dtype).activation_occ
+    found = measured(made(name, "cuda", checkpoints=checkpoints), tokens(name, "cuda"), dtype)
     off = foretold / found - 1
-    print(f"{build.__name__} {checkpoints=} {dtype}: {found / 1e6:.1f} MB, {100 * off:+.2f} %")
+    print(f"{name} {checkpoints=} {dtype}: {found / 1e6:.1f} MB, {100 * off:+.2f} %")
     assert abs(off) <= 0.02

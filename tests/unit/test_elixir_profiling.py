@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from gemini_strategy.elixir import cuda_memory_profiling
 from gemini_strategy.report.tables import host_peak_bytes
+from helpers import profiled
 
 PRECISION = {torch.float32: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
 
@@ -98,6 +99,24 @@ def test_every_byte_by_hand() -> None:
     assert found.buffer_occ == 4 * 2 * 512 + 8
     # At the end of the backward: the inputs, the product's gradient, the weight's, the loss and its gradient.
     assert found.activation_occ == 4 * (64 * 256 + 64 * 512 + 256 * 512) + 2 * 512
+
+
+#: MB that torch's allocator gave on an H100 (benchmarks/results/h100_2026-11-23.md), and what each of them is about.
+MEASURED = [
+    ("gpt2", torch.float32, False, 13610.2),  # dropout's masks
+    ("gpt2", torch.bfloat16, True, 5135.6),
+    ("llama", torch.float32, False, 25796.6),  # grouped heads without flash attention
+    ("bert", torch.bfloat16, False, 11545.0),  # a softmax that casts
+    ("bert", torch.bfloat16, True, 5794.8),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "checkpoints", "measured"), MEASURED)
+def test_what_a_gpu_took(name: str, dtype: torch.dtype, checkpoints: bool, measured: float) -> None:
+    model = profiled.made(name, "meta", checkpoints=checkpoints)
+    inputs = profiled.tokens(name, "meta")
+    found = cuda_memory_profiling(model, inputs, profiled.step, dtype)
+    assert found.activation_occ / 1e6 == pytest.approx(measured, rel=1e-3)
 
 
 def test_the_model_is_as_before() -> None:
