@@ -102,7 +102,6 @@ def run(args: argparse.Namespace, is_managed: bool) -> dict[str, Any]:
         }
         figures["rates"] = (engine._runtime.core.plan_info() or {}).get("rates")
         figures["report"] = str(engine.report())
-        engine.close()
     return figures
 
 

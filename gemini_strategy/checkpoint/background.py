@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Saving", "save_in_background"]
 
 _SHARE = 0.5  # of the host's memory that is left, for copies
+_LESS = 10  # that a writer's thread is nicer than training
 _all: weakref.WeakSet[Saving] = weakref.WeakSet()
 
 
@@ -92,6 +93,13 @@ def save_in_background(runtime: Runtime, wanted: Wanted) -> Saving:
             twin.close()
         writing.close()
         raise
+
+
+def _stand_back() -> None:
+    """The thread, and those that it starts, run where training leaves a processor: a step waits for its slowest one."""
+    me = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _LESS)
 
 
 class Saving:
@@ -167,6 +175,7 @@ class Saving:
     # ---- in the thread ----
 
     def _run(self, work: _Work) -> None:
+        _stand_back()
         ranks, writing = work.ranks, work.writing
         try:
             try:
