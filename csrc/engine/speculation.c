@@ -16,9 +16,9 @@
  *   3. Only chunks all of whose parameters have numbers are speculated: what is not updated would be missing in a spare.
  *   4. How many backwards bring a chunk's gradient is learnt from the steps before.  One that comes after a result changes
  *      the gradient's version; from then on that backward is waited for.
- *   5. A step is speculated only if the last one asked for the norm and did not clip.  A loop that does not ask gets no
- *      spares.  Plans that speculate come with the first step, if it did not clip, or after some such in a row, and go
- *      again after some others: each time it takes twice as many.
+ *   5. A step is speculated only if the last one asked for the norm and did not clip.  A loop that does not ask, or has
+ *      a loss scale, gets no spares.  Plans that speculate come with the first step, if it did not clip, or after some
+ *      such in a row, and go again after some others: each time it takes twice as many.
  *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated.
  *   7. The step drops what it does not want, and what has not begun on the host by then does not run.
  *   8. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
@@ -144,8 +144,9 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
 {
     gm_speculation *s = &engine->speculation;
     bool fires = false;
-    for (uint32_t i = 0; i < n; i++) { /* a factor that is no number fires, too */
-        fires |= !(updates[i].hyper.clip_factor >= 1 && updates[i].hyper.clip_factor <= 1);
+    for (uint32_t i = 0; i < n; i++) { /* a loss scale, or a factor that is no number, fires, too */
+        const gm_adam_hyper *hyper = &updates[i].hyper;
+        fires |= !(hyper->clip_factor >= 1 && hyper->clip_factor <= 1) || hyper->grad_divisor != 1;
     }
     if (n_planned(engine) > 0 && (fires || !s->has_numbers)) {
         gm_window_spoil(engine); /* not the step that was planned */

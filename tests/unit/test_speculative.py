@@ -224,7 +224,8 @@ def test_fp16_is_not_speculated() -> None:
     recipe = Recipe(precision="16-mixed", clip=QUIET)
     want, run = (plain(CASE.build, recipe), budgeted(CASE, recipe, 0.5, chunk_size=4096))
     _steps((want, run), [QUIET] * 5, 0)
-    assert counts(run) == (0, 0, 0)
+    assert counts(run) == (0, 0, 0) and run.engine.stats()["spare_bytes"] == 0
+    assert run.engine._runtime.core.plan_info()["n_speculated"] == 0
     _finish(run, want)
 
 
