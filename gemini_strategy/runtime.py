@@ -124,6 +124,7 @@ class Runtime(Uncopied, Reporting):
         check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
         self.slots = registration.slots
+        self.note_model()
         self.slots_by_id = {slot.id: slot for slot in self.slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self.slots)
         self.scaler = scaler if is_half else None

@@ -88,8 +88,8 @@ _log = logging.getLogger("gemini_strategy")
 class Reporting:
     """What an engine says of itself: a base of Runtime.
 
-    Of the engine it uses core, device, units, choose_way() and settings.report: True, the first plan and, at close(),
-    the result are printed; None, with GEMINI_REPORT=1; False, never.
+    Of the engine it uses core, device, slots, units, choose_way() and settings.report: True, the first plan and, at
+    close(), the result are printed; None, with GEMINI_REPORT=1; False, never.
 
     Attributes:
         meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
@@ -105,6 +105,15 @@ class Reporting:
         self._has_plan = False  # the first one has been told, or would have been
         self._total_peak_bytes = 0
         self._host_before_bytes = tables.host_resident_bytes()  # with the model as it came
+        self._model_bytes = 0  # of the host, of these
+
+    def note_model(self) -> None:
+        """The slots are there, and the parameters as they came."""
+        self._model_bytes = sum(
+            slot.parameter.numel() * slot.original_dtype.itemsize
+            for slot in self.slots
+            if slot.original_device.type == "cpu"
+        )
 
     def watch_first_step(self) -> None:
         first_step = FirstStep(self.units, self.ranks.rank)
@@ -167,4 +176,6 @@ class Reporting:
     def _host_peak_bytes(self, plan: Mapping[str, Any], core: Mapping[str, Any]) -> int:
         """Of the whole process: manage() takes the homes while the model's own tensors are still there."""
         device_bytes = plan["device_bytes"] if self.device.type == "cpu" else 0
-        return self._host_before_bytes + core["host_bytes"] + device_bytes
+        spares = core["spare_bytes"]  # which come when the model's own tensors have gone
+        beside = max(spares - self._model_bytes, 0)
+        return self._host_before_bytes + core["host_bytes"] - spares + beside + device_bytes

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.report import tables
 
 BUDGET = 3_000_000
 STEPS = 7
@@ -191,3 +192,26 @@ def test_predicted_host_peak() -> None:
     predicted, measured = map(int, run.stdout.split())
     weights = 20 * 1536 * 1537 * 4
     assert predicted - 1.5 * weights <= measured <= 1.05 * predicted
+
+
+@pytest.mark.parametrize("width", [16, 256])
+def test_spares_take_the_place_of_the_model(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come with the first clipped step, when manage() has long let go of the tensors that it was given."""
+    monkeypatch.setenv("GEMINI_RATES", "h2d=1e6,d2h=1e6")
+    monkeypatch.setattr(tables, "host_resident_bytes", lambda: 10**9)
+    n_model = 8 * width * (width + 1) * 4
+    for device, n_freed in (("cpu", n_model), ("meta", 0)):
+        with torch.device(device):
+            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
+        budget = {"device_budget": "1.5MB", "precision": "bf16-true", "missing": "init"}
+        engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu", **budget)
+        engine.backward(model(torch.randn(4, width)).float().square().mean())
+        engine.clip_grad_norm_(1e9)
+        engine.optimizer.step()
+        stats, plan = engine.stats(), engine._runtime.core.plan_info()
+        engine.close()
+        assert plan is not None
+        spares = stats["spare_bytes"]
+        assert (spares > n_model) == (width > 16)  # the small one is all on the device
+        beside = plan["device_bytes"] + max(spares - n_freed, 0)
+        assert stats["predicted_host_peak_bytes"] == 10**9 + stats["host_bytes"] - spares + beside
