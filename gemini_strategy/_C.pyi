@@ -122,6 +122,7 @@ class Core:
         gather_rate: float = 0.0,
         reduce_rate: float = 0.0,
         is_paper: bool = False,  # nothing has bytes; ordinal says of what device it is the paper
+        host_bytes: int = -1,  # on paper: of the host, for the engine; -1: no limit
     ) -> Core: ...
     def replay(self, events: Sequence[tuple[int, ...]], /) -> None: ...  # kinds: RECORDED
     def grad_put(self, param: int, address: int, dtype: int, stream: int, /) -> None: ...

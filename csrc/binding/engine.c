@@ -91,12 +91,12 @@ static const char **parse_names(PyObject *sequence, uint32_t n_wanted)
 }
 
 static gm_status make_engine(core *self, gm_engine_options *options, int ordinal, bool is_paper,
-                             size_t block_bytes)
+                             size_t host_bytes, size_t block_bytes)
 {
     gm_device *device;
     const char *chaos = getenv("GEMINI_CHAOS");
     if (is_paper) {
-        GM_TRY(gm_device_paper_new(block_bytes, ordinal < 0, &device));
+        GM_TRY(gm_device_paper_new(block_bytes, ordinal < 0, host_bytes, &device));
         self->paper = device;
     } else if (ordinal < 0 && chaos && *chaos) {
         gm_chaos_options how;
@@ -162,41 +162,26 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",
-                            "params",
-                            "unit_params",
-                            "unit_begin",
-                            "unit_names",
-                            "chunk_bytes",
-                            "block_bytes",
-                            "device_budget",
-                            "host_budget",
-                            "policy",
-                            "is_grad_f32",
-                            "threads",
-                            "external_bytes",
-                            "rates",
-                            "state_share",
-                            "slack_bytes",
-                            "is_tuned",
-                            "shard_comm",
-                            "replica_comm",
-                            "gather_rate",
-                            "reduce_rate",
-                            "is_paper",
-                            NULL};
+    static char *names[] = {"ordinal",        "params",      "unit_params",  "unit_begin",
+                            "unit_names",     "chunk_bytes", "block_bytes",  "device_budget",
+                            "host_budget",    "policy",      "is_grad_f32",  "threads",
+                            "external_bytes", "rates",       "state_share",  "slack_bytes",
+                            "is_tuned",       "shard_comm",  "replica_comm", "gather_rate",
+                            "reduce_rate",    "is_paper",    "host_bytes",   NULL};
     PyObject *params, *unit_params, *unit_begin, *unit_names;
     int ordinal, policy, is_grad_f32, is_tuned, is_paper = 0;
     unsigned int threads;
-    Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes;
+    Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes,
+        host_bytes = -1;
     double state_share;
     gm_rates rates = {0};
     PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOOnnnnipInOdnp|OOddp", names, &ordinal, &params, &unit_params,
+            args, kwargs, "iOOOOnnnnipInOdnp|OOddpn", names, &ordinal, &params, &unit_params,
             &unit_begin, &unit_names, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
             &policy, &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
-            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce, &is_paper) ||
+            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce, &is_paper,
+            &host_bytes) ||
         gm_py_rates_parse(figures, &rates) < 0) {
         return NULL;
     }
@@ -236,7 +221,8 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     gm_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = make_engine(self, &options, ordinal, is_paper, (size_t)block_bytes);
+    status = make_engine(self, &options, ordinal, is_paper,
+                         host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes, (size_t)block_bytes);
     Py_END_ALLOW_THREADS
     if (status != GM_OK) {
         gm_py_raise(status);

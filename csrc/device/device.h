@@ -96,8 +96,9 @@ struct gm_device {
     const gm_device_ops *ops;
     size_t granularity; /* bytes; blocks and ranges are multiples of it */
     size_t block_bytes;
-    int is_host;   /* device memory is host memory: pointers may be dereferenced */
-    bool is_paper; /* neither its memory nor the homes beside it have bytes (device/paper.h) */
+    int is_host;       /* device memory is host memory: pointers may be dereferenced */
+    bool is_paper;     /* neither its memory nor the homes beside it have bytes (device/paper.h) */
+    size_t host_bytes; /* on paper: of a host that has nothing of the engine's yet; else 0 */
 };
 
 static inline void gm_note_access(gm_device *dev, const void *address, size_t bytes, bool is_write,

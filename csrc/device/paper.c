@@ -246,7 +246,7 @@ static const gm_device_ops paper_ops = {
     .memory = paper_memory,
 };
 
-gm_status gm_device_paper_new(size_t block_bytes, bool is_host, gm_device **out)
+gm_status gm_device_paper_new(size_t block_bytes, bool is_host, size_t host_bytes, gm_device **out)
 {
     size_t granularity = is_host ? gm_device_host_granularity() : CUDA_GRANULARITY;
     paper_device *dev = calloc(1, sizeof *dev);
@@ -257,7 +257,8 @@ gm_status gm_device_paper_new(size_t block_bytes, bool is_host, gm_device **out)
                             .granularity = granularity,
                             .block_bytes = gm_round_up(block_bytes, granularity),
                             .is_host = is_host,
-                            .is_paper = true};
+                            .is_paper = true,
+                            .host_bytes = host_bytes};
     dev->next_address = FIRST_ADDRESS;
     *out = &dev->base;
     return GM_OK;

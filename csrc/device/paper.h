@@ -11,8 +11,9 @@
 
 #include "device/device.h"
 
-/* is_host: it stands for the host device (granularity: page size), else for a CUDA device (2 MiB). */
-gm_status gm_device_paper_new(size_t block_bytes, bool is_host, gm_device **out);
+/* is_host: it stands for the host device (granularity: page size), else for a CUDA device (2 MiB).  host_bytes: that its
+ * host has for the engine. */
+gm_status gm_device_paper_new(size_t block_bytes, bool is_host, size_t host_bytes, gm_device **out);
 /* The compute stream worked for so long. */
 void gm_device_paper_elapse(gm_device *dev, double seconds);
 

@@ -54,6 +54,16 @@ static size_t spare_bytes(const gm_engine *engine, uint32_t chunk)
 
 /* ---- whether to ---- */
 
+static gm_status find_available(const gm_engine *engine, size_t homes, size_t *out)
+{
+    if (!engine->device->is_paper) {
+        return gm_host_available(out);
+    }
+    size_t all = engine->device->host_bytes; /* in which the homes on paper take no place */
+    *out = all > homes ? all - homes : 0;
+    return GM_OK;
+}
+
 /* Of the host, for spares in all; what was found out first stays, so that equal steps give equal plans. */
 static size_t find_limit(gm_engine *engine)
 {
@@ -61,13 +71,14 @@ static size_t find_limit(gm_engine *engine)
     size_t available, homes = engine->arena ? gm_arena_bytes(engine->arena) : 0;
     if (!s->has_limit) {
         s->has_limit = true;
-        if (engine->policy == GM_POLICY_CUDA || gm_host_available(&available) != GM_OK) {
+        if (engine->policy == GM_POLICY_CUDA ||
+            find_available(engine, homes, &available) != GM_OK) {
             s->limit = 0;
         } else if (s->host_budget == SIZE_MAX) {
             s->limit = available / 2; /* the rest is for loaders and checkpoints */
         } else {
             s->limit = s->host_budget > homes ? s->host_budget - homes : 0;
-            s->limit = s->limit < available || engine->device->is_paper ? s->limit : available;
+            s->limit = s->limit < available ? s->limit : available;
         }
     }
     return s->limit;

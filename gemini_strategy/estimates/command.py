@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=int, default=1, help="of one optimizer step (1)")
     add("--ranks", type=int, default=1, help="that train together on one host, each with a GPU (1)")
     add("--device-budget", help='such as "24GB"; the GPU\'s memory if not given')
-    add("--host-budget", help='such as "64GB"; no limit if not given')
+    add(
+        "--host-budget",
+        help='such as "64GB"; no limit for homes if not given, and spares only if the GPU is here',
+    )
     add("--precision", choices=PRECISIONS, default="bf16-mixed")
     add("--policy", choices=tuple(POLICIES), default="auto")
     add("--checkpointing", action="store_true", help="activation checkpointing is on")

@@ -12,10 +12,12 @@ from torch import nn
 
 from gemini_strategy.arguments import POLICIES, Arguments, PolicyName, suggesting
 from gemini_strategy.errors import GeminiMemoryError
-from gemini_strategy.estimates.machines import Machine, machine_of
+from gemini_strategy.estimates.machines import Machine, is_here, machine_of, with_host
 from gemini_strategy.estimates.paper import (
+    PROCESS_BYTES,
     PaperModel,
     Planned,
+    When,
     context_bytes,
     plan_on_paper,
     pool_bytes,
@@ -29,14 +31,12 @@ from gemini_strategy.sizes import ChunkSizes, parse_bytes, parse_device_budget, 
 
 __all__ = ["Estimate", "Refusal", "Schedule", "estimate"]
 
-# Of the process before a model, and what CUDA's libraries add in the first step: on an H200, torch 2.11
-# (benchmarks/results/offload_h200.jsonl: host_peak_rss_bytes less host_bytes and the model's own).
-_PROCESS_BYTES = 1_900_000_000
 _SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
 # Bytes of a trained parameter in engine.state_dict(), whatever its weight has.
 _MASTERS_AND_MOMENTS = 12
 
 _MORE_DEVICE = 4 * 10**9
+_MORE_HOST = 16 * 10**9
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class Schedule:
     """A step of one schedule.
 
     Attributes:
-        when: "deferred" (clipping or a loss scale) or "immediate" (`backward(step=True)`).
+        when: "speculated": clipping, with the norm below its limit, and with spares. "deferred": the clip fires in each
+            step, or there is a loss scale; all clipping, without "speculated". "immediate": `backward(step=True)`.
         seconds: of a step.
         tokens_per_s: of all ranks together; NaN where the inputs have no tokens.
         verdict: what binds.
         plan: as `Core.plan_info`.
     """
 
-    when: str
+    when: When
     seconds: float
     tokens_per_s: float
     verdict: Verdict
@@ -86,13 +87,15 @@ class Estimate:
         machine: what the figures are of.
         settings: what manage() would make of the arguments, budgets among them.
         refusals: why it cannot work; () if it can.
-        schedules: deferred and, where the precision allows it, immediate; () if it cannot work.
+        schedules: speculated where the host has spares and they change the plan, deferred and, where the precision
+            allows it, immediate; () if it cannot work. The first is that of ordinary clipping.
         device_peak_bytes: blocks of weights, states and gradients, with activations and what is around them.
         activation_bytes: of it the most that tensors of a pass hold (activations, their gradients, buffers).
         pool_bytes, context_bytes: what torch's allocator makes of those, and the driver with its libraries.
-        host_bytes: homes of weights, states and gradients.
+        host_bytes: homes of weights, states and gradients, and spares.
+        spare_bytes: of host_bytes, what clipping takes beside the homes.
         host_peak_bytes: of the process, with the model built on the meta device and `weights=`.
-        model_bytes: what comes on top until manage() is done if the model is built on the CPU.
+        model_bytes: what is there beside the homes until manage() is done if the model is built on the CPU.
         saving_peak_bytes: of the process while engine.save writes.
         state_dict_peak_bytes: of it while torch.save(engine.state_dict()) does, as an ordinary Lightning checkpoint.
         stats: what the core says, of it chunks, layout_hash, state_bytes and weight_bytes as engine.stats() will.
@@ -115,6 +118,7 @@ class Estimate:
     pool_bytes: int = 0
     context_bytes: int = 0
     host_bytes: int = 0
+    spare_bytes: int = 0
     host_peak_bytes: int = 0
     model_bytes: int = 0
     saving_peak_bytes: int = 0
@@ -138,14 +142,18 @@ class Estimate:
 
 def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
     is_cuda = given["device"] == "cuda"
-    host = given["host_budget"]
     memory = physical_memory() // given["ranks"]
+    host_budget = -1
+    if given["host_budget"] is not None:
+        host_budget = parse_bytes(given["host_budget"], memory, "host_budget")
+    elif given["ranks"] > 1 and machine.host_memory is not None:  # as manage() has it
+        host_budget = machine.host_memory // given["ranks"]
     return Settings(
         device=torch.device("cuda", 0) if is_cuda else torch.device("cpu"),
         precision=Precision(given["precision"]),
         policy=given["placement_policy"],
         device_budget=parse_device_budget(given["device_budget"], is_cuda, machine.memory),
-        host_budget=-1 if host is None else parse_bytes(host, memory, "host_budget"),
+        host_budget=host_budget,
         sizes=ChunkSizes(given["chunk_size"], given["block_size"], None, None, None),
         is_grad_f32=given["gradient_dtype"] is torch.float32,
         margin=None,
@@ -171,20 +179,20 @@ class _Forecaster:
         self.machine = machine
         self.micro_batches = micro_batches
         self._least: dict[Settings, int | None] = {}
-        self._tried: dict[tuple[Settings, str], Planned | str] = {}
+        self._tried: dict[tuple[Settings, When], Planned | str] = {}
         self.pool = pool_bytes(recorded) if paper.device.type == "cuda" else 0
         is_half = any(s.dtype is torch.float16 and s.has_moments for s in paper.registration.slots)
-        self.whens = (
-            ("deferred",) if is_half or not recorded.parameters else ("deferred", "immediate")
-        )
+        self.whens: tuple[When, ...] = ("speculated", "deferred", "immediate")
+        if is_half or not recorded.parameters:
+            self.whens = ("deferred",)
 
-    def try_budget(self, settings: Settings, when: str = "deferred") -> Planned | str:
+    def try_budget(self, settings: Settings, when: When = "deferred") -> Planned | str:
         """What is planned; or why nothing is. Each is found out once."""
         if (settings, when) not in self._tried:
             self._tried[settings, when] = self._try(settings, when)
         return self._tried[settings, when]
 
-    def _try(self, settings: Settings, when: str) -> Planned | str:
+    def _try(self, settings: Settings, when: When) -> Planned | str:
         try:
             found = plan_on_paper(
                 self.paper,
@@ -193,7 +201,7 @@ class _Forecaster:
                 self.machine,
                 pool=self.pool,
                 micro_batches=self.micro_batches,
-                is_immediate=when == "immediate",
+                when=when,
             )
         except GeminiMemoryError as error:
             return str(error).splitlines()[0]
@@ -208,14 +216,20 @@ class _Forecaster:
             planned = self.try_budget(settings, when)
             if isinstance(planned, str) or planned.plan is None:
                 continue
+            if when == "deferred" and found and found[0].plan["hash"] == planned.plan["hash"]:
+                found.clear()  # there was nothing to speculate
             first = first or planned
             seconds = planned.plan["step_seconds"]
             tokens = self.recorded.tokens * self.micro_batches * self.paper.ranks.size
             rate = tokens / seconds if tokens and seconds else float("nan")
-            found.append(
-                Schedule(planned.plan["when"], seconds, rate, verdict(planned.plan), planned.plan)
-            )
+            found.append(Schedule(when, seconds, rate, verdict(planned.plan), planned.plan))
         return found, first
+
+    def device_peak_bytes(self, settings: Settings, when: When) -> int:
+        """Of a schedule that there is."""
+        planned = self.try_budget(settings, when)
+        assert not isinstance(planned, str) and planned.plan is not None
+        return int(planned.plan["device_bytes"]) + int(planned.stats["outside_peak_bytes"])
 
     def refusals(self, settings: Settings) -> list[Refusal]:
         """Why these budgets cannot work; [] if they can."""
@@ -267,22 +281,32 @@ def _plenty(settings: Settings) -> int:
     return max(settings.device_budget, 1 << 44)
 
 
-def _gains(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule]) -> list[str]:
+def _gain(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule]) -> str:
+    """What these settings buy, in words."""
+    more, _ = forecaster.schedules(settings)
+    steps = [("clipped", now[0], more[0])]
+    if now[-1].when == "immediate":
+        steps.append(("backward(step=True)", now[-1], more[-1]))
+    return ", ".join(
+        f"{100 * max(1 - new.seconds / old.seconds, 0.0):.0f} % of the {name} step"
+        for name, old, new in steps
+    )
+
+
+def _gains(
+    forecaster: _Forecaster, settings: Settings, host_bytes: int, now: Sequence[Schedule]
+) -> list[str]:
     """What the next memory buys."""
     found = []
     if settings.device_budget >= 0:
-        more, _ = forecaster.schedules(
-            replace(settings, device_budget=settings.device_budget + _MORE_DEVICE)
-        )
-        parts = [
-            f"{100 * max(1 - new.seconds / old.seconds, 0.0):.0f} % of the {old.when} step"
-            for old, new in zip(now, more, strict=False)
-        ]
+        more = replace(settings, device_budget=settings.device_budget + _MORE_DEVICE)
         found.append(
-            f"{_MORE_DEVICE // 10**9} GB more of device memory: {', '.join(parts) or 'nothing'}"
+            f"{_MORE_DEVICE // 10**9} GB more of device memory: {_gain(forecaster, more, now)}"
         )
     if settings.policy != "cuda":
-        found.append("16 GB more of host memory: homes have their place; clipped steps use it")
+        budget = max(settings.host_budget, host_bytes) + _MORE_HOST
+        buys = _gain(forecaster, replace(settings, host_budget=budget), now[:1])
+        found.append(f"{_MORE_HOST // 10**9} GB more of host memory: {buys}")
     return found
 
 
@@ -313,21 +337,24 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
     host_bytes = int(stats["host_bytes"])
     most = max(int(s.plan["device_bytes"]) for s in schedules)
     on_host = most if settings.device.type == "cpu" else 0
-    peak = _PROCESS_BYTES + host_bytes + on_host
+    peak = PROCESS_BYTES + host_bytes + on_host
     trained = base.trained * _MASTERS_AND_MOMENTS
     frozen = sum(s.parameter.numel() * s.dtype.itemsize for s in slots if not s.has_moments)
     return replace(
         base,
         schedules=tuple(schedules),
-        device_peak_bytes=most + int(stats["outside_peak_bytes"]),
+        device_peak_bytes=max(
+            forecaster.device_peak_bytes(settings, schedule.when) for schedule in schedules
+        ),
         context_bytes=planned.context_bytes,
         host_bytes=host_bytes,
+        spare_bytes=int(stats["spare_bytes"]),
         host_peak_bytes=peak,
         model_bytes=sum(s.parameter.numel() * s.original_dtype.itemsize for s in slots),
         saving_peak_bytes=peak + _SAVING_BYTES,
         state_dict_peak_bytes=peak + trained + frozen,
         stats=stats,
-        gains=tuple(_gains(forecaster, settings, schedules)) if has_gains else (),
+        gains=tuple(_gains(forecaster, settings, host_bytes, schedules)) if has_gains else (),
     )
 
 
@@ -368,7 +395,9 @@ def estimate(
         rates: measured figures in the place of the GPU's (see machine_of).
         device: "cuda"; "cpu": the host device.
         device_budget, host_budget, placement_policy, precision, chunk_size, block_size, gradient_dtype,
-            convert_inputs: as for manage(). host_budget None: no limit.
+            convert_inputs: as for manage(). host_budget None: no limit for homes, and for spares half of what is free
+            beside them on this host, if the GPU is this one's, or the device the host device. The host of another GPU
+            is not known: then there are no spares.
         micro_batches: passes in one optimizer step.
         ranks: that train together on one host, each with a GPU and inputs of its own. They share weights and states;
             budgets and rates are of each. Collectives take the time that the GPUs' links give (Machine.link).
@@ -386,6 +415,8 @@ def estimate(
     arguments.check_choice("placement_policy", tuple(POLICIES))
     arguments.check_choice("gradient_dtype", (None, torch.float32))
     machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
+    if not isinstance(gpu, Machine) and (device == "cpu" or is_here(gpu)):
+        machine = with_host(machine)
     settings = _settings(given, machine)
     budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
     paper = PaperModel(model, optimizer, settings.device, settings.precision, ranks)

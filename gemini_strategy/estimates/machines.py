@@ -27,8 +27,9 @@ import torch
 from gemini_strategy import _C
 from gemini_strategy.estimates.tensors import Work
 from gemini_strategy.machine.rates import REFERENCE, completed
+from gemini_strategy.report.tables import host_resident_bytes
 
-__all__ = ["GPUS", "Machine", "machine_of"]
+__all__ = ["GPUS", "Machine", "is_here", "machine_of", "with_host"]
 
 _OF_PRODUCTS = 0.73
 _OF_BANDWIDTH = 0.9
@@ -80,6 +81,7 @@ class Machine:
         half, single: products and sums per second that matrix products get, with 16-bit operands and with fp32 ones.
         bandwidth: bytes/s that other operations get.
         link: bytes/s that collectives get out of each GPU; 0: they are taken to cost no time.
+        host_memory: bytes of its host that a process finds free; None: not known.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Machine:
     single: float
     bandwidth: float
     link: float = 0.0
+    host_memory: int | None = None
 
     def collective_rate(self, n_ranks: int) -> float:
         """Bytes/s of all ranks' shards together that a gather or a reduction moves: each sends all but its own."""
@@ -127,16 +130,36 @@ def _of_gpu(name: str) -> Machine:
 _OWN = ("half", "single", "bandwidth", "link")  # a Machine's figures beside its rates
 
 
+def _known(about: Any) -> str | None:
+    """The name in GPUS of a GPU of which torch says so."""
+    near = [name for name in GPUS if _plain(name) in _plain(about.name)]
+    return max(near, key=len, default=None)
+
+
 def _here() -> Machine:
     """Of the GPU that this process has."""
     if not torch.cuda.is_available():
         raise ValueError(f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}")
     about = torch.cuda.get_device_properties(torch.cuda.current_device())
-    plain = _plain(about.name)
-    near = [name for name in GPUS if _plain(name) in plain]
-    if not near:
+    known = _known(about)
+    if known is None:
         raise ValueError(f"no figures for this GPU, {about.name}: known are {', '.join(GPUS)}")
-    return replace(_of_gpu(max(near, key=len)), name=about.name, memory=about.total_memory)
+    return replace(_of_gpu(known), name=about.name, memory=about.total_memory)
+
+
+def is_here(gpu: str | None) -> bool:
+    """Whether this process has such a GPU; gpu: as for machine_of, which knows it."""
+    if gpu is None or not torch.cuda.is_available():
+        return gpu is None
+    known = _known(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    return known is not None and _plain(known) == _plain(gpu)
+
+
+def with_host(machine: Machine) -> Machine:
+    """The same with the memory of this host: what is free, and what this process has, as the one that trains is another
+    or this one."""
+    free = int(_C.host_topology()["memory"])
+    return replace(machine, host_memory=free + host_resident_bytes())
 
 
 def _plain(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,17 @@ from gemini_strategy.precision import Precision
 from gemini_strategy.settings import Settings
 from gemini_strategy.weights.transformers import adapter_parameters
 
-__all__ = ["PaperModel", "Planned", "context_bytes", "plan_on_paper", "pool_bytes"]
+__all__ = [
+    "PROCESS_BYTES",
+    "PaperModel",
+    "Planned",
+    "When",
+    "context_bytes",
+    "plan_on_paper",
+    "pool_bytes",
+]
+
+When = Literal["speculated", "deferred", "immediate"]
 
 _KIND = _C.RECORDED
 _SMALL = 1 << 20  # tensors of at most so much have segments of their own
@@ -42,6 +52,9 @@ _CONTEXT_BYTES = 819_000_000
 _BYTES_PER_PAGE_ENTRY = 512
 # A communicator of NCCL, on 2 and on 4 H200 (benchmarks/results/sharded_h200.jsonl, less the above).
 _COMMUNICATOR_BYTES = 807_000_000
+# Of the process before a model, and what CUDA's libraries add in the first step: on an H200, torch 2.11
+# (benchmarks/results/offload_h200.jsonl: host_peak_rss_bytes less host_bytes and the model's own).
+PROCESS_BYTES = 1_900_000_000
 # cuBLAS takes of torch's allocator, on Hopper, for the forward's thread and autograd's.
 _WORKSPACES = 2 * (32 << 20)
 
@@ -154,9 +167,9 @@ def _play(
     machine: Machine,
     outside: int | None,
     micro_batches: int,
-    is_immediate: bool,
+    when: When,
 ) -> None:
-    """The passes of one optimizer step."""
+    """The passes of one optimizer step, and its norm where updates are speculated: it is below the limit."""
     for parameter in recorded.parameters:  # zero_grad
         if core.has_grad(parameter):
             core.grad_drop(parameter)
@@ -164,9 +177,11 @@ def _play(
     backward = recorded.entries[recorded.backward_at :]
     for number in range(micro_batches):
         core.replay(list(_events(forward, machine, outside)))
-        if is_immediate and number == micro_batches - 1:
+        if when == "immediate" and number == micro_batches - 1:
             core.arm(_updates(recorded))
         core.replay(list(_events(backward, machine, outside)))
+    if when == "speculated":
+        core.grad_sumsq(recorded.parameters, 0)
 
 
 def _communicators(machine: Machine, n_ranks: int) -> dict[str, Any]:
@@ -177,6 +192,17 @@ def _communicators(machine: Machine, n_ranks: int) -> dict[str, Any]:
     return {"shard_comm": _C.comm_paper(n_ranks), "gather_rate": rate, "reduce_rate": rate}
 
 
+def _host_bytes(settings: Settings, machine: Machine) -> int:
+    """Of the host, for the engine, as the core would find it before it has anything; -1: no limit.
+
+    A budget is believed, as it may be of another machine. Without one a host that is not known has nothing beside the
+    homes.
+    """
+    if settings.host_budget >= 0:
+        return -1
+    return max((machine.host_memory or 0) - PROCESS_BYTES, 0)
+
+
 def plan_on_paper(
     paper: PaperModel,
     settings: Settings,
@@ -185,7 +211,7 @@ def plan_on_paper(
     *,
     pool: int,
     micro_batches: int = 1,
-    is_immediate: bool = False,
+    when: When = "deferred",
 ) -> Planned:
     """Plays the first optimizer steps under these settings, until the core has planned for good.
 
@@ -196,7 +222,9 @@ def plan_on_paper(
         machine: how fast it is.
         pool: `pool_bytes` of the pass.
         micro_batches: passes in a step.
-        is_immediate: updates run inside the last backward (no clipping, no loss scale).
+        when: updates run inside the last backward ("immediate": no clipping, no loss scale), under the next forward
+            ("deferred"), or there and, as far as the host has spares, in the backward already ("speculated": the norm
+            is asked for and below its limit).
 
     Raises:
         GeminiMemoryError: a budget does not suffice; the text is the run's.
@@ -211,13 +239,20 @@ def plan_on_paper(
         external_bytes=0,
         slack_bytes=slack(budget) if has_limit else 0,
         is_paper=True,
+        host_bytes=_host_bytes(settings, machine),
         **_communicators(machine, n_ranks),
     )
+
+    def context() -> int:
+        """With the homes, and the spares as soon as there are some."""
+        host_bytes = int(core.stats()["host_bytes"])
+        return context_bytes(host_bytes, n_ranks) + DRIVER_RESERVE if is_cuda else 0
+
     try:
         paper.core = core
         outside = None
         if is_cuda:
-            outside = context_bytes(int(core.stats()["host_bytes"]), n_ranks) + DRIVER_RESERVE
+            outside = context()
             core.set_external_bytes(outside)
         if budget >= 0 and settings.policy != "cuda":
             available = budget - (outside or 0)
@@ -225,16 +260,14 @@ def plan_on_paper(
             if is_cuda and outside is not None:
                 outside += min(first_reserve(budget), max(spare, 0))
         for _ in range(1 if micro_batches == 1 else _STEPS):
-            _play(core, recorded, machine, outside, micro_batches, is_immediate)
-            context = 0
+            _play(core, recorded, machine, outside, micro_batches, when)
             if is_cuda:
-                context = context_bytes(int(core.stats()["host_bytes"]), n_ranks) + DRIVER_RESERVE
                 core.forget_outside()
-                core.set_external_bytes(context + pool)
+                core.set_external_bytes(context() + pool)
                 core.forget_outside()
             core.step(_updates(recorded), 0)
             outside = None  # torch's memory is in order from now on
-        return Planned(core.plan_info(), core.stats(), context)
+        return Planned(core.plan_info(), core.stats(), context())
     finally:
         paper.core = None
         core.close()

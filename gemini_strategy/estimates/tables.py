@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["table"]
 
 _WHEN = {
-    "deferred": "step, clipped",
+    "speculated": "step, clipped",
+    "deferred": "step, the clip fires",
     "immediate": "step, backward(step=True)",
 }
 
@@ -96,6 +97,35 @@ def _together(estimate: Estimate, size: int) -> str:
     return f" for each rank, {bytes_text(n * size)} for all {n}" if n > 1 else ""
 
 
+def _host_peak(estimate: Estimate) -> str:
+    spares = f" ({bytes_text(estimate.spare_bytes)} for clipping)" if estimate.spare_bytes else ""
+    built = estimate.host_peak_bytes - estimate.spare_bytes + estimate.model_bytes
+    return (
+        f"{bytes_text(estimate.host_peak_bytes)}{_together(estimate, estimate.host_peak_bytes)}, of it "
+        f"{bytes_text(estimate.host_bytes)} pinned{spares}; until manage() is done {bytes_text(built)} if the model is "
+        "built on the CPU"
+    )
+
+
+def _clipping(estimate: Estimate) -> list[tuple[str, str]]:
+    """What a clipped step gets of the host, and why; where there is something to get."""
+    settings, plan = estimate.settings, estimate.schedules[0].plan
+    n, of = plan["n_speculated"], sum(plan["n_of_class"].values())
+    is_trained = any(schedule.when == "immediate" for schedule in estimate.schedules)
+    if not is_trained or plan["n_of_class"]["R"] == of:
+        return []
+    left = settings.host_budget - estimate.host_bytes + estimate.spare_bytes
+    within = f"the {bytes_text(left)} of the host budget beside the homes"
+    if settings.host_budget < 0:
+        within = "half of what this host has free beside the homes"
+    text = f"every update waits for the norm: in {within} no spares would help"
+    if n > 0:
+        text = f"{n} of {of} chunks are updated in the backward while no clip fires; spares may take {within}"
+    elif settings.host_budget < 0 and estimate.machine.host_memory is None:
+        text = "every update waits for the norm: without a host budget nothing of an unknown host counts as free"
+    return [("clipping", text)]
+
+
 def _rows(estimate: Estimate) -> list[tuple[str, str]]:
     rows = _head_rows(estimate)
     if estimate.refusals:
@@ -111,12 +141,7 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
             f"{bytes_text(estimate.pool_bytes)} torch (activations {bytes_text(estimate.activation_bytes)}), "
             f"{bytes_text(estimate.context_bytes)} driver",
         ),
-        (
-            "host peak",
-            f"{bytes_text(estimate.host_peak_bytes)}{_together(estimate, estimate.host_peak_bytes)}, of it "
-            f"{bytes_text(estimate.host_bytes)} pinned; until manage() is done {bytes_text(estimate.model_bytes)} more "
-            "if the model is built on the CPU",
-        ),
+        ("host peak", _host_peak(estimate)),
         (
             "host peak, saving",
             f"{bytes_text(estimate.saving_peak_bytes)} with engine.save; "
@@ -124,10 +149,9 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
         ),
     ]
     for schedule in estimate.schedules:
-        rows += [
-            (_WHEN[schedule.when], _step(schedule, estimate.ranks)),
-            ("  what binds", _binds(schedule)),
-        ]
+        name = _WHEN["speculated" if schedule is first else schedule.when]
+        rows += [(name, _step(schedule, estimate.ranks)), ("  what binds", _binds(schedule))]
+    rows += _clipping(estimate)
     rows += rank_rows(estimate.stats, first.plan)
     rows += class_rows(first.plan)
     rows += [("more memory", gain) for gain in estimate.gains]
@@ -141,13 +165,11 @@ def _sweep_rows(estimate: Estimate) -> list[tuple[str, ...]]:
         if one.refusals:
             lacks = one.refusals[0].missing
             missing = "no budget suffices" if lacks is None else f"{bytes_text(lacks)} missing"
-            rows.append((*cells, "-", f"{one.refusals[0].what}: {missing}", "-", "-"))
+            rows.append((*cells, "-", "-", "-", "-", f"{one.refusals[0].what}: {missing}"))
             continue
         by_when = {schedule.when: schedule for schedule in one.schedules}
-        steps = [
-            _seconds(by_when[when].seconds) if when in by_when else "-"
-            for when in ("deferred", "immediate")
-        ]
+        by_when["speculated"] = one.schedules[0]
+        steps = [_seconds(by_when[when].seconds) if when in by_when else "-" for when in _WHEN]
         binds = one.schedules[0].verdict.words
         tokens = one.schedules[-1].tokens_per_s
         rate = "-" if math.isnan(tokens) else f"{tokens:,.0f}"
@@ -159,6 +181,7 @@ def table(estimate: Estimate) -> str:
     """The estimate, and a line for each budget of its sweep."""
     text = render("Gemini: the estimate", None, list(_rows(estimate)))
     if estimate.sweep:
-        head = ("device budget", "clipped", "backward(step=True)", "tokens/s", "what binds")
+        steps = ("clipped", "clip fires", "step=True")
+        head = ("device budget", *steps, "tokens/s", "what binds")
         text += "\n\n" + render("Other budgets", head, list(_sweep_rows(estimate)))
     return text
