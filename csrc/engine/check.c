@@ -35,13 +35,18 @@ static gm_status check_pins(const gm_engine *engine)
             return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
         }
     }
+    uint32_t n_pinned = 0;
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
+        n_pinned += lease->is_pinned;
         uint32_t chunk = engine->params[lease->param].place.chunk;
         if (lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
             return GM_FAIL(GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
         }
     }
-    return GM_OK;
+    return n_pinned == engine->watch.n_pinned
+               ? GM_OK
+               : GM_FAIL(GM_ERR_STATE, "%u leases are pinned, %u counted", n_pinned,
+                         engine->watch.n_pinned);
 }
 
 gm_status gm_check_state(const gm_engine *engine)

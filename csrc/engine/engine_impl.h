@@ -119,6 +119,7 @@ typedef struct gm_window {
 
 typedef struct gm_watch {
     gm_lease *leases;
+    uint32_t n_pinned;     /* of them */
     atomic_bool has_ended; /* one of them may have ended since they were last processed */
     uint64_t n_walked;     /* looked at for that, so far */
 } gm_watch;
@@ -493,6 +494,7 @@ gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *o
 void gm_watch_init(gm_engine *engine);
 void gm_watch_free(gm_engine *engine);
 void gm_watch_add(gm_engine *engine, gm_lease *lease);
+void gm_watch_note_pin(gm_engine *engine, gm_lease *lease); /* its chunk is pinned for it */
 void gm_watch_wait(const gm_engine *engine); /* for what still uses what leases have pinned */
 void gm_watch_note_ended(gm_engine *engine); /* a lease, or more; takes no lock */
 /* Takes those that have ended off the list, one by one, after a last look at what was written: *at begins with

@@ -40,7 +40,7 @@ static gm_status pin(gm_lease *lease, gm_stream stream)
         lease->tick = engine->chunk_states[chunk].tick;
         lease->born = is_in_use ? GM_NO_TICK : engine->pass.tick;
     }
-    lease->is_pinned = true;
+    gm_watch_note_pin(engine, lease);
     lease->stream = stream;
     return GM_OK;
 }

@@ -25,6 +25,12 @@ void gm_watch_add(gm_engine *engine, gm_lease *lease)
     engine->watch.leases = lease;
 }
 
+void gm_watch_note_pin(gm_engine *engine, gm_lease *lease)
+{
+    engine->watch.n_pinned += !lease->is_pinned;
+    lease->is_pinned = true;
+}
+
 void gm_watch_wait(const gm_engine *engine)
 {
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
@@ -167,6 +173,9 @@ static void note_use(gm_engine *engine, const gm_lease *lease)
 
 void gm_watch_note_pass_end(gm_engine *engine)
 {
+    if (engine->watch.n_pinned == 0) { /* as in most passes, while every parameter has a lease */
+        return;
+    }
     for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         note_use(engine, lease);
         lease->tick = lease->born = GM_NO_TICK; /* of this pass */
@@ -201,6 +210,7 @@ gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
                 GM_TRY(look(engine, lease));
             }
             note_use(engine, lease);
+            engine->watch.n_pinned -= lease->is_pinned;
             *link = lease->next;
             break;
         }
