@@ -6,9 +6,8 @@
 /* The gradient that torch holds, taken from it: a new reference, or NULL. */
 static PyObject *detach_grad(PyObject *parameter)
 {
-    PyObject *grad = PyObject_CallFunctionObjArgs(gm_torch.get_grad, parameter, NULL);
-    if (grad &&
-        gm_py_done(PyObject_CallFunctionObjArgs(gm_torch.set_grad, parameter, Py_None, NULL)) < 0) {
+    PyObject *grad = gm_py_get(gm_torch.grad, parameter);
+    if (grad && gm_py_set(gm_torch.grad, parameter, Py_None) < 0) {
         Py_CLEAR(grad);
     }
     return grad;

@@ -17,7 +17,7 @@ PyTypeObject *gm_py_slot_type;
 /* Whether an operation of another thread uses the parameter. */
 static bool is_read(const gm_py_slot *slot)
 {
-    Py_ssize_t n = slot->readers ? PyList_Size(slot->readers) : 0;
+    Py_ssize_t n = slot->readers && slot->readers != Py_None ? PyList_Size(slot->readers) : 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *reader = PyList_GetItem(slot->readers, i);
         if (reader && PyLong_AsUnsignedLong(reader) != PyThread_get_thread_ident()) {
@@ -39,8 +39,7 @@ static int set_data(const gm_py_slot *slot, PyObject *data)
         }
         PyErr_Clear();
     }
-    int done =
-        gm_py_done(PyObject_CallFunctionObjArgs(gm_torch.set_data, slot->parameter, data, NULL));
+    int done = gm_py_set(gm_torch.data, slot->parameter, data);
     Py_DECREF(data);
     if (done == 0 && type) {
         PyErr_Restore(type, error, trace);

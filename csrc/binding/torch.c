@@ -8,35 +8,14 @@ gm_py_torch gm_torch;
 /* torch's own, whatever stands in their places on torch.Tensor or on a parameter's class. */
 static int find_originals(void)
 {
-    static const struct {
-        PyObject **place;
-        const char *attribute, *method;
-    } originals[] = {
-        {&gm_torch.get_data_ptr, "data_ptr", NULL},
-        {&gm_torch.set_data, "data", "__set__"},
-        {&gm_torch.get_grad, "grad", "__get__"},
-        {&gm_torch.set_grad, "grad", "__set__"},
-    };
     PyObject *torch_c = PyImport_ImportModule("torch._C");
     PyObject *base = torch_c ? PyObject_GetAttrString(torch_c, "TensorBase") : NULL;
     Py_XDECREF(torch_c);
-    for (size_t i = 0; base && i < sizeof originals / sizeof *originals; i++) {
-        PyObject *found = PyObject_GetAttrString(base, originals[i].attribute);
-        if (found && originals[i].method) {
-            PyObject *descriptor = found;
-            found = PyObject_GetAttrString(descriptor, originals[i].method);
-            Py_DECREF(descriptor);
-        }
-        if (!found) {
-            Py_CLEAR(base);
-        }
-        *originals[i].place = found;
-    }
-    if (!base) {
-        return -1;
-    }
-    Py_DECREF(base);
-    return 0;
+    bool is_found = base && (gm_torch.get_data_ptr = PyObject_GetAttrString(base, "data_ptr")) &&
+                    (gm_torch.data = PyObject_GetAttrString(base, "data")) &&
+                    (gm_torch.grad = PyObject_GetAttrString(base, "grad"));
+    Py_XDECREF(base);
+    return is_found ? 0 : -1;
 }
 
 int gm_py_torch_init(void)
@@ -61,6 +40,8 @@ int gm_py_torch_init(void)
         {&gm_torch.s_requires_grad, "requires_grad"},
         {&gm_torch.s_module, "__module__"},
         {&gm_torch.s_dtype, "dtype"},
+        {&gm_torch.s_begin, "__enter__"},
+        {&gm_torch.s_end, "__exit__"},
     };
     static const struct {
         PyObject **place;
@@ -76,6 +57,10 @@ int gm_py_torch_init(void)
         {&gm_torch.use_count, "torch._C", "_storage_Use_Count"},
         {&gm_torch.set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded"},
         {&gm_torch.gate_key, "gemini_strategy.parameters.gate", "KEY"},
+        {&gm_torch.n_modes, "torch._C", "_len_torch_dispatch_stack"},
+        {&gm_torch.tracing_state, "torch._C", "_get_tracing_state"},
+        {&gm_torch.without_subclasses, "torch._C", "DisableTorchFunctionSubclass"},
+        {&gm_torch.disabled_torch_function, "torch._C", "_disabled_torch_function_impl"},
         {&gm_torch.strided, "torch", "strided"},
         {&gm_torch.tensor_class, "torch", "Tensor"},
     };
@@ -104,6 +89,51 @@ int gm_py_torch_init(void)
     PyErr_Clear();
     is_done = true;
     return 0;
+}
+
+/* Of a descriptor in C: Python's way to call it takes as long as what it does. */
+PyObject *gm_py_get(PyObject *attribute, PyObject *tensor)
+{
+    descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(attribute), Py_tp_descr_get);
+    return get(attribute, tensor, (PyObject *)Py_TYPE(tensor));
+}
+
+int gm_py_set(PyObject *attribute, PyObject *tensor, PyObject *value)
+{
+    descrsetfunc set = (descrsetfunc)PyType_GetSlot(Py_TYPE(attribute), Py_tp_descr_set);
+    return set(attribute, tensor, value);
+}
+
+static PyObject
+    *spare_context; /* torch's, which keeps what it has to restore: one user at a time */
+
+PyObject *gm_py_without_subclasses(void)
+{
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    PyObject *context = spare_context;
+    spare_context = NULL;
+    context = context ? context : PyObject_CallNoArgs(gm_torch.without_subclasses);
+    if (!context || gm_py_done(PyObject_CallMethodObjArgs(context, gm_torch.s_begin, NULL)) < 0) {
+        PyErr_Clear();
+        Py_CLEAR(context);
+    }
+    return context;
+}
+
+void gm_py_with_subclasses(PyObject *context)
+{
+    if (!context) {
+        return;
+    }
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    (void)gm_py_done(PyObject_CallMethodObjArgs(context, gm_torch.s_end, NULL)); /* cannot fail */
+    PyErr_Restore(type, error, trace);
+    PyObject *before = spare_context;
+    spare_context = context;
+    Py_XDECREF(before);
 }
 
 int gm_py_version(PyObject *tensor, long long *out)

@@ -72,18 +72,21 @@ static int close_slots(const unit *self, Py_ssize_t n)
 
 static int open_slots(const unit *self)
 {
-    for (Py_ssize_t i = 0; i < n_slots(self); i++) {
+    PyObject *context = gm_py_without_subclasses();
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < n_slots(self); i++) {
         /* Compiled code is specialized on plain parameters. */
-        if (gm_py_slot_open(slot_at(self, i), self->is_compiled) < 0) {
+        result = gm_py_slot_open(slot_at(self, i), self->is_compiled);
+        if (result < 0) {
             PyObject *type, *error, *trace;
             PyErr_Fetch(&type, &error, &trace);
             (void)close_slots(self, i + 1);
             PyErr_Clear();
             PyErr_Restore(type, error, trace);
-            return -1;
         }
     }
-    return 0;
+    gm_py_with_subclasses(context);
+    return result;
 }
 
 /* Unpins; a pending exception stays and hides one of its own. */
@@ -273,10 +276,12 @@ static PyObject *unit_leave(unit *self, PyObject *unused)
     }
     int result = left.state == FRAME_NETTED ? gm_py_net_pop_to(self->net, left.depth) : 0;
     if (!gm_py_net_is_closed(self->net)) {
+        PyObject *context = left.is_open ? gm_py_without_subclasses() : NULL;
         result = UNLESS_FAILED(result, left.is_open ? find_writes(self, left.watched != NULL) : 0);
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
         int closed = left.is_open ? close_slots(self, n_slots(self)) : 0;
+        gm_py_with_subclasses(context);
         closed = UNLESS_FAILED(closed, settle_slots(self));
         Py_CLEAR(left.watched); /* its leases compare the bytes */
         if (type) {

@@ -1,4 +1,4 @@
-/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c and unit.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
+/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c, hook.c and plain.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
  * functions of torch that both call for every unit and every backward node.
  *
  * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
@@ -14,19 +14,22 @@
 
 /* One managed parameter (slot.py has the fields' meanings). */
 typedef struct gm_py_slot {
-    PyObject_HEAD long long id, format;
-    long long version;                 /* of the parameter, when last looked at */
+    /* What every unit looks at comes first: few lines of a cache. */
+    PyObject_HEAD char is_watched;     /* what is written through `shown` is looked for */
+    char is_lent;                      /* somebody may have written the weight beside the chunk */
     long long open_count, touch_count; /* units, backward nodes that use `shown` */
-    PyObject *parameter, *engine, *net, *dtype, *plain_class, *managed_class;
-    PyObject *absent;  /* what the parameter's data is outside its units */
-    PyObject *shown;   /* its bytes: one tensor for all users; None: to be made */
-    PyObject *inside;  /* the same with the gate's key: what the parameter's data is in its units */
-    PyObject *readers; /* a list: threads whose operations on the parameter have passed the gate */
-    PyObject *shown_lease;   /* which the storage of `shown` ends when it dies */
+    long long version;                 /* of the parameter, when last looked at */
+    PyObject *parameter;
+    PyObject *absent; /* what the parameter's data is outside its units */
+    PyObject *inside; /* `shown` with the gate's key: what the parameter's data is in its units */
+    PyObject *shown;  /* its bytes: one tensor for all users; None: to be made */
     PyObject *shown_storage; /* the address of its StorageImpl, an int */
     long long shown_count;   /* references to that when nobody else has any */
-    char is_watched;         /* what is written through `shown` is looked for */
-    char is_lent;            /* somebody may have written the weight beside the chunk */
+    PyObject
+        *readers; /* a list of threads whose operations on it have passed the gate; None: none */
+    PyObject *shown_lease; /* which the storage of `shown` ends when it dies */
+    long long id, format;
+    PyObject *engine, *net, *dtype, *plain_class, *managed_class;
 } gm_py_slot;
 
 typedef struct gm_py_net gm_py_net; /* net.c */
@@ -35,9 +38,11 @@ typedef struct gm_py_net gm_py_net; /* net.c */
 typedef struct gm_py_torch {
     PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
         *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr,
-        *set_data, *get_grad, *set_grad, *set_excluded, *gate_key;
+        *set_excluded, *gate_key, *n_modes, *tracing_state, *without_subclasses,
+        *disabled_torch_function;
+    PyObject *data, *grad; /* the attributes, as torch.TensorBase has them */
     PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape,
-        *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module;
+        *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module, *s_begin, *s_end;
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
@@ -48,7 +53,14 @@ bool gm_py_made_room(PyObject *object, PyObject *about);
  * one; any other stays. Returns -1. */
 int gm_py_explain(PyObject *object, const char *method, PyObject *about);
 
+/* torch looks for __torch_function__ of a parameter's class at every access, to find that it has none: not between these,
+ * on this thread.  Gives what ends it; NULL, and torch looks.  Both leave a pending exception as it is. */
+PyObject *gm_py_without_subclasses(void);
+void gm_py_with_subclasses(PyObject *context);
+
 /* Every function below: -1 (or NULL) with an exception set on failure. */
+PyObject *gm_py_get(PyObject *attribute, PyObject *tensor); /* gm_torch's data or grad */
+int gm_py_set(PyObject *attribute, PyObject *tensor, PyObject *value);
 int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 int gm_py_node_key(
@@ -85,6 +97,8 @@ int gm_py_gate_init(PyObject *module);
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
+int gm_py_hook_init(PyObject *module);
+int gm_py_plain_init(PyObject *module);
 int gm_py_grad_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;

@@ -73,7 +73,7 @@ def passing(*slots: Slot) -> Iterator[None]:
             while thread not in _passed and any(slot in _waiting for slot in slots):
                 _changed.wait()
             for slot in slots:
-                slot.readers.append(thread)
+                slot.readers = [*(slot.readers or ()), thread]
                 _passed.append(thread)
                 passed.append(slot)
         with _torch.ExcludeDispatchKeyGuard(KEYS):
@@ -86,6 +86,7 @@ def passing(*slots: Slot) -> Iterator[None]:
         with _changed:
             for slot in passed:
                 slot.readers.remove(thread)
+                slot.readers = slot.readers or None
                 _passed.remove(thread)
             _changed.notify_all()
 
@@ -110,7 +111,7 @@ def await_readers(slot: Slot) -> None:
     with _changed:
         _waiting.append(slot)
         try:
-            while any(reader != thread for reader in slot.readers):
+            while any(reader != thread for reader in slot.readers or ()):
                 _changed.wait()
         finally:
             _waiting.remove(slot)

@@ -21,6 +21,7 @@ import copy
 import functools
 import os
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -167,8 +168,8 @@ class Unit(_C.Unit):
             self._handles = [_Restore(module)]
             return
         self._handles = [
-            module.register_forward_pre_hook(_Enter(self), prepend=True),
-            module.register_forward_hook(_Leave(self), always_call=True),
+            module.register_forward_pre_hook(_Enter(self.enter), prepend=True),
+            module.register_forward_hook(_Leave(self.leave), always_call=True),
         ]
 
     def remove(self) -> None:
@@ -251,10 +252,12 @@ def _is_traced() -> bool:
 
 
 class _UnitHook:
-    """A hook object that copies as nothing: a deep copy of a managed model is unmanaged."""
+    """A hook that the core calls, and that copies as nothing: a deep copy of a managed model is unmanaged."""
 
-    def __init__(self, unit: Unit | None) -> None:
-        self.unit = unit
+    __slots__ = ()
+
+    def __init__(self, call: Callable[[], None] | None) -> None:
+        self.call = call
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_CODE:
@@ -268,19 +271,18 @@ class _UnitHook:
         return type(self), (None,)
 
 
-class _Enter(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.unit is not None:
-            may_be = torch.compiler.is_compiling() or _torch.dispatch_mode_count() > 0
-            if (may_be or _torch.tracing_state() is not None) and _is_traced():
-                refuse_tracing(self.unit.name or type(module).__name__)
-            self.unit.enter()
+class _Enter(_UnitHook, _C.EnterHook):
+    __slots__ = ()
+
+    def refuse_if_traced(self, module: nn.Module, args: Any) -> None:
+        """The core's hook asks where a dispatch mode is on, or torch.jit traces: nothing else writes down what runs."""
+        if _is_traced():
+            unit: Any = self.call.__self__
+            refuse_tracing(unit.name or type(module).__name__)
 
 
-class _Leave(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.unit is not None:
-            self.unit.leave()
+class _Leave(_UnitHook, _C.LeaveHook):
+    __slots__ = ()
 
 
 class RootForward:

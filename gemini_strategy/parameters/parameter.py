@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _torch
+from gemini_strategy import _C, _torch
 from gemini_strategy._torch import proxy_tensor
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import gate
@@ -32,7 +32,7 @@ def _refuse(name: str, way_out: str) -> Any:
 
 class _Managed:
     __slots__ = ()
-    __torch_function__ = _torch.disabled_torch_function
+    __torch_function__ = _C.NoTorchFunction()
 
     @property
     def data(self) -> torch.Tensor:

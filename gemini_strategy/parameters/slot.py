@@ -103,7 +103,6 @@ class Slot(_C.Slot):
         self.n_same = 0  # writes of what was there
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.inside = self.absent = None
-        self.readers: list[int] = []
 
     @property
     def is_float(self) -> bool:

@@ -54,7 +54,8 @@ def work_of(run: Callable[[], Any]) -> Counter[str]:
 # ---- work: how long it takes is measured by benchmarks/bench_units.py ----
 
 
-def test_a_unit_takes_two_calls_of_python_and_two_of_the_core() -> None:
+def test_a_unit_takes_no_python() -> None:
+    """torch calls its hooks in C, and they the core: a model twice as long takes no call more."""
     x = torch.ones(1, WIDTH)
     of_n = {}
     for n in (10, 20):
@@ -63,10 +64,35 @@ def test_a_unit_takes_two_calls_of_python_and_two_of_the_core() -> None:
         for _ in range(2):  # the second time nothing is new
             of_n[n] = work_of(functools.partial(model, x))
         engine.close()
-    of_ten_units = of_n[20] - of_n[10]
-    assert of_ten_units["C Unit.enter"] == of_ten_units["C Unit.leave"] == 10, of_ten_units
-    n_asked = 2  # of torch, whether the call is traced or runs under a mode
-    assert of_ten_units.total() == 10 * (2 + 2 + n_asked), of_ten_units
+    assert of_n[20] == of_n[10] and of_n[10]["RootForward.__call__"] == 1, of_n
+
+
+def test_torch_searches_no_parameter_for_its_function_of_torch() -> None:
+    """It asks at every operation: the class answers before the parameter's own dict."""
+    model = linears(1)
+    manage(model)
+    weight = model[0].weight
+    weight.__dict__["__torch_function__"] = None
+    disabled = torch._C._disabled_torch_function_impl
+    assert weight.__torch_function__ is type(weight).__torch_function__ is disabled
+    with pytest.raises(AttributeError, match="the class's"):
+        weight.__torch_function__ = None
+
+
+def test_in_a_unit_and_after_it_subclasses_have_their_function_of_torch() -> None:
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._is_torch_function_enabled())
+            return super().forward(x)
+
+    model = nn.Sequential(Looks(WIDTH, WIDTH))
+    manage(model)
+    model(torch.ones(1, WIDTH))
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, WIDTH + 1))
+    assert seen == [True, True] and torch._C._is_torch_function_enabled()
 
 
 def test_a_backward_of_ordinary_layers_takes_no_python() -> None:
