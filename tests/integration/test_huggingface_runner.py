@@ -77,6 +77,26 @@ def test_two_ranks_share_a_model_and_save_and_resume(tmp_path: Path) -> None:
     assert not torch.equal(start["0.weight"], ends[0]["0.weight"])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, ["--cpu"]),
+        # With --cpu there would be one process; the script keeps several of --multi_gpu on the CPU.
+        (2, ["--multi_gpu", "--num_processes=2", "--main_process_port=0"]),
+    ],
+)
+def test_accelerate_launch_starts_the_runner_and_gives_the_precision(
+    ranks: int, options: list[str], tmp_path: Path
+) -> None:
+    launcher = ("-m", "accelerate.commands.launch", *options, "--mixed_precision=bf16", *RUN)
+    words = ("--device-budget", "80KB", "--report", str(SCRIPT), "trainer", str(tmp_path))
+    done = run(*launcher, *words)
+    plain = reference(tmp_path / "reference", bf16=True, gradient_accumulation_steps=ranks)
+    assert_same(saved(tmp_path / "whole"), masters(plain))
+    assert "device 80 kB" in done.stderr
+    assert (tmp_path / "whole" / "kinds.txt").read_text().startswith("LlamaForCausalLM ")
+
+
 def test_a_loop_with_accelerate_and_a_budget_of_the_environment(tmp_path: Path) -> None:
     done = run(
         *RUN,
