@@ -2,11 +2,11 @@
 
     python benchmarks/bench_trainer.py --out FILE [--model opt-1.5b] [--budget 12GB] [--sequences 8] [--max-norm 1.0]
 
-Both train the same bf16 model on batches of the same shape, each in a process of its own: `plain` is a loop with
-`gemini_strategy.manage`, `trainer` is a script with an ordinary Trainer, which `gemini_strategy run` starts. One line
-is added: seconds per step of both (the median after the plan stays), tokens per second, their ratio, and how long each
-took from its start to its first step. With --max-norm 0 both update inside backward. `plain` runs before and after the
-Trainer, so that a machine that changes its speed is seen.
+Both train the same bf16 model on the same rows (the Trainer shuffles them), each in a process of its own: `plain` is a
+loop with `gemini_strategy.manage`, `trainer` is a script with an ordinary Trainer, which `gemini_strategy run` starts.
+One line is added: seconds per step of both (the median after the plan stays), tokens per second, their ratio, and how
+long each took from its start to its first step. With --max-norm 0 both update inside backward. With --again `plain`
+runs before and after the Trainer, so that a machine that changes its speed is seen.
 """
 
 from __future__ import annotations
@@ -69,11 +69,19 @@ def build(args: argparse.Namespace) -> Any:
     return build_model(SHAPES[args.model], home, torch.device(args.device), torch.bfloat16)
 
 
+def rows(args: argparse.Namespace) -> Any:
+    """Random tokens, a row for each sequence of the whole run; both loops see each row once."""
+    import torch
+    from shapes import SHAPES
+
+    torch.manual_seed(1)
+    n = (args.warm + args.steps) * args.sequences
+    return torch.randint(SHAPES[args.model].vocabulary, (n, args.length))
+
+
 def plain(args: argparse.Namespace) -> None:
     """A loop of one's own."""
     import torch
-    from models import Batches
-    from shapes import SHAPES
 
     import gemini_strategy as gs
 
@@ -84,10 +92,10 @@ def plain(args: argparse.Namespace) -> None:
     engine = gs.manage(
         model, optimizer, device_budget=args.budget, precision="bf16-true", device=device
     )
-    batches = Batches(SHAPES[args.model], args.sequences, args.length, 1, device)
+    batches = rows(args).split(args.sequences)
     marks.begin()
-    for step in range(args.warm + args.steps):
-        ids = batches(step, 0)
+    for batch in batches:
+        ids = batch.pin_memory().to(device) if device.type == "cuda" else batch
         loss = model(input_ids=ids, labels=ids).loss
         engine.backward(loss, step=args.max_norm == 0)
         if args.max_norm > 0:
@@ -101,8 +109,6 @@ def plain(args: argparse.Namespace) -> None:
 
 def trainer(args: argparse.Namespace) -> None:
     """A script that knows nothing of Gemini."""
-    import torch
-    from shapes import SHAPES
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     marks = Marks()
@@ -115,14 +121,11 @@ def trainer(args: argparse.Namespace) -> None:
             marks.end_step()
 
     model = build(args)
-    n = args.warm + args.steps
-    torch.manual_seed(1)
-    rows = torch.randint(SHAPES[args.model].vocabulary, (n * args.sequences, args.length))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
             per_device_train_batch_size=args.sequences,
-            max_steps=n,
+            max_steps=args.warm + args.steps,
             max_grad_norm=args.max_norm,
             learning_rate=1e-4,
             lr_scheduler_type="constant",
@@ -133,7 +136,7 @@ def trainer(args: argparse.Namespace) -> None:
             report_to=[],
             use_cpu=args.device == "cpu",
         )
-        data = [{"input_ids": row, "labels": row} for row in rows]
+        data = [{"input_ids": row, "labels": row} for row in rows(args)]
         Trainer(model, arguments, train_dataset=data, callbacks=[Watch()]).train()
     marks.write(args, args.child_out)
 
@@ -178,6 +181,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--child", choices=["plain", "trainer"], help=argparse.SUPPRESS)
     parser.add_argument("--child-out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -186,17 +190,16 @@ def main() -> int:
         return 0
     if args.out is None:
         parser.error("--out is missing")
-    runs = [child(args, what) for what in ("plain", "trainer", "plain")]
+    runs = [child(args, what) for what in ("plain", "trainer", *(["plain"] * args.again))]
     import torch
     from measure import environment
 
-    best = min(runs[0]["seconds"], runs[2]["seconds"])
+    best = min(run["seconds"] for run in (runs[0], *runs[2:]))
     tokens = args.sequences * args.length
     line = {
         **{k: str(v) for k, v in vars(args).items() if k not in ("out", "child", "child_out")},
-        "plain": runs[0],
+        "plain": [runs[0], *runs[2:]],
         "trainer": runs[1],
-        "plain_again": runs[2],
         "tokens_per_second": tokens / runs[1]["seconds"],
         "of_plain": best / runs[1]["seconds"],
         "environment": environment(torch.device(args.device)),

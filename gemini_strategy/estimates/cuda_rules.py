@@ -84,7 +84,8 @@ class _FusedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, is_log: bool) -> torch.Tensor:
         ctx.dtype, ctx.dim, ctx.is_log = x.dtype, dim, is_log
-        of = torch._log_softmax if is_log else torch._softmax
+        aten = torch.ops.aten
+        of = aten._log_softmax if is_log else aten._softmax
         result = of(x.view(torch.float16), dim, True)
         ctx.save_for_backward(result)
         return result
