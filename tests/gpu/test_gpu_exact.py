@@ -230,10 +230,9 @@ def test_gpu_tensors_on_a_cpu_engine_are_refused() -> None:
 
 
 def test_memory_is_given_back() -> None:
-    """After close, and after a dropped engine, the device is as before."""
-    for close in (True, False, True, False):
-        _release()
-        before = _used()
+    """After close, and after a dropped engine, the device is as before. The first round takes cuBLAS and kernels."""
+    before = 0
+    for close in (True, True, False, True, False):
         run = managed(
             lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))),
             Recipe(device="cuda"),
@@ -246,4 +245,5 @@ def test_memory_is_given_back() -> None:
             run.model.cpu()
         del run
         _release()
+        before = before or _used()
         assert _used() <= before + 64 * MIB
