@@ -89,8 +89,11 @@ class Estimate:
         refusals: why it cannot work; () if it can.
         schedules: speculated where the host has spares and they change the plan, deferred and, where the precision
             allows it, immediate; () if it cannot work. The first is that of ordinary clipping.
-        device_peak_bytes: blocks of weights, states and gradients, with activations and what is around them.
-        activation_bytes: of it the most that tensors of a pass hold (activations, their gradients, buffers).
+        device_peak_bytes: of the run: that of planned steps, or of the first ones, which are on demand and keep what
+            they have fetched as long as the budget has room.
+        planned_peak_bytes: of planned steps: blocks of weights, states and gradients, with activations and what is
+            around them.
+        activation_bytes: of both the most that tensors of a pass hold (activations, their gradients, buffers).
         pool_bytes, context_bytes: what torch's allocator makes of those, and the driver with its libraries.
         host_bytes: homes of weights, states and gradients, and spares.
         spare_bytes: of host_bytes, what clipping takes beside the homes.
@@ -114,6 +117,7 @@ class Estimate:
     refusals: tuple[Refusal, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     device_peak_bytes: int = 0
+    planned_peak_bytes: int = 0
     activation_bytes: int = 0
     pool_bytes: int = 0
     context_bytes: int = 0
@@ -225,11 +229,15 @@ class _Forecaster:
             found.append(Schedule(when, seconds, rate, verdict(planned.plan), planned.plan))
         return found, first
 
-    def device_peak_bytes(self, settings: Settings, when: When) -> int:
-        """Of a schedule that there is."""
+    def device_peaks(self, settings: Settings, when: When) -> tuple[int, int]:
+        """Of a schedule that there is: planned, and on demand before that, if chunks and the rest peak at once."""
         planned = self.try_budget(settings, when)
         assert not isinstance(planned, str) and planned.plan is not None
-        return int(planned.plan["device_bytes"]) + int(planned.stats["outside_peak_bytes"])
+        outside = int(planned.stats["outside_peak_bytes"])
+        on_demand = int(planned.stats["device_peak_bytes"]) + outside
+        if settings.device_budget >= 0:
+            on_demand = min(on_demand, settings.device_budget)
+        return int(planned.plan["device_bytes"]) + outside, on_demand
 
     def refusals(self, settings: Settings) -> list[Refusal]:
         """Why these budgets cannot work; [] if they can."""
@@ -340,12 +348,12 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
     peak = PROCESS_BYTES + host_bytes + on_host
     trained = base.trained * _MASTERS_AND_MOMENTS
     frozen = sum(s.parameter.numel() * s.dtype.itemsize for s in slots if not s.has_moments)
+    peaks = [forecaster.device_peaks(settings, schedule.when) for schedule in schedules]
     return replace(
         base,
         schedules=tuple(schedules),
-        device_peak_bytes=max(
-            forecaster.device_peak_bytes(settings, schedule.when) for schedule in schedules
-        ),
+        device_peak_bytes=max(map(max, peaks)),
+        planned_peak_bytes=max(planned_peak for planned_peak, _ in peaks),
         context_bytes=planned.context_bytes,
         host_bytes=host_bytes,
         spare_bytes=int(stats["spare_bytes"]),

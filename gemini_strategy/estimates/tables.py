@@ -133,11 +133,16 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
             rows += _refusal_rows(estimate, refusal)
         return rows
     first = estimate.schedules[0]
-    blocks = estimate.device_peak_bytes - estimate.pool_bytes - estimate.context_bytes
+    blocks = estimate.planned_peak_bytes - estimate.pool_bytes - estimate.context_bytes
+    peak, planned = (
+        bytes_text(n) for n in (estimate.device_peak_bytes, estimate.planned_peak_bytes)
+    )
+    if peak != planned:
+        planned = f"{peak} in the first steps, on demand; then {planned}"
     rows += [
         (
             "device peak",
-            f"{bytes_text(estimate.device_peak_bytes)}: {bytes_text(blocks)} weights, states and gradients, "
+            f"{planned}: {bytes_text(blocks)} weights, states and gradients, "
             f"{bytes_text(estimate.pool_bytes)} torch (activations {bytes_text(estimate.activation_bytes)}), "
             f"{bytes_text(estimate.context_bytes)} driver",
         ),

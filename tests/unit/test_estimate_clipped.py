@@ -236,7 +236,7 @@ def test_clipped_steps_of_three_billion_parameters_on_an_h100(
 
     meta = torch.device("meta")
     lines = (ROOT / "benchmarks/results/speculative_h100.jsonl").read_text().splitlines()
-    quiet, fires = [run for run in map(json.loads, lines) if run["system"] == "gemini"][1:]
+    quiet, fires = [run for run in map(json.loads, lines) if run["system"] == "gemini"][1:3]
     assert quiet["max_norm"] > 1 > fires["max_norm"]
     ids = torch.empty((quiet["sequences"], quiet["length"]), dtype=torch.long, device=meta)
     machine = machine_of("h100", quiet["plan"]["rates"])
@@ -251,7 +251,7 @@ def test_clipped_steps_of_three_billion_parameters_on_an_h100(
     assert (clipped.when, fired.when) == ("speculated", "deferred")
     assert abs(clipped.seconds / quiet["step_seconds"] - 1) < 0.15
     assert abs(fired.seconds / fires["step_seconds"] - 1) < 0.15
-    assert abs(result.device_peak_bytes / quiet["device_train_peak_bytes"] - 1) < 0.02
+    assert abs(result.device_peak_bytes / quiet["device_peak_bytes"] - 1) < 0.02
     assert abs(result.host_peak_bytes / quiet["host_peak_rss_bytes"] - 1) < 0.03
     # The other run had the model on the CPU first, which was more than it took afterwards.
     built = result.host_peak_bytes - result.spare_bytes + result.model_bytes
