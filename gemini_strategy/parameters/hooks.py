@@ -160,6 +160,7 @@ class Unit(_C.Unit):
         self.slots = slots
         self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
         self._handles: list[Any] = []
+        self._entering: _Enter | None = None
 
     def install(self, module: nn.Module) -> None:
         self.is_compiled = is_compiled(module)
@@ -167,10 +168,20 @@ class Unit(_C.Unit):
             module._compiled_call_impl = _CompiledCall(self, module._compiled_call_impl)
             self._handles = [_Restore(module)]
             return
+        self._entering = _Enter(self.enter)
         self._handles = [
-            module.register_forward_pre_hook(_Enter(self.enter), prepend=True),
+            module.register_forward_pre_hook(self._entering, prepend=True),
             module.register_forward_hook(_Leave(self.leave), always_call=True),
         ]
+
+    def enter_by(self, call: types.MethodType | None) -> None:
+        """Entering is this method of the unit from now on; None: its own again."""
+        if call is None:
+            vars(self).pop("enter", None)
+        else:
+            self.enter = call  # type: ignore[method-assign]
+        if self._entering is not None:
+            self._entering.call = self.enter
 
     def remove(self) -> None:
         for handle in self._handles:

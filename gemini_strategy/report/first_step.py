@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class FirstStep:
         self._got: set[Unit] = set()
         self.is_watched = is_watched(rank)
         for unit in self._units if self.is_watched else ():
-            unit.enter = functools.partial(self._enter, unit, unit.enter)  # type: ignore[method-assign]
+            unit.enter_by(types.MethodType(functools.partial(self._enter, unit.enter), unit))
 
     def _begin(self) -> None:
         self._n_passes += 1
@@ -68,10 +69,10 @@ class FirstStep:
         """The step has ended, or never will. Idempotent."""
         self.interrupt()
         for unit in self._units if self.is_watched else ():
-            unit.__dict__.pop("enter", None)
+            unit.enter_by(None)
         self.is_watched = False
 
-    def _enter(self, unit: Unit, enter: Any) -> None:
+    def _enter(self, enter: Any, unit: Unit) -> None:
         enter()
         if not torch.is_grad_enabled():
             return

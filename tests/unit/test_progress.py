@@ -178,6 +178,14 @@ def managed_steps() -> gs.Engine:
     return gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu")
 
 
+def test_tracing_is_refused_by_name_while_the_first_step_is_watched(bars: list[Bar]) -> None:
+    with (
+        managed_steps() as engine,
+        pytest.raises(gs.GeminiError, match="^a: a managed model has no code"),
+    ):
+        torch.jit.trace(engine.model, torch.ones(2, 8))
+
+
 def test_each_pass_of_the_first_step_has_a_bar(bars: list[Bar]) -> None:
     engine = managed_steps()
     bars.clear()
