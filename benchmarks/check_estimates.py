@@ -62,13 +62,13 @@ def estimated(run: dict[str, Any], gpu: str, name: str, rates: Any, model: Any) 
         placement_policy=run["policy"],
         micro_batches=run["micro_batches"],
     )
-    homes = forecast.host_bytes - forecast.spare_bytes
-    is_speculated = run["stats"]["host_bytes"] > 1.01 * homes
+    has_spares = run["stats"]["host_bytes"] > 1.01 * (forecast.host_bytes - forecast.spare_bytes)
+    is_speculated = has_spares and not run["stats"].get("redone_updates")  # its clip did not fire
     when = "speculated" if is_speculated else run["plan"]["when"]
     schedule = next(s for s in forecast.schedules if s.when == when)
     # These runs had the model on the CPU first, and not all had spares.
     host = forecast.host_peak_bytes - forecast.spare_bytes + forecast.model_bytes
-    host = max(host, forecast.host_peak_bytes) if is_speculated else host
+    host = max(host, forecast.host_peak_bytes) if has_spares else host
     cells = (
         when,
         name,

@@ -1,4 +1,4 @@
-"""Models whose memory has been measured on a GPU: see tests/gpu/test_profiling_gpu.py."""
+"""Models of which estimates are made; MODELS have been measured on a GPU: see tests/gpu/test_profiling_gpu.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "PRECISION", "made", "step", "tokens"]
+__all__ = ["MODELS", "PRECISION", "made", "small_llama", "step", "tokens"]
 
 PRECISION = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
 
@@ -57,3 +57,22 @@ def step(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     loss = model(**inputs).loss
     loss.backward()
     return loss
+
+
+def small_llama(is_tied: bool = False, is_checkpointed: bool = False) -> nn.Module:
+    """With grouped heads, for estimates beside runs on the host device."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=is_tied,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()

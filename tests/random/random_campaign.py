@@ -69,9 +69,11 @@ def try_program(forks: Forks, program: Program) -> Verdict:
         (rank, *(end.value if end.value is not None else (FAILED, f"died: {end.how}")))
         for rank, end in enumerate(ended)
     ]
-    # A rank that was left alone is judged by those that went: they may be a step ahead.
+    # A rank that was left alone by one that did not end well is judged by that one, which may be a step ahead.
     first = [v for v in verdicts if LEFT_ALONE not in v[2]]
-    for rank, result, why in first or verdicts:
+    if all(result == RIGHT for _, result, _ in first):
+        first = verdicts
+    for rank, result, why in first:
         if [RIGHT, REFUSED, INVALID, FAILED].index(result) > [
             RIGHT,
             REFUSED,

@@ -12,12 +12,23 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helpers.forked import Forks
-from random_campaign import FAILED, INVALID, REFUSED, RIGHT, failing_seed, shrink
-from random_programs import script
+from random_campaign import (
+    FAILED,
+    INVALID,
+    LEFT_ALONE,
+    REFUSED,
+    RIGHT,
+    failing_seed,
+    shrink,
+    try_program,
+)
+from random_programs import generate, script
 
 COUNT = int(os.environ.get("GEMINI_RANDOM_COUNT", "240"))
 N_FRESH = int(os.environ.get("GEMINI_RANDOM_FRESH", "40"))
@@ -92,3 +103,11 @@ def test_a_failing_program_is_found_and_made_smaller(forks: Forks) -> None:
             [sys.executable, str(file)], capture_output=True, text=True, check=False
         )
     assert done.returncode == 1 and "Differs: seen[0]" in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("other", "expected"), [(REFUSED, REFUSED), (RIGHT, FAILED)])
+def test_a_rank_that_was_left_alone(other: str, expected: str) -> None:
+    """It fails, unless the one that went did not end well."""
+    ends = [(FAILED, f"raised: rank 1 {LEFT_ALONE}"), (other, "")]
+    forks: Any = SimpleNamespace(run=lambda *_, **__: [SimpleNamespace(value=v) for v in ends])
+    assert try_program(forks, generate(0)).result == expected

@@ -13,7 +13,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,30 +22,13 @@ from gemini_strategy.estimates.machines import GPUS, Machine, machine_of
 from gemini_strategy.estimates.tensors import Live, Operations
 from gemini_strategy.machine.rates import REFERENCE
 from gemini_strategy.report.tables import host_resident_bytes
+from helpers.profiled import small_llama as llama
 from helpers.ranks import run_ranks, values
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
 INPUTS = {"input_ids": IDS, "labels": IDS}
 RUN_SAYS = ("layout_hash", "chunks", "host_bytes", "state_bytes", "weight_bytes")
-
-
-def llama(is_tied: bool = False, is_checkpointed: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=is_tied,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    if is_checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
 
 
 def lora() -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import gemini_strategy as gs
 from gemini_strategy.estimates.machines import Machine, machine_of
@@ -18,6 +17,7 @@ from gemini_strategy.estimates.paper import PROCESS_BYTES
 from gemini_strategy.machine.rates import REFERENCE
 from gemini_strategy.report.tables import host_resident_bytes
 from gemini_strategy.sizes import physical_memory
+from helpers.profiled import small_llama as llama
 from helpers.ranks import run_ranks, values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,20 +30,6 @@ QUIET, FIRES = 1e6, 1e-6
 TIGHT: dict[str, Any] = {"precision": "bf16-mixed", "device_budget": "0.8MB"}
 #: Of the host, beside the homes: for no spares, for some, for all.
 ROOMS = {"none": 0, "some": 700_000, "all": 10**9}
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).train()
 
 
 def estimated(**how: Any) -> Any:
