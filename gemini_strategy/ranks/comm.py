@@ -332,11 +332,22 @@ class _Notes:
                 f"{words}: {ranks_text(others)} made it for another kind of device than {kind}"
             )
         try:
-            return make()
+            made = make()
         except NotImplementedError:
             raise
         except RuntimeError as error:
+            self.write("made", str(error) or type(error).__name__)
             raise GeminiDeviceError(f"{words}: {error}") from error
+        # A rank that goes at once would close connections that others are still making.
+        self.write("made", "")
+        ended = self.read("made", wait=timeout)
+        failed = [f"rank {r} said: {text}" for r, text in ended.items() if text]
+        missing = [r for r in self.names if r not in ended]
+        if missing:
+            failed.append(f"{ranks_text(missing)} did not make it within {timeout:g} s")
+        if failed:
+            raise GeminiDeviceError(f"{words}: {'; '.join(failed)}")
+        return made
 
     def has(self, key: str) -> bool:
         found: list[bool] = []

@@ -16,6 +16,7 @@ import torch
 
 import gemini_strategy as gs
 from gemini_strategy import _C
+from gemini_strategy.ranks import comm as comm_module
 from gemini_strategy.ranks.comm import COMM_DTYPES, Communicator, communicator
 from helpers.ranks import run_ranks, values
 
@@ -426,6 +427,38 @@ def check_failures(rank: int, size: int) -> None:
     check_behind(rank, size)
     check_lost_store(rank, size)
     check_missing_at_the_start(rank)
+
+
+def check_slow_to_connect(rank: int, size: int) -> None:
+    """No rank has it before all have: one that goes at once would break what others are still making."""
+    make = comm_module._host
+    store = torch.distributed.distributed_c10d._get_default_store()
+
+    def slowly(*arguments: object) -> object:
+        made = make(*arguments)
+        if rank == 0:
+            time.sleep(0.5)
+            store.set("made by rank 0", "")
+        return made
+
+    comm_module._host = slowly  # type: ignore[assignment]
+    with communicator(timeout=PATIENT):
+        assert store.check(["made by rank 0"])
+
+    def broken(*arguments: object) -> object:
+        made = make(*arguments)
+        if rank == 1:
+            raise RuntimeError("no port is left")
+        return made
+
+    comm_module._host = broken  # type: ignore[assignment]
+    with pytest.raises(gs.GeminiDeviceError, match="no port is left") as raised:
+        communicator(timeout=PATIENT)
+    assert ("rank 1 said: no port is left" in str(raised.value)) == (rank != 1)
+
+
+def test_all_ranks_have_it_or_none(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_slow_to_connect))
 
 
 def test_failures_of_ranks_that_live(tmp_path: Path) -> None:
