@@ -177,10 +177,13 @@ class Runtime(Uncopied, Reporting):
             **self.ranks.communicators(self.device),
         )
         agreement.check_layout(self)
-        if settings.device_budget >= 0 and settings.policy != "cuda":
-            available = settings.device_budget - external
-            spare = registration.check_floor(settings.device_budget, available)
-            reserve = min(self.memory.first_reserve_bytes(settings.device_budget), spare)
+        budget = -1 if settings.policy == "cuda" else settings.device_budget
+        name, trains = type(self.model).__name__, self.optimizer is not None
+        self.memory.join(self.core, name, budget, registration.floor_bytes(), trains)
+        if budget >= 0:
+            external = self.memory.external_bytes(0)
+            spare = registration.check_floor(budget, budget - external)
+            reserve = min(self.memory.first_reserve_bytes(budget), spare)
             self.core.set_external_bytes(external + reserve)
 
     def _refresh_memory(self) -> None:
@@ -202,8 +205,7 @@ class Runtime(Uncopied, Reporting):
             try:
                 yield
             except torch.OutOfMemoryError as error:
-                held = int(self.core.stats()["device_bytes"])
-                self.memory.explain(error, self.settings.device_budget, held)
+                self.memory.explain(error)
                 raise
 
     # ---- what hooks call ----

@@ -13,6 +13,8 @@
  * (driver context, modules, memory from before), told by Python. */
 typedef struct outside {
     int ordinal; /* -1 on the host device */
+    atomic_bool
+        answers; /* for torch's pool: it counts here, and asks this engine before it grows */
     atomic_size_t external_bytes;
 } outside;
 
@@ -59,6 +61,8 @@ PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_arg
 PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *gm_py_forget_outside(core *self, PyObject *unused);
 PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *gm_py_answer(core *self, PyObject *yes);
+void gm_py_stop_answering(core *self);
 
 /* paper.c */
 PyObject *gm_py_replay(core *self, PyObject *events);

@@ -18,12 +18,7 @@ static size_t outside_bytes(void *context)
 {
     outside *others = context;
     return atomic_load(&others->external_bytes) +
-           (others->ordinal >= 0 ? gm_torch_alloc_bytes(others->ordinal) : 0);
-}
-
-static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
-{
-    return is_full ? gm_engine_shed(context, bytes) : gm_engine_reserve(context, bytes);
+           (atomic_load(&others->answers) ? gm_torch_alloc_bytes(others->ordinal) : 0);
 }
 
 /* ---- construction ---- */
@@ -228,9 +223,6 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         gm_py_raise(status);
         goto fail;
     }
-    if (self->outside->ordinal >= 0) {
-        gm_torch_alloc_set_reserve(ordinal, reserve_for_torch, self->engine);
-    }
     free(table);
     free(ids);
     free(begins);
@@ -250,12 +242,10 @@ fail:
 static void core_release(core *self)
 {
     if (self->engine) {
-        if (self->outside->ordinal >= 0) {
-            gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL);
-        }
         gm_engine *engine = self->engine;
         self->engine = NULL;
         self->chaos = self->paper = NULL;
+        gm_py_stop_answering(self);
         Py_BEGIN_ALLOW_THREADS
         gm_engine_finish_updates(engine);
         gm_engine_leave_ranks(engine);
@@ -606,6 +596,7 @@ static PyMethodDef core_methods[] = {
     METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
     METHOD("set_external_bytes", gm_py_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
     METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
+    METHOD("answer_for_torch", gm_py_answer, METH_O, "answer_for_torch(bool)"),
     METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),
     METHOD("forget_outside", gm_py_forget_outside, METH_NOARGS, "forget_outside()"),
     METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),

@@ -3,6 +3,8 @@
  * The GIL is released around every call that takes the engine's lock: who holds that may want the GIL. */
 #include "binding/core.h"
 
+#include "torch/alloc.h"
+
 static PyObject *forget_outside(gm_engine *engine)
 {
     gm_status status;
@@ -54,4 +56,45 @@ PyObject *gm_py_forget_outside(core *self, PyObject *unused)
     (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     return engine ? forget_outside(engine) : NULL;
+}
+
+static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
+{
+    return is_full ? gm_engine_shed(context, bytes) : gm_engine_reserve(context, bytes);
+}
+
+void gm_py_stop_answering(core *self)
+{
+    if (atomic_exchange(&self->outside->answers, false)) {
+        /* Without the GIL: it waits for torch's question, which may wait for whoever wants the GIL. */
+        Py_BEGIN_ALLOW_THREADS
+        gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL);
+        Py_END_ALLOW_THREADS
+    }
+}
+
+/* answer_for_torch(bool): whether torch's pool counts in this engine's budget, and asks it before it grows.
+ * One engine of a device at a time: the one before has to be told first. */
+PyObject *gm_py_answer(core *self, PyObject *yes)
+{
+    gm_engine *engine = gm_py_engine_of(self);
+    int answers = PyObject_IsTrue(yes);
+    if (!engine || answers < 0) {
+        return NULL;
+    }
+    if (!answers) {
+        gm_py_stop_answering(self);
+    } else if (self->outside->ordinal >= 0 && !atomic_exchange(&self->outside->answers, true)) {
+        gm_engine_ref(engine);
+        Py_BEGIN_ALLOW_THREADS
+        gm_torch_alloc_set_reserve(self->outside->ordinal, reserve_for_torch, engine);
+        Py_END_ALLOW_THREADS
+        if (self->engine != engine) { /* close() on another thread */
+            gm_py_stop_answering(self);
+        }
+        Py_BEGIN_ALLOW_THREADS
+        gm_engine_unref(engine);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
 }

@@ -17,8 +17,9 @@ from gemini_strategy import _C
 from gemini_strategy.estimates.machines import Machine
 from gemini_strategy.estimates.step import Held, RecordedPass
 from gemini_strategy.estimates.tensors import Work
-from gemini_strategy.memory.budget import DRIVER_RESERVE, first_reserve, is_worth, slack
+from gemini_strategy.memory.budget import DRIVER_RESERVE, first_reserve, slack
 from gemini_strategy.memory.segments import choose_segments, missing_bytes
+from gemini_strategy.memory.torch_memory import is_worth
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters.foreign import check_modules
 from gemini_strategy.parameters.registration import Registration

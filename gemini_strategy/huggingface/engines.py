@@ -9,7 +9,6 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-import gc
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -121,17 +120,6 @@ class Engines:
         self, model: nn.Module, optimizer: Optimizer | None, precision: str | None
     ) -> Engine:
         global _n_made
-        is_cuda = self.device.type == "cuda"
-        if is_cuda:
-            gc.collect()  # a model that nobody has any more is part of a cycle with its engine
-        for other in _made if is_cuda else ():
-            if not other.closed and other.device == self.device:
-                raise GeminiError(
-                    f"{type(model).__name__} would be the second model under Gemini on {self.device}, beside "
-                    f"{type(other.model).__name__}, and a device has room for one. In place of a reference model train "
-                    "adapters (LoRA), whose reference is the model without them. An engine that is not needed any "
-                    "more is closed with accelerator.free_memory(model)"
-                )
         if self.compiling is not None:
             compile_layers(model, self.compiling)
         arguments = {**self.plugin.arguments(), **self.scaling}

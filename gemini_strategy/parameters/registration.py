@@ -240,6 +240,16 @@ class Registration:
     def unit_names(self) -> list[str]:
         return [unit.name or "the model" for unit in self._units]
 
+    @functools.cached_property
+    def _waiting(self) -> int:
+        """Bytes of gradients that wait for their sum over ranks, in one chunk."""
+        core = self._engine.core
+        return max((core.chunk(slot.id)[3] for slot in self.slots), default=0)
+
+    def floor_bytes(self) -> int:
+        """The least that chunks need of the device."""
+        return self._most_at_once[0] + self._waiting
+
     def check_floor(self, budget: int, available: int) -> int:
         """Every module must fit together with the modules around it that own parameters, and with the gradients
         that wait for their sum over ranks.
@@ -250,14 +260,13 @@ class Registration:
         Raises:
             GeminiMemoryError: naming the module, its largest parameter and the budget that suffices.
         """
-        core = self._engine.core
-        wanted, unit = self._most_at_once()
-        waiting = max((core.chunk(slot.id)[3] for slot in self.slots), default=0)
-        if unit is not None and wanted + waiting > available:
+        wanted, unit = self._most_at_once
+        waiting, total = self._waiting, self.floor_bytes()
+        if unit is not None and total > available:
             largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
             beside = f" and {size_text(waiting, is_wanted=True)} for gradients" if waiting else ""
             left = f"leaves {size_text(available)}" if available > 0 else "leaves nothing"
-            enough = budget + wanted + waiting - available
+            enough = budget + total - available
             raise GeminiMemoryError(
                 f"DEVICE: module {unit.name or 'the model'!r} with the modules around it needs "
                 f"{size_text(wanted, is_wanted=True)} of weights at once{beside}, device_budget {left} (largest "
@@ -266,9 +275,10 @@ class Registration:
             )
         if waiting:
             room = self._engine.ranks.gather("room for gradients", available - wanted)
-            core.limit_unreduced(min(room))
-        return available - wanted - waiting
+            self._engine.core.limit_unreduced(min(room))
+        return available - total
 
+    @functools.cached_property
     def _most_at_once(self) -> tuple[int, _FoundUnit | None]:
         """The most bytes that units entered inside one another hold, and the innermost of those units.
 
