@@ -5,13 +5,6 @@
 
 #include "torch/alloc.h"
 
-static PyObject *forget_outside(gm_engine *engine)
-{
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_forget_outside(engine));
-    return gm_py_finish(status);
-}
-
 PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     enum { FALL = 64 << 20 }; /* less is the driver's own coming and going */
@@ -20,9 +13,12 @@ PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_arg
     if (!engine || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
         return NULL;
     }
-    size_t before = atomic_exchange(&self->outside->external_bytes, (size_t)v[0]);
+    gm_status status = GM_OK;
     /* What somebody else held while a pass was traced is no need of that pass. */
-    return before > v[0] + FALL ? forget_outside(engine) : Py_NewRef(Py_None);
+    if (atomic_exchange(&self->outside->external_bytes, (size_t)v[0]) > v[0] + FALL) {
+        GM_WITHOUT_GIL(engine, status, gm_engine_regain(engine));
+    }
+    return gm_py_finish(status);
 }
 
 /* True or False: whether there are so many bytes now. */
@@ -55,7 +51,12 @@ PyObject *gm_py_forget_outside(core *self, PyObject *unused)
 {
     (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
-    return engine ? forget_outside(engine) : NULL;
+    if (!engine) {
+        return NULL;
+    }
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status, gm_engine_forget_outside(engine));
+    return gm_py_finish(status);
 }
 
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)

@@ -230,6 +230,8 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes);
 bool gm_engine_shed(gm_engine *engine, size_t bytes);
 /* Others of this process now hold what they need and no more: what they held before counts no longer in plans. */
 gm_status gm_engine_forget_outside(gm_engine *engine);
+/* As gm_engine_forget_outside, and the budget has more room than the plan was made for: another plan is made. */
+gm_status gm_engine_regain(gm_engine *engine);
 
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
 

@@ -87,7 +87,7 @@ class DeviceMemory:
         stats = core.stats()
         self.core, self.name, self.budget, self.trains = core, name, budget, trains
         self.least = least
-        self.most = stats["weight_bytes"] + stats["state_bytes"] + slack(budget)
+        self.most = stats["weight_bytes"] + trains * stats["state_bytes"] + slack(budget)
         self._on.admit(self)
 
     def close(self) -> None:

@@ -50,24 +50,29 @@ def make_model() -> Any:
     )
 
 
-N_PARAMETERS = 24_000_000
+N_PARAMETERS = 23_900_000
 
 
 def masters(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in huggingface_case.masters(trainer).items()}
 
 
+def _budget() -> int:
+    """A third of what training takes (fp32 weights, gradients and moments) beside what is there now."""
+    _release()
+    return _used() + AROUND + 16 * N_PARAMETERS // 3
+
+
+def _plugin() -> GeminiPlugin:
+    return GeminiPlugin(device_budget=_budget(), chunk_size=CHUNK)
+
+
 @pytest.fixture(autouse=True)
-def budget(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of a third of what training takes: fp32 weights, gradients and moments."""
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    budget = _used() + AROUND + 16 * N_PARAMETERS // 3
     monkeypatch.setattr(cases, "make_model", make_model)
     monkeypatch.setattr(cases, "masters", masters)
-    monkeypatch.setattr(
-        cases, "plugin", lambda: GeminiPlugin(device_budget=budget, chunk_size=CHUNK)
-    )
-    return budget
+    monkeypatch.setattr(cases, "plugin", _plugin)
 
 
 def _both(kind: type, config: type, folder: Path, data: Any, **given: Any) -> Any:
@@ -98,12 +103,12 @@ def test_sft_with_adapters(tmp_path: Path) -> None:
     trainer.save_model()
 
 
-def test_dpo_with_a_reference_model(tmp_path: Path, budget: int) -> None:
+def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
     trainer = _both(DPOTrainer, DPOConfig, tmp_path, cases.preferences(), ref_model=make_model)
     engine = gs.engine_of(trainer.ref_model)
     assert engine.optimizer is None
-    held = engine.stats()["device_peak_bytes"]
-    assert held + gs.engine_of(trainer.model).stats()["device_bytes"] <= budget
+    assert engine.stats()["evictions"] > 0
+    assert gs.engine_of(trainer.model).stats()["evictions"] > 0
     weights = {name: p.detach() for name, p in make_model().named_parameters()}
     huggingface_case.assert_same(engine.model_state_dict(), weights)
 
@@ -127,19 +132,20 @@ def test_grpo(tmp_path: Path) -> None:
     )
 
 
-def test_a_trainer_stays_within_the_budget(tmp_path: Path, budget: int) -> None:
+def test_a_trainer_stays_within_the_budget(tmp_path: Path) -> None:
     from gemini_strategy.huggingface import GeminiTrainer
 
     runs = []
     for is_managed in (False, True):
-        _release()
+        budget = _budget()
         torch.manual_seed(0)
         kind = (
             GeminiTrainer
             if is_managed
             else type("Plain", (huggingface_case.Reference, Trainer), {})
         )
-        beside = {"gemini_plugin": cases.plugin()} if is_managed else {}
+        given = GeminiPlugin(device_budget=budget, chunk_size=CHUNK)
+        beside = {"gemini_plugin": given} if is_managed else {}
         args = TrainingArguments(**huggingface_case.options(tmp_path / str(is_managed), **ON_GPU))
         trainer = kind(make_model(), args=args, train_dataset=huggingface_case.rows(), **beside)
         with _peak() as peak:

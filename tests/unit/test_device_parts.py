@@ -290,6 +290,68 @@ def test_every_order_of_coming_and_going(machine: _Machine) -> None:
             assert sum(one.core.answers for one in held.values()) == bool(held)
 
 
+def _wide() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12)))
+
+
+def test_an_engine_that_only_evaluates_uses_what_it_gets_back() -> None:
+    inputs = torch.ones(2, 64)
+    with gs.manage(
+        _wide(), device="cpu", device_budget=1 << 20, chunk_size=1 << 14, block_size=4096
+    ) as engine:
+        core = engine._runtime.core
+
+        def held() -> int:
+            with torch.no_grad():
+                for _ in range(3):
+                    engine.model(inputs)
+            assert engine.stats()["planned"]
+            return int(engine.stats()["device_bytes"])
+
+        whole = held()
+        core.set_external_bytes((1 << 20) - 100_000)
+        assert core.reserve(0)
+        least = held()
+        assert least <= 100_000 < whole
+        plans = engine.stats()["plans"]
+        core.set_external_bytes((1 << 20) - 200_000)  # less than 64 MiB more is not worth a plan
+        assert held() == least and engine.stats()["plans"] == plans
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_plan_follows_when_the_room_grows(trains: bool) -> None:
+    """By more than 64 MiB; outcomes are those of a run that had the room from the start."""
+    budget = 200 << 20
+
+    def outcome(taken: list[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = _wide()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1) if trains else None
+        how: dict[str, Any] = {"device": "cpu", "chunk_size": 1 << 14, "block_size": 4096}
+        with gs.manage(model, optimizer, device_budget=budget, **how) as engine:
+            core, held = engine._runtime.core, []
+            for external in taken:
+                core.set_external_bytes(external)
+                assert core.reserve(0)
+                for _ in range(4):
+                    with torch.set_grad_enabled(trains):
+                        loss = model(torch.ones(2, 64)).square().sum()
+                    if optimizer is not None:
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                assert engine.stats()["planned"]
+                held.append(int(engine.stats()["device_bytes"]))
+            return held, engine.model_state_dict()
+
+    held, states = outcome([budget - 200_000, 0])
+    assert held[0] <= 200_000 < held[1]
+    free, wanted = outcome([0, 0])
+    assert held[1] == free[1]
+    for name, value in wanted.items():
+        assert torch.equal(states[name], value)
+
+
 def test_the_host_device_has_no_parts() -> None:
     memory = DeviceMemory(torch.device("cpu"))
     memory.join(None, "One", 1000, 10, True)
