@@ -36,7 +36,7 @@ import torch
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import gate, keyed, order
+from gemini_strategy.parameters import gate, keyed, order, subclasses
 
 __all__ = [
     "Home",
@@ -680,6 +680,7 @@ def install() -> None:
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
     if _KEY.__int__() > _torch.DispatchKey.Python.value:
         _serve_under_modes(passed)
+        subclasses.install(_KEYS)
     gate.install(everything, passed, _name_of)
     _libraries.extend([everything, passed])
     for owner, name, make in _DOORS:

@@ -319,6 +319,50 @@ def _(run: Run) -> Any:
     return [t.as_subclass(torch.Tensor) for t in (F.linear(x, run.w), x @ run.w)]
 
 
+def _wrapper(inner: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor of a class that is made now, around another: its operations run on that, and read one `beside`."""
+
+    class Around(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Any:
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+            )
+            made.inner = inner
+            return made
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            def unwrap(value: Any) -> Any:
+                return value.inner if isinstance(value, cls) else value
+
+            result = func(*map(unwrap, args), **(kwargs or {}))
+            return result if beside is None else result + beside.sum()
+
+    return Around(inner)
+
+
+@door("read/in a wrapper of its own class", "8")
+def _(run: Run) -> Any:
+    around = _wrapper(run.w.detach())
+    return [around.clone(), around.sum(), around @ around, around.mul(2.0), around[3].clone()]
+
+
+@door("write/in a wrapper of its own class", "8")
+def _(run: Run) -> Any:
+    around = _wrapper(run.w.detach())
+    around.mul_(0.5)
+    return [run.w.clone(), around.clone()]
+
+
+@door("read/in a wrapper's dispatch", "8")
+def _(run: Run) -> Any:
+    around = _wrapper(run.h().detach(), beside=run.w.detach())
+    return [around * 2.0, around.sum()]
+
+
 @door("read/under a function mode", "8")
 def _(run: Run) -> Any:
     class Mode(torch.overrides.TorchFunctionMode):
