@@ -323,6 +323,18 @@ gm_status gm_engine_forget_outside(gm_engine *engine)
     return gm_call_end(engine, GM_OK);
 }
 
+gm_status gm_engine_regain(gm_engine *engine)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_book_forget_outside(engine->pass.book);
+    gm_status status = GM_OK;
+    if (engine->room.plan) { /* an engine that never steps makes one where it has none */
+        gm_room_want_plan(engine, true);
+        status = gm_room_drop_plan(engine);
+    }
+    return gm_call_end(engine, status);
+}
+
 gm_status gm_engine_limit_unreduced(gm_engine *engine, size_t bytes)
 {
     GM_TRY(gm_call_begin(engine));

@@ -101,18 +101,6 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
     return status;
 }
 
-gm_status gm_engine_regain(gm_engine *engine)
-{
-    GM_TRY(gm_call_begin(engine));
-    gm_book_forget_outside(engine->pass.book);
-    gm_status status = GM_OK;
-    if (engine->room.plan) { /* an engine that never steps makes one where it has none */
-        engine->room.wants_plan = true;
-        status = gm_room_drop_plan(engine);
-    }
-    return gm_call_end(engine, status);
-}
-
 bool gm_engine_reserve(gm_engine *engine, size_t bytes)
 {
     pthread_mutex_lock(&engine->lock);

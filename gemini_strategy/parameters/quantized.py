@@ -11,6 +11,7 @@ Invariants
        keeps no chunk.
     2. Its bytes are never converted: not to another dtype, not through fp32.
     3. Nothing here imports the packages.
+    4. Its bytes are not laid out anew while it is managed (Unpacked).
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["aliases", "check", "companions", "follow", "is_bytes", "is_wrapper", "parts"]
+__all__ = [
+    "Unpacked",
+    "aliases",
+    "check",
+    "companions",
+    "follow",
+    "is_bytes",
+    "is_wrapper",
+    "parts",
+]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -138,3 +148,23 @@ def follow(wrapper: torch.Tensor) -> None:
     made = type(wrapper).__tensor_unflatten__(inner, context, wrapper.shape, wrapper.stride())
     made.requires_grad_(wrapper.requires_grad)
     _torch.swap_tensor_impl(wrapper, made)
+
+
+class Unpacked:
+    """A layer that keeps the layout of its weight: a handle, whose remove() gives it its own way back.
+
+    Where a CPU has AVX512-BF16, bitsandbytes' Linear4bit packs its weight anew in the first forward that evaluates.
+    """
+
+    _SWITCH = "support_avx512bf16_for_cpu"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._was: Any = vars(module).get(self._SWITCH, False)
+        if self._was:
+            setattr(module, self._SWITCH, False)
+
+    def remove(self) -> None:
+        """Idempotent."""
+        if self._was:
+            setattr(self._module, self._SWITCH, self._was)

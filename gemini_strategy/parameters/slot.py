@@ -31,13 +31,6 @@ _MOMENTS = {"exp_avg": _M, "exp_avg_sq": _V}
 _PART = 1 << 20  # elements that are written at once
 
 
-# Its Linear4bit does that in a forward in evaluation, for a kernel of its own.
-_REPACKED = (
-    ". (Where a CPU with AVX512-BF16 evaluates, bitsandbytes packs 4-bit weights in another way: set "
-    "support_avx512bf16_for_cpu = False on its layers, in all runs that are compared)"
-)
-
-
 class Slot(_C.Slot):
     """What the engine knows of one managed parameter; `parameter._gm_slot`.
 
@@ -223,7 +216,7 @@ class Slot(_C.Slot):
             raise GuardError(
                 f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
                 f"{self.dtype}, got {tuple(value.shape)} and {value.dtype}; to change either, "
-                f"engine.close(), change the model, and manage() it again{_REPACKED if self.is_raw else ''}"
+                "engine.close(), change the model, and manage() it again"
             )
         if value.device.type != self.device.type:
             raise GuardError(

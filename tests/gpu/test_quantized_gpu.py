@@ -13,9 +13,18 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import gemini_strategy as gs
 from helpers import quantized_models
 from helpers.quantized_models import KINDS, Case, trained
-from helpers.reference import Recipe, assert_same_bits, assert_same_outcome, drive, managed, plain
+from helpers.reference import (
+    Managed,
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    drive,
+    plain,
+    start,
+)
 from test_gpu_exact import AROUND, MIB, _deterministic, _peak, _release, _used
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +45,7 @@ def _llama() -> nn.Module:
         num_attention_heads=8,
         num_key_value_heads=4,
     )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
 
 
 def _plain_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -64,7 +73,10 @@ def test_bits(
     _release()
     budget = _used() + AROUND
     how: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 2 * MIB}
-    run = managed(case.build, recipe, device_budget=budget, **how)
+    model = start(case.build, recipe)  # quantized on the GPU, as from_pretrained does it
+    optimizer = gs.HybridAdam(trained(model), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    how |= {"precision": precision, "device": "cuda", "device_budget": budget}
+    run = Managed(gs.manage(model, optimizer, **how), recipe)
     with _peak() as peak:
         drive(run, case, STEPS)
         torch.cuda.synchronize()

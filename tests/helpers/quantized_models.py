@@ -29,7 +29,7 @@ def int8(linear: nn.Linear) -> nn.Module:
         linear.in_features, linear.out_features, bias=False, has_fp16_weights=False
     )
     new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False)
-    return new.to("cpu")
+    return new.to(linear.weight.device)  # quantizes
 
 
 def four_bits(linear: nn.Linear, **how: Any) -> nn.Module:
@@ -38,7 +38,7 @@ def four_bits(linear: nn.Linear, **how: Any) -> nn.Module:
         linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, **kind
     )
     new.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=new, **kind)
-    return new.to("cpu")
+    return new.to(linear.weight.device)  # quantizes
 
 
 def torchao_int8(linear: nn.Linear) -> nn.Module:
