@@ -259,10 +259,6 @@ class LeaveHook:
     call: Callable[[], None] | None
     def __call__(self, module: Any, args: Any, output: Any, /) -> None: ...
 
-class NoTorchFunction:
-    def __get__(self, instance: Any, owner: type, /) -> Any: ...
-    def __set__(self, instance: Any, value: Any, /) -> None: ...
-
 class Net:
     def start(
         self,

@@ -11,10 +11,14 @@
 static unsigned long shower; /* while n_shown > 0 */
 static size_t n_shown;       /* units and the like that it has entered */
 
-static int skip_gate(PyObject *is_skipped)
+static int skip_gate(bool is_skipped)
 {
-    return gm_py_done(
-        PyObject_CallFunctionObjArgs(gm_torch.set_excluded, gm_torch.gate_key, is_skipped, NULL));
+    static PyObject *args[2]; /* made once: a unit calls this twice */
+    PyObject **of = &args[is_skipped];
+    if (!*of && !(*of = Py_BuildValue("OO", gm_torch.gate_key, is_skipped ? Py_True : Py_False))) {
+        return -1;
+    }
+    return gm_py_done(PyObject_Call(gm_torch.set_excluded, *of, NULL));
 }
 
 int gm_py_gate_show(void)
@@ -23,7 +27,7 @@ int gm_py_gate_show(void)
     if (n_shown && shower != thread) {
         return 0;
     }
-    if (!n_shown && skip_gate(Py_True) < 0) {
+    if (!n_shown && skip_gate(true) < 0) {
         return -1;
     }
     shower = thread;
@@ -39,7 +43,7 @@ int gm_py_gate_hide(void)
     }
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    int result = skip_gate(Py_False);
+    int result = skip_gate(false);
     if (type) {
         PyErr_Restore(type, error, trace);
     }

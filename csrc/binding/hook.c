@@ -19,12 +19,7 @@ static PyObject *call_unit(const hook *self)
 static int may_be_traced(void)
 {
     int has_modes = gm_py_is_true(PyObject_CallNoArgs(gm_torch.n_modes));
-    if (has_modes) {
-        return has_modes;
-    }
-    PyObject *state = PyObject_CallNoArgs(gm_torch.tracing_state);
-    Py_XDECREF(state);
-    return state ? state != Py_None : -1;
+    return has_modes ? has_modes : gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_tracing));
 }
 
 static PyObject *enter_call(hook *self, PyObject *args, PyObject *kwargs)

@@ -58,8 +58,8 @@ static int module_exec(PyObject *module)
         gm_py_rates_init(module) < 0 || PyModule_AddFunctions(module, gm_py_host_methods) < 0 ||
         gm_py_engine_init(module) < 0 || gm_py_gate_init(module) < 0 ||
         gm_py_slot_init(module) < 0 || gm_py_grad_init(module) < 0 || gm_py_unit_init(module) < 0 ||
-        gm_py_hook_init(module) < 0 || gm_py_plain_init(module) < 0 || gm_py_net_init(module) < 0 ||
-        gm_py_comm_init(module) < 0 || add_enumerations(module) < 0) {
+        gm_py_hook_init(module) < 0 || gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0 ||
+        add_enumerations(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof built_with / sizeof built_with[0]; i++) {

@@ -17,6 +17,7 @@
 #include "binding/outer.h"
 #include "binding/running.h"
 #include "binding/saved.h"
+#include "torch/abi.h"
 
 struct gm_py_net {
     PyObject_HEAD gm_py_net *next; /* in `started` */
@@ -183,13 +184,11 @@ int gm_py_net_settle(gm_py_net *net)
     if (net->running.n == 0) {
         return 0;
     }
-    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
-    if (!node) {
+    int in_backward = gm_py_in_backward();
+    if (in_backward < 0) {
         return -1;
     }
-    bool is_outside = node == Py_None;
-    Py_DECREF(node);
-    if (is_outside) {
+    if (!in_backward) {
         if (net->running.nodes[0].task >= 0) {
             return 0;
         }
@@ -354,27 +353,36 @@ static PyObject *unpack_delegated(gm_py_net *net, const saved *self)
     return tensor;
 }
 
+/* 1: pushed; 0: torch forbids hooks here.  It rarely does, so it is asked when it has refused. */
+static int push_hooks(const gm_py_net *net)
+{
+    if (gm_py_done(
+            PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL)) == 0) {
+        return 1;
+    }
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    int is_enabled = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_hooks_enabled));
+    PyErr_Restore(type, error, trace); /* hides one of its own */
+    if (is_enabled) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
 /* Where a backward is to be differentiated, what its node saves again is to be a token, too.  torch ends the hooks with the
  * node. */
 static int net_node(const gm_py_net *net)
 {
-    int has_grad = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_grad_enabled));
-    PyObject *node = has_grad > 0 ? PyObject_CallNoArgs(gm_torch.current_node) : NULL;
-    if (has_grad <= 0 || !node || node == Py_None) {
-        Py_XDECREF(node);
-        return has_grad < 0 || (has_grad > 0 && !node) ? -1 : 0;
+    int in_backward = gm_torch_is_grad_enabled() ? gm_py_in_backward() : 0;
+    if (in_backward <= 0) {
+        return in_backward;
     }
-    Py_DECREF(node);
-    int is_enabled = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_hooks_enabled));
-    PyObject *top =
-        is_enabled > 0 ? PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL) : NULL;
+    PyObject *top = PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL);
     bool is_bare = top == Py_None;
     Py_XDECREF(top);
-    if (is_enabled <= 0 || !top || !is_bare) {
-        return is_enabled < 0 || (is_enabled > 0 && !top) ? -1 : 0;
-    }
-    return gm_py_done(
-        PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL));
+    return !top ? -1 : is_bare ? push_hooks(net) : 0;
 }
 
 /* The place as a tensor, readable for the running node. */
@@ -447,12 +455,6 @@ static const gm_py_net *net_of(PyObject *pack)
 
 int gm_py_net_push(gm_py_net *net)
 {
-    PyObject *is_enabled = PyObject_CallNoArgs(gm_torch.is_hooks_enabled);
-    if (!is_enabled || is_enabled == Py_False) {
-        Py_XDECREF(is_enabled);
-        return is_enabled ? 0 : -1;
-    }
-    Py_DECREF(is_enabled);
     if (gm_py_outers_reserve(&net->outers) < 0) {
         return -1;
     }
@@ -479,15 +481,13 @@ int gm_py_net_push(gm_py_net *net)
         Py_XINCREF(frame.unpack);
     }
     Py_DECREF(top);
-    PyObject *done =
-        PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL);
-    if (!done) {
+    int is_pushed = push_hooks(net);
+    if (is_pushed > 0) {
+        gm_py_outers_push(&net->outers, frame);
+    } else {
         gm_py_outer_release(&frame);
-        return -1;
     }
-    Py_DECREF(done);
-    gm_py_outers_push(&net->outers, frame);
-    return 1;
+    return is_pushed;
 }
 
 /* This thread has a frame. */

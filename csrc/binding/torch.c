@@ -13,6 +13,7 @@ static int find_originals(void)
     Py_XDECREF(torch_c);
     bool is_found = base && (gm_torch.get_data_ptr = PyObject_GetAttrString(base, "data_ptr")) &&
                     (gm_torch.data = PyObject_GetAttrString(base, "data")) &&
+                    (gm_torch.version = PyObject_GetAttrString(base, "_version")) &&
                     (gm_torch.grad = PyObject_GetAttrString(base, "grad"));
     Py_XDECREF(base);
     return is_found ? 0 : -1;
@@ -28,7 +29,6 @@ int gm_py_torch_init(void)
         PyObject **place;
         const char *name;
     } names[] = {
-        {&gm_torch.s_version, "_version"},
         {&gm_torch.s_detach, "detach"},
         {&gm_torch.s_sequence_nr, "_sequence_nr"},
         {&gm_torch.s_class, "__class__"},
@@ -49,7 +49,6 @@ int gm_py_torch_init(void)
     } functions[] = {
         {&gm_torch.current_node, "torch._C", "_current_autograd_node"},
         {&gm_torch.current_task, "torch._C", "_current_graph_task_id"},
-        {&gm_torch.is_grad_enabled, "torch._C", "is_grad_enabled"},
         {&gm_torch.is_hooks_enabled, "torch._C._autograd", "_saved_tensors_hooks_is_enabled"},
         {&gm_torch.top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks"},
         {&gm_torch.push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks"},
@@ -58,9 +57,8 @@ int gm_py_torch_init(void)
         {&gm_torch.set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded"},
         {&gm_torch.gate_key, "gemini_strategy.parameters.gate", "KEY"},
         {&gm_torch.n_modes, "torch._C", "_len_torch_dispatch_stack"},
-        {&gm_torch.tracing_state, "torch._C", "_get_tracing_state"},
+        {&gm_torch.is_tracing, "torch._C", "_is_tracing"},
         {&gm_torch.without_subclasses, "torch._C", "DisableTorchFunctionSubclass"},
-        {&gm_torch.disabled_torch_function, "torch._C", "_disabled_torch_function_impl"},
         {&gm_torch.strided, "torch", "strided"},
         {&gm_torch.tensor_class, "torch", "Tensor"},
     };
@@ -104,8 +102,20 @@ int gm_py_set(PyObject *attribute, PyObject *tensor, PyObject *value)
     return set(attribute, tensor, value);
 }
 
-static PyObject
-    *spare_context; /* torch's, which keeps what it has to restore: one user at a time */
+/* Both methods of a context of torch's, which keeps what it has to restore: one user at a time. */
+static PyObject *new_context(void)
+{
+    PyObject *context = PyObject_CallNoArgs(gm_torch.without_subclasses);
+    PyObject *begin = context ? PyObject_GetAttr(context, gm_torch.s_begin) : NULL;
+    PyObject *end = begin ? PyObject_GetAttr(context, gm_torch.s_end) : NULL;
+    PyObject *both = end ? PyTuple_Pack(2, begin, end) : NULL;
+    Py_XDECREF(context);
+    Py_XDECREF(begin);
+    Py_XDECREF(end);
+    return both;
+}
+
+static PyObject *spare_context;
 
 PyObject *gm_py_without_subclasses(void)
 {
@@ -114,8 +124,8 @@ PyObject *gm_py_without_subclasses(void)
     }
     PyObject *context = spare_context;
     spare_context = NULL;
-    context = context ? context : PyObject_CallNoArgs(gm_torch.without_subclasses);
-    if (!context || gm_py_done(PyObject_CallMethodObjArgs(context, gm_torch.s_begin, NULL)) < 0) {
+    context = context ? context : new_context();
+    if (!context || gm_py_done(PyObject_CallNoArgs(PyTuple_GetItem(context, 0))) < 0) {
         PyErr_Clear();
         Py_CLEAR(context);
     }
@@ -129,7 +139,7 @@ void gm_py_with_subclasses(PyObject *context)
     }
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    (void)gm_py_done(PyObject_CallMethodObjArgs(context, gm_torch.s_end, NULL)); /* cannot fail */
+    (void)gm_py_done(PyObject_CallNoArgs(PyTuple_GetItem(context, 1))); /* cannot fail */
     PyErr_Restore(type, error, trace);
     PyObject *before = spare_context;
     spare_context = context;
@@ -138,7 +148,7 @@ void gm_py_with_subclasses(PyObject *context)
 
 int gm_py_version(PyObject *tensor, long long *out)
 {
-    PyObject *version = PyObject_GetAttr(tensor, gm_torch.s_version);
+    PyObject *version = gm_py_get(gm_torch.version, tensor);
     if (!version) {
         return -1;
     }
@@ -166,6 +176,13 @@ static int long_of(PyObject *number, long long *out)
     *out = PyLong_AsLongLong(number);
     Py_DECREF(number);
     return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int gm_py_in_backward(void)
+{
+    PyObject *node = PyObject_CallNoArgs(gm_torch.current_node);
+    Py_XDECREF(node);
+    return node ? node != Py_None : -1;
 }
 
 /* A node's place in its thread's order of creation; -1 outside backward. */

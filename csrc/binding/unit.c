@@ -14,6 +14,7 @@
 #include <structmember.h>
 
 #include "binding/running.h"
+#include "torch/abi.h"
 
 typedef enum frame_state { FRAME_FAILED, FRAME_BARE, FRAME_NETTED } frame_state;
 
@@ -113,18 +114,15 @@ static int enter_core(const unit *self, bool *out_has_grad, bool *out_in_backwar
 {
     gm_engine *engine = gm_py_net_engine(self->net);
     gm_stream stream;
-    PyObject *node = NULL;
-    int has_grad;
+    int in_backward;
     if (!engine || gm_py_net_stream(self->net, &stream) < 0 ||
-        (has_grad = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_grad_enabled))) < 0 ||
-        !(node = PyObject_CallNoArgs(gm_torch.current_node))) {
+        (in_backward = gm_py_in_backward()) < 0) {
         return -1;
     }
-    *out_in_backward = node != Py_None;
-    *out_has_grad = has_grad;
-    Py_DECREF(node);
+    *out_in_backward = in_backward;
+    *out_has_grad = gm_torch_is_grad_enabled();
     uint32_t flags =
-        (*out_in_backward ? GM_ENTER_IN_BACKWARD : 0u) | (has_grad ? GM_ENTER_GRAD : 0u);
+        (*out_in_backward ? GM_ENTER_IN_BACKWARD : 0u) | (*out_has_grad ? GM_ENTER_GRAD : 0u);
     for (bool is_last = false;; is_last = true) {
         gm_status status;
         GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));

@@ -1,4 +1,4 @@
-/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c, hook.c and plain.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
+/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c and hook.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
  * functions of torch that both call for every unit and every backward node.
  *
  * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
@@ -36,13 +36,12 @@ typedef struct gm_py_net gm_py_net; /* net.c */
 
 /* Functions and names of torch, looked up once. */
 typedef struct gm_py_torch {
-    PyObject *current_node, *current_task, *is_grad_enabled, *is_hooks_enabled, *top_hooks,
-        *push_hooks, *pop_hooks, *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr,
-        *set_excluded, *gate_key, *n_modes, *tracing_state, *without_subclasses,
-        *disabled_torch_function;
-    PyObject *data, *grad; /* the attributes, as torch.TensorBase has them */
-    PyObject *s_version, *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape,
-        *s_stride, *s_base, *s_as_strided, *s_requires_grad, *s_module, *s_begin, *s_end;
+    PyObject *current_node, *current_task, *is_hooks_enabled, *top_hooks, *push_hooks, *pop_hooks,
+        *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr, *set_excluded, *gate_key,
+        *n_modes, *is_tracing, *without_subclasses;
+    PyObject *data, *grad, *version; /* the attributes, as torch.TensorBase has them */
+    PyObject *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape, *s_stride, *s_base,
+        *s_as_strided, *s_requires_grad, *s_module, *s_begin, *s_end;
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
@@ -59,12 +58,13 @@ PyObject *gm_py_without_subclasses(void);
 void gm_py_with_subclasses(PyObject *context);
 
 /* Every function below: -1 (or NULL) with an exception set on failure. */
-PyObject *gm_py_get(PyObject *attribute, PyObject *tensor); /* gm_torch's data or grad */
+PyObject *gm_py_get(PyObject *attribute, PyObject *tensor); /* of gm_torch's attributes */
 int gm_py_set(PyObject *attribute, PyObject *tensor, PyObject *value);
 int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 int gm_py_node_key(
     long long *out); /* the running node's place in its thread's order; -1: outside backward */
+int gm_py_in_backward(void);              /* whether a node runs on this thread: 1 or 0 */
 bool gm_py_is_checkpoint(PyObject *pack); /* a hook of torch's checkpointing */
 int gm_py_stream(int ordinal,
                  gm_stream *out); /* torch's current one on a GPU; 0 on the host device */
@@ -98,7 +98,6 @@ int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
 int gm_py_hook_init(PyObject *module);
-int gm_py_plain_init(PyObject *module);
 int gm_py_grad_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;

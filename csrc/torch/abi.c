@@ -26,6 +26,7 @@ typedef int32_t (*list_size_fn)(void *list, size_t *out);
 typedef int32_t (*list_get_fn)(void *list, size_t index, slot *out);
 typedef int32_t (*list_delete_fn)(void *list);
 typedef int32_t (*layout_strided_fn)(void);
+typedef bool (*grad_mode_is_enabled_fn)(void);
 
 static struct {
     library_init_fn library_init_fragment;
@@ -37,6 +38,7 @@ static struct {
     list_get_fn list_get;
     list_delete_fn list_delete;
     layout_strided_fn layout_strided;
+    grad_mode_is_enabled_fn grad_mode_is_enabled;
 } torch;
 
 enum { MAX_DIMS = 64 }; /* what torch itself allows a dense tensor to have in its iterators */
@@ -97,6 +99,11 @@ static gm_status look_up(void *library, const char *name, void *out_function)
     return GM_OK;
 }
 
+bool gm_torch_is_grad_enabled(void)
+{
+    return torch.grad_mode_is_enabled();
+}
+
 gm_status gm_torch_abi_init(void)
 {
     static bool is_registered;
@@ -116,6 +123,7 @@ gm_status gm_torch_abi_init(void)
     GM_TRY(look_up(self, "torch_list_get_item", &torch.list_get));
     GM_TRY(look_up(self, "torch_delete_list", &torch.list_delete));
     GM_TRY(look_up(self, "aoti_torch_layout_strided", &torch.layout_strided));
+    GM_TRY(look_up(self, "aoti_torch_grad_mode_is_enabled", &torch.grad_mode_is_enabled));
     void *library;
     if (torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
         torch.library_def(library, "blob(int lease, int[] sizes, int[] strides, ScalarType dtype, "

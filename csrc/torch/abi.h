@@ -14,5 +14,6 @@
 
 /* Idempotent; registers the operator once per process. */
 gm_status gm_torch_abi_init(void);
+bool gm_torch_is_grad_enabled(void); /* on this thread; after the former */
 
 #endif

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy import _C, _torch
+from gemini_strategy import _torch
 from gemini_strategy._torch import proxy_tensor
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import gate
@@ -32,7 +32,6 @@ def _refuse(name: str, way_out: str) -> Any:
 
 class _Managed:
     __slots__ = ()
-    __torch_function__ = _C.NoTorchFunction()
 
     @property
     def data(self) -> torch.Tensor:
@@ -132,7 +131,9 @@ _classes: dict[type, type] = {}
 def managed_class(plain: type) -> type:
     """The class of managed parameters of class `plain`."""
     if plain not in _classes:
-        _classes[plain] = type(f"Managed{plain.__name__}", (_Managed, plain), {})
+        # Its base has it, too, but torch looks for it at every use, and here first.
+        own = {"__torch_function__": _torch.disabled_torch_function}
+        _classes[plain] = type(f"Managed{plain.__name__}", (_Managed, plain), own)
         proxy_tensor.HANDLED_TYPES += (
             _classes[plain],
         )  # make_fx knows parameters by their very class
