@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,17 +201,35 @@ def digests(n: int) -> list[str]:
     return result
 
 
+def _drafts(folder: Path) -> set[Path]:
+    return set(folder.glob(".saved.saving-*"))
+
+
+def _moment(new: set[Path]) -> str:
+    """At which a process was killed, by the folders that it has left."""
+    if not new:
+        return "between saves"
+    is_whole = any((draft / "manifest.json").exists() for draft in new)
+    return "beside a whole folder" if is_whole else "beside an unfinished folder"
+
+
 @pytest.mark.parametrize("part", range(10))
 def test_kill_at_any_moment_loses_no_checkpoint(part: int, tmp_path: Path, forks: Forks) -> None:
-    """Each process goes on from what the one before has left: the state of the step that it says, to the bit."""
+    """Each process goes on from what the one before has left: the state of the step that it says, to the bit.
+
+    Prints (`pytest -rP`) at which moments the kills came.
+    """
     n = N_KILLS // 10
+    moments: Counter[str] = Counter()
     ended = forks.run(f"{__name__}:digests", 4 * n + 4)[0]
     assert ended.value is not None, ended.how
     want, reached = ended.value, 0
     with make(2, Small) as reader:
         for kill in range(part * n, part * n + n):
+            before = _drafts(tmp_path)
             ended = forks.run(f"{__name__}:save_until_killed", str(tmp_path), kill)[0]
             assert ended.exit_code == -signal.SIGALRM, ended.how
+            moments[_moment(_drafts(tmp_path) - before)] += 1
             try:
                 step = reader.load(tmp_path / "saved")
             except gs.GeminiError:
@@ -222,6 +241,10 @@ def test_kill_at_any_moment_loses_no_checkpoint(part: int, tmp_path: Path, forks
         assert reached > n // 4, reached
         left = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
         assert len(left) <= 2  # of the last one, and of its scratch
+    print(
+        f"{n} kills, at step {reached} in the end, 0 checkpoints lost:",
+        dict(sorted(moments.items())),
+    )
 
 
 def kill_at_call(folder: str, n: int, can_exchange: bool) -> int:
