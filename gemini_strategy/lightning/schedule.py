@@ -109,6 +109,8 @@ def _because_of(callbacks: Any, known: ModuleType) -> str | None:
                 return f"the callback {name} has {hook}"
         if saves_after_errors(callback, known):
             return f"the callback {name} saves a checkpoint after an error"
+        if isinstance(callback, getattr(known, "StochasticWeightAveraging", ())):
+            return f"the callback {name} may end with an epoch that steps with the last gradients"
     return None
 
 

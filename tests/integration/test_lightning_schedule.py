@@ -282,6 +282,28 @@ def test_a_hook_of_a_callback_defers(tree: str, hook: str, kind: str, said: list
     assert trainer.strategy.deferred_because.endswith(f"{type(callback).__name__} has {hook}")
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_the_epoch_of_batch_norms_steps_with_the_last_gradients(tree: str, said: list[int]) -> None:
+    """StochasticWeightAveraging adds an epoch without a backward for them, the end of which steps all the same."""
+    base = plain_class(tree)
+
+    def make_norm(self: Any) -> None:
+        base.build(self)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    cls = type("Normed", (base,), {"build": make_norm})
+    ours, theirs = build(cls), build(cls, reference=True)
+
+    def options() -> dict[str, Any]:
+        swa = load_tree(tree).callbacks.StochasticWeightAveraging(3e-3, swa_epoch_start=1)
+        window = {"limit_train_batches": 5, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+        return {"callbacks": [swa], "max_epochs": 3, **window}
+
+    trainer = fit(tree, ours, strategy(tree), **options())
+    same_training(trainer, ours, fit_reference(tree, theirs, **options()), theirs)
+    assert not said and "StochasticWeightAveraging" in trainer.strategy.deferred_because
+
+
 def test_lightnings_everyday_callbacks_do_not_defer(tmp_path: Any, said: list[int]) -> None:
     callbacks = load_tree("lightning").callbacks
     watched = [
