@@ -25,8 +25,11 @@
 #include "device/hostmem.h"
 
 enum {
-    GROW_BLOCKS = 64,            /* the file's size grows by this many blocks, or by half */
-    COPY_GRAIN_BYTES = 256 << 10 /* least copy worth a second thread */
+    GROW_BLOCKS = 64,             /* the file's size grows by this many blocks, or by half */
+    COPY_GRAIN_BYTES = 256 << 10, /* least copy worth a second thread */
+    /* So much is taken between two looks at what the machine has: a look reads a dozen files, which
+     * takes longer than giving a small block its pages. */
+    LOOK_BYTES = 16 << 20
 };
 
 typedef struct address_range {
@@ -52,6 +55,8 @@ typedef struct host_device {
     size_t n_blocks; /* that fit into the file as it is */
     size_t n_used;
     size_t first_free; /* no block below it is free */
+    size_t available;  /* of the host's memory when it was looked at, less what was taken since */
+    size_t n_unseen;   /* bytes that may be taken without another look; at most `available` */
 
     address_range *ranges; /* (n_ranges,) ascending, apart from each other */
     size_t n_ranges, range_capacity;
@@ -212,17 +217,30 @@ static gm_status grow_file(host_device *dev)
     return GM_OK;
 }
 
-/* Takes the pages now, so that memory that is not there fails here and not as a SIGBUS later. */
-static gm_status give_pages(host_device *dev, size_t index)
+/* Fails unless the machine has the memory of one more block. */
+static gm_status check_available(host_device *dev)
 {
-    size_t available, bytes = dev->base.block_bytes;
-    GM_TRY(gm_host_available(&available));
-    if (bytes > available) {
+    size_t bytes = dev->base.block_bytes;
+    if (bytes <= dev->n_unseen) {
+        return GM_OK;
+    }
+    dev->n_unseen = 0;
+    GM_TRY(gm_host_available(&dev->available));
+    if (bytes > dev->available) {
         return GM_FAIL(GM_ERR_NOMEM,
                        "host device: a block of %s wanted, %s of host memory available, %zu blocks "
                        "held",
-                       gm_wanted(bytes).text, gm_there(available).text, dev->n_used);
+                       gm_wanted(bytes).text, gm_there(dev->available).text, dev->n_used);
     }
+    dev->n_unseen = dev->available < LOOK_BYTES ? dev->available : LOOK_BYTES;
+    return GM_OK;
+}
+
+/* Takes the pages now, so that memory that is not there fails here and not as a SIGBUS later. */
+static gm_status give_pages(host_device *dev, size_t index)
+{
+    size_t bytes = dev->base.block_bytes;
+    GM_TRY(check_available(dev));
     int failed;
     do {
         failed = fallocate(dev->fd, 0, (off_t)(index * bytes), (off_t)bytes);
@@ -232,8 +250,10 @@ static gm_status give_pages(host_device *dev, size_t index)
             errno == ENOSPC || errno == ENOMEM ? GM_ERR_NOMEM : GM_ERR_DEVICE,
             "host device: a block of %s wanted, %s seemed available, but the kernel says: "
             "%s",
-            gm_wanted(bytes).text, gm_there(available).text, strerror(errno));
+            gm_wanted(bytes).text, gm_there(dev->available).text, strerror(errno));
     }
+    dev->available -= bytes; /* which a look has covered */
+    dev->n_unseen -= bytes < dev->n_unseen ? bytes : dev->n_unseen;
     return GM_OK;
 }
 
