@@ -28,8 +28,8 @@ def int8(linear: nn.Linear) -> nn.Module:
     new = bnb.nn.Linear8bitLt(
         linear.in_features, linear.out_features, bias=False, has_fp16_weights=False
     )
-    new.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False)
-    return new.to(linear.weight.device)  # quantizes
+    new.weight = bnb.nn.Int8Params(linear.weight.data.cpu(), requires_grad=False)
+    return new.to(linear.weight.device)  # quantizes what is on the CPU
 
 
 def four_bits(linear: nn.Linear, **how: Any) -> nn.Module:

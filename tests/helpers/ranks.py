@@ -49,6 +49,7 @@ def _rank_main(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    forked.let_finish()
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group(

@@ -31,7 +31,7 @@ def main(folder: Path, size: int, what: str, where: int) -> None:
     module.on_train_batch_start = act
     trainer = make_trainer(
         "lightning",
-        GeminiStrategy(report=False, timeout=10.0 if what == "reduce" else 20.0),
+        GeminiStrategy(report=False, timeout=10.0 if what in ("reduce", "stop") else 20.0),
         devices=size,
         precision="bf16-mixed",
     )
