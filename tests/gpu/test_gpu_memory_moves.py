@@ -221,7 +221,7 @@ def test_out_of_memory_and_on() -> None:
         assert stats["planned"]
         assert_same_outcome(run.outcome(), want)
         # what the attempt took has been given back
-        assert run.engine._runtime.memory._pool.bytes() < 128 * MIB
+        assert run.engine._runtime.memory._on.torch.bytes() < 128 * MIB
 
 
 def test_below_the_floor() -> None:
@@ -250,7 +250,7 @@ def test_torch_holds_what_a_step_needs() -> None:
 
     run = managed(lambda: Growing(256, 256), Recipe(device="cuda"))
     with contextlib.closing(run.engine):
-        pool = run.engine._runtime.memory._pool
+        pool = run.engine._runtime.memory._on.torch._pool
         for _ in range(3):
             run(torch.ones(8, 256, device="cuda")).sum().backward()
             run.finish()

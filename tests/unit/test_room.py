@@ -180,20 +180,33 @@ def test_a_refusal_of_torch_says_what_fills_the_budget(monkeypatch: pytest.Monke
         def bytes(self) -> int:
             return 43_210
 
-        def refusals(self) -> int:
-            return 0
+        def recover(self) -> bool:
+            return False
+
+    class Device:
+        """With the parts of other models."""
+
+        torch = Pool()
+
+        def lead(self) -> object:
+            return memory
+
+        def parts(self) -> int:
+            return 1_500
 
     x = torch.ones(2, 32)
     engine.backward(model(x).sum())
     model[2].register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError) as caught, monkeypatch.context() as patch:
-        patch.setattr(memory, "_pool", Pool())
+        patch.setattr(memory, "_on", Device())
+        patch.setattr(memory, "budget", 64_000)
+        patch.setattr(memory, "core", engine._runtime.core)
         model(x)
     assert caught.value is refused
     (note,) = refused.__notes__
     held = gs.sizes.size_text(int(engine.stats()["device_bytes"]))
     assert (
-        f"within device_budget, 64.00 kB, chunks of parameters hold {held} and torch 43.21 kB"
-        in note
+        f"within device_budget, 64.00 kB, chunks of parameters hold {held}, parts of other models 1.500 kB and torch "
+        "43.21 kB" in note
     )
     engine.close()
