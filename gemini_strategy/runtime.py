@@ -181,16 +181,16 @@ class Runtime(Uncopied, Reporting):
         name, trains = type(self.model).__name__, self.optimizer is not None
         self.memory.join(self.core, name, budget, registration.floor_bytes(), trains)
         if budget >= 0:
-            external = self.memory.external_bytes(0)
-            spare = registration.check_floor(budget, budget - external)
-            reserve = min(self.memory.first_reserve_bytes(budget), spare)
-            self.core.set_external_bytes(external + reserve)
+            spare = registration.check_floor(budget, budget - self.memory.external_bytes(0))
+            self.memory.reserve = min(self.memory.first_reserve_bytes(budget), spare)
+            self.core.set_external_bytes(self.memory.external_bytes(0))
 
     def _refresh_memory(self) -> None:
         """Before a step, which may plan: what others hold on the device now."""
         if self.device.type != "cuda":
             return
         self.sample_device()
+        self.memory.reserve = 0
         if self.memory.tidy():
             self.core.forget_outside()
         chunk_bytes = self.core.stats()["device_bytes"]

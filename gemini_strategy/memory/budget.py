@@ -69,6 +69,7 @@ class DeviceMemory:
         self.trains = False
         self.least = self.most = 0  # bytes of chunks
         self.part: int | None = None  # None: it leads, or has no budget
+        self.reserve = 0  # bytes more for the driver, where it leads, until its first step is over
         self._on = _open(device) if device.type == "cuda" else None
 
     def join(self, core: Any, name: str, budget: int, least: int, trains: bool) -> None:
@@ -115,7 +116,7 @@ class DeviceMemory:
         if self._on is None:
             return 0
         if self.part is None:
-            return self._on.beside(chunk_bytes)
+            return self._on.beside(chunk_bytes) + self.reserve
         return max(self.budget - self.part, 0)
 
     def follow(self) -> bool:
@@ -159,10 +160,12 @@ class DeviceMemory:
 
     def explain(self, error: torch.OutOfMemoryError) -> None:
         """Adds to torch's text, which knows the whole device alone, what the budget is used for. Once."""
-        lead = None if self._on is None else self._on.lead()
-        if lead is None or lead.budget < 0 or hasattr(error, "__notes__"):
+        if self._on is None or hasattr(error, "__notes__"):
             return
-        others = self._on.parts() if self._on is not None else 0
+        lead = self._on.lead()
+        if lead is None or lead.budget < 0:
+            return
+        others = self._on.parts()
         beside = f", parts of other models {size_text(others)}" if others else ""
         error.add_note(
             f"gemini: within device_budget, {size_text(lead.budget)}, chunks of parameters hold "

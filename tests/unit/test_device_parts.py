@@ -259,6 +259,23 @@ def test_who_is_garbage_has_nothing(machine: _Machine) -> None:
     two.close()
 
 
+def test_another_engine_leaves_the_reserve_of_a_first_step(machine: _Machine) -> None:
+    budget = 24_000 * MIB
+    policy = machine.join("Policy", budget, 40_000 * MIB, 100 * MIB, trains=True)
+    policy.memory.reserve = policy.memory.first_reserve_bytes(budget)
+    assert policy.memory.reserve == 384 * MIB
+    reference = machine.join("Reference", budget, 2000 * MIB, 100 * MIB, trains=False)
+    for one in (policy, reference):
+        one.core.fill()
+    assert machine.used() == budget - DRIVER_RESERVE - 384 * MIB
+    policy.memory.reserve = 0  # the step is over
+    policy.core.external = policy.memory.external_bytes(policy.core.held)
+    policy.core.fill()
+    assert machine.used() == budget - DRIVER_RESERVE
+    policy.close()
+    reference.close()
+
+
 def test_engines_without_a_budget_are_others(machine: _Machine) -> None:
     whole = machine.join("Whole", -1, 3000 * MIB, 10 * MIB, trains=True)
     whole.core.fill()
