@@ -34,6 +34,7 @@ __all__ = [
     "is_bytes",
     "is_wrapper",
     "parts",
+    "would_pack",
 ]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -150,21 +151,21 @@ def follow(wrapper: torch.Tensor) -> None:
     _torch.swap_tensor_impl(wrapper, made)
 
 
+_PACKING = "support_avx512bf16_for_cpu"
+
+
+def would_pack(module: nn.Module) -> bool:
+    """bitsandbytes' Linear4bit packs its weight anew in the first forward that evaluates on a CPU with AVX512-BF16."""
+    return bool(vars(module).get(_PACKING, False))
+
+
 class Unpacked:
-    """A layer that keeps the layout of its weight: a handle, whose remove() gives it its own way back.
-
-    Where a CPU has AVX512-BF16, bitsandbytes' Linear4bit packs its weight anew in the first forward that evaluates.
-    """
-
-    _SWITCH = "support_avx512bf16_for_cpu"
+    """A layer that would pack its weight, and does not: a handle, whose remove() gives it its own way back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._was: Any = vars(module).get(self._SWITCH, False)
-        if self._was:
-            setattr(module, self._SWITCH, False)
+        setattr(module, _PACKING, False)
 
     def remove(self) -> None:
         """Idempotent."""
-        if self._was:
-            setattr(self._module, self._SWITCH, self._was)
+        setattr(self._module, _PACKING, True)

@@ -337,8 +337,9 @@ class Registration:
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)
             units.append(unit)
-            handles.append(quantized.Unpacked(found.module))
-            original.on_restore(handles[-1].remove)
+            if quantized.would_pack(found.module):
+                handles.append(quantized.Unpacked(found.module))
+                original.on_restore(handles[-1].remove)
         loading.commit(original)
         device = self._engine.device
         self._share_buffers(original)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -81,10 +80,6 @@ def _both(kind: type, config: type, folder: Path, data: Any, **given: Any) -> An
     return trainer
 
 
-def _adapters() -> LoraConfig:
-    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-
-
 def test_the_model_is_as_large_as_is_said() -> None:
     n = sum(p.numel() for p in make_model().parameters())
     assert N_PARAMETERS <= n <= 1.05 * N_PARAMETERS
@@ -99,7 +94,7 @@ def test_sft(tmp_path: Path) -> None:
 
 def test_sft_with_adapters(tmp_path: Path) -> None:
     data = Dataset.from_dict({"text": cases.words(32, 1)})
-    trainer = _both(SFTTrainer, SFTConfig, tmp_path, data, peft_config=_adapters())
+    trainer = _both(SFTTrainer, SFTConfig, tmp_path, data, peft_config=cases.adapters())
     trainer.save_model()
 
 
@@ -114,22 +109,12 @@ def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
 
 
 def test_dpo_with_adapters(tmp_path: Path) -> None:
-    _both(DPOTrainer, DPOConfig, tmp_path, cases.preferences(), peft_config=_adapters())
+    _both(DPOTrainer, DPOConfig, tmp_path, cases.preferences(), peft_config=cases.adapters())
 
 
 def test_grpo(tmp_path: Path) -> None:
-    def rewards(completions: list[str], **given: Any) -> list[float]:
-        return [float(sum(map(ord, text)) % 7) for text in completions]
-
-    _both(
-        GRPOTrainer,
-        GRPOConfig,
-        tmp_path,
-        Dataset.from_dict({"prompt": cases.words(16, 1)}),
-        reward_funcs=rewards,
-        num_generations=2,
-        max_completion_length=4,
-    )
+    data = Dataset.from_dict({"prompt": cases.words(16, 1)})
+    _both(GRPOTrainer, GRPOConfig, tmp_path, data, **cases.grpo_options())
 
 
 def test_a_trainer_stays_within_the_budget(tmp_path: Path) -> None:

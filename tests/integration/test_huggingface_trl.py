@@ -89,6 +89,10 @@ def both(kind: type, config: type, folder: Path, data: Any, **given: Any) -> Any
     return managed
 
 
+def adapters() -> LoraConfig:
+    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
 def test_sft(tmp_path: Path) -> None:
     both(SFTTrainer, SFTConfig, tmp_path, Dataset.from_dict({"text": words(32, 1)}))
 
@@ -100,7 +104,7 @@ def test_sft_with_adapters_that_it_adds_itself(tmp_path: Path) -> None:
         SFTConfig,
         tmp_path,
         data,
-        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+        peft_config=adapters(),
     )
     trainer.save_model()
     assert {p.name for p in (tmp_path / "True").iterdir()} >= {
@@ -132,23 +136,20 @@ def test_dpo_with_adapters(tmp_path: Path) -> None:
         DPOConfig,
         tmp_path,
         preferences(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+        peft_config=adapters(),
     )
 
 
-def test_grpo(tmp_path: Path) -> None:
+def grpo_options() -> dict[str, Any]:
     def rewards(completions: list[str], **given: Any) -> list[float]:
         return [float(sum(map(ord, text)) % 7) for text in completions]
 
-    both(
-        GRPOTrainer,
-        GRPOConfig,
-        tmp_path,
-        Dataset.from_dict({"prompt": words(16, 1)}),
-        reward_funcs=rewards,
-        num_generations=2,
-        max_completion_length=4,
-    )
+    return {"reward_funcs": rewards, "num_generations": 2, "max_completion_length": 4}
+
+
+def test_grpo(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"prompt": words(16, 1)})
+    both(GRPOTrainer, GRPOConfig, tmp_path, data, **grpo_options())
 
 
 def test_reward(tmp_path: Path) -> None:
