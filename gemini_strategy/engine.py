@@ -115,7 +115,7 @@ class Engine(Uncopied):
         """Clips all gradients by their common 2-norm, in the next step.
 
         The factor min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ defines it, is
-        fused into the next optimizer step; `p.grad` stays as it is.
+        fused into the next optimizer step. `p.grad` shows clipped gradients from now on.
 
         Args:
             max_norm: the largest norm allowed, not negative.

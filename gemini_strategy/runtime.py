@@ -16,7 +16,7 @@ import contextlib
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +103,9 @@ class Runtime(Uncopied, Reporting):
         self.settings = settings
         self.clip_factor = 1.0
         self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
+        # Gradients that a clip has shortened, and by which factor. The step multiplies by the way; here they are what
+        # they were, until somebody uses them after it (_shorten). Whoever reads them finds the product.
+        self.clipped: dict[Slot, float] = {}
         self._in_backward = False
         self.steps = self.skipped_steps = 0
         self._wants_numbers = (
@@ -282,7 +285,8 @@ class Runtime(Uncopied, Reporting):
 
     def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
-        is_asked = self.step_in_backward.waits or self.step_in_backward.used or self.lent
+        is_asked = self.step_in_backward.waits or self.step_in_backward.used
+        is_asked = is_asked or self.lent or self.clipped
         is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
         is_asked = is_asked or self._wants_numbers
         self.takes_plainly = self.scaler is None and not is_asked
@@ -326,6 +330,8 @@ class Runtime(Uncopied, Reporting):
             grad = grad.float()
         grad = order.ordered(grad, slot.strides)
         slot.given.collect("grad")
+        if slot in self.clipped:  # it is added to, and nobody has called zero_grad()
+            slot.clip_grad()
         self._sumsq = None
         self.net.settle()  # the node that used the weights is done: they may be updated
         try:
@@ -343,6 +349,11 @@ class Runtime(Uncopied, Reporting):
     def forget_norm(self) -> None:
         """A gradient has changed: the norm must be computed again."""
         self._sumsq = None
+
+    def forget_clip(self, slot: Slot) -> None:
+        """Its gradient is another, or gone: no clip has shortened it."""
+        if self.clipped.pop(slot, None) is not None and not self.clipped:
+            self.choose_way()
 
     def check_open(self) -> None:
         if self.closed:
@@ -400,6 +411,10 @@ class Runtime(Uncopied, Reporting):
                         "engine.close() and manage() again"
                     )
 
+    def _to_step(self) -> list[Slot]:
+        """What has a gradient for the next step."""
+        return [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale; itself without one. Backward belongs into `accept_scaled`."""
         return loss if self.scaler is None else loss * self.scaler.scale
@@ -418,14 +433,22 @@ class Runtime(Uncopied, Reporting):
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         self.check_open()
         self.collect()
-        slots = [slot for slot, _ in self._stepped() if self.core.has_grad(slot.id)]
+        slots = self._to_step()
         self.step_in_backward.check_read(slots)
+        self._shorten(slots)
         ids = sorted(slot.id for slot in slots)
         fields = {"is_known": self._sumsq is not None and self._sumsq[0] == ids}
         everyone = agreement.check_step(self, "gradient norm", slots, fields)
         if not all(own["is_known"] for own in everyone):
             self._sumsq = ids, self.core.grad_sumsq(ids, self.stream())
         return self._sumsq[1]
+
+    def _shorten(self, slots: Iterable[Slot]) -> None:
+        """Before these gradients are used: a clip whose step is over is in them, as in torch."""
+        if self.clip_factor == 1.0:
+            for slot in slots:
+                if slot in self.clipped:
+                    slot.clip_grad()
 
     def grad_norm(self) -> float:
         """See Engine.grad_norm."""
@@ -449,6 +472,11 @@ class Runtime(Uncopied, Reporting):
             )
         if self.scaler is None or math.isfinite(norm):
             self.clip_factor = clip_coefficient(norm, float(max_norm))
+        if self.clip_factor != 1.0:
+            for slot in self._to_step():
+                self.clipped[slot] = self.clip_factor
+                slot.given.refresh("grad")
+            self.choose_way()
         return torch.tensor(norm, dtype=torch.float32)
 
     def clip_grad_value_(self, value: float) -> None:
@@ -461,6 +489,7 @@ class Runtime(Uncopied, Reporting):
         bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
         self.step_in_backward.check_read(slots)
+        self._shorten(slots)
         for slot in slots:
             slot.clamp_grad(bound)
 
@@ -485,6 +514,7 @@ class Runtime(Uncopied, Reporting):
         if self._sumsq is None:
             self._check_unclipped("optimizer step: gradients have come or were changed")
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
+        self._shorten(slot for slot, _ in work)
         shown: list[Slot] = []
         if self.ranks.size > 1:
             present = [slot for slot, _ in work]

@@ -309,7 +309,8 @@ class HybridAdam(torch.optim.Optimizer):
         Args:
             closure: evaluated first, with gradients enabled; its result is returned.
             grad_divisor: what gradients are divided by (a loss scale, say), fused into the update
-                together with the factor of the latest clip_grad_norm_, which then is 1 again.
+                together with the factor of the latest clip_grad_norm_, which then is 1 again:
+                `p.grad` is clipped from then on.
 
         Raises:
             TypeError: a gradient is sparse, complex, on another device or of another dtype. No
@@ -332,6 +333,8 @@ class HybridAdam(torch.optim.Optimizer):
             work.append((p, scalars[group_index, step]))
         for p, packed in work:
             self._update(p, packed)
+            if clip_factor != 1.0:
+                p.grad.mul_(clip_factor)
         self._gm_clip_factor = 1.0
         return loss
 
@@ -384,8 +387,9 @@ class HybridAdam(torch.optim.Optimizer):
     ) -> Tensor:
         """Clips the gradients of all parameters by their common norm, in the next step.
 
-        The gradients stay as they are; the factor (clip_coefficient) is fused into the next step()
-        and is 1 again after it. A second call before the step replaces the factor.
+        The gradients stay as they are until the next step(), into which the factor
+        (clip_coefficient) is fused: it is 1 again and they are clipped after it. A second call
+        before the step replaces the factor.
 
         Args:
             max_norm: the norm to clip to, >= 0.

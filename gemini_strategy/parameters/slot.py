@@ -270,6 +270,7 @@ class Slot(_C.Slot):
         self.given.leave("grad", why)
         self.engine.written.forget_grad(self)
         self.engine.core.grad_drop(self.id)
+        self.engine.forget_clip(self)
 
     def collect(self) -> None:
         """Before the weight is used: what was written to memory that was given away is a field's."""
@@ -442,15 +443,25 @@ class Slot(_C.Slot):
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
         self.engine.step_in_backward.check_read((self,))
-        return self._read(_GRAD, self.engine.grad_dtype(self)).to(self.device, self.dtype)
+        values = self._read(_GRAD, self.engine.grad_dtype(self))
+        if self in self.engine.clipped:
+            values.mul_(self.engine.clipped[self])
+        return values.to(self.device, self.dtype)
 
     def clamp_grad(self, bound: float) -> None:
         """Each rank its part: no collective but the reduction that may be due."""
-        dtype = self.engine.grad_dtype(self)
-        values = self._empty(dtype).zero_()
+        values = self._own_grad().to(self.device, self.dtype).clamp_(-bound, bound)
+        self._put_grad(self._ordered(values, self.engine.grad_dtype(self)))
+
+    def clip_grad(self) -> None:
+        """It becomes what the last clip by norm has made of it; each rank its part."""
+        self._put_grad(self._own_grad().mul_(self.engine.clipped[self]))
+
+    def _own_grad(self) -> torch.Tensor:
+        """This rank's part, on the host, as it is kept; zeros elsewhere."""
+        values = self._empty(self.engine.grad_dtype(self)).zero_()
         self.engine.core.read(self.id, _GRAD, 0, values.numel(), values.data_ptr())
-        values = values.to(self.device, self.dtype).clamp_(-bound, bound)
-        self._put_grad(self._ordered(values, dtype))
+        return values
 
     def write_grad(self, values: torch.Tensor) -> None:
         plain = self._ordered(values, self.engine.grad_dtype(self))
@@ -465,6 +476,7 @@ class Slot(_C.Slot):
         self.engine.step_in_backward.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
+        self.engine.forget_clip(self)
         self.given.refresh("grad")
 
     def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
