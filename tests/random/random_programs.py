@@ -291,6 +291,8 @@ def _action(
     if kind == "train":
         k = draw.choice((1, 1, 2))
         clip = f"run.see(run.clip({draw.choice((0.05, 1.0))}))" if draw.random() < 0.4 else "pass"
+        keeps = not is_scaled and draw.random() < 0.15  # the next step adds to what this one has used
+        drop = "pass" if keeps else f"run.zero_grad({draw.random() < 0.8})"
         text = f"""
 for i in range({k}):
     loss = run.loss({seed} + i, {n})
@@ -298,7 +300,7 @@ for i in range({k}):
     run.backward(loss / {k})
 {clip}
 run.step()
-run.zero_grad({draw.random() < 0.8})"""
+{drop}"""
     elif kind == "quiet":
         text = _quiet_steps(draw, seed, n)
     elif kind == "immediate":
