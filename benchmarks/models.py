@@ -1,4 +1,4 @@
-"""Models of the OPT family by width and depth, random weights, and token data: no network needed.
+"""Models of the OPT and GPT-2 families by width and depth, random weights, and token data: no network needed.
 
 Every run of a benchmark starts from the same bf16 values, whatever precision and device it keeps
 them in: they are drawn per parameter from a seed, on the GPU where there is one.
@@ -17,7 +17,7 @@ DISTINCT_BATCHES = 2  # few, so that the loss falls and a missing update shows i
 
 
 def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: torch.dtype):
-    """OPTForCausalLM in training mode with activation checkpointing.
+    """A causal language model in training mode with activation checkpointing.
 
     Args:
         shape: its size.
@@ -25,6 +25,17 @@ def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: 
         compute: where their values are drawn.
         dtype: what they are kept in; the values are those of bf16.
     """
+    with torch.device("meta"):
+        model = _gpt2(shape) if shape.family == "gpt2" else _opt(shape)
+    model.to(dtype).to_empty(device=home)
+    model.tie_weights()
+    if home.type != "meta":
+        draw_values(model, compute)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _opt(shape: Shape) -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
@@ -41,14 +52,25 @@ def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: 
         use_cache=False,
         attn_implementation="sdpa",
     )
-    with torch.device("meta"):
-        model = OPTForCausalLM(config)
-    model.to(dtype).to_empty(device=home)
-    model.tie_weights()
-    if home.type != "meta":
-        draw_values(model, compute)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
+    return OPTForCausalLM(config)
+
+
+def _gpt2(shape: Shape) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=shape.hidden,
+        n_layer=shape.blocks,
+        n_head=shape.heads,
+        vocab_size=shape.vocabulary,
+        n_positions=shape.positions,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return GPT2LMHeadModel(config)
 
 
 def draw_values(model: nn.Module, compute: torch.device) -> None:

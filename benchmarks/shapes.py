@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """Width, depth and vocabulary of an OPT model; its feed-forward width is 4 times `hidden`."""
+    """Width, depth and vocabulary of an OPT or GPT-2 model; its feed-forward width is 4 times `hidden`."""
 
     hidden: int
     blocks: int
     heads: int
     vocabulary: int = 50272
     positions: int = 2048
+    family: str = "opt"
 
 
 SHAPES = {
@@ -22,5 +23,6 @@ SHAPES = {
     "opt-5b": Shape(hidden=4096, blocks=24, heads=32),
     "opt-6.7b": Shape(hidden=4096, blocks=32, heads=32),
     "opt-14b": Shape(hidden=5120, blocks=44, heads=40),
+    "gpt2-4b": Shape(2304, 64, 16, vocabulary=50257, positions=1024, family="gpt2"),
     "tiny": Shape(hidden=64, blocks=3, heads=4, vocabulary=512, positions=128),
 }

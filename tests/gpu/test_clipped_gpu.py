@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.reference import Plain, Recipe, assert_same_bits, assert_same_outcome, managed, plain
 from test_gpu_exact import _deterministic
@@ -18,6 +19,7 @@ LIMIT = 0.05
 
 
 def _backward(run: Plain, step: int) -> Any:
+    torch.manual_seed(step)
     run.backward(CASE.loss(run, CASE.batch(step).to("cuda")))
     return {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
 
