@@ -71,6 +71,32 @@ void gm_assert_failed(const char *condition, const char *file, int line)
     abort();
 }
 
+/* `out` and `array` point to pointers to any objects, which C has no one type for. */
+gm_status gm_new(void *out, size_t bytes, const char *text)
+{
+    void *fresh = calloc(1, bytes);
+    memcpy(out, &fresh, sizeof fresh);
+    return fresh ? GM_OK : GM_FAIL(GM_ERR_NOMEM, text, bytes);
+}
+
+gm_status gm_grow(void *array, size_t n, size_t *capacity, size_t bytes_each, const char *text)
+{
+    if (n < *capacity) {
+        return GM_OK;
+    }
+    size_t wanted = *capacity ? 2 * *capacity : 16;
+    char *grown;
+    memcpy(&grown, array, sizeof grown);
+    grown = realloc(grown, wanted * bytes_each);
+    if (!grown) {
+        return GM_FAIL(GM_ERR_NOMEM, text, wanted);
+    }
+    memset(grown + *capacity * bytes_each, 0, (wanted - *capacity) * bytes_each);
+    memcpy(array, &grown, sizeof grown);
+    *capacity = wanted;
+    return GM_OK;
+}
+
 double gm_seconds(void)
 {
     struct timespec now;

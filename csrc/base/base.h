@@ -62,6 +62,15 @@ gm_size_text gm_there(size_t bytes);
 /* Prints the broken invariant and aborts: a debug build must not continue with wrong state. */
 void gm_assert_failed(const char *condition, const char *file, int line);
 
+/* *(pointer) becomes an object of zeros, or the failure has the text, which has the bytes wanted. */
+#define GM_NEW(pointer, text) gm_new(&(pointer), sizeof *(pointer), (text))
+/* Room for one more element behind the n of `array`; `capacity` (size_t) doubles where it is reached, new places are zeros.
+ * The text has how many elements were wanted. */
+#define GM_GROW(array, n, capacity, text) \
+    gm_grow(&(array), (n), &(capacity), sizeof *(array), (text))
+gm_status gm_new(void *out, size_t bytes, const char *text);
+gm_status gm_grow(void *array, size_t n, size_t *capacity, size_t bytes_each, const char *text);
+
 /* Seconds of a clock that only goes forward. */
 double gm_seconds(void);
 

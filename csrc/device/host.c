@@ -149,16 +149,8 @@ static gm_status host_range_new(gm_device *base, size_t bytes, uintptr_t *out)
                        "host device: a range of %zu bytes: a multiple of %zu, not 0, is wanted",
                        bytes, base->granularity);
     }
-    if (dev->n_ranges == dev->range_capacity) {
-        size_t capacity = dev->range_capacity ? 2 * dev->range_capacity : 64;
-        address_range *grown = realloc(dev->ranges, capacity * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu ranges",
-                           capacity);
-        }
-        dev->ranges = grown;
-        dev->range_capacity = capacity;
-    }
+    GM_TRY(GM_GROW(dev->ranges, dev->n_ranges, dev->range_capacity,
+                   "host memory: no room for a table of %zu ranges"));
     void *mapped = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) {
         return mmap_failed(bytes, errno);
@@ -386,16 +378,8 @@ static gm_status timed_event_new(host_device *dev, gm_event *out)
     while (slot < dev->n_timed && dev->timed[slot].is_used) {
         slot++;
     }
-    if (slot == dev->n_timed) {
-        size_t n = dev->n_timed ? 2 * dev->n_timed : 16;
-        timed_event *grown = realloc(dev->timed, n * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu events", n);
-        }
-        memset(&grown[dev->n_timed], 0, (n - dev->n_timed) * sizeof *grown);
-        dev->timed = grown;
-        dev->n_timed = n;
-    }
+    GM_TRY(
+        GM_GROW(dev->timed, slot, dev->n_timed, "host memory: no room for a table of %zu events"));
     dev->timed[slot] = (timed_event){.is_used = true};
     *out = TIMED + slot;
     return GM_OK;
@@ -667,11 +651,8 @@ gm_status gm_device_host_new(size_t block_bytes, gm_workers *pool, gm_device **o
         return GM_FAIL(GM_ERR_ARG, "block_bytes is %zu: a size from 1 to %zu is wanted",
                        block_bytes, SIZE_MAX / 2);
     }
-    host_device *dev = calloc(1, sizeof *dev);
-    if (!dev) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a device's own %zu bytes",
-                       sizeof *dev);
-    }
+    host_device *dev;
+    GM_TRY(GM_NEW(dev, "host memory: no room for a device's own %zu bytes"));
     dev->base = (gm_device){.ops = &host_ops,
                             .granularity = granularity,
                             .block_bytes = gm_round_up(block_bytes, granularity),

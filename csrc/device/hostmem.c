@@ -189,11 +189,8 @@ static gm_status fill_arena(gm_arena *arena, size_t bytes, gm_workers *pool)
 
 gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
 {
-    gm_arena *arena = calloc(1, sizeof *arena);
-    if (!arena) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for an arena's own %zu bytes",
-                       sizeof *arena);
-    }
+    gm_arena *arena;
+    GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
     arena->owner = getpid();
     if (bytes > 0) {
         gm_status status = fill_arena(arena, bytes, pool);
@@ -208,11 +205,8 @@ gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
 
 gm_status gm_arena_on_paper(size_t bytes, gm_arena **out)
 {
-    gm_arena *arena = calloc(1, sizeof *arena);
-    if (!arena) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for an arena's own %zu bytes",
-                       sizeof *arena);
-    }
+    gm_arena *arena;
+    GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
     arena->owner = getpid();
     arena->bytes = bytes;
     if (bytes > 0) {

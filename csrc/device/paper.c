@@ -249,10 +249,8 @@ static const gm_device_ops paper_ops = {
 gm_status gm_device_paper_new(size_t block_bytes, bool is_host, size_t host_bytes, gm_device **out)
 {
     size_t granularity = is_host ? gm_device_host_granularity() : CUDA_GRANULARITY;
-    paper_device *dev = calloc(1, sizeof *dev);
-    if (!dev) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a device of %zu bytes", sizeof *dev);
-    }
+    paper_device *dev;
+    GM_TRY(GM_NEW(dev, "HOST: a device of %zu bytes"));
     dev->base = (gm_device){.ops = &paper_ops,
                             .granularity = granularity,
                             .block_bytes = gm_round_up(block_bytes, granularity),

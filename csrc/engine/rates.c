@@ -506,10 +506,8 @@ static gm_status measure(bench *b, gm_rates *r)
 gm_status gm_rates_measure(gm_device *device, gm_workers *workers, gm_rates *out)
 {
     *out = (gm_rates){.h2d = 0};
-    bench *b = calloc(1, sizeof *b);
-    if (!b) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes to measure rates", sizeof *b);
-    }
+    bench *b;
+    GM_TRY(GM_NEW(b, "HOST: no %zu bytes to measure rates"));
     b->device = device;
     b->workers = workers;
     gm_rates rates = {.h2d = 0};

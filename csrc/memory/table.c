@@ -85,10 +85,8 @@ static void free_stream(gm_device *device, gm_stream stream)
 gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
 {
     gm_status status;
-    gm_chunks *chunks = calloc(1, sizeof *chunks);
-    if (!chunks) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table: %zu bytes", sizeof *chunks);
-    }
+    gm_chunks *chunks;
+    GM_TRY(GM_NEW(chunks, "HOST: chunk table: %zu bytes"));
     chunks->device = options->device;
     chunks->n_chunks = options->n_chunks;
     chunks->has_homes = options->has_homes;

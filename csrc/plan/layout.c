@@ -64,10 +64,8 @@ gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t c
     for (uint32_t i = 0; i < n_params; i++) {
         GM_TRY(check_spec(&params[i], i));
     }
-    gm_layout *layout = calloc(1, sizeof *layout);
-    if (!layout) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: layout: %zu bytes", sizeof *layout);
-    }
+    gm_layout *layout;
+    GM_TRY(GM_NEW(layout, "HOST: layout: %zu bytes"));
     layout->n_params = n_params;
     layout->places = calloc(n_params ? n_params : 1, sizeof *layout->places);
     layout->chunks = calloc(n_params ? n_params : 1, sizeof *layout->chunks);

@@ -33,11 +33,8 @@ static uint64_t fnv1a(uint64_t hash, uint32_t value)
 
 gm_status gm_book_new(gm_book **out)
 {
-    gm_book *book = calloc(1, sizeof *book);
-    if (!book) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room for the book of traces (%zu bytes)",
-                       sizeof *book);
-    }
+    gm_book *book;
+    GM_TRY(GM_NEW(book, "host: no room for the book of traces (%zu bytes)"));
     book->last = book->following = GM_NO_TRACE;
     *out = book;
     return GM_OK;

@@ -361,11 +361,8 @@ gm_status gm_device_chaos_new(size_t block_bytes, gm_workers *pool, const gm_cha
         return GM_FAIL(GM_ERR_ARG, "chaos device: fault %d is none of 0 to %d", (int)options->fault,
                        GM_CHAOS_N_FAULTS - 1);
     }
-    gm_chaos_device *dev = calloc(1, sizeof *dev);
-    if (!dev) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a device's own %zu bytes",
-                       sizeof *dev);
-    }
+    gm_chaos_device *dev;
+    GM_TRY(GM_NEW(dev, "host memory: no room for a device's own %zu bytes"));
     gm_status status;
     dev->base.ops = &chaos_ops;
     dev->options = *options;

@@ -5,7 +5,6 @@
  * 3. Before memory is shown elsewhere or given back, it is claimed: what may still use it is a fault. */
 #include "device/chaos/chaos_impl.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { POISON_BYTE = 0xeb };
@@ -143,16 +142,8 @@ gm_status gm_chaos_pin(gm_device *base, void *region, size_t bytes)
 {
     gm_chaos_device *dev = as_chaos(base);
     GM_TRY(gm_chaos_check_owner(dev));
-    if (dev->n_pinned == dev->pinned_capacity) {
-        size_t capacity = dev->pinned_capacity ? 2 * dev->pinned_capacity : 8;
-        gm_chaos_use *grown = realloc(dev->pinned, capacity * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu regions",
-                           capacity);
-        }
-        dev->pinned = grown;
-        dev->pinned_capacity = capacity;
-    }
+    GM_TRY(GM_GROW(dev->pinned, dev->n_pinned, dev->pinned_capacity,
+                   "host memory: no room for a table of %zu regions"));
     GM_TRY(dev->inner->ops->pin(dev->inner, region, bytes));
     dev->pinned[dev->n_pinned++] = (gm_chaos_use){(uintptr_t)region, bytes, false};
     return GM_OK;

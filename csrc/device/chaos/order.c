@@ -45,13 +45,7 @@ bool gm_clock_covers(const gm_clock *clock, const gm_clock *other)
 
 gm_status gm_order_new(gm_order **out)
 {
-    gm_order *order = calloc(1, sizeof *order);
-    if (!order) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a map's own %zu bytes",
-                       sizeof *order);
-    }
-    *out = order;
-    return GM_OK;
+    return GM_NEW(*out, "host memory: no room for a map's own %zu bytes");
 }
 
 void gm_order_free(gm_order *order)
@@ -90,19 +84,10 @@ static size_t span_at(const gm_order *order, uint64_t at)
 static gm_status insert(gm_order *order, size_t at, uint64_t begin, uint64_t end,
                         const history *from)
 {
-    if (order->n_spans == order->capacity) {
-        size_t capacity = order->capacity ? 2 * order->capacity : 64;
-        span *grown = realloc(order->spans, capacity * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a map of %zu spans", capacity);
-        }
-        order->spans = grown;
-        order->capacity = capacity;
-    }
-    history *own = calloc(1, sizeof *own);
-    if (!own) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a span's %zu bytes", sizeof *own);
-    }
+    GM_TRY(GM_GROW(order->spans, order->n_spans, order->capacity,
+                   "host memory: no room for a map of %zu spans"));
+    history *own;
+    GM_TRY(GM_NEW(own, "host memory: no room for a span's %zu bytes"));
     if (from) {
         *own = *from;
     }

@@ -30,11 +30,8 @@ static uint64_t random_bits(gm_chaos_device *dev)
 
 gm_status gm_chaos_op_new(gm_chaos_device *dev, gm_chaos_kind kind, gm_chaos_op **out)
 {
-    gm_chaos_op *op = calloc(1, sizeof *op);
-    if (!op) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for an operation's %zu bytes",
-                       sizeof *op);
-    }
+    gm_chaos_op *op;
+    GM_TRY(GM_NEW(op, "host memory: no room for an operation's %zu bytes"));
     op->kind = kind;
     op->number = ++dev->last_number;
     *out = op;
@@ -53,26 +50,16 @@ void gm_chaos_op_free(gm_chaos_op *op)
 
 gm_status gm_chaos_add_use(gm_chaos_op *op, const void *address, size_t bytes, bool is_write)
 {
-    if (op->n_uses == op->use_capacity) {
-        size_t capacity = op->use_capacity ? 2 * op->use_capacity : 4;
-        gm_chaos_use *grown = realloc(op->uses, capacity * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a list of %zu byte ranges",
-                           capacity);
-        }
-        op->uses = grown;
-        op->use_capacity = capacity;
-    }
+    GM_TRY(GM_GROW(op->uses, op->n_uses, op->use_capacity,
+                   "host memory: no room for a list of %zu byte ranges"));
     op->uses[op->n_uses++] = (gm_chaos_use){(uintptr_t)address, bytes, is_write};
     return GM_OK;
 }
 
 gm_status gm_chaos_mark_new(uint32_t queue, const gm_clock *clock, gm_chaos_mark **out)
 {
-    gm_chaos_mark *mark = calloc(1, sizeof *mark);
-    if (!mark) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a record's %zu bytes", sizeof *mark);
-    }
+    gm_chaos_mark *mark;
+    GM_TRY(GM_NEW(mark, "host memory: no room for a record's %zu bytes"));
     mark->references = 1;
     mark->queue = queue;
     mark->clock = *clock;

@@ -6,11 +6,6 @@
  * 3. The host's clock advances by its own accesses and by waiting, by nothing else. */
 #include "device/chaos/chaos_impl.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-enum { FIRST_EVENTS = 64 };
-
 static gm_chaos_device *as_chaos(gm_device *dev)
 {
     return (gm_chaos_device *)dev;
@@ -95,16 +90,8 @@ gm_status gm_chaos_event_new(gm_device *base, bool is_timed, gm_event *out)
     while (slot < dev->n_events && dev->events[slot].is_used) {
         slot++;
     }
-    if (slot == dev->n_events) {
-        size_t n = dev->n_events ? 2 * dev->n_events : FIRST_EVENTS;
-        gm_chaos_event *grown = realloc(dev->events, n * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu events", n);
-        }
-        memset(&grown[dev->n_events], 0, (n - dev->n_events) * sizeof *grown);
-        dev->events = grown;
-        dev->n_events = n;
-    }
+    GM_TRY(GM_GROW(dev->events, slot, dev->n_events,
+                   "host memory: no room for a table of %zu events"));
     gm_chaos_event *event = &dev->events[slot];
     *event = (gm_chaos_event){true, is_timed, event->generation + 1, NULL};
     *out = (gm_event)event->generation << 32 | (gm_event)(slot + 1);

@@ -53,17 +53,10 @@ gm_chaos_range *gm_chaos_range_at(gm_chaos_device *dev, uintptr_t address)
 gm_status gm_chaos_range_add(gm_chaos_device *dev, uintptr_t address, size_t bytes)
 {
     size_t n_slots = (bytes + dev->base.block_bytes - 1) / dev->base.block_bytes;
+    GM_TRY(GM_GROW(dev->ranges, dev->n_ranges, dev->range_capacity,
+                   "host memory: no room for a table of %zu ranges"));
     gm_block *blocks = calloc(n_slots, sizeof *blocks);
-    if (blocks && dev->n_ranges == dev->range_capacity) {
-        size_t capacity = dev->range_capacity ? 2 * dev->range_capacity : 16;
-        gm_chaos_range *grown = realloc(dev->ranges, capacity * sizeof *grown);
-        if (grown) {
-            dev->ranges = grown;
-            dev->range_capacity = capacity;
-        }
-    }
-    if (!blocks || dev->n_ranges == dev->range_capacity) {
-        free(blocks);
+    if (!blocks) {
         return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu blocks", n_slots);
     }
     size_t at = ranges_up_to(dev, address);
