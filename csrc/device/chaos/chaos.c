@@ -6,14 +6,8 @@
  * 3. A forked child runs nothing: the inner device refuses by name. */
 #include "device/chaos/chaos_impl.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static gm_chaos_device *as_chaos(gm_device *dev)
-{
-    return (gm_chaos_device *)dev;
-}
 
 /* ---- issuing ---- */
 
@@ -37,13 +31,14 @@ static void spoil(gm_chaos_device *dev, gm_chaos_op *op, bool is_compute)
     }
 }
 
-/* Takes the operation over. */
-static gm_status issue(gm_chaos_device *dev, gm_chaos_op *op, gm_stream stream)
+/* Takes the operation over; `status` is that of making it. */
+static gm_status issue(gm_chaos_device *dev, gm_chaos_op *op, gm_status status, gm_stream stream)
 {
-    gm_chaos_queue *queue = gm_chaos_find_queue(dev, stream);
-    if (!queue) {
+    gm_chaos_queue *queue;
+    status = status == GM_OK ? gm_chaos_find_queue(dev, stream, &queue) : status;
+    if (status != GM_OK) {
         gm_chaos_op_free(op);
-        return GM_ERR_ARG;
+        return status;
     }
     gm_chaos_wander(dev);
     bool is_compute = gm_chaos_number(dev, queue) == GM_CHAOS_COMPUTE;
@@ -61,13 +56,18 @@ static gm_status issue(gm_chaos_device *dev, gm_chaos_op *op, gm_stream stream)
     return GM_OK;
 }
 
+static gm_status new_op(gm_device *base, gm_chaos_kind kind, gm_chaos_op **out)
+{
+    GM_TRY(gm_chaos_check_owner(gm_chaos_self(base)));
+    return gm_chaos_op_new(gm_chaos_self(base), kind, out);
+}
+
 static gm_status copy(gm_device *base, gm_chaos_kind kind, uintptr_t dst, uintptr_t src,
                       size_t bytes, gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_op *op;
-    GM_TRY(gm_chaos_check_owner(dev));
-    GM_TRY(gm_chaos_op_new(dev, kind, &op));
+    GM_TRY(new_op(base, kind, &op));
     op->dst = dst;
     op->src = src;
     op->bytes = bytes;
@@ -76,11 +76,7 @@ static gm_status copy(gm_device *base, gm_chaos_kind kind, uintptr_t dst, uintpt
         kind != GM_CHAOS_COPY_D2D && bytes > 0 && !gm_chaos_is_pinned(dev, host, bytes);
     gm_status status = gm_chaos_add_use(op, (const void *)src, bytes, false);
     status = status == GM_OK ? gm_chaos_add_use(op, (const void *)dst, bytes, true) : status;
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
-    return issue(dev, op, stream);
+    return issue(dev, op, status, stream);
 }
 
 static gm_status chaos_copy_h2d(gm_device *base, uintptr_t dst, const void *src, size_t bytes,
@@ -104,17 +100,12 @@ static gm_status chaos_copy_d2d(gm_device *base, uintptr_t dst, uintptr_t src, s
 static gm_status chaos_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
 {
     gm_chaos_op *op;
-    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
-    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_FILL, &op));
+    GM_TRY(new_op(base, GM_CHAOS_FILL, &op));
     op->dst = dst;
     op->byte = byte;
     op->bytes = bytes;
     gm_status status = gm_chaos_add_use(op, (const void *)dst, bytes, true);
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
-    return issue(as_chaos(base), op, s);
+    return issue(gm_chaos_self(base), op, status, s);
 }
 
 static const void *element(const void *array, size_t index, size_t element_bytes)
@@ -149,8 +140,7 @@ static gm_status add_adam_uses(gm_chaos_op *op)
 static gm_status chaos_adam(gm_device *base, const gm_adam_args *args, gm_stream s)
 {
     gm_chaos_op *op;
-    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
-    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_ADAM, &op));
+    GM_TRY(new_op(base, GM_CHAOS_ADAM, &op));
     op->adam = *args;
     op->ranges = malloc((args->n_ranges ? args->n_ranges : 1) * sizeof *op->ranges);
     gm_status status = GM_ERR_NOMEM;
@@ -163,19 +153,14 @@ static gm_status chaos_adam(gm_device *base, const gm_adam_args *args, gm_stream
         op->adam.ranges = op->ranges;
         status = add_adam_uses(op);
     }
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
-    return issue(as_chaos(base), op, s);
+    return issue(gm_chaos_self(base), op, status, s);
 }
 
 static gm_status chaos_grad_add(gm_device *base, const gm_grad_add_args *args, gm_sumsq *sum,
                                 gm_stream s)
 {
     gm_chaos_op *op;
-    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
-    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_GRAD_ADD, &op));
+    GM_TRY(new_op(base, GM_CHAOS_GRAD_ADD, &op));
     op->grad_add = *args;
     op->sum = sum;
     gm_status status =
@@ -184,42 +169,30 @@ static gm_status chaos_grad_add(gm_device *base, const gm_grad_add_args *args, g
                                                 args->numel * gm_dtype_bytes(args->dst_dtype), true)
                              : status;
     status = status == GM_OK && sum ? gm_chaos_add_use(op, sum, sizeof *sum, true) : status;
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
-    return issue(as_chaos(base), op, s);
+    return issue(gm_chaos_self(base), op, status, s);
 }
 
 static gm_status chaos_sumsq(gm_device *base, const void *data, gm_dtype dtype, size_t numel,
                              gm_sumsq *sum, gm_stream s)
 {
     gm_chaos_op *op;
-    GM_TRY(gm_chaos_check_owner(as_chaos(base)));
-    GM_TRY(gm_chaos_op_new(as_chaos(base), GM_CHAOS_SUMSQ, &op));
+    GM_TRY(new_op(base, GM_CHAOS_SUMSQ, &op));
     op->src = (uintptr_t)data;
     op->dtype = dtype;
     op->numel = numel;
     op->sum = sum;
     gm_status status = gm_chaos_add_use(op, data, numel * gm_dtype_bytes(dtype), false);
     status = status == GM_OK ? gm_chaos_add_use(op, sum, sizeof *sum, true) : status;
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
-    return issue(as_chaos(base), op, s);
+    return issue(gm_chaos_self(base), op, status, s);
 }
 
 static gm_status chaos_host_call(gm_device *base, void (*fn)(void *context), void *context,
                                  gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_queue *queue;
     GM_TRY(gm_chaos_check_owner(dev));
-    queue = gm_chaos_find_queue(dev, stream);
-    if (!queue) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(gm_chaos_find_queue(dev, stream, &queue));
     gm_chaos_op *op = queue->noted;
     if (op) {
         op->number = ++dev->last_number;
@@ -229,7 +202,7 @@ static gm_status chaos_host_call(gm_device *base, void (*fn)(void *context), voi
     }
     op->fn = fn;
     op->context = context;
-    return issue(dev, op, stream);
+    return issue(dev, op, GM_OK, stream);
 }
 
 /* ---- accesses that the device does not make ---- */
@@ -252,10 +225,7 @@ static gm_status note_work(gm_chaos_device *dev, const void *address, size_t byt
                            gm_stream stream)
 {
     gm_chaos_queue *queue;
-    queue = gm_chaos_find_queue(dev, stream);
-    if (!queue) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(gm_chaos_find_queue(dev, stream, &queue));
     if (gm_chaos_number(dev, queue) != GM_CHAOS_COMPUTE) {
         if (!queue->noted) {
             GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_HOST_CALL, &queue->noted));
@@ -264,34 +234,26 @@ static gm_status note_work(gm_chaos_device *dev, const void *address, size_t byt
     }
     gm_chaos_op *op;
     GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_FOREIGN, &op));
-    gm_status status = gm_chaos_add_use(op, address, bytes, is_write);
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
-    return issue(dev, op, stream);
+    return issue(dev, op, gm_chaos_add_use(op, address, bytes, is_write), stream);
 }
 
 static void chaos_note_access(gm_device *base, const void *address, size_t bytes, bool is_write,
                               gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_status status = gm_chaos_check_owner(dev);
     if (status == GM_OK) {
         status = stream == GM_STREAM_HOST ? note_host(dev, address, bytes, is_write)
                                           : note_work(dev, address, bytes, is_write, stream);
     }
-    if (status != GM_OK && dev->failed == GM_OK) { /* the caller learns it at its next wait */
-        dev->failed = status;
-        snprintf(dev->failed_text, sizeof dev->failed_text, "%s", gm_last_error());
-    }
+    gm_chaos_keep_failure(dev, status); /* the caller learns it at its next wait */
 }
 
 /* ---- the device itself ---- */
 
 static void chaos_free(gm_device *base)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     if (!dev) {
         return;
     }
@@ -396,15 +358,15 @@ static gm_status check_chaos(const gm_device *dev)
 gm_status gm_device_chaos_faults(gm_device *base, uint32_t *out_n, const char **out_first)
 {
     GM_TRY(check_chaos(base));
-    *out_n = as_chaos(base)->n_faults;
-    *out_first = as_chaos(base)->first_fault;
+    *out_n = gm_chaos_self(base)->n_faults;
+    *out_first = gm_chaos_self(base)->first_fault;
     return GM_OK;
 }
 
 gm_status gm_device_chaos_stats(gm_device *base, gm_chaos_stats *out)
 {
     GM_TRY(check_chaos(base));
-    const gm_chaos_device *dev = as_chaos(base);
+    const gm_chaos_device *dev = gm_chaos_self(base);
     *out = (gm_chaos_stats){.n_operations = dev->n_run,
                             .order_hash = dev->order_hash,
                             .n_faults_applied = dev->n_applied,

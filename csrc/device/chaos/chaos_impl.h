@@ -46,14 +46,19 @@ struct gm_chaos_device {
     char failed_text[512];
 };
 
+static inline gm_chaos_device *gm_chaos_self(gm_device *dev)
+{
+    return (gm_chaos_device *)dev;
+}
+
 /* fault.c: is the seeded fault to be applied to this occurrence? */
 bool gm_chaos_pick(gm_chaos_device *dev, gm_chaos_fault fault);
 
 /* track.c */
 #define GM_CHAOS_KEY_BLOCKS ((uint64_t)1 << 63) /* of blocks in the map `bytes` */
-/* One access of one run of bytes; *is_fault becomes true if nothing orders it behind an earlier one. */
+/* One access of one run of bytes; a fault is counted if nothing orders it behind an earlier one. */
 gm_status gm_chaos_note(gm_chaos_device *dev, gm_order *order, const gm_access *access,
-                        const gm_clock *clock, uint64_t begin, uint64_t end, bool *is_fault);
+                        const gm_clock *clock, uint64_t begin, uint64_t end);
 gm_chaos_range *gm_chaos_range_at(gm_chaos_device *dev, uintptr_t address);
 gm_status gm_chaos_range_add(gm_chaos_device *dev, uintptr_t address, size_t bytes);
 void gm_chaos_range_remove(gm_chaos_device *dev, uintptr_t address);
@@ -66,9 +71,9 @@ void gm_chaos_fault_found(gm_chaos_device *dev, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 /* issue.c */
-gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark,
-                                 bool is_early);
-gm_status gm_chaos_append_wait(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark);
+/* A record of the mark, or a wait for it.  is_early: in front of the last operation that has not run. */
+gm_status gm_chaos_append_mark(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_kind kind,
+                               gm_chaos_mark *mark, bool is_early);
 /* Checks the operation against all before it and queues it.  Takes the operation over. */
 gm_status gm_chaos_put(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op);
 /* Puts what GM_CHAOS_SWAP holds back into its queue. */

@@ -14,9 +14,10 @@ static gm_status claim(gm_chaos_device *dev, gm_order *order, const char *what, 
                         .kind = what,
                         .actor = GM_CHAOS_HOST,
                         .is_write = true};
-    bool is_fault = false;
-    GM_TRY(gm_chaos_note(dev, order, &access, clock, begin, end, &is_fault));
-    if (is_fault) { /* found; what is queued must not run into memory that is gone */
+    uint32_t n_before = dev->n_faults;
+    GM_TRY(gm_chaos_note(dev, order, &access, clock, begin, end));
+    if (dev->n_faults >
+        n_before) { /* found; what is queued must not run into memory that is gone */
         gm_chaos_run_all(dev);
     }
     return GM_OK;

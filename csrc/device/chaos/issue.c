@@ -1,11 +1,11 @@
 /* issue.c - putting an operation into its stream's queue: its clock, its check against all before it, and when it runs. */
 #include "device/chaos/chaos_impl.h"
 
-gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark,
-                                 bool is_early)
+gm_status gm_chaos_append_mark(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_kind kind,
+                               gm_chaos_mark *mark, bool is_early)
 {
     gm_chaos_op *op;
-    GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_RECORD, &op));
+    GM_TRY(gm_chaos_op_new(dev, kind, &op));
     op->mark = mark;
     mark->references++;
     if (is_early) {
@@ -16,24 +16,15 @@ gm_status gm_chaos_append_record(gm_chaos_device *dev, gm_chaos_queue *queue, gm
     return GM_OK;
 }
 
-gm_status gm_chaos_append_wait(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_mark *mark)
-{
-    gm_chaos_op *op;
-    GM_TRY(gm_chaos_op_new(dev, GM_CHAOS_WAIT, &op));
-    op->mark = mark;
-    mark->references++;
-    gm_chaos_append(dev, queue, op);
-    return GM_OK;
-}
-
 /* A host call that later work of its stream does not wait for; it waits itself for the earlier work. */
 static gm_status append_released(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op)
 {
     gm_chaos_queue *released = &dev->queues[GM_CHAOS_RELEASED];
     gm_chaos_mark *mark;
     GM_TRY(gm_chaos_mark_new(gm_chaos_number(dev, queue), &queue->clock, &mark));
-    gm_status status = gm_chaos_append_record(dev, queue, mark, false);
-    status = status == GM_OK ? gm_chaos_append_wait(dev, released, mark) : status;
+    gm_status status = gm_chaos_append_mark(dev, queue, GM_CHAOS_RECORD, mark, false);
+    status =
+        status == GM_OK ? gm_chaos_append_mark(dev, released, GM_CHAOS_WAIT, mark, false) : status;
     gm_chaos_mark_unref(mark);
     GM_TRY(status);
     gm_chaos_append(dev, released, op);

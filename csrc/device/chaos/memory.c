@@ -9,11 +9,6 @@
 
 enum { POISON_BYTE = 0xeb };
 
-static gm_chaos_device *as_chaos(gm_device *dev)
-{
-    return (gm_chaos_device *)dev;
-}
-
 gm_status gm_chaos_check_owner(gm_chaos_device *dev)
 {
     GM_ASSERT(!dev->is_running); /* a function of host_call has called the device */
@@ -22,7 +17,7 @@ gm_status gm_chaos_check_owner(gm_chaos_device *dev)
 
 gm_status gm_chaos_range_new(gm_device *base, size_t bytes, uintptr_t *out)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     uintptr_t address;
     GM_TRY(dev->inner->ops->range_new(dev->inner, bytes, &address));
     gm_status status = gm_chaos_range_add(dev, address, bytes);
@@ -36,7 +31,7 @@ gm_status gm_chaos_range_new(gm_device *base, size_t bytes, uintptr_t *out)
 
 void gm_chaos_range_free(gm_device *base, uintptr_t address, size_t bytes)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     if (gm_chaos_check_owner(dev) == GM_OK) {
         (void)gm_chaos_claim_range(dev, "range_free", address, bytes);
     }
@@ -46,13 +41,13 @@ void gm_chaos_range_free(gm_device *base, uintptr_t address, size_t bytes)
 
 gm_status gm_chaos_block_new(gm_device *base, gm_block *out)
 {
-    gm_device *inner = as_chaos(base)->inner;
+    gm_device *inner = gm_chaos_self(base)->inner;
     gm_block block;
     GM_TRY(inner->ops->block_new(inner, &block));
-    gm_status status = inner->ops->map(inner, as_chaos(base)->window, &block, 1);
+    gm_status status = inner->ops->map(inner, gm_chaos_self(base)->window, &block, 1);
     if (status == GM_OK) {
-        memset((void *)as_chaos(base)->window, POISON_BYTE, base->block_bytes);
-        status = inner->ops->unmap(inner, as_chaos(base)->window, 1);
+        memset((void *)gm_chaos_self(base)->window, POISON_BYTE, base->block_bytes);
+        status = inner->ops->unmap(inner, gm_chaos_self(base)->window, 1);
     }
     if (status != GM_OK) {
         inner->ops->block_free(inner, block);
@@ -64,7 +59,7 @@ gm_status gm_chaos_block_new(gm_device *base, gm_block *out)
 
 void gm_chaos_block_free(gm_device *base, gm_block block)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     if (gm_chaos_check_owner(dev) == GM_OK) {
         (void)gm_chaos_claim_block(dev, "block_free", block);
         for (size_t i = 0; i < dev->n_ranges; i++) {
@@ -93,24 +88,24 @@ static void set_shown(gm_chaos_device *dev, uintptr_t address, const gm_block *b
     }
 }
 
-/* Part of a block's worth of addresses cannot be told apart here, so mappings start at whole ones. */
-static gm_status check_slot(gm_chaos_device *dev, uintptr_t address, size_t n)
+/* The addresses may show something else now.  Part of a block's worth of them cannot be told apart here, so mappings
+ * start at whole ones. */
+static gm_status claim_slots(gm_chaos_device *dev, const char *what, uintptr_t address, size_t n)
 {
+    GM_TRY(gm_chaos_check_owner(dev));
     const gm_chaos_range *range = n ? gm_chaos_range_at(dev, address) : NULL;
     if (n && (!range || (address - range->address) % dev->base.block_bytes != 0)) {
         return GM_FAIL(GM_ERR_ARG,
                        "chaos device: %zu blocks at %#zx do not start at a block of a range", n,
                        (size_t)address);
     }
-    return GM_OK;
+    return gm_chaos_claim_range(dev, what, address, n * dev->base.block_bytes);
 }
 
 gm_status gm_chaos_map(gm_device *base, uintptr_t address, const gm_block *blocks, size_t n)
 {
-    gm_chaos_device *dev = as_chaos(base);
-    GM_TRY(gm_chaos_check_owner(dev));
-    GM_TRY(check_slot(dev, address, n));
-    GM_TRY(gm_chaos_claim_range(dev, "map", address, n * base->block_bytes));
+    gm_chaos_device *dev = gm_chaos_self(base);
+    GM_TRY(claim_slots(dev, "map", address, n));
     GM_TRY(dev->inner->ops->map(dev->inner, address, blocks, n));
     set_shown(dev, address, blocks, n);
     return GM_OK;
@@ -118,10 +113,8 @@ gm_status gm_chaos_map(gm_device *base, uintptr_t address, const gm_block *block
 
 gm_status gm_chaos_poison(gm_device *base, uintptr_t address, size_t n)
 {
-    gm_chaos_device *dev = as_chaos(base);
-    GM_TRY(gm_chaos_check_owner(dev));
-    GM_TRY(check_slot(dev, address, n));
-    GM_TRY(gm_chaos_claim_range(dev, "poison", address, n * base->block_bytes));
+    gm_chaos_device *dev = gm_chaos_self(base);
+    GM_TRY(claim_slots(dev, "poison", address, n));
     GM_TRY(dev->inner->ops->poison(dev->inner, address, n));
     set_shown(dev, address, NULL, n);
     return GM_OK;
@@ -129,10 +122,8 @@ gm_status gm_chaos_poison(gm_device *base, uintptr_t address, size_t n)
 
 gm_status gm_chaos_unmap(gm_device *base, uintptr_t address, size_t n)
 {
-    gm_chaos_device *dev = as_chaos(base);
-    GM_TRY(gm_chaos_check_owner(dev));
-    GM_TRY(check_slot(dev, address, n));
-    GM_TRY(gm_chaos_claim_range(dev, "unmap", address, n * base->block_bytes));
+    gm_chaos_device *dev = gm_chaos_self(base);
+    GM_TRY(claim_slots(dev, "unmap", address, n));
     GM_TRY(dev->inner->ops->unmap(dev->inner, address, n));
     set_shown(dev, address, NULL, n);
     return GM_OK;
@@ -140,7 +131,7 @@ gm_status gm_chaos_unmap(gm_device *base, uintptr_t address, size_t n)
 
 gm_status gm_chaos_pin(gm_device *base, void *region, size_t bytes)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     GM_TRY(gm_chaos_check_owner(dev));
     GM_TRY(GM_GROW(dev->pinned, dev->n_pinned, dev->pinned_capacity,
                    "host memory: no room for a table of %zu regions"));
@@ -151,7 +142,7 @@ gm_status gm_chaos_pin(gm_device *base, void *region, size_t bytes)
 
 void gm_chaos_unpin(gm_device *base, void *region)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     for (size_t i = 0; i < dev->n_pinned; i++) {
         if (dev->pinned[i].address == (uintptr_t)region) {
             if (gm_chaos_check_owner(dev) == GM_OK) {
@@ -167,6 +158,6 @@ void gm_chaos_unpin(gm_device *base, void *region)
 
 gm_status gm_chaos_memory(gm_device *base, size_t *free_bytes, size_t *total_bytes)
 {
-    gm_device *inner = as_chaos(base)->inner;
+    gm_device *inner = gm_chaos_self(base)->inner;
     return inner->ops->memory(inner, free_bytes, total_bytes);
 }

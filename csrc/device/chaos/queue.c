@@ -84,15 +84,15 @@ void gm_chaos_reach(gm_chaos_mark *mark)
 
 /* ---- queues ---- */
 
-gm_chaos_queue *gm_chaos_find_queue(gm_chaos_device *dev, gm_stream stream)
+gm_status gm_chaos_find_queue(gm_chaos_device *dev, gm_stream stream, gm_chaos_queue **out)
 {
     for (uint32_t i = GM_CHAOS_COMPUTE; i < GM_CHAOS_N_QUEUES; i++) {
         if (dev->queues[i].is_used && dev->queues[i].stream == stream) {
-            return &dev->queues[i];
+            *out = &dev->queues[i];
+            return GM_OK;
         }
     }
-    (void)GM_FAIL(GM_ERR_ARG, "chaos device: %llu is not a stream", (unsigned long long)stream);
-    return NULL;
+    return GM_FAIL(GM_ERR_ARG, "chaos device: %llu is not a stream", (unsigned long long)stream);
 }
 
 uint32_t gm_chaos_number(const gm_chaos_device *dev, const gm_chaos_queue *queue)
@@ -179,16 +179,21 @@ static gm_status run_on(gm_device *inner, gm_chaos_op *op)
     return GM_OK;
 }
 
+void gm_chaos_keep_failure(gm_chaos_device *dev, gm_status status)
+{
+    if (status != GM_OK && dev->failed == GM_OK) {
+        dev->failed = status;
+        snprintf(dev->failed_text, sizeof dev->failed_text, "%s", gm_last_error());
+    }
+}
+
 void gm_chaos_run(gm_chaos_device *dev, gm_chaos_op *op)
 {
     GM_ASSERT(!dev->is_running);
     dev->is_running = true;
     gm_status status = op->is_dropped ? GM_OK : run_on(dev->inner, op);
     dev->is_running = false;
-    if (status != GM_OK && dev->failed == GM_OK) {
-        dev->failed = status;
-        snprintf(dev->failed_text, sizeof dev->failed_text, "%s", gm_last_error());
-    }
+    gm_chaos_keep_failure(dev, status);
     dev->n_run++;
     dev->order_hash = (dev->order_hash ^ op->number) * 0x100000001b3u;
     gm_chaos_op_free(op);

@@ -84,8 +84,8 @@ typedef struct gm_chaos_queue {
     gm_chaos_op *noted;   /* collects the uses of the next host call; NULL: none */
 } gm_chaos_queue;
 
-/* The queue of a stream; NULL, with the error's text, for what is not a stream. */
-gm_chaos_queue *gm_chaos_find_queue(gm_chaos_device *dev, gm_stream stream);
+/* The queue of a stream; GM_ERR_ARG for what is not a stream. */
+gm_status gm_chaos_find_queue(gm_chaos_device *dev, gm_stream stream, gm_chaos_queue **out);
 uint32_t gm_chaos_number(const gm_chaos_device *dev, const gm_chaos_queue *queue);
 gm_clock *gm_chaos_host_clock(gm_chaos_device *dev);
 
@@ -98,6 +98,8 @@ void gm_chaos_reach(gm_chaos_mark *mark);
 void gm_chaos_append(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op);
 /* The record goes in front of the last operation that has not run. */
 void gm_chaos_insert_early(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *record);
+/* The first failure is what every later wait of the host gives. */
+void gm_chaos_keep_failure(gm_chaos_device *dev, gm_status status);
 void gm_chaos_run(gm_chaos_device *dev, gm_chaos_op *op); /* frees it */
 void gm_chaos_wander(gm_chaos_device *dev);               /* runs some ready work, often none */
 void gm_chaos_run_until(gm_chaos_device *dev, const gm_chaos_mark *mark);

@@ -6,11 +6,6 @@
  * 3. The host's clock advances by its own accesses and by waiting, by nothing else. */
 #include "device/chaos/chaos_impl.h"
 
-static gm_chaos_device *as_chaos(gm_device *dev)
-{
-    return (gm_chaos_device *)dev;
-}
-
 /* The text of an operation that failed when it ran, long after the call that issued it. */
 static gm_status first_failure(const gm_chaos_device *dev)
 {
@@ -21,7 +16,7 @@ static gm_status first_failure(const gm_chaos_device *dev)
 
 gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     GM_TRY(gm_chaos_check_owner(dev));
     uint32_t i = GM_CHAOS_FIRST_STREAM;
     /* A place is free for another actor once everything that the old one did is known to the host. */
@@ -44,10 +39,11 @@ gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out)
 
 void gm_chaos_stream_free(gm_device *base, gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
-    gm_chaos_queue *queue = stream ? gm_chaos_find_queue(dev, stream) : NULL;
-    GM_ASSERT(queue);
-    if (!queue) {
+    gm_chaos_device *dev = gm_chaos_self(base);
+    gm_chaos_queue *queue;
+    bool is_made = stream && gm_chaos_find_queue(dev, stream, &queue) == GM_OK;
+    GM_ASSERT(is_made);
+    if (!is_made) {
         return;
     }
     if (gm_chaos_check_owner(dev) == GM_OK) {
@@ -61,13 +57,10 @@ void gm_chaos_stream_free(gm_device *base, gm_stream stream)
 
 gm_status gm_chaos_stream_sync(gm_device *base, gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_queue *queue;
     GM_TRY(gm_chaos_check_owner(dev));
-    queue = gm_chaos_find_queue(dev, stream);
-    if (!queue) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(gm_chaos_find_queue(dev, stream, &queue));
     gm_chaos_wander(dev);
     GM_TRY(gm_chaos_put_held(dev, queue));
     if (!gm_clock_covers(gm_chaos_host_clock(dev), &queue->clock) &&
@@ -84,7 +77,7 @@ gm_status gm_chaos_stream_sync(gm_device *base, gm_stream stream)
 
 gm_status gm_chaos_event_new(gm_device *base, bool is_timed, gm_event *out)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     GM_TRY(gm_chaos_check_owner(dev));
     size_t slot = 0;
     while (slot < dev->n_events && dev->events[slot].is_used) {
@@ -98,23 +91,25 @@ gm_status gm_chaos_event_new(gm_device *base, bool is_timed, gm_event *out)
     return GM_OK;
 }
 
-/* NULL, with the error's text, for what is not an event. */
-static gm_chaos_event *find_event(const gm_chaos_device *dev, gm_event handle)
+static gm_status find_event(const gm_chaos_device *dev, gm_event handle, gm_chaos_event **out)
 {
     size_t slot = (size_t)(handle & UINT32_MAX) - 1; /* 0 wraps beyond every table */
-    if (slot < dev->n_events && dev->events[slot].is_used &&
-        dev->events[slot].generation == handle >> 32) {
-        return &dev->events[slot];
+    *out = NULL;
+    if (slot >= dev->n_events || !dev->events[slot].is_used ||
+        dev->events[slot].generation != handle >> 32) {
+        return GM_FAIL(GM_ERR_ARG, "chaos device: %#llx is not an event",
+                       (unsigned long long)handle);
     }
-    (void)GM_FAIL(GM_ERR_ARG, "chaos device: %#llx is not an event", (unsigned long long)handle);
-    return NULL;
+    *out = &dev->events[slot];
+    return GM_OK;
 }
 
 void gm_chaos_event_free(gm_device *base, gm_event handle)
 {
-    gm_chaos_event *event = find_event(as_chaos(base), handle);
-    GM_ASSERT(event);
-    if (event) { /* waits that refer to its record keep that */
+    gm_chaos_event *event;
+    bool is_event = find_event(gm_chaos_self(base), handle, &event) == GM_OK;
+    GM_ASSERT(is_event);
+    if (is_event) { /* waits that refer to its record keep that */
         gm_chaos_mark_unref(event->latest);
         event->latest = NULL;
         event->is_used = false;
@@ -123,18 +118,12 @@ void gm_chaos_event_free(gm_device *base, gm_event handle)
 
 gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_event *event;
     gm_chaos_queue *queue;
     GM_TRY(gm_chaos_check_owner(dev));
-    event = find_event(dev, handle);
-    if (!event) {
-        return GM_ERR_ARG;
-    }
-    queue = gm_chaos_find_queue(dev, stream);
-    if (!queue) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(find_event(dev, handle, &event));
+    GM_TRY(gm_chaos_find_queue(dev, stream, &queue));
     gm_chaos_wander(dev);
     bool is_compute = gm_chaos_number(dev, queue) == GM_CHAOS_COMPUTE;
     bool is_early =
@@ -146,7 +135,7 @@ gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stre
     if (is_compute) { /* invariant 2 */
         gm_chaos_reach(mark);
     } else {
-        gm_status status = gm_chaos_append_record(dev, queue, mark, is_early);
+        gm_status status = gm_chaos_append_mark(dev, queue, GM_CHAOS_RECORD, mark, is_early);
         if (status != GM_OK) {
             gm_chaos_mark_unref(mark);
             return status;
@@ -173,18 +162,12 @@ static bool is_wait_dropped(gm_chaos_device *dev, const gm_chaos_queue *queue,
 
 gm_status gm_chaos_event_wait(gm_device *base, gm_event handle, gm_stream stream)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_event *event;
     gm_chaos_queue *queue;
     GM_TRY(gm_chaos_check_owner(dev));
-    event = find_event(dev, handle);
-    if (!event) {
-        return GM_ERR_ARG;
-    }
-    queue = gm_chaos_find_queue(dev, stream);
-    if (!queue) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(find_event(dev, handle, &event));
+    GM_TRY(gm_chaos_find_queue(dev, stream, &queue));
     gm_chaos_wander(dev);
     gm_clock_join(&queue->clock, gm_chaos_host_clock(dev));
     gm_chaos_mark *mark = event->latest; /* invariant 3 */
@@ -196,18 +179,15 @@ gm_status gm_chaos_event_wait(gm_device *base, gm_event handle, gm_stream stream
         gm_chaos_run_until(dev, mark);
         return GM_OK;
     }
-    return mark->is_reached ? GM_OK : gm_chaos_append_wait(dev, queue, mark);
+    return mark->is_reached ? GM_OK : gm_chaos_append_mark(dev, queue, GM_CHAOS_WAIT, mark, false);
 }
 
 gm_status gm_chaos_event_sync(gm_device *base, gm_event handle)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_event *event;
     GM_TRY(gm_chaos_check_owner(dev));
-    event = find_event(dev, handle);
-    if (!event) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(find_event(dev, handle, &event));
     gm_chaos_wander(dev);
     gm_chaos_mark *mark = event->latest;
     bool is_new = mark && !gm_clock_covers(gm_chaos_host_clock(dev), &mark->clock);
@@ -222,17 +202,11 @@ gm_status gm_chaos_event_sync(gm_device *base, gm_event handle)
 
 gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds)
 {
-    gm_chaos_device *dev = as_chaos(base);
+    gm_chaos_device *dev = gm_chaos_self(base);
     gm_chaos_event *from, *to;
     GM_TRY(gm_chaos_check_owner(dev));
-    from = find_event(dev, start);
-    if (!from) {
-        return GM_ERR_ARG;
-    }
-    to = find_event(dev, end);
-    if (!to) {
-        return GM_ERR_ARG;
-    }
+    GM_TRY(find_event(dev, start, &from));
+    GM_TRY(find_event(dev, end, &to));
     if (!from->is_timed || !to->is_timed || !from->latest || !to->latest) {
         return GM_FAIL(from->is_timed && to->is_timed ? GM_ERR_STATE : GM_ERR_ARG,
                        "chaos device: time between events of which one %s",

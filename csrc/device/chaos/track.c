@@ -141,13 +141,12 @@ static void report(gm_chaos_device *dev, const gm_access *access, const gm_confl
 /* ---- noting ---- */
 
 gm_status gm_chaos_note(gm_chaos_device *dev, gm_order *order, const gm_access *access,
-                        const gm_clock *clock, uint64_t begin, uint64_t end, bool *is_fault)
+                        const gm_clock *clock, uint64_t begin, uint64_t end)
 {
     gm_conflict conflict;
     GM_TRY(gm_order_note(order, access, clock, begin, end, &conflict));
     if (conflict.is_found) {
         report(dev, access, &conflict);
-        *is_fault = true;
     }
     return GM_OK;
 }
@@ -170,7 +169,6 @@ static gm_status note_blocks(gm_chaos_device *dev, const gm_chaos_range *range,
 {
     size_t block_bytes = dev->base.block_bytes, offset = use->address - range->address;
     size_t end = offset + use->bytes;
-    bool is_fault;
     for (size_t at = offset, run_end; at < end; at = run_end) {
         size_t slot = at / block_bytes;
         uint64_t key =
@@ -181,7 +179,7 @@ static gm_status note_blocks(gm_chaos_device *dev, const gm_chaos_range *range,
             run_end += block_bytes;
         }
         run_end = run_end < end ? run_end : end;
-        GM_TRY(gm_chaos_note(dev, dev->bytes, access, clock, key, key + (run_end - at), &is_fault));
+        GM_TRY(gm_chaos_note(dev, dev->bytes, access, clock, key, key + (run_end - at)));
     }
     return GM_OK;
 }
@@ -224,15 +222,14 @@ gm_status gm_chaos_track(gm_chaos_device *dev, const gm_chaos_op *op, uint32_t a
                             .actor = actor,
                             .is_write = use->is_write};
         const gm_chaos_range *range = gm_chaos_range_at(dev, use->address);
-        bool is_fault;
         if (range) {
             GM_TRY(note_blocks(dev, range, use, &access, clock));
             access.is_write = false;
             GM_TRY(gm_chaos_note(dev, dev->shown, &access, clock, use->address,
-                                 use->address + use->bytes, &is_fault));
+                                 use->address + use->bytes));
         } else if (gm_chaos_is_pinned(dev, use->address, use->bytes)) {
             GM_TRY(gm_chaos_note(dev, dev->bytes, &access, clock, use->address,
-                                 use->address + use->bytes, &is_fault));
+                                 use->address + use->bytes));
         }
     }
     forget_if_many(dev);
