@@ -79,7 +79,7 @@ static void read_uses(const gm_plan_input *input, gm_course *course, uint32_t *l
     }
 }
 
-static int by_begin(const void *left, const void *right)
+int gm_by_begin(const void *left, const void *right)
 {
     const gm_use *a = left, *b = right;
     if (a->begin != b->begin) {
@@ -160,8 +160,8 @@ static void read_opens(const gm_plan_input *input, gm_course *course, const uint
         memmove(recent, recent + 1, sizeof recent - sizeof recent[0]);
         recent[OPEN_AHEAD - 1] = t;
     }
-    qsort(course->opens, course->n_opens, sizeof *course->opens, by_begin);
-    qsort(course->sums, course->n_opens, sizeof *course->sums, by_begin);
+    qsort(course->opens, course->n_opens, sizeof *course->opens, gm_by_begin);
+    qsort(course->sums, course->n_opens, sizeof *course->sums, gm_by_begin);
 }
 
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
@@ -258,8 +258,8 @@ static gm_status check_input(const gm_plan_input *input)
     return GM_OK;
 }
 
-/* Sorts chunks by a key that is at most `limit`, equal ones by number. */
-static gm_status sort_by(const uint32_t *key, uint32_t limit, uint32_t n, uint32_t *out)
+gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *from, uint32_t n,
+                         uint32_t *out)
 {
     uint32_t *count = calloc((size_t)limit + 2, sizeof *count);
     if (!count) {
@@ -271,7 +271,8 @@ static gm_status sort_by(const uint32_t *key, uint32_t limit, uint32_t n, uint32
     for (uint32_t i = 0; i <= limit; i++) {
         count[i + 1] += count[i];
     }
-    for (uint32_t c = 0; c < n; c++) {
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t c = from ? from[i] : i;
         out[count[key[c] < limit ? key[c] : limit]++] = c;
     }
     free(count);
@@ -297,6 +298,7 @@ static gm_status read_problem(const gm_plan_input *input, gm_problem *out)
         GM_TRY(
             gm_course_new(input, input->traces[i], input->n_runs ? input->n_runs[i] : 1, course));
         out->n_courses++;
+        out->most_ticks = course->n > out->most_ticks ? course->n : out->most_ticks;
         if (!input->traces[i]->has_backward || course->n_runs == 0) {
             course->n_runs = 0;
             continue;
@@ -312,8 +314,8 @@ static gm_status read_problem(const gm_plan_input *input, gm_problem *out)
         }
     }
     const gm_course *main = &out->courses[out->main];
-    GM_TRY(sort_by(main->first, main->n, out->n, out->order));
-    return sort_by(main->grad, main->n, out->n, out->grad_order);
+    GM_TRY(gm_sort_chunks(main->first, main->n, NULL, out->n, out->order));
+    return gm_sort_chunks(main->grad, main->n, NULL, out->n, out->grad_order);
 }
 
 gm_status gm_problem_new(const gm_plan_input *input, gm_problem *out)

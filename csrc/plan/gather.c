@@ -14,10 +14,6 @@
 #define AHEAD_LEAST 12u
 #define AHEAD_PART  16u
 
-typedef struct gm_gather_ring {
-    uint32_t *owner, *until; /* (length,) */
-} gm_gather_ring;
-
 void gm_needs_free(gm_needs *needs)
 {
     free(needs->uses);
@@ -58,40 +54,26 @@ static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_co
     }
 }
 
-/* The chunk's gathered weights are in use until tick `end`.  Gives the tick from which their blocks were free, or
- * GM_NO_TICK when they were there already. */
-static uint32_t claim(const gm_plan *plan, const gm_plan_input *input, gm_gather_ring *ring,
-                      const gm_use *use)
+uint32_t gm_ring_claim(gm_ring_use *ring, const gm_place *place, uint32_t n_blocks, uint32_t chunk,
+                       uint32_t end)
 {
-    const gm_place *place = &plan->places[use->chunk * GM_N_PIECES + GM_GATHERED];
-    uint32_t n = input->chunks[use->chunk].blocks[GM_GATHERED], from = 0, at = place->offset;
+    uint32_t from = 0, at = place->offset;
     bool is_there = true;
-    for (uint32_t j = 0; j < n; j++) {
-        if (ring->owner[at] != use->chunk) {
+    for (uint32_t j = 0; j < n_blocks; j++) {
+        bool is_mine = ring->owner[at] == chunk;
+        if (!is_mine) {
             from = ring->until[at] > from ? ring->until[at] : from;
             is_there = false;
         }
-        ring->until[at] = ring->owner[at] == use->chunk && ring->until[at] > use->end
-                              ? ring->until[at]
-                              : use->end;
-        ring->owner[at] = use->chunk;
+        ring->until[at] = is_mine && ring->until[at] > end ? ring->until[at] : end;
+        ring->owner[at] = chunk;
         at = at + 1 == place->length ? 0 : at + 1;
     }
     return is_there ? GM_NO_TICK : from;
 }
 
-static int by_begin(const void *left, const void *right)
-{
-    const gm_use *a = left, *b = right;
-    if (a->begin != b->begin) {
-        return a->begin < b->begin ? -1 : 1;
-    }
-    return a->end != b->end ? (a->end < b->end ? -1 : 1)
-                            : (a->chunk > b->chunk) - (a->chunk < b->chunk);
-}
-
 static void find_gathers(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
-                         gm_gather_ring *ring, gm_needs *out)
+                         gm_ring_use *ring, gm_needs *out)
 {
     uint32_t ahead = plan->n / AHEAD_PART > AHEAD_LEAST ? plan->n / AHEAD_PART : AHEAD_LEAST;
     uint32_t latest = 0;
@@ -104,7 +86,8 @@ static void find_gathers(const gm_plan_input *input, const gm_plan *plan, const 
             if (is_kept) {
                 from = out->first[c] < course->n ? GM_NO_TICK : 0;
             } else {
-                from = claim(plan, input, ring, use);
+                from =
+                    gm_ring_claim(ring, place, input->chunks[c].blocks[GM_GATHERED], c, use->end);
             }
             if (from == GM_NO_TICK) {
                 continue;
@@ -145,8 +128,8 @@ gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm
                       .first = malloc(((size_t)plan->n + 1) * sizeof(uint32_t)),
                       .gathers = malloc(((size_t)course->n_uses + 1) * sizeof(gm_use)),
                       .misfit = GM_NO_TICK};
-    gm_gather_ring ring = {.owner = malloc((length + 1) * sizeof(uint32_t)),
-                           .until = calloc(length + 1, sizeof(uint32_t))};
+    gm_ring_use ring = {.owner = malloc((length + 1) * sizeof(uint32_t)),
+                        .until = calloc(length + 1, sizeof(uint32_t))};
     uint32_t *latest = malloc(((size_t)plan->n + 1) * sizeof *latest);
     gm_status status = GM_OK;
     if (!out->uses || !out->first || !out->gathers || !ring.owner || !ring.until || !latest) {
@@ -162,7 +145,7 @@ gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm
             prolong(plan, input, course, latest, out);
         }
         if (!is_sorted(out)) {
-            qsort(out->uses, out->n_uses, sizeof *out->uses, by_begin);
+            qsort(out->uses, out->n_uses, sizeof *out->uses, gm_by_begin);
         }
     }
     free(ring.owner);

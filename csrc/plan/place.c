@@ -262,15 +262,10 @@ static bool is_resident(const gm_problem *problem, const gm_plan *plan, uint32_t
 
 gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
 {
-    uint32_t n_ticks = 0;
-    for (uint32_t k = 0; k < problem->n_courses; k++) {
-        const gm_course *course = &problem->courses[k];
-        n_ticks = course->n > n_ticks ? course->n : n_ticks;
-    }
     gm_ring ring = {.problem = problem,
                     .plan = plan,
                     .is_in = calloc(problem->n, sizeof(bool)),
-                    .taken = calloc((size_t)n_ticks + 2, sizeof(uint64_t)),
+                    .taken = calloc((size_t)problem->most_ticks + 2, sizeof(uint64_t)),
                     .needs = calloc((size_t)problem->n_courses + 1, sizeof(gm_needs))};
     uint32_t *order = calloc(problem->n, sizeof *order);
     gm_status status = GM_OK;

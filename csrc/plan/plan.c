@@ -64,11 +64,6 @@ const gm_place *gm_plan_place(const gm_plan *plan, uint32_t chunk, gm_piece piec
     return &plan->places[chunk * GM_N_PIECES + piece];
 }
 
-bool gm_plan_is_kept(const gm_plan *plan, uint32_t chunk)
-{
-    return plan->places[chunk * GM_N_PIECES + GM_GATHERED].is_resident;
-}
-
 bool gm_plan_is_speculated(const gm_plan *plan, uint32_t chunk)
 {
     return plan->is_speculated[chunk];

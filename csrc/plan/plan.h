@@ -173,8 +173,6 @@ void gm_plan_free(gm_plan *plan); /* NULL is fine */
 
 gm_class gm_plan_class(const gm_plan *plan, uint32_t chunk);
 const gm_place *gm_plan_place(const gm_plan *plan, uint32_t chunk, gm_piece piece);
-/* Whether its gathered weights have blocks of their own. */
-bool gm_plan_is_kept(const gm_plan *plan, uint32_t chunk);
 /* Whether its update is speculated. */
 bool gm_plan_is_speculated(const gm_plan *plan, uint32_t chunk);
 uint32_t gm_plan_n_blocks(const gm_plan *plan);

@@ -16,11 +16,9 @@ typedef struct gm_course {
     uint32_t n, n_runs, backward; /* its first tick of backward; n: none */
     gm_use *uses;                 /* (n_uses,) by begin; those of one chunk do not overlap */
     uint32_t n_uses;
-    gm_use
-        *opens; /* (n_opens,) by begin: a gradient grows from begin on and is complete at end - 1 */
+    gm_use *opens; /* (n_opens,) by begin: a gradient grows from begin on, complete at end - 1 */
     uint32_t n_opens;
-    gm_use *
-        sums; /* (n_opens,) by begin: when GM_GRAD is in use; as opens, but where the sum over ranks comes last */
+    gm_use *sums;    /* (n_opens,) by begin: GM_GRAD is in use; later than opens where ranks sum */
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
     /* (n_chunks,) the first tick from there on after which this pass does not use the weights; n: there is none */
@@ -32,6 +30,7 @@ typedef struct gm_problem {
     uint32_t n; /* chunks */
     gm_course *courses;
     uint32_t n_courses, main; /* main: the course that decides the order of everything */
+    uint32_t most_ticks;      /* of a course */
     uint32_t n_passes;        /* with backward, in one step */
     uint32_t *order;          /* (n,) chunks by first use in main */
     uint32_t *grad_order;     /* (n,) chunks by gradient's tick in main; those without at the end */
@@ -49,7 +48,7 @@ typedef struct gm_schedule {
 } gm_schedule;
 
 struct gm_plan {
-    uint32_t n, n_blocks, main_ticks;
+    uint32_t n, n_blocks;
     uint8_t *class_of;          /* (n,) */
     bool *is_late;              /* (n,) updated under the next pass's forward */
     bool *is_speculated;        /* (n,) of the late ones */
@@ -66,9 +65,8 @@ typedef struct gm_choice {
     uint8_t *class_of;                /* (n,) */
     bool *is_late, *is_grad_resident; /* (n,) */
     bool *is_kept;                    /* (n,) its gathered weights have blocks of their own */
-    uint32_t
-        depth[GM_N_PIECES]; /* chunks that each ring holds beyond the largest set in use at once */
-    double speculated;      /* share of the updates that are not resident, the last in use first */
+    uint32_t depth[GM_N_PIECES];      /* chunks in each ring beyond the most in use at once */
+    double speculated; /* share of the updates that are not resident, the last in use first */
 } gm_choice;
 
 static inline bool gm_is_streamed(uint32_t cls)
@@ -99,6 +97,11 @@ void gm_problem_free(gm_problem *problem);
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
                         gm_course *out);
 void gm_course_free(gm_course *course);
+int gm_by_begin(const void *left,
+                const void *right); /* of gm_use, for qsort; then by end and chunk */
+/* Sorts chunks by a key (beyond `limit`: as `limit`), equal ones in the order of `from`; NULL: by number. */
+gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *from, uint32_t n,
+                         uint32_t *out);
 
 /* plan.c: a plan without places; the schedule for a trace, or NULL. */
 gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
@@ -111,8 +114,7 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
 /* gather.c: what a course asks of GM_WEIGHT under a plan in which the gathered weights have their places, and when
  * it gathers.  Without gathered weights that is what it asks of weights. */
 typedef struct gm_needs {
-    gm_use *
-        uses; /* (n_uses,) by begin; streamed weights that an update needs at the gradient's tick included */
+    gm_use *uses; /* (n_uses,) by begin; those of updates at the gradient's tick included */
     uint32_t n_uses;
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     gm_use *gathers; /* (n_gathers,) at the tick `begin`, in order, for the use at the tick `end` */
@@ -122,6 +124,14 @@ typedef struct gm_needs {
 gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
                        gm_needs *out);
 void gm_needs_free(gm_needs *needs);
+typedef struct
+    gm_ring_use { /* (length,) each: the chunk that has a block of the ring, and until which tick */
+    uint32_t *owner, *until;
+} gm_ring_use;
+/* The chunk has its place until tick `end`.  Gives the tick from which the blocks were free, or GM_NO_TICK when it was
+ * there already. */
+uint32_t gm_ring_claim(gm_ring_use *ring, const gm_place *place, uint32_t n_blocks, uint32_t chunk,
+                       uint32_t end);
 
 /* schedule.c */
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,

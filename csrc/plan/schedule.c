@@ -36,14 +36,13 @@ typedef struct gm_writer {
     const gm_needs *main; /* of the main course */
     gm_note *notes;
     size_t n_notes, capacity;
-    uint32_t *update; /* (n,) tick of the update in forward; GM_NO_TICK: no states */
-    const uint32_t
-        *first;      /* (n,) tick of the first use of weights, or of a shard's weights; n: none */
-    uint32_t *order; /* (n,) chunks by first use in this course */
-    uint32_t *owner, *until; /* scratch, (longest ring,) */
-    gm_use *list;            /* scratch, (2 n + 1,) */
-    uint32_t *latest;        /* scratch, (n,) */
-    uint32_t misfit;         /* a chunk whose place is taken when it is needed; GM_NO_TICK: none */
+    uint32_t *update;      /* (n,) tick of the update in forward; GM_NO_TICK: no states */
+    const uint32_t *first; /* (n,) tick of the first use of weights, or of shards; n: none */
+    uint32_t *order;  /* (n,) chunks by first use in this course, equal ones in the plan's order */
+    gm_ring_use ring; /* scratch, (longest ring,) */
+    gm_use *list;     /* scratch, (2 n + 1,) */
+    uint32_t *latest; /* scratch, (n,) */
+    uint32_t misfit;  /* a chunk whose place is taken when it is needed; GM_NO_TICK: none */
     bool has_failed;
 } gm_writer;
 
@@ -96,32 +95,15 @@ static uint32_t blocks_of(const gm_writer *w, uint32_t chunk, gm_piece piece)
 static void clear_ring(gm_writer *w, gm_piece piece)
 {
     for (uint32_t i = 0; i < w->plan->ring[piece]; i++) {
-        w->owner[i] = UINT32_MAX;
-        w->until[i] = 0;
+        w->ring.owner[i] = UINT32_MAX;
+        w->ring.until[i] = 0;
     }
 }
 
-/* The chunk's piece is in use until tick `end`.  Gives the tick from which its blocks were free, or GM_NO_TICK when
- * the piece was there already. */
 static uint32_t claim(gm_writer *w, gm_piece piece, uint32_t chunk, uint32_t end)
 {
-    const gm_place *place = place_of(w, chunk, piece);
-    uint32_t n = blocks_of(w, chunk, piece), free_from = 0, at = place->offset;
-    bool is_there = true;
-    for (uint32_t j = 0; j < n; j++) {
-        if (w->owner[at] != chunk) {
-            free_from = w->until[at] > free_from ? w->until[at] : free_from;
-            is_there = false;
-        }
-        at = at + 1 == place->length ? 0 : at + 1;
-    }
-    at = place->offset;
-    for (uint32_t j = 0; j < n; j++) {
-        w->until[at] = w->owner[at] == chunk && w->until[at] > end ? w->until[at] : end;
-        w->owner[at] = chunk;
-        at = at + 1 == place->length ? 0 : at + 1;
-    }
-    return is_there ? GM_NO_TICK : free_from;
+    return gm_ring_claim(&w->ring, place_of(w, chunk, piece), blocks_of(w, chunk, piece), chunk,
+                         end);
 }
 
 /* What claim would give, changing nothing. */
@@ -130,7 +112,7 @@ static uint32_t free_from(const gm_writer *w, gm_piece piece, uint32_t chunk)
     const gm_place *place = place_of(w, chunk, piece);
     uint32_t n = blocks_of(w, chunk, piece), from = 0, at = place->offset;
     for (uint32_t j = 0; j < n; j++) {
-        from = w->owner[at] != chunk && w->until[at] > from ? w->until[at] : from;
+        from = w->ring.owner[at] != chunk && w->ring.until[at] > from ? w->ring.until[at] : from;
         at = at + 1 == place->length ? 0 : at + 1;
     }
     return from;
@@ -334,15 +316,6 @@ static void write_updates(gm_writer *w)
     }
 }
 
-static int by_begin(const void *left, const void *right)
-{
-    const gm_use *a = left, *b = right;
-    if (a->begin != b->begin) {
-        return a->begin < b->begin ? -1 : 1;
-    }
-    return (a->end > b->end) - (a->end < b->end); /* `end` holds the place in the order of need */
-}
-
 /* Gradients that come back: to be added to, or for an update on the device. */
 static void write_grads_in(gm_writer *w)
 {
@@ -365,7 +338,8 @@ static void write_grads_in(gm_writer *w)
             w->list[n++] = (gm_use){course->sums[i].chunk, course->sums[i].begin, w->plan->n + i};
         }
     }
-    qsort(w->list, n, sizeof *w->list, by_begin);
+    /* `end` holds the place in the order of need. */
+    qsort(w->list, n, sizeof *w->list, gm_by_begin);
     clear_ring(w, GM_GRAD);
     for (uint32_t i = 0; i < n; i++) {
         uint32_t c = w->list[i].chunk, begin = w->list[i].begin;
@@ -413,28 +387,6 @@ static gm_status sort_notes(const gm_writer *w, gm_schedule *out)
     return GM_OK;
 }
 
-/* Chunks by first use in this course, equal ones in the plan's order. */
-static bool sort_chunks(gm_writer *w)
-{
-    const gm_course *course = w->course;
-    uint32_t *count = calloc((size_t)course->n + 2, sizeof *count);
-    if (!count) {
-        return false;
-    }
-    for (uint32_t c = 0; c < w->plan->n; c++) {
-        count[w->first[c] + 1]++;
-    }
-    for (uint32_t t = 0; t <= course->n; t++) {
-        count[t + 1] += count[t];
-    }
-    for (uint32_t i = 0; i < w->plan->n; i++) {
-        uint32_t c = w->plan->order[i];
-        w->order[count[w->first[c]]++] = c;
-    }
-    free(count);
-    return true;
-}
-
 static gm_status find_needs(gm_writer *w)
 {
     const gm_plan_input *input = w->problem->input;
@@ -447,8 +399,7 @@ static gm_status find_needs(gm_writer *w)
         w->main = &w->other;
     }
     w->first = w->needs.first;
-    return sort_chunks(w) ? GM_OK
-                          : GM_FAIL(GM_ERR_NOMEM, "host: no room to sort %u chunks", w->plan->n);
+    return gm_sort_chunks(w->first, w->course->n, w->plan->order, w->plan->n, w->order);
 }
 
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
@@ -464,13 +415,12 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
                    .misfit = GM_NO_TICK,
                    .update = calloc(n, sizeof(uint32_t)),
                    .order = calloc(n, sizeof(uint32_t)),
-                   .owner = calloc(ring, sizeof(uint32_t)),
-                   .until = calloc(ring, sizeof(uint32_t)),
+                   .ring = {calloc(ring, sizeof(uint32_t)), calloc(ring, sizeof(uint32_t))},
                    .list = calloc(2 * (size_t)n + 1, sizeof(gm_use)),
                    .latest = calloc(n, sizeof(uint32_t))};
     gm_status status = GM_OK;
     *out = (gm_schedule){.hash = course->trace->hash, .n_ticks = course->n};
-    if (!w.update || !w.order || !w.owner || !w.until || !w.list || !w.latest) {
+    if (!w.update || !w.order || !w.ring.owner || !w.ring.until || !w.list || !w.latest) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to schedule %u ticks", course->n);
     } else {
         status = find_needs(&w);
@@ -499,8 +449,8 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
     }
     free(w.update);
     free(w.order);
-    free(w.owner);
-    free(w.until);
+    free(w.ring.owner);
+    free(w.ring.until);
     gm_needs_free(&w.needs);
     gm_needs_free(&w.other);
     free(w.list);

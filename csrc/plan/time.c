@@ -345,10 +345,10 @@ static void gather(gm_replay *r, uint32_t c)
     w->used = whole->filled;
 }
 
-/* All gradients of the pass have arrived. */
-static void reduce(gm_replay *r, uint32_t c)
+/* The node added next adds to the gradient, or begins it. */
+static void claim_grad(gm_replay *r, uint32_t c)
 {
-    gm_item *g = item(r, c, GM_GRAD), *whole = item(r, c, GM_UNREDUCED);
+    const gm_item *g = item(r, c, GM_GRAD);
     grad_in(r, c);
     if (g->is_there) {
         gm_sim_wait(&r->sim, g->filled);
@@ -356,6 +356,13 @@ static void reduce(gm_replay *r, uint32_t c)
     } else {
         claim(r, c, GM_GRAD);
     }
+}
+
+/* All gradients of the pass have arrived. */
+static void reduce(gm_replay *r, uint32_t c)
+{
+    gm_item *g = item(r, c, GM_GRAD), *whole = item(r, c, GM_UNREDUCED);
+    claim_grad(r, c);
     gm_sim_wait(&r->sim, r->newest);
     g->filled = collective(r, chunk_of(r, c)->bytes[GM_UNREDUCED], r->problem->input->rates.reduce);
     whole->used = g->filled;
@@ -396,15 +403,8 @@ static void open_grad(gm_replay *r, uint32_t c)
     }
     if (gm_is_reduced(r->problem->input, c)) {
         claim(r, c, GM_UNREDUCED);
-        return;
-    }
-    grad_in(r, c);
-    gm_item *g = item(r, c, GM_GRAD);
-    if (g->is_there) {
-        gm_sim_wait(&r->sim, g->filled);
-        gm_sim_wait(&r->sim, g->homed);
     } else {
-        claim(r, c, GM_GRAD);
+        claim_grad(r, c);
     }
 }
 
@@ -582,10 +582,7 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
 
 static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_replay *r)
 {
-    uint32_t n = problem->n, n_ticks = 1;
-    for (uint32_t k = 0; k < problem->n_courses; k++) {
-        n_ticks = problem->courses[k].n > n_ticks ? problem->courses[k].n : n_ticks;
-    }
+    uint32_t n = problem->n;
     *r = (gm_replay){.problem = problem, .plan = plan, .norm = GM_NO_NODE, .newest = GM_NO_NODE};
     r->items = calloc((size_t)n * GM_N_PIECES, sizeof *r->items);
     r->is_pending = calloc(n, sizeof(bool));
@@ -594,7 +591,7 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     r->result = malloc(n * sizeof(uint32_t));
     r->use_pass = calloc(n, sizeof(uint32_t));
     r->use_end = calloc(n, sizeof(uint32_t));
-    r->node_of = calloc(n_ticks, sizeof(uint32_t));
+    r->node_of = calloc((size_t)problem->most_ticks + 1, sizeof(uint32_t));
     size_t stage = (size_t)plan->ring[GM_STATE] * problem->input->block_bytes;
     gm_slots slots = gm_slots_of(stage);
     r->n_slots = slots.n;

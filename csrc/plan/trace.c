@@ -51,36 +51,6 @@ void gm_book_free(gm_book *book)
     }
 }
 
-/* The trace with this is_grad that ran last. */
-static uint32_t latest_of_kind(const gm_book *book, bool is_grad)
-{
-    uint32_t best = GM_NO_TRACE;
-    for (uint32_t i = 0; i < book->n_traces; i++) {
-        const gm_trace *trace = &book->traces[i];
-        if (trace->is_grad == is_grad &&
-            (best == GM_NO_TRACE || trace->last_run > book->traces[best].last_run)) {
-            best = i;
-        }
-    }
-    return best;
-}
-
-gm_status gm_book_begin(gm_book *book, bool is_grad)
-{
-    gm_status status = book->is_open ? gm_book_end(book, NULL) : GM_OK;
-    book->is_open = true;
-    book->is_grad = is_grad;
-    book->has_backward = book->is_lost = false;
-    book->n_run = 0;
-    book->hash = fnv1a(UINT64_C(0xcbf29ce484222325), is_grad);
-    uint32_t guess = book->last == GM_NO_TRACE ? GM_NO_TRACE : book->traces[book->last].next;
-    if (guess == GM_NO_TRACE || book->traces[guess].is_grad != is_grad) {
-        guess = latest_of_kind(book, is_grad);
-    }
-    book->following = guess;
-    return status;
-}
-
 static bool is_same(const gm_tick *a, const gm_tick *b)
 {
     return a->kind == b->kind && a->id == b->id;
@@ -100,8 +70,8 @@ static bool has_begun_like(const gm_trace *trace, const gm_book *book, uint32_t 
     return true;
 }
 
-/* The latest trace that begins with all ticks of the open pass, the newest included. */
-static uint32_t find_successor(const gm_book *book)
+/* The latest trace of the open pass's kind that begins with all its ticks, the newest included. */
+static uint32_t find_latest(const gm_book *book)
 {
     uint32_t best = GM_NO_TRACE;
     for (uint32_t i = 0; i < book->n_traces; i++) {
@@ -112,6 +82,22 @@ static uint32_t find_successor(const gm_book *book)
         }
     }
     return best;
+}
+
+gm_status gm_book_begin(gm_book *book, bool is_grad)
+{
+    gm_status status = book->is_open ? gm_book_end(book, NULL) : GM_OK;
+    book->is_open = true;
+    book->is_grad = is_grad;
+    book->has_backward = book->is_lost = false;
+    book->n_run = 0;
+    book->hash = fnv1a(UINT64_C(0xcbf29ce484222325), is_grad);
+    uint32_t guess = book->last == GM_NO_TRACE ? GM_NO_TRACE : book->traces[book->last].next;
+    if (guess == GM_NO_TRACE || book->traces[guess].is_grad != is_grad) {
+        guess = find_latest(book);
+    }
+    book->following = guess;
+    return status;
 }
 
 static gm_status make_room(gm_book *book)
@@ -155,7 +141,7 @@ gm_status gm_book_tick(gm_book *book, gm_tick_kind kind, uint32_t id, size_t out
     if (book->following != GM_NO_TRACE) {
         const gm_trace *trace = &book->traces[book->following];
         if (position >= trace->n || !is_same(&trace->ticks[position], &book->run[position])) {
-            book->following = find_successor(book);
+            book->following = find_latest(book);
         }
     }
     *out_trace = book->following;
@@ -227,7 +213,6 @@ static gm_status keep_run(gm_book *book, uint32_t *out)
     *out = free_index(book);
     book->traces[*out] = (gm_trace){.ticks = ticks,
                                     .n = book->n_run,
-                                    .capacity = book->n_run,
                                     .next = GM_NO_TRACE,
                                     .is_grad = book->is_grad,
                                     .has_backward = book->has_backward,

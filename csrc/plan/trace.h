@@ -26,7 +26,7 @@ typedef struct gm_tick {
 
 typedef struct gm_trace {
     gm_tick *ticks; /* (n,) */
-    uint32_t n, capacity;
+    uint32_t n;
     uint32_t next;       /* the trace that last came after this one; GM_NO_TRACE: none yet */
     bool is_grad;        /* gradients were enabled in its forward */
     bool has_backward;   /* has a TOUCH or GRAD tick */

@@ -123,7 +123,7 @@ static void test_room_for_all(void)
         for (uint32_t c = 0; c < n; c++) {
             comm += (double)m.chunks[c].bytes[GM_GATHERED] / m.input.rates.gather +
                     n_runs * (double)m.chunks[c].bytes[GM_UNREDUCED] / m.input.rates.reduce;
-            CHECK(gm_plan_is_kept(plan, c) == !is_replicated);
+            CHECK(gm_plan_place(plan, c, GM_GATHERED)->is_resident == !is_replicated);
         }
         CHECK(info->n_of_class[GM_CLASS_R] == n && info->h2d_bytes + info->d2h_bytes == 0);
         CHECK(info->n_kept == (is_replicated ? 0 : n) && info->gathered_ring_bytes == 0);
@@ -333,7 +333,8 @@ static void test_checker_misses_no_gather(void)
             uint32_t c = schedule->ops[gather].chunk;
             drop_op(schedule, gather);
             bool is_noticed = is_caught(plan, &m);
-            bool is_needed = m.chunks[c].numel > 0 && gm_plan_is_kept(plan, c) &&
+            bool is_needed = m.chunks[c].numel > 0 &&
+                             gm_plan_place(plan, c, GM_GATHERED)->is_resident &&
                              m.n_runs[0] == 1; /* each step makes it old */
             CHECK(is_noticed || !is_needed);
             n_needed += is_needed;
