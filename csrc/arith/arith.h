@@ -118,9 +118,9 @@ void gm_split_host(gm_dtype format, const float *master, void *weight, void *low
                    gm_workers *pool);
 void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *master,
                    size_t numel, gm_workers *pool);
-/* Somebody wrote new weights: where the bits of weight and old_weight differ, the low part is reset
- * so that the master equals the new weight exactly.  Returns the number of differing elements. */
-size_t gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
-                         size_t numel);
+/* Somebody wrote new weights, of a format with a low part: where the bits of weight and old_weight differ, that is reset so
+ * that the master equals the new weight exactly. */
+void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
+                       size_t numel);
 
 #endif

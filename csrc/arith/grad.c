@@ -160,30 +160,16 @@ void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *
     gm_workers_for(pool, items(numel), GRAIN_ITEMS, run_merge, &job);
 }
 
-size_t gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
-                         size_t numel)
+void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
+                       size_t numel)
 {
-    size_t changed = 0;
-    if (format == GM_F32) {
-        const uint32_t *was = old_weight;
-        const uint32_t *is = weight;
-        for (size_t i = 0; i < numel; i++) {
-            changed += was[i] != is[i];
-        }
-        return changed;
-    }
-    const uint16_t *was = old_weight;
-    const uint16_t *is = weight;
+    const uint16_t *was = old_weight, *is = weight;
+    GM_ASSERT(format != GM_F32); /* which has no low part */
     for (size_t i = 0; i < numel; i++) {
-        if (was[i] == is[i]) {
-            continue;
-        }
-        changed++;
-        if (format == GM_BF16) {
+        if (was[i] != is[i] && format == GM_BF16) {
             ((int16_t *)low)[i] = 0;
-        } else {
+        } else if (was[i] != is[i]) {
             ((float *)low)[i] = gm_f32_from_bits(gm_f16_to_bits(is[i]));
         }
     }
-    return changed;
 }

@@ -366,8 +366,6 @@ void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, voi
 
 /* ---- copies ---- */
 
-enum { COPY_GRAIN = 1 << 20 };
-
 typedef struct copy_job {
     char *dst;
     const char *src;
@@ -382,5 +380,5 @@ static void copy_span(void *context, size_t begin, size_t end)
 void gm_workers_copy(gm_workers *pool, void *dst, const void *src, size_t bytes)
 {
     copy_job job = {.dst = dst, .src = src};
-    gm_workers_for(pool, bytes, COPY_GRAIN, copy_span, &job);
+    gm_workers_for(pool, bytes, GM_COPY_GRAIN, copy_span, &job);
 }

@@ -28,6 +28,7 @@ void gm_workers_free(gm_workers *pool);            /* joins; NULL is fine */
 unsigned gm_workers_count(const gm_workers *pool); /* NULL counts as 1 */
 /* pool NULL: runs on the calling thread. */
 void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, void *context);
+enum { GM_COPY_GRAIN = 256 << 10 }; /* bytes: the least copy that is worth a second thread */
 /* memcpy by all of them. */
 void gm_workers_copy(gm_workers *pool, void *dst, const void *src, size_t bytes);
 

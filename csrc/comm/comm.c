@@ -252,7 +252,9 @@ gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status statu
         atomic_store_explicit(&comm->failed, status, memory_order_release);
     }
     pthread_mutex_unlock(&comm->lock);
-    comm->ops->end(comm);
+    if (comm->ops->end) {
+        comm->ops->end(comm);
+    }
     return gm_comm_failure(comm);
 }
 
@@ -323,7 +325,7 @@ static gm_status issue(gm_comm *comm, gm_comm_call *call, gm_stream stream)
         return gm_comm_failure(comm);
     }
     count(comm, call);
-    if (comm->size == 1 || (call->count == 0 && call->kind != GM_COMM_AGREE)) {
+    if (comm->size == 1 || !comm->ops->issue || (call->count == 0 && call->kind != GM_COMM_AGREE)) {
         return GM_OK;
     }
     return comm->ops->issue(comm, call, stream);

@@ -34,12 +34,11 @@ enum { GM_COMM_N_RECORDS = 512 };
 typedef struct gm_comm_ops {
     const char *name; /* "nccl", "host" or "paper" */
     /* Arguments are right, there is more than one rank and something to do.  A failure is recorded with
-     * gm_comm_break. */
+     * gm_comm_break.  NULL: no byte moves. */
     gm_status (*issue)(gm_comm *comm, const gm_comm_call *call, gm_stream stream);
     gm_status (*attach)(gm_comm *comm, gm_device *dev);
-    void (*check)(
-        gm_comm *comm);         /* looks for a failure and records it; NULL: nothing to look for */
-    void (*end)(gm_comm *comm); /* after a failure was recorded; any thread, many times */
+    void (*check)(gm_comm *comm); /* looks for a failure and records it; may be NULL */
+    void (*end)(gm_comm *comm);   /* after a failure; any thread, many times; may be NULL */
     void (*free)(gm_comm *comm);
 } gm_comm_ops;
 

@@ -4,14 +4,6 @@
 
 #include <stdlib.h>
 
-static gm_status paper_issue(gm_comm *comm, const gm_comm_call *call, gm_stream stream)
-{
-    (void)comm;
-    (void)call;
-    (void)stream;
-    return GM_OK;
-}
-
 static gm_status paper_attach(gm_comm *comm, gm_device *dev)
 {
     if (dev && !dev->is_paper) {
@@ -19,11 +11,6 @@ static gm_status paper_attach(gm_comm *comm, gm_device *dev)
                        comm->rank, comm->size, dev->ops->name);
     }
     return GM_OK;
-}
-
-static void paper_end(gm_comm *comm)
-{
-    (void)comm;
 }
 
 static void paper_free(gm_comm *comm)
@@ -34,9 +21,7 @@ static void paper_free(gm_comm *comm)
 
 static const gm_comm_ops paper_ops = {
     .name = "paper",
-    .issue = paper_issue,
     .attach = paper_attach,
-    .end = paper_end,
     .free = paper_free,
 };
 

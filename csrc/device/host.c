@@ -25,8 +25,7 @@
 #include "device/hostmem.h"
 
 enum {
-    GROW_BLOCKS = 64,             /* the file's size grows by this many blocks, or by half */
-    COPY_GRAIN_BYTES = 256 << 10, /* least copy worth a second thread */
+    GROW_BLOCKS = 64, /* the file's size grows by this many blocks, or by half */
     /* So much is taken between two looks at what the machine has: a look reads a dozen files, which
      * takes longer than giving a small block its pages. */
     LOOK_BYTES = 16 << 20
@@ -361,14 +360,12 @@ static void host_stream_free(gm_device *base, gm_stream stream)
 {
     host_device *dev = as_host(base);
     GM_ASSERT(stream != 0 && stream <= dev->last_id && dev->n_streams > 0);
-    (void)stream;
     dev->n_streams--;
 }
 
 static gm_status host_stream_sync(gm_device *base, gm_stream stream)
 {
     GM_ASSERT(stream <= as_host(base)->last_id);
-    (void)stream;
     return check_owner(as_host(base));
 }
 
@@ -426,7 +423,6 @@ static gm_status check_event(const host_device *dev, gm_event event)
 static gm_status host_event_record(gm_device *base, gm_event event, gm_stream stream)
 {
     GM_ASSERT(stream <= as_host(base)->last_id);
-    (void)stream;
     GM_TRY(check_event(as_host(base), event));
     timed_event *timed = timed_of(as_host(base), event);
     if (timed) { /* all earlier work is done, so now is when the event is reached */
@@ -439,7 +435,6 @@ static gm_status host_event_record(gm_device *base, gm_event event, gm_stream st
 static gm_status host_event_wait(gm_device *base, gm_event event, gm_stream stream)
 {
     GM_ASSERT(stream <= as_host(base)->last_id);
-    (void)stream;
     return check_event(as_host(base), event);
 }
 
@@ -475,24 +470,12 @@ static gm_status host_host_call(gm_device *base, void (*fn)(void *context), void
 
 /* ---- copies ---- */
 
-typedef struct copy_job {
-    char *dst;
-    const char *src;
-} copy_job;
-
-static void copy_span(void *context, size_t begin, size_t end)
-{
-    const copy_job *job = context;
-    memcpy(job->dst + begin, job->src + begin, end - begin);
-}
-
 static gm_status copy(gm_device *base, void *dst, const void *src, size_t bytes)
 {
     host_device *dev = as_host(base);
     GM_TRY(check_owner(dev));
     GM_ASSERT((uintptr_t)dst + bytes <= (uintptr_t)src || (uintptr_t)src + bytes <= (uintptr_t)dst);
-    copy_job job = {dst, src};
-    gm_workers_for(dev->pool, bytes, COPY_GRAIN_BYTES, copy_span, &job);
+    gm_workers_copy(dev->pool, dst, src, bytes);
     return GM_OK;
 }
 
@@ -533,7 +516,7 @@ static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t 
     host_device *dev = as_host(base);
     GM_TRY(check_owner(dev));
     fill_job job = {(char *)dst, byte};
-    gm_workers_for(dev->pool, bytes, COPY_GRAIN_BYTES, fill_span, &job);
+    gm_workers_for(dev->pool, bytes, GM_COPY_GRAIN, fill_span, &job);
     return GM_OK;
 }
 

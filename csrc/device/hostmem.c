@@ -103,7 +103,8 @@ enum { HUGE_PAGE_BYTES = 2 << 20 };
 struct gm_arena {
     char *base; /* NULL if bytes == 0; a multiple of HUGE_PAGE_BYTES */
     size_t bytes;
-    pid_t owner; /* only there is the region mapped */
+    pid_t owner;       /* only there is the region mapped */
+    gm_device *device; /* that has it pinned; NULL: none */
 };
 
 typedef struct touch_job {
@@ -203,7 +204,7 @@ gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
     return GM_OK;
 }
 
-gm_status gm_arena_on_paper(size_t bytes, gm_arena **out)
+static gm_status new_on_paper(size_t bytes, gm_arena **out)
 {
     gm_arena *arena;
     GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
@@ -225,10 +226,27 @@ gm_status gm_arena_on_paper(size_t bytes, gm_arena **out)
     return GM_OK;
 }
 
+gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out)
+{
+    gm_arena *arena = NULL;
+    GM_TRY(device->is_paper ? new_on_paper(bytes, &arena) : gm_arena_new(bytes, pool, &arena));
+    gm_status status = bytes > 0 ? device->ops->pin(device, arena->base, bytes) : GM_OK;
+    if (status != GM_OK) {
+        gm_arena_free(arena);
+        return status;
+    }
+    arena->device = bytes > 0 ? device : NULL;
+    *out = arena;
+    return GM_OK;
+}
+
 void gm_arena_free(gm_arena *arena)
 {
     if (!arena) {
         return;
+    }
+    if (arena->device) {
+        arena->device->ops->unpin(arena->device, arena->base);
     }
     if (arena->base && arena->owner == getpid()) {
         munmap(arena->base, gm_round_up(arena->bytes, (size_t)sysconf(_SC_PAGESIZE)));
@@ -243,5 +261,5 @@ void *gm_arena_base(const gm_arena *arena)
 
 size_t gm_arena_bytes(const gm_arena *arena)
 {
-    return arena->bytes;
+    return arena ? arena->bytes : 0;
 }

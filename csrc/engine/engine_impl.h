@@ -249,7 +249,6 @@ struct gm_engine {
     gm_chunks *chunks;
     gm_piece shown; /* what tensors show: GM_WEIGHT or GM_GATHERED */
     gm_arena *arena;
-    bool is_pinned_arena;
     double arena_seconds; /* that taking and pinning it took */
     uint8_t *staging;     /* pinned, GM_STAGING_BYTES; NULL on the host device */
     gm_policy policy;

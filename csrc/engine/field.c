@@ -167,7 +167,7 @@ gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *o
     }
     gm_status status = read_slice(engine, p, GM_FIELD_MASTER, 0, p->part_numel, low);
     if (status == GM_OK) {
-        (void)gm_reconcile_host(p->spec.format, old, weight, low, p->part_numel);
+        gm_reconcile_host(p->spec.format, old, weight, low, p->part_numel);
         status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
     }
     free(low);

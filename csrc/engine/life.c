@@ -53,9 +53,6 @@ static void engine_free(gm_engine *engine)
     for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
         gm_spill_forget(engine, i);
     }
-    if (engine->is_pinned_arena) {
-        engine->device->ops->unpin(engine->device, gm_arena_base(engine->arena));
-    }
     gm_arena_free(engine->arena);
     gm_speculation_free(engine);
     gm_layout_free(engine->layout);
@@ -184,14 +181,7 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_bu
             gm_wanted(home_bytes).text, gm_there(host_budget).text);
     }
     double began = gm_seconds();
-    GM_TRY(engine->device->is_paper
-               ? gm_arena_on_paper(home_bytes + staging, &engine->arena)
-               : gm_arena_new(home_bytes + staging, engine->workers, &engine->arena));
-    if (home_bytes + staging > 0) {
-        GM_TRY(engine->device->ops->pin(engine->device, gm_arena_base(engine->arena),
-                                        home_bytes + staging));
-        engine->is_pinned_arena = true;
-    }
+    GM_TRY(gm_arena_new_for(engine->device, home_bytes + staging, engine->workers, &engine->arena));
     engine->arena_seconds = gm_seconds() - began;
     if (staging) {
         engine->staging = (uint8_t *)gm_arena_base(engine->arena) + home_bytes;

@@ -41,8 +41,7 @@ enum {
 
 /* Pieces one way: where they go round on the host and on the device, and when each was done. */
 typedef struct lane {
-    gm_stream stream;
-    bool has_stream;
+    gm_stream stream; /* 0: not made yet */
     uint8_t *host;
     uintptr_t device;
     gm_event done[MAX_PIECES];
@@ -61,11 +60,9 @@ typedef struct bench {
     size_t n_blocks;
 
     gm_arena *arena;
-    bool is_pinned;
 
     size_t piece_bytes, n_host_pieces, n_device_pieces; /* each way */
     gm_event begin;
-    bool has_begin;
     lane in, out;
     size_t numel; /* of host Adam, whose arrays are where the arena begins */
 } bench;
@@ -144,16 +141,11 @@ static gm_status take_host_memory(bench *b)
                        "available, which is %s; free host memory, or give rates in GEMINI_RATES",
                        gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
     }
-    GM_TRY(gm_arena_new(bytes, b->workers, &b->arena));
-    gm_status status = b->device->ops->pin(b->device, gm_arena_base(b->arena), bytes);
+    gm_status status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
     while (status == GM_ERR_NOMEM && bytes / 2 >= LEAST_HOST_BYTES) { /* a limit on locked memory */
-        gm_arena_free(b->arena);
-        b->arena = NULL;
         bytes /= 2;
-        GM_TRY(gm_arena_new(bytes, b->workers, &b->arena));
-        status = b->device->ops->pin(b->device, gm_arena_base(b->arena), bytes);
+        status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
     }
-    b->is_pinned = status == GM_OK;
     return status;
 }
 
@@ -186,7 +178,6 @@ static gm_status open_lane(bench *b, lane *way)
 {
     const gm_device_ops *ops = b->device->ops;
     GM_TRY(ops->stream_new(b->device, &way->stream));
-    way->has_stream = true;
     for (; way->n_events < MAX_PIECES; way->n_events++) {
         GM_TRY(ops->event_new(b->device, true, &way->done[way->n_events]));
     }
@@ -198,7 +189,6 @@ static gm_status open_bench(bench *b)
     GM_TRY(take_device_memory(b));
     GM_TRY(take_host_memory(b));
     GM_TRY(b->device->ops->event_new(b->device, true, &b->begin));
-    b->has_begin = true;
     GM_TRY(open_lane(b, &b->in));
     return open_lane(b, &b->out);
 }
@@ -208,7 +198,7 @@ static void close_lane(bench *b, lane *way)
     for (size_t i = 0; i < way->n_events; i++) {
         b->device->ops->event_free(b->device, way->done[i]);
     }
-    if (way->has_stream) {
+    if (way->stream) {
         b->device->ops->stream_free(b->device, way->stream);
     }
 }
@@ -216,19 +206,16 @@ static void close_lane(bench *b, lane *way)
 static void close_bench(bench *b)
 {
     const gm_device_ops *ops = b->device->ops;
-    if (b->in.has_stream) {
+    if (b->in.stream) {
         (void)ops->stream_sync(b->device, b->in.stream);
     }
-    if (b->out.has_stream) {
+    if (b->out.stream) {
         (void)ops->stream_sync(b->device, b->out.stream);
     }
     close_lane(b, &b->in);
     close_lane(b, &b->out);
-    if (b->has_begin) {
+    if (b->begin) {
         ops->event_free(b->device, b->begin);
-    }
-    if (b->is_pinned) {
-        ops->unpin(b->device, gm_arena_base(b->arena));
     }
     gm_arena_free(b->arena);
     if (b->range_bytes) {

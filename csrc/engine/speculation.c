@@ -41,7 +41,6 @@ void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 void gm_speculation_free(gm_engine *engine)
 {
     for (uint32_t i = 0; i < engine->speculation.n_arenas; i++) {
-        engine->device->ops->unpin(engine->device, gm_arena_base(engine->speculation.arenas[i]));
         gm_arena_free(engine->speculation.arenas[i]);
     }
 }
@@ -68,7 +67,7 @@ static gm_status find_available(const gm_engine *engine, size_t homes, size_t *o
 static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    size_t available, homes = engine->arena ? gm_arena_bytes(engine->arena) : 0;
+    size_t available, homes = gm_arena_bytes(engine->arena);
     if (!s->has_limit) {
         s->has_limit = true;
         if (engine->policy == GM_POLICY_CUDA ||
@@ -244,14 +243,8 @@ void gm_speculation_take_room(gm_engine *engine)
         return;
     }
     double began = gm_seconds();
-    gm_status status = engine->device->is_paper ? gm_arena_on_paper(bytes, &arena)
-                                                : gm_arena_new(bytes, engine->workers, &arena);
-    if (status != GM_OK) {
+    if (gm_arena_new_for(engine->device, bytes, engine->workers, &arena) != GM_OK) {
         return; /* what has no spare is updated as without speculation */
-    }
-    if (engine->device->ops->pin(engine->device, gm_arena_base(arena), bytes) != GM_OK) {
-        gm_arena_free(arena);
-        return;
     }
     engine->speculation.arenas[s->n_arenas++] = arena;
     s->bytes += bytes;

@@ -127,12 +127,18 @@ static void run_host_task(void *context)
     atomic_store(&task->is_running, false);
 }
 
-static void note_task(gm_engine *engine, uint32_t chunk, gm_stream stream)
+/* A speculation reads the homes and writes the spares beside them. */
+static void note_task(gm_engine *engine, uint32_t chunk, bool is_speculation, gm_stream stream)
 {
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        size_t bytes = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece);
+        bool is_written = piece != GM_GRAD;
         gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
-                       gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), piece != GM_GRAD,
-                       stream);
+                       bytes, is_written && !is_speculation, stream);
+        if (is_written && is_speculation) {
+            gm_note_access(engine->device, gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece),
+                           bytes, true, stream);
+        }
     }
 }
 
@@ -163,7 +169,7 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
     set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
                gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
-    note_task(engine, chunk, stream);
+    note_task(engine, chunk, false, stream);
     GM_TRY(call_host(engine, chunk, task));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
@@ -172,19 +178,6 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
                              GM_STATE)); /* stale; under a placement it goes for nothing */
     GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
-}
-
-static void note_speculation(gm_engine *engine, uint32_t chunk, gm_stream stream)
-{
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        size_t bytes = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece);
-        gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
-                       bytes, false, stream);
-        if (piece != GM_GRAD) {
-            gm_note_access(engine->device, gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece),
-                           bytes, true, stream);
-        }
-    }
 }
 
 static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
@@ -203,7 +196,7 @@ static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *t
     set_arrays(engine, chunk, task, gm_chunks_spare(chunks, chunk, GM_WEIGHT),
                gm_chunks_spare(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
     task->args.from = &task->from;
-    note_speculation(engine, chunk, stream);
+    note_task(engine, chunk, true, stream);
     GM_TRY(call_host(engine, chunk, task));
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_end_home_read(chunks, chunk, (gm_piece)piece, stream));

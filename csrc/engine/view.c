@@ -19,8 +19,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .device_peak_bytes = stats.device_peak_bytes,
         .device_budget_bytes = engine->room.budget,
         .host_pin_seconds = engine->arena_seconds + engine->speculation.seconds,
-        .host_bytes =
-            (engine->arena ? gm_arena_bytes(engine->arena) : 0) + gm_speculation_bytes(engine),
+        .host_bytes = gm_arena_bytes(engine->arena) + gm_speculation_bytes(engine),
         .spare_bytes = gm_speculation_bytes(engine),
         .n_speculated = engine->speculation.n_made,
         .n_taken = engine->speculation.n_taken,

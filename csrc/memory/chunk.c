@@ -173,7 +173,7 @@ static gm_status set_fence(gm_chunks *chunks, fence *f, gm_stream stream, bool i
     return is_open ? GM_OK : close_fence(chunks, f);
 }
 
-static gm_status order_device_write(gm_chunks *chunks, piece *p, gm_stream stream)
+gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     GM_TRY(wait_fence(chunks, &p->filled, stream));
     GM_TRY(wait_fence(chunks, &p->used, stream));
@@ -187,23 +187,12 @@ static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
     return wait_fence(chunks, &p->filled, stream);
 }
 
-gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stream)
-{
-    return order_device_write(chunks, last, stream);
-}
-
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     p->version++;
-    GM_TRY(order_device_write(chunks, p, stream));
+    GM_TRY(gm_piece_order_write(chunks, p, stream));
     return set_fence(chunks, &p->filled, stream,
                      true); /* it stands for the last owner's, if nothing is written */
-}
-
-/* The home's bytes have arrived; the host may read them. */
-static gm_status wait_home_on_host(gm_chunks *chunks, piece *p)
-{
-    return wait_fence_on_host(chunks, &p->homed);
 }
 
 gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p)
@@ -245,7 +234,7 @@ gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind
     gm_device *device = chunks->device;
     gm_stream stream = log == GM_LOG_REFRESH ? chunks->refresh : chunks->in[kind];
     GM_TRY(wait_fence(chunks, &p->homed, stream));
-    GM_TRY(order_device_write(chunks, p, stream));
+    GM_TRY(gm_piece_order_write(chunks, p, stream));
     uint32_t entry =
         gm_timeline_begin(chunks->timeline, log, kind == GM_WEIGHT ? GM_ON_FETCH : GM_ON_STATE,
                           gm_piece_chunk(chunks, p), kind, p->bytes, stream);
@@ -338,7 +327,7 @@ gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece kind, g
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(gm_is_resident(p));
     p->version++;
-    return order_device_write(chunks, p, stream);
+    return gm_piece_order_write(chunks, p, stream);
 }
 
 gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
@@ -455,7 +444,7 @@ gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
-    GM_TRY(wait_home_on_host(chunks, p));
+    GM_TRY(wait_fence_on_host(chunks, &p->homed));
     gm_note_access(chunks->device, p->home, p->bytes, false, GM_STREAM_HOST);
     return GM_OK;
 }
@@ -465,7 +454,7 @@ gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     piece *p = gm_piece_at(chunks, id, kind);
     p->version++;
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
-    GM_TRY(wait_home_on_host(chunks, p));
+    GM_TRY(wait_fence_on_host(chunks, &p->homed));
     GM_TRY(wait_fence_on_host(chunks, &p->home_used));
     GM_TRY(wait_fence_on_host(chunks, &p->filled));
     gm_note_access(chunks->device, p->home, p->bytes, true, GM_STREAM_HOST);
@@ -508,7 +497,7 @@ gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t o
         return GM_OK;
     }
     if (p->state != DIRTY) {
-        GM_TRY(wait_home_on_host(chunks, p));
+        GM_TRY(wait_fence_on_host(chunks, &p->homed));
         gm_note_access(chunks->device, p->home + offset, bytes, false, GM_STREAM_HOST);
         gm_workers_copy(pool, dst, p->home + offset, bytes);
         return GM_OK;
@@ -529,7 +518,7 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
     if (gm_is_resident(p)) {
         GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
         gm_stream in = gm_stream_in(chunks, kind);
-        GM_TRY(order_device_write(chunks, p, in));
+        GM_TRY(gm_piece_order_write(chunks, p, in));
         GM_TRY(device->ops->copy_h2d(device, p->address + offset, src, bytes, in));
         GM_TRY(set_fence(chunks, &p->filled, in, false));
         GM_TRY(wait_fence_on_host(chunks, &p->filled)); /* src is the caller's */

@@ -120,8 +120,8 @@ void gm_piece_move(piece *p, piece_state to);
 gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
-/* Orders `stream` for the first write on blocks that `last` owned. */
-gm_status gm_piece_order_takeover(gm_chunks *chunks, piece *last, gm_stream stream);
+/* Orders `stream` behind whoever uses the device bytes: for writing them, or what takes over their blocks. */
+gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 

@@ -19,7 +19,7 @@ gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out
         uint32_t owner = chunks->owners[p->blocks[b]];
         if (owner != GM_NO_OWNER && owner != me) {
             GM_TRY(gm_chunks_evict(chunks, owner / GM_N_PIECES, (gm_piece)(owner % GM_N_PIECES)));
-            GM_TRY(gm_piece_order_takeover(chunks, &chunks->pieces[owner], stream));
+            GM_TRY(gm_piece_order_write(chunks, &chunks->pieces[owner], stream));
         }
         chunks->owners[p->blocks[b]] = me; /* last: after an error the block is still the other's */
     }
@@ -34,6 +34,13 @@ static gm_status unmap_stage(gm_chunks *chunks)
     return n == 0 ? GM_OK : chunks->device->ops->unmap(chunks->device, chunks->stage, n);
 }
 
+static void disown_all(gm_chunks *chunks)
+{
+    for (uint32_t i = 0; i < chunks->n_indices; i++) {
+        chunks->owners[i] = GM_NO_OWNER;
+    }
+}
+
 gm_status gm_chunks_leave_placement(gm_chunks *chunks)
 {
     if (!chunks->has_placement) {
@@ -42,9 +49,7 @@ gm_status gm_chunks_leave_placement(gm_chunks *chunks)
     GM_TRY(gm_chunks_sync(chunks)); /* invariant 4 falls to the host now */
     GM_TRY(unmap_stage(chunks));
     chunks->has_placement = false;
-    for (uint32_t i = 0; i < chunks->n_indices; i++) {
-        chunks->owners[i] = GM_NO_OWNER;
-    }
+    disown_all(chunks);
     for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
         piece *p = &chunks->pieces[i];
         p->is_placed = false;
@@ -142,9 +147,7 @@ static gm_status map_stage(gm_chunks *chunks, const gm_plan *plan, const uint32_
 
 static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uint32_t *physical)
 {
-    for (uint32_t i = 0; i < chunks->n_indices; i++) {
-        chunks->owners[i] = GM_NO_OWNER;
-    }
+    disown_all(chunks);
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
@@ -196,9 +199,7 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
         *out_blocks = chunks->n_blocks;
     }
     if (status != GM_OK) { /* what had been taken is free again */
-        for (uint32_t i = 0; i < chunks->n_indices; i++) {
-            chunks->owners[i] = GM_NO_OWNER;
-        }
+        disown_all(chunks);
         chunks->has_placement = true;
         char text[512];
         snprintf(text, sizeof text, "%s", gm_last_error());

@@ -123,7 +123,7 @@ static void draw_weight(world *w, const model *p, uint8_t *out)
 static void set_weight(model *p, const uint8_t *weight)
 {
     if (p->spec.has_low) {
-        (void)gm_reconcile_host(p->spec.format, p->weight, weight, p->low, p->spec.numel);
+        gm_reconcile_host(p->spec.format, p->weight, weight, p->low, p->spec.numel);
     }
     memcpy(p->weight, weight, weight_bytes(p));
 }
