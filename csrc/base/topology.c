@@ -76,10 +76,10 @@ static int by_number(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static gm_core *find_core(gm_core *cores, size_t n, unsigned number)
+static gm_core *find_core(const gm_core *cores, size_t n, unsigned number)
 {
-    gm_core key = {.number = number};
-    return n ? bsearch(&key, cores, n, sizeof key, by_number) : NULL; /* the number is first */
+    return n ? bsearch(&number, cores, n, sizeof *cores, by_number)
+             : NULL; /* it is first in each */
 }
 
 static void read_nodes(const char *root, gm_core *cores, size_t n)
@@ -290,8 +290,7 @@ static gm_status collect_cores(split *s, const gm_core *known, size_t n_known)
         if (i > 0 && numbers[i] == numbers[i - 1]) {
             continue;
         }
-        const gm_core *core =
-            n_known ? bsearch(&numbers[i], known, n_known, sizeof *known, by_number) : NULL;
+        const gm_core *core = find_core(known, n_known, numbers[i]);
         s->cores[s->n_cores++] = core ? *core : (gm_core){numbers[i], -1, numbers[i]};
     }
     free(numbers);

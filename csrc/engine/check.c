@@ -29,7 +29,7 @@ static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
 static gm_status check_pins(const gm_engine *engine)
 {
     for (uint32_t i = 0; i < engine->unit.n_touched; i++) {
-        uint32_t chunk = engine->unit.touched[i];
+        uint32_t chunk = engine->unit.touched[i].chunk;
         if (!engine->unit.is_touched[chunk] ||
             gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
             return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);

@@ -32,7 +32,7 @@ size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece p
 
 size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
-    return gm_chunks_block_bytes(engine->device, gm_engine_piece_bytes(engine, chunk, piece));
+    return gm_round_up(gm_engine_piece_bytes(engine, chunk, piece), engine->device->block_bytes);
 }
 
 uintptr_t gm_engine_address(const gm_engine *engine, uint32_t id)

@@ -205,13 +205,15 @@ typedef struct gm_pass {
     uint64_t n_deviations, n_replay_waits;
 } gm_pass;
 
+typedef struct gm_touch { /* a chunk that is pinned for backward nodes */
+    uint32_t chunk, tick;
+    gm_stream stream; /* on which the pin will end */
+} gm_touch;
+
 typedef struct gm_units {
-    uint32_t n_entered;
-    uint32_t *touched;         /* (n_chunks,) pinned by touch */
-    gm_stream *touched_stream; /* (n_chunks,) of each of these pins */
-    uint32_t *touched_tick;    /* (n_chunks,) */
-    uint32_t n_touched;
-    bool *is_touched; /* (n_chunks,) */
+    uint32_t n_entered, n_touched;
+    gm_touch *touched; /* (n_chunks,) */
+    bool *is_touched;  /* (n_chunks,) */
 } gm_units;
 
 typedef struct gm_steps {

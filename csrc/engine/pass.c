@@ -104,11 +104,9 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         size_t bytes[GM_N_PIECES];
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
-            bytes[piece] =
-                gm_chunks_is_resident(engine->chunks, chunk, (gm_piece)piece)
-                    ? gm_chunks_block_bytes(engine->device,
-                                            gm_engine_piece_bytes(engine, chunk, (gm_piece)piece))
-                    : 0;
+            bytes[piece] = gm_chunks_is_resident(engine->chunks, chunk, (gm_piece)piece)
+                               ? gm_engine_piece_blocks(engine, chunk, (gm_piece)piece)
+                               : 0;
             live += bytes[piece];
         }
         gm_class class = engine->room.plan     ? gm_plan_class(engine->room.plan, chunk)

@@ -262,7 +262,6 @@ static gm_status plan_from(gm_engine *engine, gm_inputs *in)
     return GM_OK;
 }
 
-/* An error here is one of the ranks', and ends the run; that there is no plan is none. */
 gm_status gm_planner_ranks_run(gm_engine *engine)
 {
     bool is_due = engine->weights.collectives == NULL;

@@ -8,16 +8,12 @@ gm_status gm_sums_new(gm_engine *engine)
 {
     gm_device *device = engine->device;
     size_t bytes = gm_sums_bytes(engine);
-    if (device->is_host) {
-        engine->sums.there = calloc(1, bytes);
-        engine->sums.home = engine->sums.there;
-        return engine->sums.there ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of sums", bytes);
+    if (device->is_host || device->is_paper) {
+        GM_TRY(gm_new(&engine->sums.home, bytes, "HOST: %zu bytes of sums"));
     }
-    if (device->is_paper) {
-        engine->sums.home = calloc(1, bytes);
-        if (!engine->sums.home) {
-            return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of sums", bytes);
-        }
+    if (device->is_host) {
+        engine->sums.there = engine->sums.home;
+        return GM_OK;
     }
     size_t n = gm_round_up(bytes, device->block_bytes) / device->block_bytes;
     uintptr_t address;
@@ -43,12 +39,11 @@ void gm_sums_place_home(gm_engine *engine, void *home)
 void gm_sums_free(gm_engine *engine)
 {
     gm_device *device = engine->device;
-    if (device && device->is_host) {
-        free(engine->sums.there);
-        return;
-    }
-    if (device && device->is_paper) {
+    if (device && (device->is_host || device->is_paper)) {
         free(engine->sums.home);
+    }
+    if (device && device->is_host) {
+        return;
     }
     size_t n = gm_round_up(gm_sums_bytes(engine), device ? device->block_bytes : 1);
     if (engine->sums.there) {

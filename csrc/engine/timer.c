@@ -10,9 +10,13 @@
  * will under a plan: a run under a plan replaces the times of those before it; without one the least counts. */
 enum { TIMED_RUNS = 2 };
 
+typedef struct bracket {
+    gm_event start, end; /* 0: not made yet */
+} bracket;
+
 typedef struct gm_tick_timer {
-    gm_event *start, *end; /* (capacity,) */
-    uint32_t capacity;
+    bracket *ticks; /* (capacity,) */
+    size_t capacity;
     uint32_t n;    /* ticks of the pass that is being timed, or was and waits to be resolved */
     uint64_t hash; /* of its trace, which may leave the book before the times are resolved */
     bool is_on, is_open; /* times the present pass; a start has been recorded */
@@ -29,42 +33,28 @@ gm_status gm_timer_new(gm_engine *engine)
 void gm_timer_free(gm_engine *engine)
 {
     const gm_device_ops *ops = engine->device ? engine->device->ops : NULL;
-    for (uint32_t i = 0; engine->timer && i < engine->timer->capacity; i++) {
-        ops->event_free(engine->device, engine->timer->start[i]);
-        ops->event_free(engine->device, engine->timer->end[i]);
+    for (size_t i = 0; engine->timer && i < engine->timer->capacity; i++) {
+        const gm_event events[] = {engine->timer->ticks[i].start, engine->timer->ticks[i].end};
+        for (int k = 0; k < 2 && events[k]; k++) {
+            ops->event_free(engine->device, events[k]);
+        }
     }
     if (engine->timer) {
-        free(engine->timer->start);
-        free(engine->timer->end);
+        free(engine->timer->ticks);
     }
     free(engine->timer);
 }
 
-/* Room for one more tick; only while a trace is new, or at most once per length. */
+/* The events of one more tick; made only while a trace is new, or once per length. */
 static bool has_room(gm_engine *engine, gm_tick_timer *timer)
 {
-    if (timer->n < timer->capacity) {
-        return true;
-    }
-    uint32_t capacity = timer->capacity ? 2 * timer->capacity : 256;
-    gm_event *start = realloc(timer->start, capacity * sizeof *start);
-    timer->start = start ? start : timer->start;
-    gm_event *end = realloc(timer->end, capacity * sizeof *end);
-    timer->end = end ? end : timer->end;
-    if (!start || !end) {
+    gm_device *device = engine->device;
+    if (GM_GROW(timer->ticks, timer->n, timer->capacity, "HOST: a timer of %zu ticks") != GM_OK) {
         return false;
     }
-    const gm_device_ops *ops = engine->device->ops;
-    for (; timer->capacity < capacity; timer->capacity++) {
-        if (ops->event_new(engine->device, true, &start[timer->capacity]) != GM_OK) {
-            return false;
-        }
-        if (ops->event_new(engine->device, true, &end[timer->capacity]) != GM_OK) {
-            ops->event_free(engine->device, start[timer->capacity]);
-            return false;
-        }
-    }
-    return true;
+    bracket *tick = &timer->ticks[timer->n];
+    return (tick->start || device->ops->event_new(device, true, &tick->start) == GM_OK) &&
+           (tick->end || device->ops->event_new(device, true, &tick->end) == GM_OK);
 }
 
 void gm_timer_stop(gm_engine *engine, gm_stream stream)
@@ -72,7 +62,8 @@ void gm_timer_stop(gm_engine *engine, gm_stream stream)
     gm_tick_timer *timer = engine->timer;
     if (timer->is_on && timer->is_open) {
         timer->is_open = false;
-        (void)engine->device->ops->event_record(engine->device, timer->end[timer->n - 1], stream);
+        (void)engine->device->ops->event_record(engine->device, timer->ticks[timer->n - 1].end,
+                                                stream);
     }
 }
 
@@ -86,8 +77,8 @@ void gm_timer_start(gm_engine *engine, gm_stream stream)
         timer->is_on = false;
         return;
     }
-    timer->is_open =
-        engine->device->ops->event_record(engine->device, timer->start[timer->n], stream) == GM_OK;
+    timer->is_open = engine->device->ops->event_record(engine->device, timer->ticks[timer->n].start,
+                                                       stream) == GM_OK;
     timer->n++;
 }
 
@@ -125,8 +116,8 @@ bool gm_timer_resolve(gm_engine *engine)
         gm_book_count_timed(engine->pass.book, timer->hash, timer->is_planned, &has_backward);
     for (uint32_t i = 0; i < timer->n; i++) {
         double seconds;
-        if (engine->device->ops->event_elapsed(engine->device, timer->start[i], timer->end[i],
-                                               &seconds) == GM_OK) {
+        if (engine->device->ops->event_elapsed(engine->device, timer->ticks[i].start,
+                                               timer->ticks[i].end, &seconds) == GM_OK) {
             gm_book_time(engine->pass.book, timer->hash, i, seconds, timer->is_planned);
         }
     }

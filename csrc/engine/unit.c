@@ -7,11 +7,8 @@ gm_status gm_unit_new(gm_engine *engine)
 {
     size_t n = (size_t)gm_layout_n_chunks(engine->layout) + 1;
     engine->unit.touched = calloc(n, sizeof *engine->unit.touched);
-    engine->unit.touched_stream = calloc(n, sizeof *engine->unit.touched_stream);
-    engine->unit.touched_tick = calloc(n, sizeof *engine->unit.touched_tick);
     engine->unit.is_touched = calloc(n, sizeof *engine->unit.is_touched);
-    return engine->unit.touched && engine->unit.touched_stream && engine->unit.touched_tick &&
-                   engine->unit.is_touched
+    return engine->unit.touched && engine->unit.is_touched
                ? GM_OK
                : GM_FAIL(GM_ERR_NOMEM, "HOST: table of %zu chunks", n - 1);
 }
@@ -19,8 +16,6 @@ gm_status gm_unit_new(gm_engine *engine)
 void gm_unit_free(gm_engine *engine)
 {
     free(engine->unit.touched);
-    free(engine->unit.touched_stream);
-    free(engine->unit.touched_tick);
     free(engine->unit.is_touched);
 }
 
@@ -91,13 +86,13 @@ gm_status gm_engine_leave(gm_engine *engine, uint32_t unit, gm_stream stream)
 /* The pin is there; it comes to end on this stream, behind the readers that it had on others. */
 static gm_status touch_again(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
-    uint32_t i = engine->unit.n_touched;
-    while (engine->unit.touched[--i] != chunk) {
+    gm_touch *touch = &engine->unit.touched[engine->unit.n_touched - 1];
+    while (touch->chunk != chunk) {
+        touch--;
     }
-    if (engine->unit.touched_stream[i] != stream) {
-        GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, engine->shown,
-                                      engine->unit.touched_stream[i]));
-        engine->unit.touched_stream[i] = stream;
+    if (touch->stream != stream) {
+        GM_TRY(gm_chunks_note_readers(engine->chunks, chunk, engine->shown, touch->stream));
+        touch->stream = stream;
     }
     return gm_chunks_wait_ready(engine->chunks, chunk, engine->shown, stream);
 }
@@ -118,10 +113,8 @@ static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
     gm_pass_note_refusal(engine, GM_TICK_TOUCH, chunk, has_tick, status);
     GM_TRY(status);
     engine->unit.is_touched[chunk] = true;
-    engine->unit.touched_stream[engine->unit.n_touched] = stream;
     note_taken(engine, chunk);
-    engine->unit.touched_tick[engine->unit.n_touched] = engine->pass.tick;
-    engine->unit.touched[engine->unit.n_touched++] = chunk;
+    engine->unit.touched[engine->unit.n_touched++] = (gm_touch){chunk, engine->pass.tick, stream};
     gm_timer_start(engine, stream);
     return GM_OK;
 }
@@ -142,11 +135,10 @@ gm_status gm_engine_release_touched(gm_engine *engine, uint32_t n_keep)
     GM_TRY(gm_call_begin(engine));
     gm_status status = GM_OK;
     while (engine->unit.n_touched > n_keep) {
-        uint32_t chunk = engine->unit.touched[--engine->unit.n_touched];
-        gm_stream stream = engine->unit.touched_stream[engine->unit.n_touched];
-        engine->unit.is_touched[chunk] = false;
-        gm_book_release(engine->pass.book, engine->unit.touched_tick[engine->unit.n_touched]);
-        gm_status one = gm_weights_unpin(engine, chunk, stream, true);
+        const gm_touch *touch = &engine->unit.touched[--engine->unit.n_touched];
+        engine->unit.is_touched[touch->chunk] = false;
+        gm_book_release(engine->pass.book, touch->tick);
+        gm_status one = gm_weights_unpin(engine, touch->chunk, touch->stream, true);
         status = status == GM_OK ? one : status;
     }
     return gm_call_end(engine, status);

@@ -370,8 +370,7 @@ static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper
     return gm_adam_scalars_init(hyper, &range->scalars);
 }
 
-/* Tasks for every chunk that has any of the updates (sorted by parameter); those that an immediate update has
- * done already are left out. */
+/* Those that an immediate update has done already are left out. */
 gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
 {
     for (uint32_t i = 0; i < n;

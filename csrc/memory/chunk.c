@@ -40,11 +40,6 @@ size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n
     return total;
 }
 
-size_t gm_chunks_block_bytes(const gm_device *device, size_t piece_bytes)
-{
-    return gm_round_up(piece_bytes, device->block_bytes);
-}
-
 /* ---- reading the table ---- */
 
 uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece kind)
@@ -473,13 +468,12 @@ gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind, 
     return p->pins > 0 ? wait_fence(chunks, &p->filled, stream) : GM_OK;
 }
 
-/* A copy of a part of the device bytes to memory of the caller's; the host waits for it. */
 gm_status gm_chunks_read_device(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t offset,
                                 size_t bytes, void *dst)
 {
     gm_device *device = chunks->device;
     piece *p = gm_piece_at(chunks, id, kind);
-    gm_stream stream = gm_stream_out(chunks, kind);
+    gm_stream stream = chunks->out[gm_is_transient(kind) ? GM_WEIGHT : kind];
     GM_ASSERT(gm_is_resident(p) && offset + bytes <= p->bytes);
     GM_TRY(wait_fence(chunks, &p->filled, stream));
     GM_TRY(wait_fence(chunks, &p->used, stream));
@@ -517,7 +511,7 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
     p->version++;
     if (gm_is_resident(p)) {
         GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
-        gm_stream in = gm_stream_in(chunks, kind);
+        gm_stream in = chunks->in[gm_is_transient(kind) ? GM_WEIGHT : kind];
         GM_TRY(gm_piece_order_write(chunks, p, in));
         GM_TRY(device->ops->copy_h2d(device, p->address + offset, src, bytes, in));
         GM_TRY(set_fence(chunks, &p->filled, in, false));

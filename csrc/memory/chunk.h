@@ -52,8 +52,6 @@ typedef struct gm_chunks_stats {
 
 /* Bytes of arena that the pieces' homes take. */
 size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n_chunks);
-/* Bytes of blocks that one piece takes. */
-size_t gm_chunks_block_bytes(const gm_device *device, size_t piece_bytes);
 
 gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out);
 void gm_chunks_free(gm_chunks *chunks); /* waits for the copies in flight; NULL is fine */

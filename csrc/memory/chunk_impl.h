@@ -92,17 +92,6 @@ static inline bool gm_is_transient(gm_piece kind)
     return kind >= GM_N_OWN_PIECES;
 }
 
-/* The streams that carry a copy of the piece: those of its kind, for transient pieces those of weights. */
-static inline gm_stream gm_stream_in(const gm_chunks *chunks, gm_piece kind)
-{
-    return chunks->in[gm_is_transient(kind) ? GM_WEIGHT : kind];
-}
-
-static inline gm_stream gm_stream_out(const gm_chunks *chunks, gm_piece kind)
-{
-    return chunks->out[gm_is_transient(kind) ? GM_WEIGHT : kind];
-}
-
 /* What tensors show. */
 static inline gm_piece gm_shown_piece(const gm_chunks *chunks)
 {

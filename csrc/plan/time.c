@@ -24,6 +24,12 @@ typedef struct gm_item { /* one piece of one chunk */
     bool is_there;
 } gm_item;
 
+typedef struct gm_followed { /* a chunk */
+    bool is_pending, has_home_grad, is_dirty;
+    uint32_t result; /* the end of a speculation that no update has taken; GM_NO_NODE: none */
+    uint32_t use_pass, use_end;
+} gm_followed;
+
 typedef struct gm_gone { /* slices of states that have gone home */
     uint32_t node;
     uint64_t end; /* slices so far */
@@ -44,14 +50,12 @@ typedef struct gm_replay {
     uint32_t most_gone, first_gone, n_gone, n_slots, last_gone;
     uint64_t n_slices;
     double slot_bytes;
-    bool *is_pending, *has_home_grad, *is_dirty; /* (n,) */
-    uint32_t *result; /* (n,) the end of a speculation that no update has taken; GM_NO_NODE: none */
-    bool is_last;     /* the present pass ends the step */
-    uint32_t *use_pass, *use_end; /* (n,) */
-    uint32_t *node_of;            /* (ticks,) compute of each tick of the present pass */
-    uint32_t norm;                /* the end of the last backward */
-    uint32_t pass, tick, newest;  /* newest: compute node */
-    double weight;                /* how many equal passes the present one stands for */
+    gm_followed *chunks;         /* (n,) */
+    bool is_last;                /* the present pass ends the step */
+    uint32_t *node_of;           /* (ticks,) compute of each tick of the present pass */
+    uint32_t norm;               /* the end of the last backward */
+    uint32_t pass, tick, newest; /* newest: compute node */
+    double weight;               /* how many equal passes the present one stands for */
     gm_load *load;
 } gm_replay;
 
@@ -74,8 +78,8 @@ static gm_piece shown_piece(const gm_replay *r, uint32_t chunk)
 /* What comes last of those that read a piece of weights, as far as the pass has come. */
 static uint32_t last_reader(const gm_replay *r, uint32_t chunk, gm_piece piece)
 {
-    if (r->use_pass[chunk] == r->pass && piece == shown_piece(r, chunk)) {
-        uint32_t end = r->use_end[chunk] < r->tick ? r->use_end[chunk] : r->tick;
+    if (r->chunks[chunk].use_pass == r->pass && piece == shown_piece(r, chunk)) {
+        uint32_t end = r->chunks[chunk].use_end < r->tick ? r->chunks[chunk].use_end : r->tick;
         return end > 0 ? r->node_of[end - 1] : r->newest;
     }
     return r->items[chunk * GM_N_PIECES + (uint32_t)piece].used;
@@ -114,15 +118,10 @@ static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
     item(r, chunk, piece)->is_there = true;
 }
 
-static uint32_t copy_in(gm_replay *r, gm_lane lane, size_t bytes)
+static uint32_t copy(gm_replay *r, gm_lane lane, size_t bytes)
 {
-    r->load->in += r->weight * (double)bytes;
-    return gm_sim_add(&r->sim, lane, (double)bytes);
-}
-
-static uint32_t copy_out(gm_replay *r, gm_lane lane, size_t bytes)
-{
-    r->load->out += r->weight * (double)bytes;
+    bool is_outward = lane == GM_LANE_EVICT || lane == GM_LANE_GRAD_OUT;
+    *(is_outward ? &r->load->out : &r->load->in) += r->weight * (double)bytes;
     return gm_sim_add(&r->sim, lane, (double)bytes);
 }
 
@@ -133,28 +132,28 @@ static void fetch(gm_replay *r, uint32_t c)
         return;
     }
     claim(r, c, GM_WEIGHT);
-    w->filled = copy_in(r, GM_LANE_FETCH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    w->filled = copy(r, GM_LANE_FETCH, chunk_of(r, c)->bytes[GM_WEIGHT]);
 }
 
 static void grad_out(gm_replay *r, uint32_t c)
 {
     gm_item *g = item(r, c, GM_GRAD);
-    if (g->is_there && r->is_dirty[c]) {
+    if (g->is_there && r->chunks[c].is_dirty) {
         gm_sim_wait(&r->sim, g->filled);
         gm_sim_wait(&r->sim, g->homed);
-        g->homed = copy_out(r, GM_LANE_GRAD_OUT, chunk_of(r, c)->bytes[GM_GRAD]);
-        r->is_dirty[c] = false;
-        r->has_home_grad[c] = true;
+        g->homed = copy(r, GM_LANE_GRAD_OUT, chunk_of(r, c)->bytes[GM_GRAD]);
+        r->chunks[c].is_dirty = false;
+        r->chunks[c].has_home_grad = true;
     }
 }
 
 static void grad_in(gm_replay *r, uint32_t c)
 {
     gm_item *g = item(r, c, GM_GRAD);
-    bool is_needless = r->is_pending[c] && r->result[c] != GM_NO_NODE;
-    if (!g->is_there && r->has_home_grad[c] && !is_needless) {
+    bool is_needless = r->chunks[c].is_pending && r->chunks[c].result != GM_NO_NODE;
+    if (!g->is_there && r->chunks[c].has_home_grad && !is_needless) {
         claim(r, c, GM_GRAD);
-        g->filled = copy_in(r, GM_LANE_GRAD_IN, chunk_of(r, c)->bytes[GM_GRAD]);
+        g->filled = copy(r, GM_LANE_GRAD_IN, chunk_of(r, c)->bytes[GM_GRAD]);
     }
 }
 
@@ -172,7 +171,7 @@ static void update_on_host(gm_replay *r, uint32_t c)
     item(r, c, GM_GATHERED)->is_there = false; /* it holds no more */
     if (w->is_there) {
         wait_for_owner(r, c, GM_WEIGHT);
-        w->filled = copy_in(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+        w->filled = copy(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
     }
 }
 
@@ -268,14 +267,14 @@ static void update_on_device(gm_replay *r, uint32_t c)
     item(r, c, GM_GATHERED)->is_there = false;
     if (gm_is_streamed(cls)) {
         gm_sim_wait(&r->sim, node);
-        w->homed = copy_out(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
+        w->homed = copy(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
     }
 }
 
 static void speculate(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *g = item(r, c, GM_GRAD);
-    if (!r->is_last || r->result[c] != GM_NO_NODE) {
+    if (!r->is_last || r->chunks[c].result != GM_NO_NODE) {
         return;
     }
     if (gm_is_on_host(r->plan->class_of[c])) {
@@ -283,11 +282,11 @@ static void speculate(gm_replay *r, uint32_t c)
         gm_sim_wait(&r->sim, g->homed);
         gm_sim_wait(&r->sim, w->homed);
         r->load->host += r->weight * (double)chunk_of(r, c)->numel;
-        r->result[c] = gm_sim_add(&r->sim, GM_LANE_HOST, (double)chunk_of(r, c)->numel);
+        r->chunks[c].result = gm_sim_add(&r->sim, GM_LANE_HOST, (double)chunk_of(r, c)->numel);
     } else if (g->is_there) {
         double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
         r->load->compute += r->weight * seconds;
-        g->used = stream_states(r, c, seconds, true, &r->result[c]);
+        g->used = stream_states(r, c, seconds, true, &r->chunks[c].result);
     }
 }
 
@@ -295,31 +294,31 @@ static void speculate(gm_replay *r, uint32_t c)
 static void take_result(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT);
-    w->homed = item(r, c, GM_STATE)->homed = r->result[c];
-    r->result[c] = GM_NO_NODE;
+    w->homed = item(r, c, GM_STATE)->homed = r->chunks[c].result;
+    r->chunks[c].result = GM_NO_NODE;
     item(r, c, GM_GATHERED)->is_there = false;
     if (w->is_there) {
         gm_sim_wait(&r->sim, w->homed);
         wait_for_owner(r, c, GM_WEIGHT);
-        w->filled = copy_in(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+        w->filled = copy(r, GM_LANE_REFRESH, chunk_of(r, c)->bytes[GM_WEIGHT]);
     }
 }
 
 static void update(gm_replay *r, uint32_t c)
 {
-    if (!r->is_pending[c]) {
+    if (!r->chunks[c].is_pending) {
         return;
     }
-    r->is_pending[c] = false;
-    if (r->result[c] != GM_NO_NODE) {
+    r->chunks[c].is_pending = false;
+    if (r->chunks[c].result != GM_NO_NODE) {
         take_result(r, c);
     } else if (gm_is_on_host(r->plan->class_of[c])) {
         update_on_host(r, c);
     } else {
         update_on_device(r, c);
     }
-    r->has_home_grad[c] = false;
-    r->is_dirty[c] = false;
+    r->chunks[c].has_home_grad = false;
+    r->chunks[c].is_dirty = false;
     item(r, c, GM_GRAD)->is_there = false;
 }
 
@@ -430,8 +429,9 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
                 item(r, tick->id, GM_GRAD)->filled = r->newest;
                 item(r, tick->id, GM_GRAD)->is_there = true;
             }
-            r->is_dirty[tick->id] = true;
-            r->is_pending[tick->id] = is_last && is_immediate && r->problem->is_trained[tick->id];
+            r->chunks[tick->id].is_dirty = true;
+            r->chunks[tick->id].is_pending =
+                is_last && is_immediate && r->problem->is_trained[tick->id];
         }
         for (uint32_t i = schedule->begin[t]; i < schedule->begin[t + 1]; i++) {
             follow_op(r, &schedule->ops[i]);
@@ -448,8 +448,8 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         for (; next_use < course->n_uses && course->uses[next_use].begin == t; next_use++) {
             uint32_t c = course->uses[next_use].chunk;
             gm_sim_wait(&r->sim, item(r, c, shown_piece(r, c))->filled);
-            r->use_pass[c] = r->pass;
-            r->use_end[c] = course->uses[next_use].end;
+            r->chunks[c].use_pass = r->pass;
+            r->chunks[c].use_end = course->uses[next_use].end;
         }
         for (; next_open < course->n_opens && course->opens[next_open].begin == t; next_open++) {
             open_grad(r, course->opens[next_open].chunk);
@@ -466,11 +466,13 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     }
     r->tick = course->n;
     for (uint32_t c = 0; c < r->plan->n; c++) {
-        if (r->use_pass[c] == r->pass) {
-            item(r, c, shown_piece(r, c))->used = r->node_of[r->use_end[c] - 1];
+        if (r->chunks[c].use_pass == r->pass) {
+            item(r, c, shown_piece(r, c))->used = r->node_of[r->chunks[c].use_end - 1];
         }
-        if (is_last && r->problem->is_trained[c] && (r->is_dirty[c] || r->has_home_grad[c])) {
-            r->is_pending[c] = true; /* the step came: all gradients of its passes are complete */
+        if (is_last && r->problem->is_trained[c] &&
+            (r->chunks[c].is_dirty || r->chunks[c].has_home_grad)) {
+            r->chunks[c].is_pending =
+                true; /* the step came: all gradients of its passes are complete */
         }
     }
     if (is_last && !is_immediate) {
@@ -483,7 +485,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     r->load = &loads[0];
     for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < GM_ISSUED_BY_STEP;
          i++) {
-        n_issued += r->is_pending[r->plan->order[i]];
+        n_issued += r->chunks[r->plan->order[i]].is_pending;
         update(r, r->plan->order[i]);
     }
 }
@@ -585,12 +587,7 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     uint32_t n = problem->n;
     *r = (gm_replay){.problem = problem, .plan = plan, .norm = GM_NO_NODE, .newest = GM_NO_NODE};
     r->items = calloc((size_t)n * GM_N_PIECES, sizeof *r->items);
-    r->is_pending = calloc(n, sizeof(bool));
-    r->has_home_grad = calloc(n, sizeof(bool));
-    r->is_dirty = calloc(n, sizeof(bool));
-    r->result = malloc(n * sizeof(uint32_t));
-    r->use_pass = calloc(n, sizeof(uint32_t));
-    r->use_end = calloc(n, sizeof(uint32_t));
+    r->chunks = calloc(n, sizeof *r->chunks);
     r->node_of = calloc((size_t)problem->most_ticks + 1, sizeof(uint32_t));
     size_t stage = (size_t)plan->ring[GM_STATE] * problem->input->block_bytes;
     gm_slots slots = gm_slots_of(stage);
@@ -599,10 +596,9 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     r->most_gone = r->n_slots + 8;
     r->last_gone = GM_NO_NODE;
     r->gone = calloc(r->most_gone, sizeof *r->gone);
-    bool has_all = r->gone && r->items && r->is_pending && r->has_home_grad && r->is_dirty &&
-                   r->result && r->use_pass && r->use_end && r->node_of;
+    bool has_all = r->gone && r->items && r->chunks && r->node_of;
     for (uint32_t c = 0; has_all && c < n; c++) {
-        r->result[c] = GM_NO_NODE;
+        r->chunks[c].result = GM_NO_NODE;
     }
     for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
         r->owner[piece] = malloc(((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
@@ -627,12 +623,7 @@ static void replay_free(gm_replay *r)
     gm_sim_free(&r->sim);
     free(r->items);
     free(r->gone);
-    free(r->is_pending);
-    free(r->has_home_grad);
-    free(r->is_dirty);
-    free(r->result);
-    free(r->use_pass);
-    free(r->use_end);
+    free(r->chunks);
     free(r->node_of);
     for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
         free(r->owner[piece]);

@@ -79,14 +79,10 @@ gm_status gm_chaos_put(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op 
 /* Puts what GM_CHAOS_SWAP holds back into its queue. */
 gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue);
 
-/* claim.c */
-/* The host takes the device addresses, or the bytes of the block, or host memory away: nothing that uses them may
- * be under way.  If something is, that is a fault, and all work is run. */
-gm_status gm_chaos_claim_range(gm_chaos_device *dev, const char *what, uintptr_t address,
-                               size_t bytes);
-gm_status gm_chaos_claim_block(gm_chaos_device *dev, const char *what, gm_block block);
-gm_status gm_chaos_claim_host(gm_chaos_device *dev, const char *what, uintptr_t address,
-                              size_t bytes);
+/* The host takes away what has these keys in one of the maps: nothing that uses it may be under way.  If something is,
+ * that is a fault, and all work is run. */
+gm_status gm_chaos_claim(gm_chaos_device *dev, gm_order *order, const char *what, uint64_t begin,
+                         size_t bytes);
 
 /* memory.c: entries of the table of calls, and what each call begins with. */
 gm_status gm_chaos_check_owner(gm_chaos_device *dev);

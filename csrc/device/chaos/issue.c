@@ -1,4 +1,5 @@
-/* issue.c - putting an operation into its stream's queue: its clock, its check against all before it, and when it runs. */
+/* issue.c - putting an operation into its stream's queue: its clock, its check against all before it, and when it runs; and
+ * taking memory away. */
 #include "device/chaos/chaos_impl.h"
 
 gm_status gm_chaos_append_mark(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_kind kind,
@@ -64,4 +65,25 @@ gm_status gm_chaos_put_held(gm_chaos_device *dev, gm_chaos_queue *queue)
     gm_chaos_op *held = queue->held;
     queue->held = NULL;
     return held ? gm_chaos_put(dev, queue, held) : GM_OK;
+}
+
+gm_status gm_chaos_claim(gm_chaos_device *dev, gm_order *order, const char *what, uint64_t begin,
+                         size_t bytes)
+{
+    for (uint32_t i = GM_CHAOS_FIRST_STREAM; i < GM_CHAOS_N_QUEUES; i++) {
+        GM_TRY(gm_chaos_put_held(dev, &dev->queues[i]));
+    }
+    gm_clock *clock = &dev->queues[GM_CHAOS_HOST].clock;
+    gm_access access = {.tick = ++clock->tick[GM_CHAOS_HOST],
+                        .number = ++dev->last_number,
+                        .bytes = bytes,
+                        .kind = what,
+                        .actor = GM_CHAOS_HOST,
+                        .is_write = true};
+    uint32_t n_before = dev->n_faults;
+    GM_TRY(gm_chaos_note(dev, order, &access, clock, begin, begin + bytes));
+    if (dev->n_faults > n_before) { /* what is queued must not run into memory that is gone */
+        gm_chaos_run_all(dev);
+    }
+    return GM_OK;
 }

@@ -33,7 +33,7 @@ void gm_chaos_range_free(gm_device *base, uintptr_t address, size_t bytes)
 {
     gm_chaos_device *dev = gm_chaos_self(base);
     if (gm_chaos_check_owner(dev) == GM_OK) {
-        (void)gm_chaos_claim_range(dev, "range_free", address, bytes);
+        (void)gm_chaos_claim(dev, dev->shown, "range_free", address, bytes);
     }
     gm_chaos_range_remove(dev, address);
     dev->inner->ops->range_free(dev->inner, address, bytes);
@@ -61,7 +61,9 @@ void gm_chaos_block_free(gm_device *base, gm_block block)
 {
     gm_chaos_device *dev = gm_chaos_self(base);
     if (gm_chaos_check_owner(dev) == GM_OK) {
-        (void)gm_chaos_claim_block(dev, "block_free", block);
+        (void)gm_chaos_claim(dev, dev->bytes, "block_free",
+                             GM_CHAOS_KEY_BLOCKS + (block - 1) * base->block_bytes,
+                             base->block_bytes);
         for (size_t i = 0; i < dev->n_ranges; i++) {
             const gm_chaos_range *range = &dev->ranges[i];
             for (size_t slot = 0; slot < range->bytes / base->block_bytes; slot++) {
@@ -99,7 +101,7 @@ static gm_status claim_slots(gm_chaos_device *dev, const char *what, uintptr_t a
                        "chaos device: %zu blocks at %#zx do not start at a block of a range", n,
                        (size_t)address);
     }
-    return gm_chaos_claim_range(dev, what, address, n * dev->base.block_bytes);
+    return gm_chaos_claim(dev, dev->shown, what, address, n * dev->base.block_bytes);
 }
 
 gm_status gm_chaos_map(gm_device *base, uintptr_t address, const gm_block *blocks, size_t n)
@@ -146,8 +148,8 @@ void gm_chaos_unpin(gm_device *base, void *region)
     for (size_t i = 0; i < dev->n_pinned; i++) {
         if (dev->pinned[i].address == (uintptr_t)region) {
             if (gm_chaos_check_owner(dev) == GM_OK) {
-                (void)gm_chaos_claim_host(dev, "unpin", dev->pinned[i].address,
-                                          dev->pinned[i].bytes);
+                (void)gm_chaos_claim(dev, dev->bytes, "unpin", dev->pinned[i].address,
+                                     dev->pinned[i].bytes);
             }
             dev->pinned[i] = dev->pinned[--dev->n_pinned];
             break;
