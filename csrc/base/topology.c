@@ -78,8 +78,8 @@ static int by_number(const void *a, const void *b)
 
 static gm_core *find_core(const gm_core *cores, size_t n, unsigned number)
 {
-    return n ? bsearch(&number, cores, n, sizeof *cores, by_number)
-             : NULL; /* it is first in each */
+    /* The number is first in each. */
+    return n ? bsearch(&number, cores, n, sizeof *cores, by_number) : NULL;
 }
 
 static void read_nodes(const char *root, gm_core *cores, size_t n)

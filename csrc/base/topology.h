@@ -10,9 +10,8 @@
 
 typedef struct gm_core {
     unsigned number;
-    int node; /* NUMA node, -1: not known */
-    unsigned
-        sibling; /* the lowest number of a core that shares its execution units: itself, or less */
+    int node;         /* NUMA node, -1: not known */
+    unsigned sibling; /* the lowest number of those that share its execution units, it included */
 } gm_core;
 
 /* A rank of this host, as it told the others. */

@@ -53,9 +53,8 @@ struct gm_comm {
     uint64_t failed_at;   /* its collective, or 0 */
     char failure[1000];   /* fits into gm_last_error() */
 
-    pthread_mutex_t
-        record; /* of what follows; held while the namer runs, and no other lock is taken under it */
-    uint64_t n_calls, hash;                  /* the collectives so far */
+    pthread_mutex_t record; /* of what follows; held while the namer runs; the last to be taken */
+    uint64_t n_calls, hash; /* the collectives so far */
     gm_comm_call records[GM_COMM_N_RECORDS]; /* number n at n % N */
     gm_comm_namer namer;
     void *namer_context;

@@ -198,8 +198,7 @@ static gm_status grow_file(host_device *dev)
         return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu blocks", n_blocks);
     }
     dev->is_used = is_used;
-    if (ftruncate(dev->fd, (off_t)file_bytes) !=
-        0) { /* a hole: costs nothing until it is written */
+    if (ftruncate(dev->fd, (off_t)file_bytes) != 0) { /* a hole: free until it is written */
         return GM_FAIL(GM_ERR_DEVICE, "host device: a memfd of %zu bytes: %s", file_bytes,
                        strerror(errno));
     }

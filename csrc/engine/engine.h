@@ -85,13 +85,11 @@ typedef struct gm_engine_stats {
     uint64_t n_immediate;  /* updates of chunks inside a backward */
     uint64_t n_speculated; /* begun before their step; of these, what the step was, and was not */
     uint64_t n_taken, n_redone;
-    size_t spare_bytes;       /* of host_bytes, for these */
-    uint64_t n_leases_walked; /* to find those that have ended: no call may look at all of them */
-    size_t
-        outside_peak_bytes; /* of others of this process, as the plan expects it; with the slack */
+    size_t spare_bytes;        /* of host_bytes, for these */
+    uint64_t n_leases_walked;  /* to find those that have ended: no call may look at all of them */
+    size_t outside_peak_bytes; /* of others of this process, as plans expect it, with the slack */
     bool is_planned;
-    bool
-        is_settling; /* there is no plan, or one is due, or the steps that judge it have not ended */
+    bool is_settling; /* there is no plan, or one is due, or steps still judge it */
 } gm_engine_stats;
 
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy

@@ -27,8 +27,7 @@ typedef struct gm_param {
     bool has_sum;      /* sums[] holds the sum of squares of that gradient */
     bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
     uint64_t arrival;  /* the pass in which the last gradient arrived */
-    uint64_t
-        sums; /* hash of the numbers of the reductions that brought it; 0: none since the drop */
+    uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */
 } gm_param;
 
 struct gm_lease {
@@ -148,8 +147,7 @@ typedef struct gm_weights {
     /* With more ranks than one: the plan that orders collectives.  It is the plan that is followed, unless this rank had
      * to leave that. */
     gm_plan *collectives;
-    uint32_t
-        *owners; /* (blocks of that plan,) chunk whose gathered weights are there, or GM_NO_CHUNK */
+    uint32_t *owners; /* (its blocks,) chunk whose gathered weights are there, or GM_NO_CHUNK */
 } gm_weights;
 
 typedef struct gm_gradients {
@@ -345,8 +343,8 @@ gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
 /* As errors name it. */
 const char *gm_engine_name(const gm_engine *engine, uint32_t id);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
-size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk,
-                              gm_piece piece);           /* as bytes */
+/* Bytes of its blocks. */
+size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 uint64_t gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far */
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
@@ -525,9 +523,8 @@ void gm_room_init(gm_engine *engine, const gm_engine_options *options);
 void gm_room_lift_limit(gm_engine *engine);            /* that shedding has set */
 void gm_room_want_plan(gm_engine *engine, bool wants); /* after this step, if any has wanted it */
 void gm_room_end_wish(gm_engine *engine);
-void gm_room_follow(gm_engine *engine, gm_plan *plan); /* whose places have been adopted */
-void gm_room_set_plan(gm_engine *engine,
-                      gm_plan *plan);          /* the same places and operations; or NULL */
+void gm_room_follow(gm_engine *engine, gm_plan *plan);   /* whose places have been adopted */
+void gm_room_set_plan(gm_engine *engine, gm_plan *plan); /* with the same places; or NULL */
 size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* On demand from here on, with what is resident and the whole budget; waits. */
 gm_status gm_room_drop_plan(gm_engine *engine);
@@ -545,8 +542,7 @@ bool gm_speculation_wants_numbers(const gm_engine *engine); /* of the coming ste
 void gm_speculation_note_numbers(gm_engine *engine);
 void gm_speculation_note_norm(gm_engine *engine);
 void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n);
-void gm_speculation_take_room(
-    gm_engine *engine); /* for what the plan speculates, as far as it goes */
+void gm_speculation_take_room(gm_engine *engine); /* for what the plan speculates, or a part */
 void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk); /* its ranges are complete */
 gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk); /* that runs now; NULL: none */
 void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);

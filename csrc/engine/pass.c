@@ -80,8 +80,7 @@ static gm_status begin_pass(gm_engine *engine, uint32_t unit, bool is_grad)
     engine->pass.is_grad = is_grad;
     engine->pass.has_backward = false;
     engine->pass.first_unit = unit;
-    engine->pass.n +=
-        !engine->update.is_armed; /* an armed backward counts its arrivals from its own start */
+    engine->pass.n += !engine->update.is_armed; /* an armed backward counts from its own start */
     if (gm_book_begin(engine->pass.book, is_grad) != GM_OK) {
         return GM_OK; /* unrecorded: on demand */
     }

@@ -7,21 +7,18 @@
 
 /* What ranks compare and join before they plan; each becomes the largest of all ranks. */
 typedef struct common {
-    uint64_t
-        cannot; /* something is shown that a plan may not move, or nothing is known to plan from */
+    uint64_t cannot;       /* something shown may not be moved, or nothing is known to plan from */
     uint64_t has_left;     /* the placement, for lack of memory */
     uint64_t spared_bytes; /* complement of those that a plan may have */
     uint64_t less_spares;  /* complement of those of the host that it may have for speculation */
     uint64_t when, has_repeats;
-    uint64_t passes,
-        other_passes; /* a hash of what ran, and its complement: equal where all agree */
+    uint64_t passes, other_passes; /* a hash of what ran, and its complement: equal if all agree */
     uint64_t n_ticks, other_n_ticks;
     uint64_t is_wanted; /* a plan, for other reasons than a window */
     uint64_t has_hope;  /* complement of all ranks' is_hopeless, see gm_window */
-    uint64_t
-        window_seconds; /* the bits of its double: the slowest rank's step; 0: no rank's window is whole */
-    uint64_t
-        slowness; /* complement of the bits of the host's rate: the slowest rank's; 0: too few to tell */
+    /* The bits of doubles.  The slowest rank's step, 0: no rank's window is whole; and the complement of the slowest host's
+     * rate, 0: too few to tell. */
+    uint64_t window_seconds, slowness;
 } common;
 
 static bool is_anything_shown(const gm_engine *engine)
@@ -241,8 +238,7 @@ static gm_status plan_from(gm_engine *engine, gm_inputs *in)
         uint64_t hash = gm_plan_get_info(plan)->hash;
         if (i == 0 && !in->has_left && engine->weights.collectives &&
             engine->planner_ranks.common_hash == hash) {
-            gm_plan_free(
-                engine->weights.collectives); /* same places and order, newer predictions */
+            gm_plan_free(engine->weights.collectives); /* the same, with older predictions */
             gm_weights_renew(engine, plan);
             gm_room_set_plan(engine, plan);
             gm_window_start(engine);

@@ -88,8 +88,7 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL));
     }
     gm_status status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
-    if (status == GM_ERR_NOMEM &&
-        engine->room.shed_limit != SIZE_MAX) { /* this cannot wait for a plan */
+    if (status == GM_ERR_NOMEM && engine->room.shed_limit != SIZE_MAX) { /* no plan lifts it now */
         engine->room.shed_limit = SIZE_MAX;
         GM_TRY(gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL));
         status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
@@ -109,8 +108,7 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
     if (!has_room && limit >= bytes) {
         gm_chunks_stats stats;
         gm_chunks_get_stats(engine->chunks, &stats);
-        if (stats.device_bytes >
-            limit - bytes) { /* more than was measured: the plan asks too much */
+        if (stats.device_bytes > limit - bytes) { /* the plan asks too much */
             (void)leave_plan(engine);
         }
         has_room = gm_chunks_set_limit(engine->chunks, limit - bytes, &held) == GM_OK &&

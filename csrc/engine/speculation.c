@@ -27,10 +27,8 @@
 
 #include <string.h>
 
-enum {
-    PINNED_BYTES_PER_ENTRY = 512
-}; /* of the driver's tables on the device: measured on an H200 */
-enum { PATIENCE = 4, FEWER = 8 }; /* steps until a plan, or a count of backwards, is changed */
+enum { PINNED_BYTES_PER_ENTRY = 512 }; /* in the driver's tables on the device, of an H200 */
+enum { PATIENCE = 4, FEWER = 8 };      /* steps until a plan, or a count of backwards, is changed */
 
 void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 {

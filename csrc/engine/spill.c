@@ -45,8 +45,7 @@ gm_status gm_spill_one(gm_engine *engine, bool *out)
             gm_engine_piece_bytes(engine, id, GM_GATHERED) == 0) {
             continue;
         }
-        if (state->is_gathered &&
-            state->gathered == state->version) { /* else it is gathered anew */
+        if (state->is_gathered && state->gathered == state->version) { /* else gathered anew */
             GM_TRY(save(engine, id));
         }
         *out = true;

@@ -174,8 +174,7 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
     GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
-    GM_TRY(gm_chunks_discard(chunks, chunk,
-                             GM_STATE)); /* stale; under a placement it goes for nothing */
+    GM_TRY(gm_chunks_discard(chunks, chunk, GM_STATE)); /* stale; with a placement it is free */
     GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
 }

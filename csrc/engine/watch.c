@@ -194,8 +194,7 @@ gm_lease **gm_watch_first_ended(gm_engine *engine)
     if (!atomic_load(&engine->watch.has_ended)) {
         return NULL;
     }
-    atomic_store(&engine->watch.has_ended,
-                 false); /* first: one that ends meanwhile is seen later */
+    atomic_store(&engine->watch.has_ended, false); /* one that ends meanwhile is seen later */
     return &engine->watch.leases;
 }
 

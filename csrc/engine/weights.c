@@ -51,8 +51,7 @@ static gm_status forget(gm_engine *engine, uint32_t chunk)
 {
     engine->chunk_states[chunk].is_gathered = engine->chunk_states[chunk].is_doomed = false;
     gm_spill_forget(engine, chunk);
-    return gm_chunks_discard(engine->chunks, chunk,
-                             GM_GATHERED); /* unless a lease still shows it */
+    return gm_chunks_discard(engine->chunks, chunk, GM_GATHERED); /* unless a lease shows it */
 }
 
 /* In the plan's blocks for gathered weights the chunk takes the place of others. */

@@ -219,8 +219,7 @@ gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind)
     gm_device *device = chunks->device;
     GM_TRY(take_blocks(chunks, p->n_blocks, p->blocks));
     gm_status status = gm_block_map(chunks, p);
-    if (status == GM_OK && is_filled &&
-        !p->home) { /* without a home the bytes start as zeros, as an arena's do */
+    if (status == GM_OK && is_filled && !p->home) { /* it starts as zeros, as an arena does */
         status = device->ops->fill(device, p->address, 0, (size_t)p->n_blocks * device->block_bytes,
                                    chunks->in[kind]);
         status = status == GM_OK ? device->ops->stream_sync(device, chunks->in[kind]) : status;

@@ -186,8 +186,8 @@ gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     p->version++;
     GM_TRY(gm_piece_order_write(chunks, p, stream));
-    return set_fence(chunks, &p->filled, stream,
-                     true); /* it stands for the last owner's, if nothing is written */
+    /* If nothing is written, it stands for the last owner's. */
+    return set_fence(chunks, &p->filled, stream, true);
 }
 
 gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p)

@@ -110,8 +110,8 @@ gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece piec
                                    gm_stream stream);
 /* Whoever has the piece pinned reads it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id,
-                              gm_piece piece); /* if DIRTY: issues the copy */
+/* If DIRTY: issues the copy. */
+gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- spares: memory beside a home, for the bytes that come next ---- */
 
@@ -168,8 +168,8 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
  * that copy states in and out. */
 void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes);
 void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out);
-void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes,
-                          bool is_in); /* copied by others, for the stats */
+/* Copied by others, for the stats. */
+void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in);
 /* Back to the pool: waits, keeps what is resident. */
 gm_status gm_chunks_leave_placement(gm_chunks *chunks);
 

@@ -32,8 +32,7 @@ typedef struct piece {
     bool is_mapped; /* the range shows blocks[], owned or stale */
     bool is_placed; /* blocks[] are the placement's */
     uint32_t pins, n_blocks;
-    uint32_t
-        *blocks; /* (n_blocks,) owned when resident, the placement's, or stale after an eviction */
+    uint32_t *blocks; /* (n_blocks,) owned when resident, the placement's, or stale once evicted */
     uint64_t last_use;
     size_t bytes;
     uintptr_t address;

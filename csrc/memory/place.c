@@ -152,9 +152,8 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            p->is_placed =
-                place->length > 0 && p->n_blocks > 0 &&
-                (kind != GM_STATE || place->is_resident); /* others pass through the stage */
+            bool is_passing = kind == GM_STATE && !place->is_resident; /* through the stage */
+            p->is_placed = place->length > 0 && p->n_blocks > 0 && !is_passing;
             if (!p->is_placed) {
                 continue;
             }

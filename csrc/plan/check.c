@@ -31,8 +31,7 @@ typedef struct gm_model_chunk {
     bool is_grad_dirty; /* it is on the device alone */
     bool has_result;    /* of a speculation */
     bool is_growing;
-    uint32_t
-        until; /* weights, gathered if they are, are in use before this tick of the present pass */
+    uint32_t until;  /* weights, gathered if they are, are in use before this tick of the pass */
     uint32_t starts; /* tick of the present pass from which the gradient may grow */
     uint32_t ends;   /* tick at which it is complete */
     uint32_t touch;  /* first of backward; GM_NO_TICK: none */

@@ -70,8 +70,7 @@ typedef struct gm_plan_chunk {
     size_t bytes[GM_N_PIECES];    /* that a copy moves; 0 = none */
     uint32_t blocks[GM_N_PIECES]; /* that it takes on the device */
     uint64_t numel;               /* elements that Adam updates; 0: frozen */
-    bool
-        must_reside; /* its weights, gathered if they are, may not be evicted (somebody shows them) */
+    bool must_reside; /* somebody shows its weights, gathered if they are: no eviction */
 } gm_plan_chunk;
 
 typedef struct gm_plan_input {
@@ -148,8 +147,8 @@ typedef struct gm_plan_info {
     /* perfect overlap: no step of this schedule can be shorter than the largest */
     double compute_seconds, h2d_seconds, d2h_seconds, host_seconds, comm_seconds;
     double
-        bound_seconds; /* of these: immediate: their maximum; deferred: backward's part + forward's part */
-    size_t device_bytes;         /* of blocks */
+        bound_seconds;   /* of these: the maximum; if deferred: of backward's part + of forward's */
+    size_t device_bytes; /* of blocks */
     size_t h2d_bytes, d2h_bytes; /* in one step */
     uint32_t n_blocks, n_of_class[GM_N_CLASSES];
     size_t bytes_of_class[GM_N_CLASSES]; /* of weights */
@@ -158,8 +157,7 @@ typedef struct gm_plan_info {
     uint32_t n_kept;       /* chunks whose gathered weights are kept */
     uint32_t n_speculated; /* chunks */
     size_t spare_bytes;    /* of the host, that these take */
-    uint32_t
-        prefetch; /* chunks that the weight ring holds beyond the one in use; 0: all weights resident */
+    uint32_t prefetch;     /* chunks in the weight ring beyond the one in use; 0: all resident */
     uint64_t n_ops;
     uint64_t n_weighed; /* operations that the search asked the time model about: its work */
     uint64_t hash;      /* of placement and operations: equal on all ranks */

@@ -97,8 +97,8 @@ void gm_problem_free(gm_problem *problem);
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
                         gm_course *out);
 void gm_course_free(gm_course *course);
-int gm_by_begin(const void *left,
-                const void *right); /* of gm_use, for qsort; then by end and chunk */
+/* Of gm_use, for qsort; then by end and chunk. */
+int gm_by_begin(const void *left, const void *right);
 /* Sorts chunks by a key (beyond `limit`: as `limit`), equal ones in the order of `from`; NULL: by number. */
 gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *from, uint32_t n,
                          uint32_t *out);
@@ -124,9 +124,8 @@ typedef struct gm_needs {
 gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
                        gm_needs *out);
 void gm_needs_free(gm_needs *needs);
-typedef struct
-    gm_ring_use { /* (length,) each: the chunk that has a block of the ring, and until which tick */
-    uint32_t *owner, *until;
+typedef struct gm_ring_use {
+    uint32_t *owner, *until; /* (length,) the chunk that has a block, and until which tick */
 } gm_ring_use;
 /* The chunk has its place until tick `end`.  Gives the tick from which the blocks were free, or GM_NO_TICK when it was
  * there already. */

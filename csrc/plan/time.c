@@ -471,8 +471,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         }
         if (is_last && r->problem->is_trained[c] &&
             (r->chunks[c].is_dirty || r->chunks[c].has_home_grad)) {
-            r->chunks[c].is_pending =
-                true; /* the step came: all gradients of its passes are complete */
+            r->chunks[c].is_pending = true; /* the step came: its gradients are complete */
         }
     }
     if (is_last && !is_immediate) {

@@ -18,10 +18,9 @@ typedef enum gm_tick_kind {
 
 typedef struct gm_tick {
     uint32_t kind, id;
-    uint32_t until; /* what the tick takes is in use during ticks [this, until) */
-    float seconds;  /* compute from this tick to the next one; 0: not measured yet */
-    size_t
-        outside_bytes; /* most device bytes that others of this process held from here to the next tick */
+    uint32_t until;       /* what the tick takes is in use during ticks [this, until) */
+    float seconds;        /* compute from this tick to the next one; 0: not measured yet */
+    size_t outside_bytes; /* most that others of this process held there up to the next tick */
 } gm_tick;
 
 typedef struct gm_trace {

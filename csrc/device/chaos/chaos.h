@@ -39,9 +39,8 @@ typedef struct gm_chaos_options {
 } gm_chaos_options;
 
 typedef struct gm_chaos_stats {
-    uint64_t n_operations; /* that have run */
-    uint64_t
-        order_hash; /* of the order in which they ran: equal calls and seeds give equal hashes */
+    uint64_t n_operations;     /* that have run */
+    uint64_t order_hash;       /* of the order in which they ran; calls and seeds decide it */
     uint64_t n_faults_applied; /* of options.fault */
     size_t n_queued;           /* that have not run */
     size_t n_spans;            /* what the memory used by the checks grows with */

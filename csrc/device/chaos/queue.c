@@ -238,8 +238,7 @@ static bool run_any(gm_chaos_device *dev)
 
 void gm_chaos_wander(gm_chaos_device *dev)
 {
-    if (dev->mood_left ==
-        0) { /* lazy and eager stretches, streams that lag behind and then overtake */
+    if (dev->mood_left == 0) { /* lazy and eager stretches; streams lag behind, then overtake */
         dev->mood = (uint32_t)(random_bits(dev) % N_MOODS);
         dev->mood_left = (uint32_t)(8 + random_bits(dev) % 56);
         for (uint32_t i = 0; i < GM_CHAOS_N_QUEUES; i++) {

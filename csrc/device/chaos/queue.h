@@ -76,8 +76,7 @@ typedef struct gm_chaos_queue {
     bool is_used;
     gm_chaos_op *first, *last;
     uint32_t speed; /* how likely it is to be chosen */
-    gm_clock
-        clock; /* what happens before the next operation issued here, the host's knowledge apart */
+    gm_clock clock; /* what happens before the next operation here, beside what the host knows */
     gm_clock before_last; /* the same, as it was at the last operation */
     bool has_unrecorded;  /* an operation was issued since the last record */
     gm_chaos_op *held;    /* by GM_CHAOS_SWAP */
