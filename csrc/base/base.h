@@ -10,10 +10,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 typedef enum gm_status {
     GM_OK = 0,
     GM_ERR_ARG,         /* the caller's argument is wrong                     -> ValueError */
@@ -97,7 +93,4 @@ static inline size_t gm_dtype_bytes(gm_dtype dtype)
     return dtype == GM_F32 ? 4 : 2;
 }
 
-#ifdef __cplusplus
-}
-#endif
 #endif

@@ -8,11 +8,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+typedef struct row {
+    gm_log_entry entry;
+    gm_event start, end; /* 0: never made */
+    bool is_ended;
+} row;
+
 struct gm_timeline {
     gm_device *device;
-    gm_log_entry *entries; /* (capacity,) */
-    gm_event *events;      /* (2 * capacity,) start and end of each entry; 0: never made */
-    bool *is_ended;        /* (capacity,) */
+    row *rows; /* (capacity,) */
     uint32_t capacity, n;
     uint32_t tick; /* position of the latest tick */
     uint64_t n_dropped;
@@ -44,19 +48,16 @@ gm_status gm_timeline_new(gm_device *device, uint32_t capacity, gm_timeline **ou
         return GM_FAIL(GM_ERR_ARG, "timeline: a capacity of 0 entries: give at least 1");
     }
     gm_timeline *log = calloc(1, sizeof *log);
-    if (log) {
-        log->device = device;
-        log->capacity = capacity;
-        log->entries = calloc(capacity, sizeof *log->entries);
-        log->events = calloc(2 * (size_t)capacity, sizeof *log->events);
-        log->is_ended = calloc(capacity, sizeof *log->is_ended);
-    }
-    if (!log || !log->entries || !log->events || !log->is_ended) {
-        gm_timeline_free(log);
+    row *rows = calloc(capacity, sizeof *rows);
+    if (!log || !rows) {
+        free(log);
+        free(rows);
         return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a timeline of %u entries", capacity);
     }
-    for (size_t i = 0; i < 2 * (size_t)capacity; i++) {
-        gm_status status = device->ops->event_new(device, true, &log->events[i]);
+    *log = (gm_timeline){.device = device, .rows = rows, .capacity = capacity};
+    for (uint32_t i = 0; i < capacity; i++) {
+        gm_status status = device->ops->event_new(device, true, &rows[i].start);
+        status = status == GM_OK ? device->ops->event_new(device, true, &rows[i].end) : status;
         if (status != GM_OK) {
             gm_timeline_free(log);
             return status;
@@ -71,14 +72,13 @@ void gm_timeline_free(gm_timeline *log)
     if (!log) {
         return;
     }
-    for (size_t i = 0; log->events && i < 2 * (size_t)log->capacity; i++) {
-        if (log->events[i] != 0) {
-            log->device->ops->event_free(log->device, log->events[i]);
+    for (uint32_t i = 0; i < log->capacity; i++) {
+        const gm_event events[] = {log->rows[i].start, log->rows[i].end};
+        for (int k = 0; k < 2 && events[k] != 0; k++) {
+            log->device->ops->event_free(log->device, events[k]);
         }
     }
-    free(log->entries);
-    free(log->events);
-    free(log->is_ended);
+    free(log->rows);
     free(log);
 }
 
@@ -104,7 +104,7 @@ static gm_log_entry *add(gm_timeline *log, gm_log_kind kind, gm_log_stream where
         }
         return NULL;
     }
-    gm_log_entry *entry = &log->entries[log->n++];
+    gm_log_entry *entry = &log->rows[log->n++].entry;
     entry->kind = kind;
     entry->stream = where;
     entry->chunk = chunk;
@@ -112,9 +112,9 @@ static gm_log_entry *add(gm_timeline *log, gm_log_kind kind, gm_log_stream where
     return entry;
 }
 
-static void record(gm_timeline *log, size_t event, gm_stream stream)
+static void record(gm_timeline *log, gm_event event, gm_stream stream)
 {
-    keep_error(log, log->device->ops->event_record(log->device, log->events[event], stream));
+    keep_error(log, log->device->ops->event_record(log->device, event, stream));
 }
 
 uint32_t gm_timeline_begin(gm_timeline *log, gm_log_kind kind, gm_log_stream where, uint32_t chunk,
@@ -127,7 +127,7 @@ uint32_t gm_timeline_begin(gm_timeline *log, gm_log_kind kind, gm_log_stream whe
     entry->piece = piece;
     entry->bytes = bytes;
     uint32_t index = log->n - 1;
-    record(log, 2 * (size_t)index, stream);
+    record(log, log->rows[index].start, stream);
     if (log->status != GM_OK) {
         log->n--; /* it has no start */
         log->n_dropped++;
@@ -141,9 +141,9 @@ void gm_timeline_end(gm_timeline *log, uint32_t index, gm_stream stream)
     if (!log || index == GM_NO_ENTRY || log->is_finished || log->status != GM_OK) {
         return;
     }
-    GM_ASSERT(index < log->n && !log->is_ended[index]);
-    record(log, 2 * (size_t)index + 1, stream);
-    log->is_ended[index] = log->status == GM_OK;
+    GM_ASSERT(index < log->n && !log->rows[index].is_ended);
+    record(log, log->rows[index].end, stream);
+    log->rows[index].is_ended = log->status == GM_OK;
 }
 
 void gm_timeline_mark(gm_timeline *log, gm_log_kind kind, uint32_t chunk, gm_piece piece)
@@ -164,8 +164,8 @@ void gm_timeline_tick(gm_timeline *log, uint32_t tick, gm_tick_kind kind, uint32
     log->tick = tick;
     uint32_t index = gm_timeline_begin(log, GM_LOG_TICK, GM_ON_COMPUTE, id, GM_WEIGHT, 0, compute);
     if (index != GM_NO_ENTRY) {
-        log->entries[index].tick_kind = kind;
-        log->entries[index].memory = *memory;
+        log->rows[index].entry.tick_kind = kind;
+        log->rows[index].entry.memory = *memory;
     }
 }
 
@@ -175,39 +175,33 @@ static bool is_mark(const gm_log_entry *entry)
 }
 
 /* Seconds from the event `origin` to another one: negative for work of another stream that ran before it. */
-static gm_status seconds_from(gm_timeline *log, size_t origin, size_t event, double *out)
+static gm_status seconds_from(gm_timeline *log, gm_event origin, gm_event event, double *out)
 {
     const gm_device_ops *ops = log->device->ops;
     *out = 0;
-    GM_TRY(ops->event_sync(log->device, log->events[event]));
+    GM_TRY(ops->event_sync(log->device, event));
     if (event != origin) {
-        GM_TRY(ops->event_elapsed(log->device, log->events[origin], log->events[event], out));
+        GM_TRY(ops->event_elapsed(log->device, origin, event, out));
     }
     return GM_OK;
 }
 
-static gm_status resolve_one(gm_timeline *log, uint32_t index, size_t origin)
+static gm_status resolve_one(gm_timeline *log, row *r, gm_event origin)
 {
-    gm_log_entry *entry = &log->entries[index];
-    GM_TRY(seconds_from(log, origin, 2 * (size_t)index, &entry->start));
-    entry->end = entry->start;
-    if (log->is_ended[index]) {
-        GM_TRY(seconds_from(log, origin, 2 * (size_t)index + 1, &entry->end));
-    }
-    return GM_OK;
+    GM_TRY(seconds_from(log, origin, r->start, &r->entry.start));
+    r->entry.end = r->entry.start;
+    return r->is_ended ? seconds_from(log, origin, r->end, &r->entry.end) : GM_OK;
 }
 
 static void resolve(gm_timeline *log)
 {
-    size_t origin = SIZE_MAX;
+    gm_event origin = 0;
     for (uint32_t i = 0; i < log->n; i++) {
-        if (is_mark(&log->entries[i])) {
+        if (is_mark(&log->rows[i].entry)) {
             continue;
         }
-        if (origin == SIZE_MAX) {
-            origin = 2 * (size_t)i;
-        }
-        gm_status status = resolve_one(log, i, origin);
+        origin = origin ? origin : log->rows[i].start;
+        gm_status status = resolve_one(log, &log->rows[i], origin);
         if (status != GM_OK) {
             keep_error(log, status);
             log->n_dropped += log->n - i;
@@ -222,7 +216,7 @@ static void complete(gm_timeline *log)
 {
     double first = 0, last = 0;
     for (uint32_t i = 0; i < log->n; i++) {
-        const gm_log_entry *entry = &log->entries[i];
+        const gm_log_entry *entry = &log->rows[i].entry;
         if (!is_mark(entry)) {
             first = entry->start < first ? entry->start : first;
             last = entry->end > last ? entry->end : last;
@@ -230,22 +224,22 @@ static void complete(gm_timeline *log)
     }
     double next = last, before = first;
     for (uint32_t i = log->n; i-- > 0;) {
-        gm_log_entry *entry = &log->entries[i];
+        gm_log_entry *entry = &log->rows[i].entry;
         if (entry->kind == GM_LOG_TICK) {
             entry->end = next > entry->start ? next : entry->start;
             next = entry->start;
         }
     }
     for (uint32_t i = 0; i < log->n; i++) {
-        gm_log_entry *entry = &log->entries[i];
+        gm_log_entry *entry = &log->rows[i].entry;
         if (is_mark(entry)) {
             entry->start = entry->end = before;
         }
         before = entry->start;
     }
     for (uint32_t i = 0; i < log->n; i++) {
-        log->entries[i].start -= first;
-        log->entries[i].end -= first;
+        log->rows[i].entry.start -= first;
+        log->rows[i].entry.end -= first;
     }
 }
 
@@ -275,5 +269,5 @@ uint64_t gm_timeline_n_dropped(const gm_timeline *log)
 
 const gm_log_entry *gm_timeline_entry(const gm_timeline *log, uint32_t index)
 {
-    return log && index < log->n ? &log->entries[index] : NULL;
+    return log && index < log->n ? &log->rows[index].entry : NULL;
 }

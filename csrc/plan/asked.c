@@ -17,16 +17,14 @@ gm_worth gm_worth_of(const gm_plan *plan)
 
 static size_t key_bytes(const gm_asked *asked)
 {
-    return asked->n + sizeof((gm_choice *)0)->depth + sizeof((gm_choice *)0)->speculated;
+    return asked->n * sizeof(gm_chosen) + sizeof((gm_choice *)0)->depth +
+           sizeof((gm_choice *)0)->speculated;
 }
 
 static void make_key(gm_asked *asked, const gm_choice *choice)
 {
-    for (uint32_t c = 0; c < asked->n; c++) {
-        asked->key[c] = (uint8_t)(choice->class_of[c] << 3 | choice->is_late[c] << 2 |
-                                  choice->is_grad_resident[c] << 1 | choice->is_kept[c]);
-    }
-    uint8_t *at = asked->key + asked->n;
+    uint8_t *at = asked->key + asked->n * sizeof *choice->of;
+    memcpy(asked->key, choice->of, asked->n * sizeof *choice->of);
     memcpy(at, choice->depth, sizeof choice->depth);
     memcpy(at + sizeof choice->depth, &choice->speculated, sizeof choice->speculated);
 }

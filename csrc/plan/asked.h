@@ -18,7 +18,7 @@ typedef struct gm_worth { /* what decides which of two plans is better */
 typedef struct gm_asked { /* zeros: nothing yet */
     uint32_t n;           /* chunks of the choices */
     size_t n_answers, capacity;
-    uint8_t *keys;    /* (capacity, n + sizeof depths) */
+    uint8_t *keys;    /* (capacity, what is chosen, as bytes) */
     gm_worth *worths; /* (capacity,) */
     size_t *table;    /* (2 * capacity,) the answer's number and one; 0: none */
     uint8_t *key;     /* of the choice that was looked up last */

@@ -10,30 +10,18 @@
 
 gm_status gm_choice_new(uint32_t n, gm_choice *out)
 {
-    *out = (gm_choice){.class_of = calloc(n, 1),
-                       .is_late = calloc(n, sizeof(bool)),
-                       .is_grad_resident = calloc(n, sizeof(bool)),
-                       .is_kept = calloc(n, sizeof(bool))};
-    if (!out->class_of || !out->is_late || !out->is_grad_resident || !out->is_kept) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", n);
-    }
-    return GM_OK;
+    *out = (gm_choice){.of = calloc(n, sizeof *out->of)};
+    return out->of ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", n);
 }
 
 void gm_choice_free(gm_choice *choice)
 {
-    free(choice->class_of);
-    free(choice->is_late);
-    free(choice->is_grad_resident);
-    free(choice->is_kept);
+    free(choice->of);
 }
 
 void gm_choice_copy(uint32_t n, gm_choice *to, const gm_choice *from)
 {
-    memcpy(to->class_of, from->class_of, n);
-    memcpy(to->is_late, from->is_late, n * sizeof(bool));
-    memcpy(to->is_grad_resident, from->is_grad_resident, n * sizeof(bool));
-    memcpy(to->is_kept, from->is_kept, n * sizeof(bool));
+    memcpy(to->of, from->of, n * sizeof *to->of);
     memcpy(to->depth, from->depth, sizeof to->depth);
     to->speculated = from->speculated;
 }
@@ -75,11 +63,11 @@ static void choose_classes(const gm_filling *f)
     for (uint32_t i = 0; i < problem->n; i++) {
         uint32_t c = problem->order[i];
         const gm_plan_chunk *chunk = &problem->input->chunks[c];
-        choice->is_kept[c] = chunk->bytes[GM_GATHERED] > 0 &&
-                             (chunk->must_reside || room->kept >= 1 ||
-                              pick(&kept_carry, chunk->blocks[GM_GATHERED], room->kept));
+        choice->of[c].is_kept = chunk->bytes[GM_GATHERED] > 0 &&
+                                (chunk->must_reside || room->kept >= 1 ||
+                                 pick(&kept_carry, chunk->blocks[GM_GATHERED], room->kept));
         bool is_resident = chunk->must_reside || is_all_cuda || chunk->blocks[GM_WEIGHT] == 0 ||
-                           room->weights >= 1 || choice->is_kept[c] ||
+                           room->weights >= 1 || choice->of[c].is_kept ||
                            pick(&weight_carry, chunk->blocks[GM_WEIGHT], room->weights);
         bool is_frozen = chunk->numel == 0;
         bool is_fitting = is_all_cuda || (!is_full && problem->is_trained[c] &&
@@ -97,7 +85,7 @@ static void choose_classes(const gm_filling *f)
         } else {
             cls = is_resident ? GM_CLASS_S1 : GM_CLASS_S2;
         }
-        choice->class_of[c] = (uint8_t)cls;
+        choice->of[c].class_of = (uint8_t)cls;
     }
 }
 
@@ -121,12 +109,12 @@ static void choose_late(const gm_filling *f)
         uint32_t c = problem->order[i];
         double numel = (double)problem->input->chunks[c].numel;
         bool is_late = !gm_may_be_early(problem, c);
-        if (!is_late && gm_is_on_host(choice->class_of[c])) {
+        if (!is_late && gm_is_on_host(choice->of[c].class_of)) {
             is_late = pick(&host_carry, numel, f->dials->late_host);
-        } else if (!is_late && gm_is_state_streamed(choice->class_of[c])) {
+        } else if (!is_late && gm_is_state_streamed(choice->of[c].class_of)) {
             is_late = pick(&state_carry, numel, f->dials->late_state);
         }
-        choice->is_late[c] = is_late && problem->is_trained[c];
+        choice->of[c].is_late = is_late && problem->is_trained[c];
     }
 }
 
@@ -136,7 +124,8 @@ static bool wants_grad(const gm_filling *f, uint32_t c)
     const gm_problem *problem = f->problem;
     const gm_choice *choice = f->choice;
     return problem->input->chunks[c].bytes[GM_GRAD] > 0 &&
-           (problem->n_passes > 1 || (choice->is_late[c] && !gm_is_on_host(choice->class_of[c])));
+           (problem->n_passes > 1 ||
+            (choice->of[c].is_late && !gm_is_on_host(choice->of[c].class_of)));
 }
 
 /* Makes the choice that the room gives, and finds out what it takes: plan->n_blocks. */
@@ -152,7 +141,7 @@ static gm_status choose(gm_filling *f)
     for (uint32_t i = 0; i < problem->n; i++) {
         uint32_t c = problem->order[i], blocks = problem->input->chunks[c].blocks[GM_GRAD];
         bool is_in = is_all || (wants_grad(f, c) && blocks <= left);
-        f->choice->is_grad_resident[c] = is_in;
+        f->choice->of[c].is_grad_resident = is_in;
         left -= is_in && !is_all ? blocks : 0;
     }
     GM_TRY(gm_plan_place_all(problem, f->choice, f->plan));

@@ -159,12 +159,12 @@ static void state_order(const gm_problem *problem, const gm_choice *choice, uint
 {
     uint32_t n = 0;
     for (uint32_t i = 0; i < problem->n; i++) {
-        if (choice->is_late[problem->order[i]]) {
+        if (choice->of[problem->order[i]].is_late) {
             out[n++] = problem->order[i];
         }
     }
     for (uint32_t i = 0; i < problem->n; i++) {
-        if (!choice->is_late[problem->grad_order[i]]) {
+        if (!choice->of[problem->grad_order[i]].is_late) {
             out[n++] = problem->grad_order[i];
         }
     }
@@ -181,8 +181,8 @@ static bool is_wanted_in(const gm_ring *ring, const gm_choice *choice, uint32_t 
     switch (ring->piece) {
     case GM_WEIGHT: return gm_is_streamed(cls);
     case GM_STATE: return gm_is_state_streamed(cls);
-    case GM_GATHERED: return !choice->is_kept[c] && !chunk->must_reside;
-    case GM_GRAD: return ring->problem->n_passes > 0 && !choice->is_grad_resident[c];
+    case GM_GATHERED: return !choice->of[c].is_kept && !chunk->must_reside;
+    case GM_GRAD: return ring->problem->n_passes > 0 && !choice->of[c].is_grad_resident;
     default: return ring->problem->n_passes > 0;
     }
 }
@@ -269,8 +269,10 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
                     .needs = calloc((size_t)problem->n_courses + 1, sizeof(gm_needs))};
     uint32_t *order = calloc(problem->n, sizeof *order);
     gm_status status = GM_OK;
-    memcpy(plan->class_of, choice->class_of, plan->n);
-    memcpy(plan->is_late, choice->is_late, plan->n * sizeof(bool));
+    for (uint32_t c = 0; c < plan->n; c++) {
+        plan->class_of[c] = choice->of[c].class_of;
+        plan->is_late[c] = choice->of[c].is_late;
+    }
     memset(plan->ring, 0, sizeof plan->ring);
     memset(plan->places, 0, (size_t)plan->n * GM_N_PIECES * sizeof *plan->places);
     plan->n_blocks = 0;

@@ -61,11 +61,14 @@ struct gm_plan {
 };
 
 /* What decides a plan beside the problem. */
+typedef struct gm_chosen { /* of a chunk; without padding: compared as bytes */
+    uint8_t class_of;
+    bool is_late, is_grad_resident, is_kept; /* kept: its gathered weights have own blocks */
+} gm_chosen;
+
 typedef struct gm_choice {
-    uint8_t *class_of;                /* (n,) */
-    bool *is_late, *is_grad_resident; /* (n,) */
-    bool *is_kept;                    /* (n,) its gathered weights have blocks of their own */
-    uint32_t depth[GM_N_PIECES];      /* chunks in each ring beyond the most in use at once */
+    gm_chosen *of;               /* (n,) */
+    uint32_t depth[GM_N_PIECES]; /* chunks in each ring beyond the most in use at once */
     double speculated; /* share of the updates that are not resident, the last in use first */
 } gm_choice;
 
@@ -97,8 +100,7 @@ void gm_problem_free(gm_problem *problem);
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
                         gm_course *out);
 void gm_course_free(gm_course *course);
-/* Of gm_use, for qsort; then by end and chunk. */
-int gm_by_begin(const void *left, const void *right);
+int gm_by_begin(const void *left, const void *right); /* of gm_use, for qsort */
 /* Sorts chunks by a key (beyond `limit`: as `limit`), equal ones in the order of `from`; NULL: by number. */
 gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *from, uint32_t n,
                          uint32_t *out);
@@ -127,8 +129,7 @@ void gm_needs_free(gm_needs *needs);
 typedef struct gm_ring_use {
     uint32_t *owner, *until; /* (length,) the chunk that has a block, and until which tick */
 } gm_ring_use;
-/* The chunk has its place until tick `end`.  Gives the tick from which the blocks were free, or GM_NO_TICK when it was
- * there already. */
+/* The chunk has its place until tick `end`.  Gives the tick from which the blocks were free; GM_NO_TICK: it was there. */
 uint32_t gm_ring_claim(gm_ring_use *ring, const gm_place *place, uint32_t n_blocks, uint32_t chunk,
                        uint32_t end);
 

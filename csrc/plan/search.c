@@ -237,25 +237,25 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
     const gm_plan_chunk *chunk = &problem->input->chunks[c];
     gm_choice *choice = &s->choice;
     if (move == GM_N_CLASSES + 2) {
-        choice->is_kept[c] = !choice->is_kept[c];
+        choice->of[c].is_kept = !choice->of[c].is_kept;
         return !chunk->must_reside && chunk->bytes[GM_GATHERED] > 0 &&
-               (!choice->is_kept[c] || !gm_is_streamed(choice->class_of[c]));
+               (!choice->of[c].is_kept || !gm_is_streamed(choice->of[c].class_of));
     }
     if (move == GM_N_CLASSES) {
-        choice->is_grad_resident[c] = !choice->is_grad_resident[c];
+        choice->of[c].is_grad_resident = !choice->of[c].is_grad_resident;
         return chunk->bytes[GM_GRAD] > 0;
     }
     if (move > GM_N_CLASSES) {
-        choice->is_late[c] = !choice->is_late[c];
+        choice->of[c].is_late = !choice->of[c].is_late;
         return gm_may_be_early(problem, c) && problem->is_trained[c] &&
-               choice->class_of[c] != GM_CLASS_R;
+               choice->of[c].class_of != GM_CLASS_R;
     }
-    bool is_bad = (gm_is_streamed(move) && (chunk->must_reside || choice->is_kept[c])) ||
+    bool is_bad = (gm_is_streamed(move) && (chunk->must_reside || choice->of[c].is_kept)) ||
                   (!problem->is_trained[c] && gm_is_state_streamed(move)) ||
                   (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2) ||
-                  choice->class_of[c] == move;
-    choice->class_of[c] = (uint8_t)move;
-    choice->is_late[c] &= move != GM_CLASS_R || !gm_may_be_early(problem, c);
+                  choice->of[c].class_of == move;
+    choice->of[c].class_of = (uint8_t)move;
+    choice->of[c].is_late &= move != GM_CLASS_R || !gm_may_be_early(problem, c);
     return !is_bad;
 }
 
@@ -264,17 +264,17 @@ static bool exchange(gm_search *s, uint32_t a, uint32_t b)
 {
     const gm_problem *problem = s->problem;
     gm_choice *choice = &s->choice;
-    uint8_t class_a = choice->class_of[a], class_b = choice->class_of[b];
-    bool is_late_a = choice->is_late[a], is_grad_a = choice->is_grad_resident[a];
+    uint8_t class_a = choice->of[a].class_of, class_b = choice->of[b].class_of;
+    bool is_late_a = choice->of[a].is_late, is_grad_a = choice->of[a].is_grad_resident;
     if (class_a == class_b || !move_chunk(s, a, class_b) || !move_chunk(s, b, class_a)) {
         return false;
     }
-    choice->is_late[a] = choice->is_late[b] || !gm_may_be_early(problem, a);
-    choice->is_late[b] = is_late_a || !gm_may_be_early(problem, b);
-    choice->is_late[a] &= problem->is_trained[a];
-    choice->is_late[b] &= problem->is_trained[b];
-    choice->is_grad_resident[a] = choice->is_grad_resident[b];
-    choice->is_grad_resident[b] = is_grad_a;
+    choice->of[a].is_late = choice->of[b].is_late || !gm_may_be_early(problem, a);
+    choice->of[b].is_late = is_late_a || !gm_may_be_early(problem, b);
+    choice->of[a].is_late &= problem->is_trained[a];
+    choice->of[b].is_late &= problem->is_trained[b];
+    choice->of[a].is_grad_resident = choice->of[b].is_grad_resident;
+    choice->of[b].is_grad_resident = is_grad_a;
     return true;
 }
 
@@ -342,15 +342,15 @@ static gm_status ask_about_all(gm_search *s, bool is_late, bool is_kept)
     for (uint32_t code = 0; code < n_all; code++) {
         bool is_allowed = true, is_best;
         for (uint32_t c = 0, rest = code; c < n; c++, rest /= GM_N_CLASSES) {
-            s->choice.class_of[c] = GM_N_CLASSES;
-            s->choice.is_grad_resident[c] = false;
-            s->choice.is_late[c] = true;
-            s->choice.is_kept[c] = s->problem->input->chunks[c].bytes[GM_GATHERED] > 0 &&
-                                   (is_kept || s->problem->input->chunks[c].must_reside);
+            s->choice.of[c].class_of = GM_N_CLASSES;
+            s->choice.of[c].is_grad_resident = false;
+            s->choice.of[c].is_late = true;
+            s->choice.of[c].is_kept = s->problem->input->chunks[c].bytes[GM_GATHERED] > 0 &&
+                                      (is_kept || s->problem->input->chunks[c].must_reside);
             is_allowed &= move_chunk(s, c, rest % GM_N_CLASSES);
-            s->choice.is_late[c] =
+            s->choice.of[c].is_late =
                 s->problem->is_trained[c] && (!gm_may_be_early(s->problem, c) ||
-                                              (is_late && s->choice.class_of[c] != GM_CLASS_R));
+                                              (is_late && s->choice.of[c].class_of != GM_CLASS_R));
         }
         GM_TRY(is_allowed ? ask(s, &is_best) : GM_OK);
     }

@@ -170,12 +170,12 @@ static inline void check_wrong_place(const gm_plan *plan, const model *m, gm_pla
 /* ---- how good plans are ---- */
 
 /* The one of the choices in which all chunks have the classes of `code`; false: there is none. */
-static inline bool choose_classes(const gm_problem *problem, uint64_t code, uint8_t *class_of)
+static inline bool choose_classes(const gm_problem *problem, uint64_t code, gm_chosen *of)
 {
     bool is_allowed = true;
     for (uint32_t c = 0; c < problem->n; c++, code /= GM_N_CLASSES) {
         const gm_plan_chunk *chunk = &problem->input->chunks[c];
-        uint8_t cls = class_of[c] = (uint8_t)(code % GM_N_CLASSES);
+        uint8_t cls = of[c].class_of = (uint8_t)(code % GM_N_CLASSES);
         is_allowed &= chunk->numel > 0 || cls == GM_CLASS_R || cls == GM_CLASS_C2;
         is_allowed &= !chunk->must_reside || !gm_is_streamed(cls);
         is_allowed &= problem->is_trained[c] || !gm_is_state_streamed(cls);
@@ -194,13 +194,14 @@ static inline bool choose_rest(const gm_problem *problem, uint32_t variant, gm_c
         choice->depth[piece] = piece == GM_STATE ? 2 * deep : deep;
     }
     for (uint32_t c = 0; c < problem->n; c++) {
-        uint32_t cls = choice->class_of[c];
+        gm_chosen *chosen = &choice->of[c];
+        uint32_t cls = chosen->class_of;
         bool may_be_early = problem->input->when == GM_IMMEDIATE && main->settle[c] < main->n;
-        choice->is_late[c] =
+        chosen->is_late =
             problem->is_trained[c] && (!may_be_early || (variant & 2 && cls != GM_CLASS_R));
-        choice->is_grad_resident[c] = variant & 4;
-        choice->is_kept[c] = variant >> (3 + c) & 1;
-        is_allowed &= !choice->is_kept[c] || !gm_is_streamed(cls);
+        chosen->is_grad_resident = variant & 4;
+        chosen->is_kept = variant >> (3 + c) & 1;
+        is_allowed &= !chosen->is_kept || !gm_is_streamed(cls);
     }
     return is_allowed;
 }
@@ -211,16 +212,12 @@ static inline double brute_force(const gm_problem *problem)
     uint32_t n = problem->n, n_variants = 8u << (problem->has_gathered ? n : 0);
     uint64_t n_all = 1;
     double best = 1e9;
-    bool *flags = calloc(3 * (size_t)n, sizeof *flags);
-    gm_choice choice = {.class_of = calloc(n, 1),
-                        .is_late = flags,
-                        .is_grad_resident = flags + n,
-                        .is_kept = flags + 2 * (size_t)n};
+    gm_choice choice = {.of = calloc(n, sizeof *choice.of)};
     for (uint32_t c = 0; c < n; c++) {
         n_all *= GM_N_CLASSES;
     }
     for (uint64_t code = 0; code < n_all; code++) {
-        bool is_allowed = choose_classes(problem, code, choice.class_of);
+        bool is_allowed = choose_classes(problem, code, choice.of);
         for (uint32_t variant = 0; variant < n_variants && is_allowed; variant++) {
             gm_plan *plan = NULL;
             if (choose_rest(problem, variant, &choice)) {
@@ -232,8 +229,7 @@ static inline double brute_force(const gm_problem *problem)
             }
         }
     }
-    free(choice.class_of);
-    free(flags);
+    free(choice.of);
     return best;
 }
 
