@@ -91,6 +91,21 @@ typedef struct gm_sums {
     size_t n_blocks;
 } gm_sums;
 
+/* See timer.c. */
+typedef struct gm_timed_tick {
+    gm_event start, end; /* 0: not made yet */
+} gm_timed_tick;
+
+typedef struct gm_tick_timer {
+    gm_timed_tick *ticks; /* (capacity,) */
+    size_t capacity;
+    uint32_t n;    /* ticks of the pass that is being timed, or was and waits to be resolved */
+    uint64_t hash; /* of its trace, which may leave the book before the times are resolved */
+    bool is_on, is_open; /* times the present pass; a start has been recorded */
+    bool is_planned;     /* that pass follows a plan, as far as it can */
+    bool has_result;
+} gm_tick_timer;
+
 typedef struct gm_ranks {
     gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
     uint32_t n_shards, rank, n_replicas;
@@ -268,7 +283,7 @@ struct gm_engine {
 
     /* Named as the files. */
     gm_sums sums;
-    struct gm_tick_timer *timer;
+    gm_tick_timer timer;
     gm_ranks ranks;
     gm_window window;
     struct gm_stage *stage; /* NULL: no chunk's states are streamed */
@@ -367,7 +382,6 @@ void gm_sums_place_home(gm_engine *engine, void *home); /* gm_sums_bytes() of it
 void gm_sums_free(gm_engine *engine);
 
 /* timer.c */
-gm_status gm_timer_new(gm_engine *engine);
 void gm_timer_free(gm_engine *engine);
 /* A pass begins, which may follow this trace; it is timed if that is due. */
 void gm_timer_begin(gm_engine *engine, const gm_trace *trace);
@@ -490,7 +504,6 @@ gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *o
                              const void *weight, gm_stream stream);
 
 /* watch.c */
-void gm_watch_init(gm_engine *engine);
 void gm_watch_free(gm_engine *engine);
 void gm_watch_add(gm_engine *engine, gm_lease *lease);
 void gm_watch_note_pin(gm_engine *engine, gm_lease *lease); /* its chunk is pinned for it */
@@ -537,7 +550,6 @@ void gm_speculation_free(gm_engine *engine); /* nothing runs any more, and the t
 size_t gm_speculation_budget(const gm_engine *engine); /* bytes of spares that a plan may take */
 /* Of the device, that the driver will take to pin what a plan may take and has not yet. */
 size_t gm_speculation_device_bytes(const gm_engine *engine);
-size_t gm_speculation_bytes(const gm_engine *engine);       /* that are taken */
 bool gm_speculation_wants_numbers(const gm_engine *engine); /* of the coming step */
 void gm_speculation_note_numbers(gm_engine *engine);
 void gm_speculation_note_norm(gm_engine *engine);

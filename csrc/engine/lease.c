@@ -14,10 +14,7 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, gm_lease **out)
     if (!lease) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: a lease");
     }
-    *lease = (gm_lease){
-        .engine = engine, .param = id, .tick = GM_NO_TICK, .born = GM_NO_TICK, .old = NULL};
-    atomic_init(&lease->is_watched, false);
-    atomic_init(&lease->is_ended, false);
+    *lease = (gm_lease){.engine = engine, .param = id, .tick = GM_NO_TICK, .born = GM_NO_TICK};
     gm_status status = gm_call_begin(engine);
     if (status != GM_OK) {
         free(lease);

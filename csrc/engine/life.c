@@ -282,7 +282,6 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     gm_inputs_init(engine, options);
     gm_room_init(engine, options);
     gm_speculation_init(engine, options);
-    gm_watch_init(engine);
     engine->shown = engine->ranks.n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
     gm_status status;
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
@@ -295,7 +294,6 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     GM_TRY_GOTO(status, fail, gm_ranks_new(engine));
     GM_TRY_GOTO(status, fail, gm_update_new(engine));
     GM_TRY_GOTO(status, fail, gm_unit_new(engine));
-    GM_TRY_GOTO(status, fail, gm_timer_new(engine));
     GM_TRY_GOTO(status, fail, gm_pass_new(engine));
     *out = engine;
     return GM_OK;

@@ -118,7 +118,7 @@ static void log_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, size_t o
         memory.unreduced += bytes[GM_UNREDUCED];
     }
     memory.free_blocks = stats.device_bytes > live ? stats.device_bytes - live : 0;
-    memory.host = gm_arena_bytes(engine->arena) + gm_speculation_bytes(engine);
+    memory.host = gm_arena_bytes(engine->arena) + engine->speculation.bytes;
     gm_timeline_tick(engine->timeline, engine->pass.tick, kind, id, &memory, stream);
 }
 

@@ -3,16 +3,6 @@
  * The host may wait in: gm_planner_run (between passes). */
 #include "engine/engine_impl.h"
 
-static gm_status make_plan(gm_engine *engine, gm_inputs *in, gm_plan **out)
-{
-    GM_TRY(gm_inputs_fill(engine, in));
-    GM_TRY(gm_plan_new(&in->plan, out));
-#ifdef GM_DEBUG
-    GM_ASSERT(gm_plan_check(*out, &in->plan) == GM_OK);
-#endif
-    return GM_OK;
-}
-
 void gm_planner_learn(gm_engine *engine, const gm_trace *trace)
 {
     gm_inputs in = {0};
@@ -71,11 +61,15 @@ gm_status gm_planner_run(gm_engine *engine)
         gm_inputs_forget_runs(engine);
         return GM_OK;
     }
-    gm_plan *plan;
+    gm_plan *plan = NULL;
     gm_inputs in = {0};
     gm_room_end_wish(engine);
     gm_window_believe(engine, gm_window_rate(engine));
-    gm_status status = make_plan(engine, &in, &plan);
+    gm_status status = gm_inputs_fill(engine, &in);
+    status = status == GM_OK ? gm_plan_new(&in.plan, &plan) : status;
+#ifdef GM_DEBUG
+    GM_ASSERT(status != GM_OK || gm_plan_check(plan, &in.plan) == GM_OK);
+#endif
     gm_inputs_forget_runs(engine);
     if (status == GM_OK && has_same_plan(engine, plan)) {
         gm_plan_free(engine->room.plan); /* same places and operations, newer predictions */

@@ -174,11 +174,6 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
 
 /* ---- spares ---- */
 
-size_t gm_speculation_bytes(const gm_engine *engine)
-{
-    return engine->speculation.bytes;
-}
-
 static bool wants_spare(const gm_engine *engine, uint32_t chunk)
 {
     return gm_plan_is_speculated(engine->room.plan, chunk) &&

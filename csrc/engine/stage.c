@@ -29,11 +29,6 @@ struct gm_stage {
     gm_adam_range *ranges; /* (n_params,) of one slice */
 };
 
-static size_t element_bytes(const gm_engine *engine, uint32_t chunk)
-{
-    return gm_state_shape_of(gm_chunk_spec(engine, chunk), 1).total;
-}
-
 void gm_stage_free(gm_engine *engine)
 {
     struct gm_stage *stage = engine->stage;
@@ -225,10 +220,10 @@ static gm_status update_slice(gm_engine *engine, const pass_through *p, uint64_t
 
 static gm_status update_slices(gm_engine *engine, const pass_through *p)
 {
-    size_t width = p->is_speculation ? gm_chunk_spec(engine, p->chunk)->weight_bytes : 0;
+    const gm_engine_param *spec = gm_chunk_spec(engine, p->chunk);
+    size_t width = gm_state_shape_of(spec, 1).total + (p->is_speculation ? spec->weight_bytes : 0);
     uint64_t numel = gm_layout_chunk(engine->layout, p->chunk)->shard_numel;
-    uint64_t most = engine->stage->slot_bytes / (element_bytes(engine, p->chunk) + width) /
-                    GM_SLICE_UNIT * GM_SLICE_UNIT;
+    uint64_t most = engine->stage->slot_bytes / width / GM_SLICE_UNIT * GM_SLICE_UNIT;
     GM_ASSERT(most > 0); /* gm_stage_least */
     for (uint64_t begin = 0; begin < numel; begin += most) {
         GM_TRY(update_slice(engine, p, begin, numel - begin < most ? numel - begin : most));

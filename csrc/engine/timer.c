@@ -10,39 +10,15 @@
  * will under a plan: a run under a plan replaces the times of those before it; without one the least counts. */
 enum { TIMED_RUNS = 2 };
 
-typedef struct bracket {
-    gm_event start, end; /* 0: not made yet */
-} bracket;
-
-typedef struct gm_tick_timer {
-    bracket *ticks; /* (capacity,) */
-    size_t capacity;
-    uint32_t n;    /* ticks of the pass that is being timed, or was and waits to be resolved */
-    uint64_t hash; /* of its trace, which may leave the book before the times are resolved */
-    bool is_on, is_open; /* times the present pass; a start has been recorded */
-    bool is_planned;     /* that pass follows a plan, as far as it can */
-    bool has_result;
-} gm_tick_timer;
-
-gm_status gm_timer_new(gm_engine *engine)
-{
-    engine->timer = calloc(1, sizeof *engine->timer);
-    return engine->timer ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: a timer of ticks");
-}
-
 void gm_timer_free(gm_engine *engine)
 {
-    const gm_device_ops *ops = engine->device ? engine->device->ops : NULL;
-    for (size_t i = 0; engine->timer && i < engine->timer->capacity; i++) {
-        const gm_event events[] = {engine->timer->ticks[i].start, engine->timer->ticks[i].end};
+    for (size_t i = 0; i < engine->timer.capacity; i++) {
+        const gm_event events[] = {engine->timer.ticks[i].start, engine->timer.ticks[i].end};
         for (int k = 0; k < 2 && events[k]; k++) {
-            ops->event_free(engine->device, events[k]);
+            engine->device->ops->event_free(engine->device, events[k]);
         }
     }
-    if (engine->timer) {
-        free(engine->timer->ticks);
-    }
-    free(engine->timer);
+    free(engine->timer.ticks);
 }
 
 /* The events of one more tick; made only while a trace is new, or once per length. */
@@ -52,14 +28,14 @@ static bool has_room(gm_engine *engine, gm_tick_timer *timer)
     if (GM_GROW(timer->ticks, timer->n, timer->capacity, "HOST: a timer of %zu ticks") != GM_OK) {
         return false;
     }
-    bracket *tick = &timer->ticks[timer->n];
+    gm_timed_tick *tick = &timer->ticks[timer->n];
     return (tick->start || device->ops->event_new(device, true, &tick->start) == GM_OK) &&
            (tick->end || device->ops->event_new(device, true, &tick->end) == GM_OK);
 }
 
 void gm_timer_stop(gm_engine *engine, gm_stream stream)
 {
-    gm_tick_timer *timer = engine->timer;
+    gm_tick_timer *timer = &engine->timer;
     if (timer->is_on && timer->is_open) {
         timer->is_open = false;
         (void)engine->device->ops->event_record(engine->device, timer->ticks[timer->n - 1].end,
@@ -69,7 +45,7 @@ void gm_timer_stop(gm_engine *engine, gm_stream stream)
 
 void gm_timer_start(gm_engine *engine, gm_stream stream)
 {
-    gm_tick_timer *timer = engine->timer;
+    gm_tick_timer *timer = &engine->timer;
     if (!timer->is_on || timer->is_open || timer->n != engine->pass.tick) {
         return;
     }
@@ -84,7 +60,7 @@ void gm_timer_start(gm_engine *engine, gm_stream stream)
 
 void gm_timer_begin(gm_engine *engine, const gm_trace *trace)
 {
-    gm_tick_timer *timer = engine->timer;
+    gm_tick_timer *timer = &engine->timer;
     bool is_planned = engine->room.plan != NULL;
     bool is_known = trace && !is_planned && trace->n_timed[1] > 0; /* better than on demand */
     bool is_due = !trace || (!is_known && trace->n_timed[is_planned] < TIMED_RUNS);
@@ -96,7 +72,7 @@ void gm_timer_begin(gm_engine *engine, const gm_trace *trace)
 
 void gm_timer_end(gm_engine *engine, const gm_trace *trace)
 {
-    gm_tick_timer *timer = engine->timer;
+    gm_tick_timer *timer = &engine->timer;
     if (timer->is_on && trace && timer->n == trace->n) {
         timer->hash = trace->hash;
         timer->has_result = true;
@@ -106,7 +82,7 @@ void gm_timer_end(gm_engine *engine, const gm_trace *trace)
 
 bool gm_timer_resolve(gm_engine *engine)
 {
-    gm_tick_timer *timer = engine->timer;
+    gm_tick_timer *timer = &engine->timer;
     if (!timer->has_result) {
         return false;
     }

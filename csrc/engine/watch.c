@@ -4,11 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-void gm_watch_init(gm_engine *engine)
-{
-    atomic_init(&engine->watch.has_ended, false);
-}
-
 void gm_watch_free(gm_engine *engine)
 {
     while (engine->watch.leases) {

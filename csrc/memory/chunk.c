@@ -281,8 +281,7 @@ gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stre
     }
     gm_note_access(chunks->device, (const void *)p->address, p->bytes, false, stream);
     GM_TRY(set_fence(chunks, &p->used, stream, true));
-    p->pins--;
-    p->last_use = ++chunks->clock;
+    gm_chunks_unpin_ordered(chunks, id, kind);
     return GM_OK;
 }
 

@@ -162,7 +162,7 @@ gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id);
 gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes);
 /* Every piece gets the plan's blocks, mapped once; what is resident and stays so keeps its blocks.  Waits.  No piece
  * that the plan does not keep resident may be pinned (GM_ERR_STATE, nothing changed).  GM_ERR_NOMEM: the device has
- * not enough; there is no placement then, and *out_blocks (may be NULL) is how many could be had. */
+ * not enough; there is no placement then, and *out_blocks is how many could be had. */
 gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks);
 /* The range that shows the placement's state ring, for states in passing; 0 bytes without one.  And the streams
  * that copy states in and out. */

@@ -46,8 +46,9 @@ typedef struct piece {
 struct gm_chunks {
     gm_device *device;
     uint32_t n_chunks;
-    piece *pieces;    /* (n_chunks, GM_N_PIECES) */
-    bool *is_settled; /* (n_chunks,) */
+    piece *pieces;          /* (n_chunks, GM_N_PIECES) */
+    uint32_t *piece_blocks; /* (capacity,) their blocks[], one behind the other */
+    bool *is_settled;       /* (n_chunks,) */
     bool has_homes, has_placement;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];

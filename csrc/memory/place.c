@@ -194,9 +194,7 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
     GM_TRY_GOTO(status, done, evict_others(chunks, plan));
     GM_TRY_GOTO(status, done, gm_chunks_sync(chunks));
     status = assign_blocks(chunks, plan, physical, n);
-    if (out_blocks) {
-        *out_blocks = chunks->n_blocks;
-    }
+    *out_blocks = chunks->n_blocks;
     if (status != GM_OK) { /* what had been taken is free again */
         disown_all(chunks);
         chunks->has_placement = true;

@@ -35,6 +35,9 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
                        block_bytes, blocks_needed);
     }
     chunks->capacity = (uint32_t)blocks_needed;
+    GM_TRY(gm_new(&chunks->piece_blocks, (blocks_needed + 1) * sizeof *chunks->piece_blocks,
+                  "HOST: chunk table: %zu bytes"));
+    uint32_t *blocks = chunks->piece_blocks;
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
@@ -44,11 +47,9 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
                 p->home = home;
                 home += gm_round_up(p->bytes, 4096);
             }
+            p->blocks = blocks;
+            blocks += p->n_blocks;
             GM_TRY(make_fences(device, p));
-            p->blocks = calloc(p->n_blocks ? p->n_blocks : 1, sizeof *p->blocks);
-            if (!p->blocks) {
-                return GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table: %u blocks", p->n_blocks);
-            }
         }
     }
     for (int kind = 0; kind < GM_N_PIECES; kind++) {
@@ -154,7 +155,6 @@ void gm_chunks_free(gm_chunks *chunks)
         free_fence(device, &p->home_used);
         free_fence(device, &p->spare_homed);
         free_fence(device, &p->spare_used);
-        free(p->blocks);
     }
     for (int kind = 0; kind < GM_N_PIECES; kind++) {
         if (chunks->span[kind]) {
@@ -176,6 +176,7 @@ void gm_chunks_free(gm_chunks *chunks)
     }
     free_stream(device, chunks->refresh);
     free(chunks->pieces);
+    free(chunks->piece_blocks);
     free(chunks->is_settled);
     free(chunks->blocks);
     free(chunks->free_blocks);
