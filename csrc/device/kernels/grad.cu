@@ -3,7 +3,7 @@
  *
  * Invariant: every stored value went through fp32 and one rounding to nearest even, NaNs made
  * canonical, also where both dtypes agree and nothing is added. */
-#include "device/kernels/window.cuh"
+#include "device/kernels/band.cuh"
 
 template <typename Dst, typename Src>
 static __device__ __forceinline__ typename Dst::Bits

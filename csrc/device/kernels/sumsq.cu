@@ -1,5 +1,5 @@
-/* sumsq.cu - exact sum of squares of one array: the same number as gm_sumsq_host (see window.cuh). */
-#include "device/kernels/window.cuh"
+/* sumsq.cu - exact sum of squares of one array: the same number as gm_sumsq_host (see band.cuh). */
+#include "device/kernels/band.cuh"
 
 template <typename Type> static __device__ __forceinline__ void sumsq(const gm_sumsq_batch &batch)
 {

@@ -1,4 +1,4 @@
-/* window.cuh - the fast path of the exact sum: squares added to registers.
+/* band.cuh - the fast path of the exact sum: squares added to registers.
  *
  * A warp agrees on a window of the accumulator's bits, whose lowest it takes from the largest exponent
  * that it has just read; each thread adds the squares that lie in the window to registers: 64 bits for the
