@@ -116,7 +116,7 @@ static void run_items(void *context, size_t begin, size_t end)
         i = next;
     }
     gm_fenv_leave(&saved);
-    gm_sumsq_settle(&acc);
+    gm_sumsq_carry(&acc);
     gm_sumsq part = {.n_inf = acc.n_inf, .n_nan = acc.n_nan};
     for (int i = 0; i < GM_SUMSQ_LIMBS; i++) {
         GM_ASSERT(acc.limb[i] >= 0);

@@ -8,7 +8,7 @@
 #define BINS         254
 #define MAX_DEPOSITS (UINT64_C(1) << 28)
 
-void gm_sumsq_settle(gm_sumsq_acc *acc)
+void gm_sumsq_carry(gm_sumsq_acc *acc)
 {
     for (int i = 0; i + 1 < GM_SUMSQ_LIMBS; i++) {
         int64_t digit = (int64_t)((uint64_t)acc->limb[i] & LOW32);
@@ -29,7 +29,7 @@ void gm_sumsq_deposit(gm_sumsq_acc *acc, unsigned position, uint64_t value, bool
         acc->limb[first + i] += negative ? -digits[i] : digits[i];
     }
     if (++acc->deposits >= MAX_DEPOSITS) {
-        gm_sumsq_settle(acc);
+        gm_sumsq_carry(acc);
     }
 }
 

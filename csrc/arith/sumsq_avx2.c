@@ -1,16 +1,16 @@
 /* sumsq_avx2.c - the exact sum of squares, a block of GM_SUMSQ_BLOCK elements at a time.
  *
- * The squares of a block are added into two windows of doubles, placed below the block's greatest
+ * The squares of a block are added into two bands of doubles, placed below the block's greatest
  * magnitude.  With an accumulator A whose unit in the last place is u and stays u, t = A + x has
  * q = t - A, which is x rounded to a multiple of u, and the rest x - q; both are exact.  The rest
- * goes to a second window 44 bits below; what that cannot hold either is set aside element by
+ * goes to a second band 44 bits below; what that cannot hold either is set aside element by
  * element.  Nothing is lost, so the result is the exact sum whatever the rounding was.
  *
  * Let T be the position of a bit above the greatest square, in units of 2^-298.
- *   window 0: u0 at T - 43.  256 squares per lane, below 2^(T+8) together = 2^51 u0.
- *   window 1: u1 at T - 87.  256 rests of at most u0 / 2 together, at most 2^7 u0 = 2^51 u1.
+ *   band 0: u0 at T - 43.  256 squares per lane, below 2^(T+8) together = 2^51 u0.
+ *   band 1: u1 at T - 87.  256 rests of at most u0 / 2 together, at most 2^7 u0 = 2^51 u1.
  * An accumulator starts at 1.5 * 2^52 u, so it stays in [2^52 u, 2^53 u], where the unit is u.
- * Where T - 87 < 0 the windows begin at bit 0: u1 = 2^-298 divides every square.
+ * Where T - 87 < 0 the bands begin at bit 0: u1 = 2^-298 divides every square.
  * A square of fp32 is a multiple of its own T - 48, so elements down to 2^-19 of the greatest
  * (2^-35 for bf16) never need setting aside. */
 #include "arith/sumsq_impl.h"
@@ -19,14 +19,14 @@
 
 #include "arith/format_avx2.h"
 
-#define LANES       4
-#define WINDOW_BITS 44
+#define LANES     4
+#define BAND_BITS 44
 /* Elements set aside; a block with more of them is left to the reference, which is faster then. */
 #define MAX_ASIDE 128
 
-typedef struct windows {
+typedef struct bands {
     __m256d a0, a1;
-} windows;
+} bands;
 
 /* Greatest magnitude of the block, as fp32 bits. */
 GM_AVX2_INLINE uint32_t greatest(const void *data, gm_dtype dtype, size_t begin)
@@ -61,8 +61,8 @@ GM_AVX2_INLINE uint32_t greatest(const void *data, gm_dtype dtype, size_t begin)
     return gm_load_bits(&result, dtype, 0);
 }
 
-/* Adds x * x; returns what neither window could hold. */
-GM_AVX2_INLINE __m256d add_square(windows *w, __m128 x)
+/* Adds x * x; returns what neither band could hold. */
+GM_AVX2_INLINE __m256d add_square(bands *w, __m128 x)
 {
     __m256d wide = _mm256_cvtps_pd(x);
     __m256d t0 = _mm256_fmadd_pd(wide, wide, w->a0);
@@ -109,8 +109,8 @@ static void deposit_double(gm_sumsq_acc *acc, double value)
     gm_sumsq_deposit(acc, (unsigned)position, significand, bits >> 63);
 }
 
-/* What a window has gathered over its lanes, in its units. */
-GM_AVX2 static int64_t gathered(__m256d a, __m256d b, double start, double per_unit)
+/* What a band has summed over its lanes, in its units. */
+GM_AVX2 static int64_t total_of(__m256d a, __m256d b, double start, double per_unit)
 {
     double lanes[2 * LANES];
     int64_t total = 0;
@@ -130,11 +130,11 @@ GM_AVX2_INLINE bool block(const void *data, gm_dtype dtype, size_t begin, gm_sum
     }
     int exponent = (int)(most >> 23);
     int top = 2 * (exponent ? exponent - 1 : 0) + 48;
-    int position = top > 43 + WINDOW_BITS ? top - 43 - WINDOW_BITS : 0;
+    int position = top > 43 + BAND_BITS ? top - 43 - BAND_BITS : 0;
     double start1 = 1.5 * power_of_two(52 + position + GM_SUMSQ_LEAST);
-    double start0 = 1.5 * power_of_two(52 + position + WINDOW_BITS + GM_SUMSQ_LEAST);
-    windows even = {_mm256_set1_pd(start0), _mm256_set1_pd(start1)};
-    windows odd = even;
+    double start0 = 1.5 * power_of_two(52 + position + BAND_BITS + GM_SUMSQ_LEAST);
+    bands even = {_mm256_set1_pd(start0), _mm256_set1_pd(start1)};
+    bands odd = even;
     double aside[MAX_ASIDE + 2 * LANES];
     size_t n_aside = 0;
     for (size_t i = begin; i < begin + GM_SUMSQ_BLOCK; i += 8) {
@@ -155,10 +155,10 @@ GM_AVX2_INLINE bool block(const void *data, gm_dtype dtype, size_t begin, gm_sum
         deposit_double(acc, aside[i]);
     }
     double per_unit1 = power_of_two(-(position + GM_SUMSQ_LEAST));
-    double per_unit0 = power_of_two(-(position + WINDOW_BITS + GM_SUMSQ_LEAST));
-    int64_t high = gathered(even.a0, odd.a0, start0, per_unit0);
-    int64_t low = gathered(even.a1, odd.a1, start1, per_unit1);
-    gm_sumsq_deposit(acc, (unsigned)position + WINDOW_BITS, (uint64_t)high, false);
+    double per_unit0 = power_of_two(-(position + BAND_BITS + GM_SUMSQ_LEAST));
+    int64_t high = total_of(even.a0, odd.a0, start0, per_unit0);
+    int64_t low = total_of(even.a1, odd.a1, start1, per_unit1);
+    gm_sumsq_deposit(acc, (unsigned)position + BAND_BITS, (uint64_t)high, false);
     gm_sumsq_deposit(acc, (unsigned)position, low < 0 ? 0 - (uint64_t)low : (uint64_t)low, low < 0);
     return true;
 }

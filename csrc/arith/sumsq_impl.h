@@ -14,18 +14,18 @@
 typedef struct gm_sumsq_acc {
     int64_t limb[GM_SUMSQ_LIMBS]; /* limb[i] weighs 2^(32 i - 298); |limb| < 2^63 at all times */
     uint64_t n_inf, n_nan;
-    uint64_t deposits; /* since the carries were settled; each adds less than 2^32 to a limb */
+    uint64_t deposits; /* since the carries went on; each adds less than 2^32 to a limb */
 } gm_sumsq_acc;
 
 /* Adds value * 2^(position - 298), or subtracts it. */
 void gm_sumsq_deposit(gm_sumsq_acc *acc, unsigned position, uint64_t value, bool negative);
 /* Carries go on to the next limbs. */
-void gm_sumsq_settle(gm_sumsq_acc *acc);
+void gm_sumsq_carry(gm_sumsq_acc *acc);
 /* Elements [begin, end) into *acc, one at a time; any values; the reference. */
 void gm_sumsq_block_scalar(const void *data, gm_dtype dtype, size_t begin, size_t end,
                            gm_sumsq_acc *acc);
 
-/* Elements that one window of the vector form covers. */
+/* Elements that one band of the vector form covers. */
 #define GM_SUMSQ_BLOCK 2048
 
 #if defined(__x86_64__)

@@ -85,7 +85,7 @@ enum { GM_SPECULATED = 2 };
 
 /* The small numbers on the device (sums.c). */
 typedef struct gm_sums {
-    gm_sumsq *there; /* (n_params + 1 + GM_AGREE_SUMS,) device memory; the n_params'th is scratch */
+    gm_sumsq *there; /* (n_params + 1 + GM_RANKS_SUMS,) device memory; the n_params'th is scratch */
     gm_sumsq *home;  /* the same, pinned host memory */
     gm_block *blocks;
     size_t n_blocks;
@@ -343,12 +343,12 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
 #define GM_NO_OP    UINT32_MAX
 
 enum { GM_STAGING_BYTES = 16 << 20 };
-/* Behind the sums of parameters, for numbers that ranks agree on (ranks.c): as many more gm_sumsq. */
-enum { GM_AGREE_SUMS = 8 };
+/* Behind the sums of parameters, for numbers that ranks tell each other (ranks.c): as many more gm_sumsq. */
+enum { GM_RANKS_SUMS = 8 };
 
 static inline size_t gm_sums_bytes(const gm_engine *engine)
 {
-    return ((size_t)engine->n_params + 1 + GM_AGREE_SUMS) * sizeof(gm_sumsq);
+    return ((size_t)engine->n_params + 1 + GM_RANKS_SUMS) * sizeof(gm_sumsq);
 }
 
 /* From here down every file calls what is above it, and nothing below. */
@@ -408,7 +408,7 @@ typedef enum gm_purpose {
 } gm_purpose;
 void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
 /* Whether all ranks have issued the same so far: a collective that nobody waits for. */
-gm_status gm_ranks_compare(gm_engine *engine);
+gm_status gm_ranks_agree(gm_engine *engine);
 /* A failure of the communicators that showed after a collective was issued. */
 gm_status gm_ranks_check(const gm_engine *engine);
 /* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */

@@ -230,7 +230,7 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     };
     GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));
     for (uint32_t id = 0; !has_homes && id < n; id++) {
-        GM_TRY_GOTO(status, done, gm_chunks_settle(engine->chunks, id));
+        GM_TRY_GOTO(status, done, gm_chunks_make_resident(engine->chunks, id));
     }
 done:
     free(bytes);

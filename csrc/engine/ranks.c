@@ -17,7 +17,7 @@
 #include <string.h>
 
 enum { WISH_SUMS = 2, VALUES_OF_SUM = sizeof(gm_sumsq) / sizeof(uint64_t) };
-enum { MOST = (GM_AGREE_SUMS - WISH_SUMS) * VALUES_OF_SUM };
+enum { MOST = (GM_RANKS_SUMS - WISH_SUMS) * VALUES_OF_SUM };
 
 /* purpose (8 bits), step (24), chunk (32) */
 static void name_label(void *names, uint64_t label, char *out, size_t bytes)
@@ -54,7 +54,7 @@ void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk)
     }
 }
 
-gm_status gm_ranks_compare(gm_engine *engine)
+gm_status gm_ranks_agree(gm_engine *engine)
 {
     if (engine->ranks.shard_comm) {
         GM_TRY(gm_comm_agree(engine->ranks.shard_comm, engine->ranks.stream));

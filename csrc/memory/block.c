@@ -123,7 +123,7 @@ gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
     }
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
     GM_TRY(release(chunks, p, id, kind));
-    chunks->is_settled[id] = false;
+    chunks->is_all_resident[id] = false;
     chunks->stats.evictions++;
     return GM_OK;
 }
@@ -148,7 +148,7 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)
     uint32_t victim = UINT32_MAX;
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         const piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
-        if (gm_is_resident(p) && p->pins == 0 && !chunks->is_settled[id] && p->n_blocks > 0 &&
+        if (gm_is_resident(p) && p->pins == 0 && !chunks->is_all_resident[id] && p->n_blocks > 0 &&
             (victim == UINT32_MAX ||
              p->last_use < gm_piece_at(chunks, victim, GM_WEIGHT)->last_use)) {
             victim = id;
@@ -161,11 +161,11 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)
     for (uint32_t id = chunks->n_chunks; id-- > 0;) {
         const piece *state = gm_piece_at(chunks, id, GM_STATE);
         const piece *grad = gm_piece_at(chunks, id, GM_GRAD);
-        bool is_here = chunks->is_settled[id] || gm_is_resident(state) || gm_is_resident(grad);
+        bool is_here = chunks->is_all_resident[id] || gm_is_resident(state) || gm_is_resident(grad);
         if (is_here && state->pins == 0 && grad->pins == 0) {
             GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
             GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
-            chunks->is_settled[id] = false;
+            chunks->is_all_resident[id] = false;
             *out = true; /* its weights may go next */
             return GM_OK;
         }

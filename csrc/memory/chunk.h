@@ -69,7 +69,7 @@ bool gm_chunks_has_placement(const gm_chunks *chunks);
 /* ---- residence ---- */
 
 /* Makes the piece resident (a transient one is claimed, for `stream` to write), readable by work that `stream` gets from now on, and pins it.  Without a placement others
- * are evicted as the limit asks (least recently used first, settled chunks last).  GM_ERR_NOMEM has the numbers; with
+ * are evicted as the limit asks (least recently used first, chunks that are all resident last).  GM_ERR_NOMEM has the numbers; with
  * a placement it means that a pinned piece holds the blocks (gm_chunks_leave_placement is the way out). */
 gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* Orders work that `stream` gets from now on behind the last write of a resident piece. */
@@ -155,8 +155,8 @@ gm_status gm_chunks_sync(gm_chunks *chunks); /* waits for everything that was is
 
 /* ---- memory ---- */
 
-/* A settled chunk has weights, states and gradient on the device and is evicted last (which unsettles it). */
-gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id);
+/* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends this). */
+gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id);
 /* Changes the limit; evicts and gives blocks back until it holds, or as far as pins allow (a placement that is too
  * large is left): *out_bytes (may be NULL) says what is held afterwards. */
 gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes);

@@ -48,7 +48,7 @@ struct gm_chunks {
     uint32_t n_chunks;
     piece *pieces;          /* (n_chunks, GM_N_PIECES) */
     uint32_t *piece_blocks; /* (capacity,) their blocks[], one behind the other */
-    bool *is_settled;       /* (n_chunks,) */
+    bool *is_all_resident;  /* (n_chunks,) */
     bool has_homes, has_placement;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
@@ -122,8 +122,8 @@ bool gm_block_may_grow(const gm_chunks *chunks);
 gm_status gm_block_grow(gm_chunks *chunks); /* one free block more */
 /* Gives the memory of one free block back to the device. */
 gm_status gm_block_shrink(gm_chunks *chunks);
-/* Evicts the piece that is needed last: the least recently used weights of a chunk that is not settled;
- * then (the last settled first) the states and gradient of a chunk.  *out is false if nothing can go. */
+/* Evicts the piece that is needed last: the least recently used weights of a chunk that is not all resident;
+ * then (the last such chunk first) the states and gradient of a chunk.  *out is false if nothing can go. */
 gm_status gm_block_evict_one(gm_chunks *chunks, bool *out);
 /* Without a placement: the piece gets blocks, by creating or by evicting, and its bytes. */
 gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);

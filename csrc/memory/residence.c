@@ -69,7 +69,7 @@ gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stre
 
 /* ---- limits ---- */
 
-gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
+gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id)
 {
     gm_status status = GM_OK;
     int n_pinned = 0;
@@ -90,7 +90,7 @@ gm_status gm_chunks_settle(gm_chunks *chunks, uint32_t id)
         gm_piece_at(chunks, id, (gm_piece)n_pinned)->pins--;
     }
     if (status == GM_OK) {
-        chunks->is_settled[id] = true;
+        chunks->is_all_resident[id] = true;
     } else if (chunks->has_homes) { /* not by half; the text of the first error is what counts */
         char text[512];
         snprintf(text, sizeof text, "%s", gm_last_error());

@@ -94,8 +94,8 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     chunks->limit = options->device_limit;
     size_t n = options->n_chunks ? options->n_chunks : 1;
     chunks->pieces = calloc(n * GM_N_PIECES, sizeof *chunks->pieces);
-    chunks->is_settled = calloc(n, sizeof *chunks->is_settled);
-    if (!chunks->pieces || !chunks->is_settled) {
+    chunks->is_all_resident = calloc(n, sizeof *chunks->is_all_resident);
+    if (!chunks->pieces || !chunks->is_all_resident) {
         status = GM_FAIL(GM_ERR_NOMEM, "HOST: chunk table of %zu chunks", n);
         goto fail;
     }
@@ -177,7 +177,7 @@ void gm_chunks_free(gm_chunks *chunks)
     free_stream(device, chunks->refresh);
     free(chunks->pieces);
     free(chunks->piece_blocks);
-    free(chunks->is_settled);
+    free(chunks->is_all_resident);
     free(chunks->blocks);
     free(chunks->free_blocks);
     free(chunks->holes);

@@ -52,8 +52,7 @@ typedef enum gm_log_stream {
 
 /* Bytes at a tick.  All but `host` are on the device, and add up to what this process holds there. */
 typedef struct gm_log_memory {
-    size_t
-        weights[GM_N_CLASSES]; /* live ones by class; without a plan: settled chunks R, else C2 */
+    size_t weights[GM_N_CLASSES]; /* live ones by class; without a plan: all resident R, else C2 */
     size_t states, grads;
     size_t gathered, unreduced;
     size_t outside;     /* torch and others of this process */

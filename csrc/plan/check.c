@@ -27,7 +27,7 @@ typedef struct gm_model_chunk {
     bool is_pending;    /* an update is due */
     bool was_pending;   /* when the pass began, and still */
     bool is_spent;      /* updated with a gradient of the present pass */
-    bool has_home_grad; /* the gradient gathered so far is (also) at home */
+    bool has_home_grad; /* the gradient summed so far is (also) at home */
     bool is_grad_dirty; /* it is on the device alone */
     bool has_result;    /* of a speculation */
     bool is_growing;

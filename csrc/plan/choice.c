@@ -93,7 +93,7 @@ bool gm_may_be_early(const gm_problem *problem, uint32_t c)
 {
     for (uint32_t k = 0; k < problem->n_courses; k++) {
         const gm_course *course = &problem->courses[k];
-        if (course->grad[c] != GM_NO_TICK && course->settle[c] >= course->n) {
+        if (course->grad[c] != GM_NO_TICK && course->ready[c] >= course->n) {
             return false;
         }
     }

@@ -19,7 +19,7 @@ void gm_course_free(gm_course *course)
     free(course->sums);
     free(course->first);
     free(course->grad);
-    free(course->settle);
+    free(course->ready);
     memset(course, 0, sizeof *course);
 }
 
@@ -146,7 +146,7 @@ static void read_opens(const gm_plan_input *input, gm_course *course, const uint
         }
         if (course->grad[tick->id] == t && input->chunks[tick->id].bytes[GM_GRAD] > 0) {
             uint32_t begin = begins[tick->id] < recent[0] ? begins[tick->id] : recent[0];
-            uint32_t last = input->when == GM_IMMEDIATE ? course->settle[tick->id] : t;
+            uint32_t last = input->when == GM_IMMEDIATE ? course->ready[tick->id] : t;
             uint32_t end = last < course->n ? last + 1 : course->n;
             bool is_reduced = gm_is_reduced(input, tick->id);
             /* What was summed before has to be there when the sum comes, so it comes back a tick earlier. */
@@ -175,10 +175,10 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
     out->sums = calloc((size_t)input->n_chunks + 1, sizeof *out->sums);
     out->first = calloc((size_t)input->n_chunks + 1, sizeof *out->first);
     out->grad = calloc((size_t)input->n_chunks + 1, sizeof *out->grad);
-    out->settle = calloc((size_t)input->n_chunks + 1, sizeof *out->settle);
+    out->ready = calloc((size_t)input->n_chunks + 1, sizeof *out->ready);
     uint32_t *latest = calloc((size_t)input->n_chunks + 1, sizeof *latest);
     uint32_t *begins = calloc((size_t)input->n_chunks + 1, sizeof *begins);
-    if (!out->settle || !out->uses || !out->opens || !out->sums || !out->first || !out->grad ||
+    if (!out->ready || !out->uses || !out->opens || !out->sums || !out->first || !out->grad ||
         !latest || !begins) {
         free(latest);
         free(begins);
@@ -202,7 +202,7 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
     for (uint32_t c = 0; c < input->n_chunks; c++) {
         uint32_t end = latest[c] == UINT32_MAX ? 0 : out->uses[latest[c]].end;
         uint32_t grad = out->grad[c] == GM_NO_TICK ? out->n : out->grad[c];
-        out->settle[c] = end > grad ? end : grad;
+        out->ready[c] = end > grad ? end : grad;
     }
     find_begins(input, out, latest, begins);
     read_opens(input, out, begins);

@@ -43,7 +43,7 @@ static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_co
         if (!is_updated_in_pass(plan, input, course, c)) {
             continue;
         }
-        uint32_t end = course->settle[c] < course->n ? course->settle[c] + 1 : course->n;
+        uint32_t end = course->ready[c] < course->n ? course->ready[c] + 1 : course->n;
         bool is_unused = latest[c] == UINT32_MAX; /* its forward was a pass of its own */
         if (gm_is_gathered(input, c) || is_unused) {
             out->uses[out->n_uses++] = (gm_use){c, end - 1, end};

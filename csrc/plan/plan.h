@@ -125,7 +125,7 @@ typedef struct gm_place {
 
 typedef enum gm_op_kind {
     GM_OP_FETCH, /* weights onto the device, also onto a resident copy that a host update has left behind */
-    GM_OP_GRAD_IN, /* the gradient gathered so far onto the device, to be added to; if there is one */
+    GM_OP_GRAD_IN, /* the gradient summed so far onto the device, to be added to; if there is one */
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
     /* The chunk's pending update, if there is one, with the copies for it that were not made; streamed states pass
      * through the device with it. */

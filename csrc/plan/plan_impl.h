@@ -21,8 +21,8 @@ typedef struct gm_course {
     gm_use *sums;    /* (n_opens,) by begin: GM_GRAD is in use; later than opens where ranks sum */
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
-    /* (n_chunks,) the first tick from there on after which this pass does not use the weights; n: there is none */
-    uint32_t *settle;
+    /* (n_chunks,) the first tick at which its update can run: its gradient is complete, and no use follows; n: none */
+    uint32_t *ready;
 } gm_course;
 
 typedef struct gm_problem {

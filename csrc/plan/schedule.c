@@ -283,7 +283,7 @@ static void check_unreduced(gm_writer *w)
 static bool is_at_grad(const gm_writer *w, uint32_t chunk)
 {
     return w->problem->input->when == GM_IMMEDIATE && !w->plan->is_late[chunk] &&
-           w->course->settle[chunk] < w->course->n && w->problem->input->chunks[chunk].numel > 0;
+           w->course->ready[chunk] < w->course->n && w->problem->input->chunks[chunk].numel > 0;
 }
 
 static void write_grad_ticks(gm_writer *w)
@@ -297,9 +297,9 @@ static void write_grad_ticks(gm_writer *w)
             note(w, tick, PHASE_SPECULATE, GM_OP_SPECULATE, c);
         }
         if (is_at_grad(w, c)) {
-            note(w, w->course->settle[c], PHASE_EARLY_UPDATE, GM_OP_UPDATE, c);
+            note(w, w->course->ready[c], PHASE_EARLY_UPDATE, GM_OP_UPDATE, c);
             if (w->plan->class_of[c] == GM_CLASS_C1 && w->plan->ring[GM_WEIGHT] == 0) {
-                note(w, w->course->settle[c], PHASE_FETCH, GM_OP_FETCH, c);
+                note(w, w->course->ready[c], PHASE_FETCH, GM_OP_FETCH, c);
             }
         }
     }
@@ -353,7 +353,7 @@ static void write_grads_in(gm_writer *w)
         } else if (!is_update && is_adding) {
             from = from == GM_NO_TICK ? 0 : from;
             if (w->update[c] != GM_NO_TICK && from < w->update[c]) {
-                from = w->update[c]; /* the pending update reads what the last step gathered */
+                from = w->update[c]; /* the pending update reads what the last step summed */
             }
             note(w, from, PHASE_GRAD_IN, GM_OP_GRAD_IN, c);
         }

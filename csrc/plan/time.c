@@ -417,9 +417,9 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     for (uint32_t t = 0; t < course->n; t++) {
         const gm_tick *tick = &course->trace->ticks[t];
         r->tick = t;
-        bool is_window = (is_first && t < course->backward) ||
-                         (is_immediate && is_last && t >= course->backward);
-        r->load = &loads[is_window ? 0 : 1];
+        bool has_updates = (is_first && t < course->backward) ||
+                           (is_immediate && is_last && t >= course->backward);
+        r->load = &loads[has_updates ? 0 : 1];
         uint32_t n_before = r->sim.n;
         if (tick->kind == GM_TICK_GRAD && course->grad[tick->id] == t &&
             chunk_of(r, tick->id)->bytes[GM_GRAD] > 0) {

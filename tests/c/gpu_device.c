@@ -504,7 +504,7 @@ static void check_sumsq(gm_device *dev)
     memory_free(dev, &sum);
 }
 
-/* Long enough that every thread empties its window on the way, not only at the end. */
+/* Long enough that every thread empties its band on the way, not only at the end. */
 static void check_long_sumsq(gm_device *dev)
 {
     const size_t part = 64 * MIB, n_parts = 84;

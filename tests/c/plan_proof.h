@@ -196,7 +196,7 @@ static inline bool choose_rest(const gm_problem *problem, uint32_t variant, gm_c
     for (uint32_t c = 0; c < problem->n; c++) {
         gm_chosen *chosen = &choice->of[c];
         uint32_t cls = chosen->class_of;
-        bool may_be_early = problem->input->when == GM_IMMEDIATE && main->settle[c] < main->n;
+        bool may_be_early = problem->input->when == GM_IMMEDIATE && main->ready[c] < main->n;
         chosen->is_late =
             problem->is_trained[c] && (!may_be_early || (variant & 2 && cls != GM_CLASS_R));
         chosen->is_grad_resident = variant & 4;

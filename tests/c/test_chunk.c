@@ -1,4 +1,4 @@
-/* test_chunk.c - the chunk table against a shadow: random pins, writes, evictions, limits and settling on
+/* test_chunk.c - the chunk table against a shadow: random pins, writes, evictions, limits and chunks all resident, on
  * the host device; every byte and every invariant after every step. */
 #include <string.h>
 
@@ -98,7 +98,7 @@ static void step(world *w)
     default: {
         size_t held;
         CHECK(gm_chunks_set_limit(w->chunks, 60 * 4096, &held) == GM_OK);
-        if (gm_chunks_settle(w->chunks, id) == GM_OK) {
+        if (gm_chunks_make_resident(w->chunks, id) == GM_OK) {
             CHECK(gm_chunks_is_resident(w->chunks, id, GM_STATE));
         }
         break;
@@ -166,7 +166,8 @@ static void test_without_homes(void)
                                  .device_limit = SIZE_MAX,
                                  .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes};
     CHECK(gm_chunks_new(&options, &chunks) == GM_OK);
-    CHECK(gm_chunks_settle(chunks, 0) == GM_OK && gm_chunks_settle(chunks, 1) == GM_OK);
+    CHECK(gm_chunks_make_resident(chunks, 0) == GM_OK &&
+          gm_chunks_make_resident(chunks, 1) == GM_OK);
     uint8_t value = 7, read = 1;
     CHECK(gm_chunks_read(chunks, 1, GM_STATE, 199, 1, &read, NULL) == GM_OK && read == 0);
     CHECK(gm_chunks_write(chunks, 1, GM_STATE, 199, 1, &value, 0) == GM_OK);

@@ -87,7 +87,7 @@ static void check_ranges_of_exponents(gm_workers *pool)
         }
         check_paths(GM_F32, pool);
     }
-    /* the largest magnitude in every place fills a window to its bound */
+    /* the largest magnitude in every place fills a band to its bound */
     for (size_t i = 0; i < CAPACITY; i++) {
         data[i] = 0x7f7fffffu;
     }

@@ -269,8 +269,8 @@ static void chaos_free(gm_device *base)
     while (dev->n_ranges > 0) {
         gm_chaos_range_remove(dev, dev->ranges[0].address);
     }
-    if (dev->window) {
-        dev->inner->ops->range_free(dev->inner, dev->window, base->block_bytes);
+    if (dev->view) {
+        dev->inner->ops->range_free(dev->inner, dev->view, base->block_bytes);
     }
     if (dev->inner) {
         dev->inner->ops->free(dev->inner);
@@ -338,7 +338,7 @@ gm_status gm_device_chaos_new(size_t block_bytes, gm_workers *pool, const gm_cha
     dev->base.block_bytes = dev->inner->block_bytes;
     dev->base.is_host = dev->inner->is_host;
     GM_TRY_GOTO(status, fail,
-                dev->inner->ops->range_new(dev->inner, dev->base.block_bytes, &dev->window));
+                dev->inner->ops->range_new(dev->inner, dev->base.block_bytes, &dev->view));
     GM_TRY_GOTO(status, fail, gm_order_new(&dev->bytes));
     GM_TRY_GOTO(status, fail, gm_order_new(&dev->shown));
     *out = &dev->base;

@@ -36,9 +36,9 @@ struct gm_chaos_device {
     size_t n_ranges, range_capacity;
     gm_chaos_use *pinned; /* is_write: unused */
     size_t n_pinned, pinned_capacity;
-    uintptr_t window; /* an address range of one block, to fill new blocks through */
-    gm_order *bytes;  /* by block and offset, and by host address */
-    gm_order *shown;  /* by device address: what must be over before the mapping changes */
+    uintptr_t view;  /* an address range of one block, to fill new blocks through */
+    gm_order *bytes; /* by block and offset, and by host address */
+    gm_order *shown; /* by device address: what must be over before the mapping changes */
     size_t forget_at;
     uint32_t n_faults;
     char first_fault[640];

@@ -44,10 +44,10 @@ gm_status gm_chaos_block_new(gm_device *base, gm_block *out)
     gm_device *inner = gm_chaos_self(base)->inner;
     gm_block block;
     GM_TRY(inner->ops->block_new(inner, &block));
-    gm_status status = inner->ops->map(inner, gm_chaos_self(base)->window, &block, 1);
+    gm_status status = inner->ops->map(inner, gm_chaos_self(base)->view, &block, 1);
     if (status == GM_OK) {
-        memset((void *)gm_chaos_self(base)->window, POISON_BYTE, base->block_bytes);
-        status = inner->ops->unmap(inner, gm_chaos_self(base)->window, 1);
+        memset((void *)gm_chaos_self(base)->view, POISON_BYTE, base->block_bytes);
+        status = inner->ops->unmap(inner, gm_chaos_self(base)->view, 1);
     }
     if (status != GM_OK) {
         inner->ops->block_free(inner, block);

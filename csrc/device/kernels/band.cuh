@@ -1,25 +1,25 @@
 /* band.cuh - the fast path of the exact sum: squares added to registers.
  *
- * A warp agrees on a window of the accumulator's bits, whose lowest it takes from the largest exponent
- * that it has just read; each thread adds the squares that lie in the window to registers: 64 bits for the
+ * A warp agrees on a band of the accumulator's bits, whose lowest it takes from the largest exponent
+ * that it has just read; each thread adds the squares that lie in the band to registers: 64 bits for the
  * 16-bit dtypes, where a value shifted to its place is a 32-bit integer whose square takes one
  * instruction, 128 bits for fp32.  Everything else (far smaller values, denormals) goes to the block's
  * limbs by atomics; infinities and NaNs are only counted.
  *
  * Invariants
- *   1. A window takes MAX_ADDS squares per thread between flushes, and MAX_ADDS of the largest that it
+ *   1. A band takes MAX_ADDS squares per thread between flushes, and MAX_ADDS of the largest that it
  *      takes fit.
- *   2. Windows are bases of a warp, never of a thread: a flush is a reduction over the warp. */
-#ifndef GM_WINDOW_CUH
-#define GM_WINDOW_CUH
+ *   2. Bands are bases of a warp, never of a thread: a flush is a reduction over the warp. */
+#ifndef GM_BAND_CUH
+#define GM_BAND_CUH
 
 #include "device/kernels/exact.cuh"
 
 #define LEAST_NORMAL_BITS 0x00800000u
 
 /* Counts a value's exponent (field - 1 + DROP, a binade's number) from `base`, which is the same in all of
- * a warp; the lowest bit of the window is bit 2 * base of the accumulator. */
-template <typename Type> struct window {
+ * a warp; the lowest bit of the band is bit 2 * base of the accumulator. */
+template <typename Type> struct band {
     typedef typename Type::Bits Bits;
     static constexpr bool IS_WIDE = Type::SIGNIFICAND > 16;
     static constexpr uint32_t BITS = IS_WIDE ? 128 : 64;
@@ -28,12 +28,12 @@ template <typename Type> struct window {
     static constexpr uint32_t HEADROOM = IS_WIDE ? 4 : 2; /* binades kept free above the largest */
     static constexpr uint32_t DROP = 24u - Type::SIGNIFICAND; /* zero bits of an fp32 significand */
     static constexpr uint32_t LIMIT = (BITS - LOG_MAX_ADDS - 2u * Type::SIGNIFICAND) / 2u;
-    /* a largest value below this moves the window down */
+    /* a largest value below this moves the band down */
     static constexpr uint32_t MIN_HEIGHT = (LIMIT - HEADROOM) * 2u / 3u;
     static_assert(IS_WIDE || Type::SIGNIFICAND + LIMIT <= 32, "a shifted value has 32 bits");
 
     uint64_t low = 0, high = 0;
-    uint32_t base = 0x80000000u; /* no value is in such a window: the first one places it */
+    uint32_t base = 0x80000000u; /* no value is in such a band: the first one places it */
     uint32_t n_adds = 0;
 
     /* += (m << height)^2; height <= LIMIT unless m is 0. */
@@ -67,7 +67,7 @@ template <typename Type> struct window {
         return (bits >> 23) - 1u + DROP - base;
     }
 
-    /* Adds the warp's windows to the block's limbs; the whole warp calls. */
+    /* Adds the warp's bands to the block's limbs; the whole warp calls. */
     __device__ __forceinline__ void end(block_sum *sum) const
     {
         flush<BITS / 16>(sum, low, high, 2u * base);
@@ -103,7 +103,7 @@ template <typename Type> struct window {
                 n_adds = 0;
             }
         }
-        uint32_t others = 0; /* is a bit set in an element that is not in the window? */
+        uint32_t others = 0; /* is a bit set in an element that is not in the band? */
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) {
             uint32_t bits = magnitude<Type>(elements[i]), height = height_of(bits);

@@ -61,7 +61,7 @@ static __device__ void add_exact(block_sum *sum, uint32_t bits)
     }
 }
 
-/* Adds the warp's windows, N_PARTS x 16 bits that begin at bit `position`, to the block's limbs. */
+/* Adds the warp's bands, N_PARTS x 16 bits that begin at bit `position`, to the block's limbs. */
 template <uint32_t N_PARTS>
 static __device__ __noinline__ void flush(block_sum *sum, uint64_t low, uint64_t high,
                                           uint32_t position)

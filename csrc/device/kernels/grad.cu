@@ -61,7 +61,7 @@ static __device__ __forceinline__ void grad_add_sumsq(const gm_grad_sum_batch &b
     const float divisor = batch.add.divisor;
     __shared__ block_sum sum;
     begin_sum(&sum);
-    window<Dst> w;
+    band<Dst> w;
     for (uint32_t tile = blockIdx.x; tile < batch.n_tiles; tile += gridDim.x) {
         gm_eight<DstBits> d[GM_GRAD_SUM_EIGHTS];
         gm_eight<SrcBits> s[GM_GRAD_SUM_EIGHTS];

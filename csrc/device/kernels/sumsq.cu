@@ -21,7 +21,7 @@ template <typename Type> static __device__ __forceinline__ void sumsq(const gm_s
     const uint4 *vectors = (const uint4 *)(data + batch.head);
     const uint64_t warp = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     const uint64_t n_warps = (uint64_t)gridDim.x * blockDim.x / WARP;
-    window<Type> w;
+    band<Type> w;
     for (uint64_t first = warp * WARP * UNROLL; first < batch.n_vectors;
          first += n_warps * WARP * UNROLL) {
         union {
