@@ -99,26 +99,14 @@ static void run_spans_locked(gm_workers *pool)
     }
 }
 
-/* Looks for a new job for a moment, without the lock: what it sees is only a hint. */
-static void spin_for_job_locked(gm_workers *pool)
+/* Looks for a moment, without the lock, for a new job or for the end of the caller's: what it sees is only a hint. */
+static void spin_locked(gm_workers *pool, bool is_for_job)
 {
     unsigned seen = atomic_load(&pool->n_jobs);
     pthread_mutex_unlock(&pool->lock);
     for (unsigned i = 0; i < pool->spin_rounds; i++) {
-        if (atomic_load_explicit(&pool->n_jobs, memory_order_relaxed) != seen) {
-            break;
-        }
-        relax();
-    }
-    pthread_mutex_lock(&pool->lock);
-}
-
-/* The same for the end of the caller's job. */
-static void spin_for_end_locked(gm_workers *pool)
-{
-    pthread_mutex_unlock(&pool->lock);
-    for (unsigned i = 0; i < pool->spin_rounds; i++) {
-        if (atomic_load_explicit(&pool->unfinished, memory_order_relaxed) == 0) {
+        if (is_for_job ? atomic_load_explicit(&pool->n_jobs, memory_order_relaxed) != seen
+                       : atomic_load_explicit(&pool->unfinished, memory_order_relaxed) == 0) {
             break;
         }
         relax();
@@ -133,7 +121,7 @@ static void *thread_main(void *argument)
     while (!pool->is_stopping) {
         if (has_span_locked(pool)) {
             run_spans_locked(pool);
-            spin_for_job_locked(pool);
+            spin_locked(pool, true);
         } else {
             pthread_cond_wait(&pool->wake, &pool->lock);
         }
@@ -355,7 +343,7 @@ void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, voi
         run_spans_locked(pool);
     }
     if (atomic_load(&pool->unfinished) != 0) {
-        spin_for_end_locked(pool);
+        spin_locked(pool, false);
     }
     while (atomic_load(&pool->unfinished) != 0) {
         pthread_cond_wait(&pool->done, &pool->lock);

@@ -80,9 +80,7 @@ static gm_status evict_others(gm_chunks *chunks, const gm_plan *plan)
             const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
             GM_ASSERT(!place->is_resident || place->length == p->n_blocks);
             if (gm_is_resident(p) && p->n_blocks > 0 && !is_kept(p, place)) {
-                if (p->pins > 0) {
-                    return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
-                }
+                GM_ASSERT(p->pins == 0); /* adopt has looked */
                 GM_TRY(gm_chunks_evict(chunks, id, (gm_piece)kind));
             }
         }

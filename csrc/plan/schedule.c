@@ -68,15 +68,9 @@ void gm_schedule_free(gm_schedule *schedule)
 
 static void note(gm_writer *w, uint32_t tick, gm_phase phase, gm_op_kind kind, uint32_t chunk)
 {
-    if (w->n_notes == w->capacity) {
-        size_t capacity = 2 * w->capacity + 256;
-        gm_note *notes = realloc(w->notes, capacity * sizeof *notes);
-        if (!notes) {
-            w->has_failed = true;
-            return;
-        }
-        w->notes = notes;
-        w->capacity = capacity;
+    if (GM_GROW(w->notes, w->n_notes, w->capacity, "host: no room for %zu operations") != GM_OK) {
+        w->has_failed = true;
+        return;
     }
     w->notes[w->n_notes++] = (gm_note){tick * N_PHASES + (uint32_t)phase, {(uint32_t)kind, chunk}};
 }
