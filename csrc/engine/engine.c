@@ -81,7 +81,6 @@ const char *gm_engine_name(const gm_engine *engine, uint32_t id)
     return name ? name : "a parameter";
 }
 
-/* Invariant 2: what the host waited for, or mapped, since the last look. */
 uint64_t gm_engine_count_waits(const gm_engine *engine)
 {
     gm_chunks_stats stats;

@@ -21,9 +21,6 @@ static uint32_t kind_of(const gm_engine_param *spec)
 
 static void engine_free(gm_engine *engine)
 {
-    if (!engine) {
-        return;
-    }
     if (engine->chunks) { /* nothing that still runs may lose its memory */
         gm_watch_wait(engine);
     }
@@ -56,9 +53,7 @@ static void engine_free(gm_engine *engine)
     gm_arena_free(engine->arena);
     gm_speculation_free(engine);
     gm_layout_free(engine->layout);
-    if (engine->device) {
-        engine->device->ops->free(engine->device);
-    }
+    engine->device->ops->free(engine->device);
     for (uint32_t i = 0; engine->params && i < engine->n_params; i++) {
         free((void *)engine->params[i].spec.name);
     }
