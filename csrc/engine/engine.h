@@ -75,7 +75,7 @@ typedef struct gm_engine_stats {
     uint32_t rank, n_shards, n_replicas;
     uint64_t gathers, reduces;              /* collectives on chunks */
     uint64_t gathered_bytes, reduced_bytes; /* of whole chunks */
-    uint32_t n_chunks, n_blocks, n_settled, n_leases;
+    uint32_t n_chunks, n_blocks, n_with_states, n_leases;
     uint64_t layout_hash;
     double host_adam_seconds;   /* of updates on the host, so far */
     uint64_t n_plans, n_breaks; /* adopted; left because of memory or a pass that was not planned */
@@ -89,7 +89,7 @@ typedef struct gm_engine_stats {
     uint64_t n_leases_walked;  /* to find those that have ended: no call may look at all of them */
     size_t outside_peak_bytes; /* of others of this process, as plans expect it, with the slack */
     bool is_planned;
-    bool is_settling; /* there is no plan, or one is due, or steps still judge it */
+    bool is_provisional; /* there is no plan, or one is due, or steps still judge it */
 } gm_engine_stats;
 
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy

@@ -44,8 +44,8 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .n_leases_walked = engine->watch.n_walked,
         .outside_peak_bytes = engine->inputs.outside_peak_bytes,
         .is_planned = engine->room.plan != NULL,
-        .is_settling = !engine->room.plan || engine->room.wants_plan ||
-                       (engine->window.is_tuned && !engine->window.tuner.is_done),
+        .is_provisional = !engine->room.plan || engine->room.wants_plan ||
+                          (engine->window.is_tuned && !engine->window.tuner.is_done),
     };
     for (uint32_t id = 0; id < n; id++) {
         out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
@@ -53,8 +53,8 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
             out->state_bytes += gm_engine_piece_blocks(engine, id, (gm_piece)piece);
         }
         out->n_immediate += atomic_load(&engine->chunk_states[id].n_immediate);
-        out->n_settled += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
-                          gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
+        out->n_with_states += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
+                              gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
     }
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
