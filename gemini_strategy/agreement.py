@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-__all__ = [
-    "Written",
-    "check_hyperparameters",
-    "check_layout",
-    "check_model",
-    "check_step",
-    "common_settings",
-]
-
 
 def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Settings:
     """The settings with the least budgets of all ranks; the rest must be equal."""

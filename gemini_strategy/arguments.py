@@ -17,18 +17,6 @@ import torch
 from gemini_strategy import _C
 from gemini_strategy.sizes import parse_bytes
 
-__all__ = [
-    "LOSS_SCALING",
-    "MISSING",
-    "POLICIES",
-    "Arguments",
-    "PolicyName",
-    "check_loss_scaling",
-    "check_management",
-    "refuse_unknown",
-    "suggesting",
-]
-
 PolicyName = Literal["auto", "cpu", "cuda"]
 POLICIES = _C.POLICIES
 LOSS_SCALING = (  # the arguments of LossScaler, which all that make one take too

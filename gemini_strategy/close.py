@@ -31,8 +31,6 @@ from gemini_strategy.report.progress import Done, progress
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["PATIENCE", "close", "give_back"]
-
 PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 

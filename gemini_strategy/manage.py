@@ -35,8 +35,6 @@ from gemini_strategy.sizes import (
 )
 from gemini_strategy.weights.loading import Weights
 
-__all__ = ["engine_of", "manage"]
-
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The open engine that manages any parameter of `model`, or None."""

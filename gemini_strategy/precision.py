@@ -14,15 +14,6 @@ from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.arguments import check_loss_scaling
 
-__all__ = [
-    "PRECISIONS",
-    "LossScaler",
-    "Precision",
-    "PrecisionName",
-    "weight_dtype",
-    "weight_dtypes",
-]
-
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 

@@ -15,8 +15,6 @@ from gemini_strategy.weights.loading import Weights
 if TYPE_CHECKING:
     from gemini_strategy.parameters.registration import Registration
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

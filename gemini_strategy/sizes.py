@@ -6,8 +6,6 @@ import re
 
 from gemini_strategy import _C
 
-__all__ = ["ChunkSizes", "parse_bytes", "parse_device_budget", "physical_memory", "size_text"]
-
 _MIB = 1 << 20
 _BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
 

@@ -15,8 +15,6 @@ from gemini_strategy.parameters.homes import Entry
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["install", "model_state_dict"]
-
 
 def install(engine: Runtime, model: nn.Module) -> list[Any]:
     """Hooks every module that owns parameters; returns the handles."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["WAY_OUT", "StepInBackward"]
-
 WAY_OUT = (
     "this engine can only be closed now: engine.close(), then load a checkpoint into model and optimizer and manage() "
     "again. Without step=True an error in a backward changes no weight"

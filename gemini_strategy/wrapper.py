@@ -23,8 +23,6 @@ import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments
 from gemini_strategy.runtime import Uncopied
 
-__all__ = ["WrappedModule", "WrappedOptimizer", "group_size", "is_first_rank", "refuse"]
-
 
 def refuse(call: str, given: Mapping[str, Any], settled: Mapping[str, tuple[Any, str]]) -> None:
     """Refuses by name what has one value here.

@@ -37,8 +37,6 @@ from gemini_strategy.ranks.ranks import Ranks
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["Saving", "save_in_background"]
-
 _SHARE = 0.5  # of the host's memory that is left, for copies
 _LESS = 10  # that a writer's thread is nicer than training
 _all: weakref.WeakSet[Saving] = weakref.WeakSet()

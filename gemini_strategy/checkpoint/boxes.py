@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Box", "boxes", "place"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 

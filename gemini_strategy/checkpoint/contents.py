@@ -22,8 +22,6 @@ from gemini_strategy.parameters.slot import Slot
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["MOMENTS", "Field", "Model", "memory_order", "moment"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -17,8 +17,6 @@ import torch
 
 from gemini_strategy import _torch
 
-__all__ = ["META", "Part", "prepare", "write", "write_meta"]
-
 META = "meta.pt"
 _METADATA = ".metadata"
 

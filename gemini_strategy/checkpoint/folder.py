@@ -27,23 +27,6 @@ from pathlib import Path
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = [
-    "Claim",
-    "Draft",
-    "aside",
-    "clear",
-    "find",
-    "keep",
-    "left_of",
-    "local",
-    "other_name",
-    "point",
-    "put",
-    "remove",
-    "series_name",
-    "sync",
-]
-
 LATEST = "latest"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD = -100

@@ -33,8 +33,6 @@ from gemini_strategy.report.progress import Done, progress
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["EVERYTHING", "load"]
-
 _FEW = 10
 EVERYTHING = frozenset({"model", "optimizer", "random"})
 

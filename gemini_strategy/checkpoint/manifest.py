@@ -28,17 +28,6 @@ import torch
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.errors import GeminiError
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "Piece",
-    "Stored",
-    "dtype_name",
-    "find",
-    "is_checkpoint",
-    "kind_of",
-]
-
 MANIFEST = "manifest.json"
 _FORMAT = "gemini-checkpoint-1"
 _FILE = re.compile(r"__\d+_0\.distcp")

@@ -30,8 +30,6 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import stand_in
 from gemini_strategy.report.progress import Done, progress
 
-__all__ = ["is_local", "whole", "write"]
-
 MOST_BYTES = 1 << 24  # of a piece
 _CENTRAL = struct.Struct(
     "<4s12xI8x3H12x"

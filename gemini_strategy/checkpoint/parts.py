@@ -22,8 +22,6 @@ from gemini_strategy.checkpoint.threads import Threads
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["MOST_ELEMENTS", "Part", "Piece", "pieces", "write_rest"]
-
 MOST_ELEMENTS = 1 << 22  # of a piece
 _LEAST_BYTES = 1 << 20  # of a piece that is worth another thread
 

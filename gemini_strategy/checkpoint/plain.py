@@ -16,8 +16,6 @@ import torch
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["decode", "encode"]
-
 _SIMPLE = (bool, int, float, str)
 
 

@@ -38,8 +38,6 @@ from gemini_strategy.weights.transformers import Output, is_adapted, keeps_fp32,
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["save_pretrained"]
-
 _PIECE = 1 << 22  # elements
 _MODEL = re.compile(
     r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"

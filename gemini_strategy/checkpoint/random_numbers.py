@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["random_state", "set_random_state"]
-
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Plain data for `set_random_state`. NumPy's is in it if NumPy has been imported."""

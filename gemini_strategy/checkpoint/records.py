@@ -24,8 +24,6 @@ import torch
 
 from gemini_strategy import _torch
 
-__all__ = ["Record", "RecordFile"]
-
 _LARGE = 1 << 20  # bytes of a tensor
 _AROUND = 1 << 14  # that torch.save writes around a tensor's bytes, at most
 

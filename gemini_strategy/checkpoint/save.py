@@ -29,8 +29,6 @@ from gemini_strategy.report.progress import Done, progress
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["Wanted", "Writing", "objection", "save"]
-
 _OWN = re.compile(r"\.metadata|meta\.pt|manifest\.json|__\d+_\d+\.distcp")
 
 

@@ -16,8 +16,6 @@ import torch
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["Entry", "TensorFile", "index_of", "split"]
-
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",

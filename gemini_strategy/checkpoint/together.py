@@ -11,8 +11,6 @@ from typing import TypeVar
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.ranks.ranks import Ranks
 
-__all__ = ["in_stretches", "together"]
-
 T = TypeVar("T")
 _STRETCH = 1 << 30  # bytes of tensors between two meetings
 

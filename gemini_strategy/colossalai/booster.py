@@ -19,8 +19,6 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.weights.files import WeightFiles
 from gemini_strategy.wrapper import is_first_rank, refuse
 
-__all__ = ["Booster", "GeminiPlugin"]
-
 _PARALLEL = "a model larger than a GPU is trained by moving chunks, with data parallelism alone; leave it out"
 _MODEL_CODE = "choose the kernels in the model (attn_implementation=, torch.compile of its blocks)"
 _SETTLED: dict[str, tuple[Any, str]] = {

@@ -12,8 +12,6 @@ from torch.distributed import ProcessGroup
 from gemini_strategy.arguments import LOSS_SCALING, Arguments
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
 
-__all__ = ["SETTLED", "GeminiDDP", "GeminiOptimizer", "management"]
-
 _PLAN = "the plan decides that from device_budget and what was measured; leave it out"
 # What the original asks its user, and the engine knows by itself: the one value, and why there is no other.
 SETTLED: dict[str, tuple[Any, str]] = {

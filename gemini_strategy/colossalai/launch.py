@@ -17,8 +17,6 @@ import torch
 from gemini_strategy.arguments import Arguments
 from gemini_strategy.wrapper import group_size, is_first_rank
 
-__all__ = ["AMP_TYPE", "Config", "get_current_device", "global_context", "launch_from_torch"]
-
 _log = logging.getLogger("gemini_strategy")
 _TIMEOUT = timedelta(seconds=300)
 # Keys with a meaning that nothing here has: (why, the way out).

@@ -7,8 +7,6 @@ from typing import Any
 import gemini_strategy as gs
 from gemini_strategy.wrapper import refuse
 
-__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
-
 _NVME = (
     0.0,
     "moments are on the host or on the device, there is no file tier yet; give host_budget= and device_budget= what "

@@ -15,8 +15,6 @@ from gemini_strategy.colossalai.zero import TensorShardStrategy, init_seed
 from gemini_strategy.weights.loading import Weights
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
 
-__all__ = ["TrainingEngine", "initialize"]
-
 # zero=dict(model_config=...): each key with the one value that is taken, and why.
 _MODEL = {
     "reduce_scatter_bucket_size_mb": (25, "a chunk's gradients are reduced as a whole"),

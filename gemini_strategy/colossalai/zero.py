@@ -12,8 +12,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gemini_strategy.arguments import Arguments
 
-__all__ = ["BucketTensorShardStrategy", "TensorShardStrategy", "ZeroInitContext", "init_seed"]
-
 
 class TensorShardStrategy:
     """Says that the ranks share parameters: each has 1/N of every chunk. It does nothing by itself."""

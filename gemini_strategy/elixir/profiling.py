@@ -14,8 +14,6 @@ from gemini_strategy.estimates.paper import PaperModel
 from gemini_strategy.estimates.step import record
 from gemini_strategy.precision import Precision
 
-__all__ = ["MemoryProfile", "cuda_memory_profiling"]
-
 
 @dataclass(frozen=True)
 class MemoryProfile:

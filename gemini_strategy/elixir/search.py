@@ -31,15 +31,6 @@ from gemini_strategy.report.tables import bytes_text, plan_of, plan_table
 from gemini_strategy.sizes import ChunkSizes, parse_device_budget
 from gemini_strategy.wrapper import is_first_rank, refuse
 
-__all__ = [
-    "NO_GRADIENT",
-    "PRECISION_OF",
-    "SearchResult",
-    "StepFunction",
-    "minimum_waste_search",
-    "optimal_search",
-]
-
 PRECISION_OF = {
     torch.float32: "32-true",
     torch.float16: "16-mixed",

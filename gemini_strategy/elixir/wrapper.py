@@ -14,8 +14,6 @@ from gemini_strategy.arguments import LOSS_SCALING, Arguments
 from gemini_strategy.elixir.search import PRECISION_OF, SearchResult
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, group_size, refuse
 
-__all__ = ["ElixirModule", "ElixirOptimizer"]
-
 
 class ElixirModule(WrappedModule):
     """A model in chunks, as a search has found them.

@@ -18,8 +18,6 @@ from gemini_strategy.estimates.machines import GPUS
 from gemini_strategy.estimates.quantized import KINDS
 from gemini_strategy.precision import PRECISIONS
 
-__all__ = ["add_arguments", "execute"]
-
 _SWEEP = ("6GB", "8GB", "12GB", "16GB", "24GB", "32GB", "48GB", "80GB")
 
 

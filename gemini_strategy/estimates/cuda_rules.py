@@ -19,8 +19,6 @@ from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.estimates.tensors import HALF
 
-__all__ = ["CudaRules"]
-
 _LARGEST_HEAD = 256  # of the attention without a mask
 
 # https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".

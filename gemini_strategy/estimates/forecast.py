@@ -29,8 +29,6 @@ from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import ChunkSizes, parse_bytes, parse_device_budget, physical_memory
 
-__all__ = ["Estimate", "Refusal", "Schedule", "estimate"]
-
 _SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
 # Bytes of a trained parameter in engine.state_dict(), whatever its weight has.
 _MASTERS_AND_MOMENTS = 12

@@ -11,8 +11,6 @@ from torch import nn
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.estimates.quantized import pack_linears
 
-__all__ = ["build_model"]
-
 _HEADS = ("lm_head",)  # which no package quantizes if it is not asked to
 
 

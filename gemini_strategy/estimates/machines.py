@@ -29,8 +29,6 @@ from gemini_strategy.estimates.tensors import Work
 from gemini_strategy.machine.rates import REFERENCE, completed
 from gemini_strategy.report.tables import host_resident_bytes
 
-__all__ = ["GPUS", "Machine", "is_here", "machine_of", "with_host"]
-
 _OF_PRODUCTS = 0.73
 _OF_BANDWIDTH = 0.9
 _OF_LINK = 0.5

@@ -28,16 +28,6 @@ from gemini_strategy.precision import Precision
 from gemini_strategy.settings import Settings
 from gemini_strategy.weights.transformers import adapter_parameters
 
-__all__ = [
-    "PROCESS_BYTES",
-    "PaperModel",
-    "Planned",
-    "When",
-    "context_bytes",
-    "plan_on_paper",
-    "pool_bytes",
-]
-
 When = Literal["speculated", "deferred", "immediate"]
 
 _KIND = _C.RECORDED

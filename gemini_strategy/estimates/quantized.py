@@ -21,8 +21,6 @@ from gemini_strategy.estimates.tensors import Live
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.registration import Registration
 
-__all__ = ["KINDS", "multiplied", "pack_linears"]
-
 KINDS = ("nf4", "int8")  # of bitsandbytes
 _BLOCK = 64  # elements of one scale, 4 bit
 _SCALES = 256  # scales of one scale of theirs, where these are quantized too

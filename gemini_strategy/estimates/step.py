@@ -35,8 +35,6 @@ from gemini_strategy.parameters.slot import FORMATS
 from gemini_strategy.precision import Precision
 from gemini_strategy.report.tables import count_tokens
 
-__all__ = ["Held", "RecordedPass", "StepFunction", "loss_of", "record"]
-
 _KIND = _C.RECORDED
 _IN_BACKWARD, _GRAD = 1, 2  # GM_ENTER_*
 

@@ -12,8 +12,6 @@ from gemini_strategy.sizes import size_text
 if TYPE_CHECKING:
     from gemini_strategy.estimates.forecast import Estimate, Refusal, Schedule
 
-__all__ = ["table"]
-
 _WHEN = {
     "speculated": "step, clipped",
     "deferred": "step, the clip fires",

@@ -20,8 +20,6 @@ from torch.utils.flop_counter import flop_registry
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_flatten, tree_map
 
-__all__ = ["HALF", "Live", "Operations", "Work"]
-
 _ROUNDED = 512  # what torch's allocator on CUDA rounds to
 HALF = (torch.bfloat16, torch.float16)
 _HALFWAY = torch.full((), 0.5)  # what a single random number is taken for

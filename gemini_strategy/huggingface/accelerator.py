@@ -27,8 +27,6 @@ from gemini_strategy.huggingface.plugin import GeminiPlugin, current
 from gemini_strategy.huggingface.refusals import check_accelerator, check_plugins
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 
-__all__ = ["GeminiAccelerator", "GeminiOptimizer", "adopt"]
-
 _PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 

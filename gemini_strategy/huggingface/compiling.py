@@ -9,8 +9,6 @@ from torch import nn
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters.hooks import is_compiled
 
-__all__ = ["compile_layers"]
-
 
 def compile_layers(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Compiles each of the repeated layers of a model, those that are not compiled yet.

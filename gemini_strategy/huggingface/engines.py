@@ -25,15 +25,6 @@ from gemini_strategy.huggingface.refusals import check_model
 from gemini_strategy.parameters.registration import keeping_fp32
 from gemini_strategy.precision import Precision
 
-__all__ = [
-    "Engines",
-    "all_made",
-    "close_for_another",
-    "is_replaced",
-    "masters_of",
-    "model_of",
-]
-
 # The engines that this layer has made in this process.
 _made: weakref.WeakSet[Engine] = weakref.WeakSet()
 _n_made = 0

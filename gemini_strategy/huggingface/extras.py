@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["imported"]
-
 _PACKAGES = ("accelerate", "safetensors", "transformers")  # of the extra
 
 

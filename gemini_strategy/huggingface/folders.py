@@ -19,8 +19,6 @@ from torch import nn
 from gemini_strategy import Engine, engine_of
 from gemini_strategy.checkpoint.together import together
 
-__all__ = ["keeping_masters", "save_into"]
-
 _DRAFT = ".model"
 # Of save_pretrained's arguments those that ask for nothing else than what is done here. All ranks write.
 _UNDERSTOOD = {"self", "save_directory", "is_main_process", "max_shard_size", "save_function"}

@@ -21,8 +21,6 @@ from gemini_strategy.huggingface.folders import keeping_masters
 from gemini_strategy.huggingface.reading import leave_unread
 from gemini_strategy.huggingface.refusals import check_arguments
 
-__all__ = ["install"]
-
 
 def _accelerate(module: ModuleType) -> None:
     ours = importlib.import_module("gemini_strategy.huggingface.accelerator")

@@ -11,8 +11,6 @@ import torch
 from gemini_strategy.arguments import Arguments, check_management
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 
-__all__ = ["GeminiPlugin", "current", "use"]
-
 # What check_management() wants beside; accelerate's GradScalerKwargs say how an fp16 loss is scaled.
 _ELSEWHERE = {
     "force_outputs_fp32": False,

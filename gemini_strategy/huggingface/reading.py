@@ -26,8 +26,6 @@ from gemini_strategy.huggingface.extras import imported
 from gemini_strategy.parameters import absent
 from gemini_strategy.weights import unread
 
-__all__ = ["leave_unread", "loading"]
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -9,8 +9,6 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["ADAMS", "check_accelerator", "check_arguments", "check_model", "check_plugins"]
-
 # `optim=` of TrainingArguments whose optimizer is torch.optim.AdamW.
 ADAMS = ("adamw_torch", "adamw_torch_fused")
 

@@ -17,8 +17,6 @@ from gemini_strategy.huggingface.engines import all_made
 from gemini_strategy.huggingface.install import install
 from gemini_strategy.huggingface.plugin import GeminiPlugin, use
 
-__all__ = ["add_arguments", "execute"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -27,8 +27,6 @@ from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_arguments
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 
-__all__ = ["GeminiTrainer", "GeminiTrainerMixin"]
-
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.
 _KNOWN = ("transformers", "trl", "gemini_strategy")
 _AROUND_BACKWARD = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_epoch")

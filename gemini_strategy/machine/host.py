@@ -26,8 +26,6 @@ import torch
 
 from gemini_strategy import _C
 
-__all__ = ["Share", "pci_bus_id", "place", "share_of_host"]
-
 _FEEDERS = 2  # threads that feed a GPU: Python's and autograd's
 
 

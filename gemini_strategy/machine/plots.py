@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORMATS", "draw", "figure"]
-
 FORMATS = (".svg", ".png")
 _PANELS = (("copies of all ranks", "GB/s"), ("Adam of all ranks", "G parameters/s"))
 

@@ -32,8 +32,6 @@ from gemini_strategy.machine.plots import FORMATS, draw, figure
 from gemini_strategy.machine.rates import BLOCK_BYTES, REFERENCE, about_machine, kept_rates
 from gemini_strategy.ranks.ranks import Ranks
 
-__all__ = ["Profile", "Run", "add_arguments", "execute", "profile", "table"]
-
 _BESIDE = tuple(name for name in REFERENCE if name.endswith("_beside"))
 _TITLES = {
     "h2d": "to the device, GB/s",

@@ -36,16 +36,6 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._version import __version__
 from gemini_strategy.ranks.ranks import Ranks
 
-__all__ = [
-    "BLOCK_BYTES",
-    "REFERENCE",
-    "about_machine",
-    "are_tuned",
-    "completed",
-    "kept_rates",
-    "machine_rates",
-]
-
 BLOCK_BYTES = 32 << 20  # of the device's memory while it is measured
 
 #: Measured on one NVIDIA H200 with 16 cores of its host, PCIe Gen5: bytes/s and parameters/s.

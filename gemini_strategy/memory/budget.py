@@ -29,8 +29,6 @@ from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.memory.torch_memory import LEAST_KEPT, TorchMemory
 from gemini_strategy.sizes import size_text
 
-__all__ = ["DRIVER_RESERVE", "DeviceMemory", "first_reserve", "parts_of", "slack"]
-
 DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
 # In the first step it takes most: kernels are loaded when they are first used (230 MB on an H200).
 _FIRST_RESERVE = 384 << 20

@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["choose_segments", "events_of", "missing_bytes", "staying_bytes"]
-
 _GRANULE = 2 << 20
 _SMALL = 1 << 20
 _PARTS = 24  # sizes are tried in steps of the peak by this

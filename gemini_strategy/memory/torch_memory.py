@@ -19,8 +19,6 @@ from gemini_strategy import _torch
 from gemini_strategy.memory.segments import choose_segments, events_of, staying_bytes
 from gemini_strategy.memory.torch_pool import TorchPool
 
-__all__ = ["LEAST_KEPT", "TorchMemory", "is_worth"]
-
 LEAST_KEPT = 64 << 20  # what torch may hold in any case
 _LEAST_GAIN = 32 << 20  # less is not worth the trouble
 _LEAST_GIVEN = 2 << 20  # torch's smallest segments

@@ -29,20 +29,6 @@ from gemini_strategy.report.progress import Done, nothing
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = [
-    "check",
-    "check_options",
-    "hyperparameters",
-    "install",
-    "let_go",
-    "load_state_dict",
-    "mode",
-    "moment_bytes",
-    "no_place",
-    "release",
-    "state_dict",
-]
-
 _SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
 _REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
 

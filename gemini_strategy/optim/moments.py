@@ -26,8 +26,6 @@ from gemini_strategy.parameters.slot import Slot, checked_step
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["States", "check_entry", "live_entry", "load_entry", "saved_entry"]
-
 _KEYS = ("step", *MOMENTS)
 
 

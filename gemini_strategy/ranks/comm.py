@@ -29,8 +29,6 @@ import torch.distributed as dist
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
-__all__ = ["COMM_DTYPES", "Communicator", "communicator", "connect", "ranks_text"]
-
 # The core's numbers (gm_comm_dtype); 64-bit integers are summed and compared without a sign.
 COMM_DTYPES = {
     torch.float32: 0,

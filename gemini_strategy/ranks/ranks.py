@@ -44,8 +44,6 @@ from gemini_strategy.ranks.comm import (
     ranks_text,
 )
 
-__all__ = ["Group", "Ranks", "check_lines", "check_same", "fingerprint"]
-
 _FRAME = 1024  # bytes that the ranks tell each other at once
 _SAMPLES = 256  # elements of a tensor whose bits stand for all of them
 _MAX_TIMEOUT = 1e9

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["PIECES", "STATES", "ChunkState", "chunk_states"]
-
 STATES = ("FREE", "HOLD", "COMPUTE", "HOLD_AFTER_BWD", "READY", "UPDATE")
 PIECES = ("weight", "state", "grad", "gathered", "unreduced")
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Compared", "is_far", "reasons"]
-
 _FAR = 0.1  # of the forecast; for a share, of the step
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.hooks import Unit
     from gemini_strategy.parameters.slot import Slot
 
-__all__ = ["FirstStep"]
-
 
 class FirstStep:
     """The bar of a first step, a new one for each pass: how many passes there will be nobody knows.

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Bar", "Done", "bar", "is_watched", "nothing", "progress"]
-
 Bar = Any  # tqdm's: update(n), close()
 
 Done = Callable[[int], object]  # is told how many bytes have been done since the last time

@@ -12,8 +12,6 @@ from gemini_strategy.report import tables
 from gemini_strategy.report.first_step import FirstStep
 from gemini_strategy.report.timeline import Recording
 
-__all__ = ["STATS", "Reporting"]
-
 # What stats() has, group after group; docs/tuning.md says what each is. The last of "memory" is there on CUDA only, the
 # last group with a plan.
 STATS: dict[str, tuple[str, ...]] = {

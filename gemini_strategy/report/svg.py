@@ -17,8 +17,6 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gemini_strategy.report.tables import CLASSES, bytes_text, seconds_text
 
-__all__ = ["export_svg", "lives", "stacked"]
-
 Entry = Mapping[str, Any]
 
 # Bands from the bottom up: (key, name, colour). What is outside tops them: it is what swells.

@@ -25,26 +25,6 @@ import torch
 from gemini_strategy.report.differences import Compared, reasons
 from gemini_strategy.report.verdict import sentence, verdict
 
-__all__ = [
-    "CLASSES",
-    "StepMeter",
-    "about",
-    "announce",
-    "bytes_text",
-    "class_rows",
-    "count_text",
-    "count_tokens",
-    "headline",
-    "host_peak_bytes",
-    "host_resident_bytes",
-    "plan_of",
-    "plan_table",
-    "rank_rows",
-    "report",
-    "result_table",
-    "seconds_text",
-]
-
 _NAN = float("nan")
 _WINDOW = 32  # steps
 _BREAKS_WINDOW = 8  # steps

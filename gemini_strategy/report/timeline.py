@@ -19,8 +19,6 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.report import tables
 from gemini_strategy.report.svg import export_svg
 
-__all__ = ["Recording", "export_chrome", "export_svg", "record"]
-
 Entry = Mapping[str, Any]
 
 _STREAMS = ("compute", "fetch", "state", "evict", "state_out", "update", "host", "comm")

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Verdict", "sentence", "verdict"]
-
 _RESOURCES = {
     "compute": "compute on the device",
     "h2d": "copies to the device",

@@ -20,8 +20,6 @@ import torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.ranks.ranks import fingerprint
 
-__all__ = ["WeightFiles"]
-
 _PIECE = 1 << 20  # elements
 _MAPPED = 16 << 20  # bytes
 _BEGIN = 1 << 10  # elements that tell a tensor from others

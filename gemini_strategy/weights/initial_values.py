@@ -26,8 +26,6 @@ from gemini_strategy._torch import tree_map
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.weights.transformers import is_transformer
 
-__all__ = ["InitialValues", "silent_modules"]
-
 # Answered by the tensor itself, without values.
 _GETTERS = ("shape", "ndim", "dtype", "layout", "requires_grad", "is_leaf", "itemsize")
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "__len__")

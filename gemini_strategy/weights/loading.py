@@ -40,8 +40,6 @@ from gemini_strategy.weights.transformers import (
     renaming,
 )
 
-__all__ = ["Loading", "Weights"]
-
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 _log = logging.getLogger("gemini_strategy")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

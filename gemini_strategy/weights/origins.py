@@ -12,8 +12,6 @@ import torch
 
 from gemini_strategy._torch import tree_flatten
 
-__all__ = ["origins", "stand_in"]
-
 
 class _StandIn(torch.Tensor):
     """On the meta device; what is computed from some has the origins of all of them."""

@@ -19,20 +19,6 @@ from torch import Tensor, nn
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = [
-    "Output",
-    "adapter_parameters",
-    "base_prefix",
-    "declared_ties",
-    "ignores_missing",
-    "ignores_unused",
-    "is_adapted",
-    "is_transformer",
-    "keeps_fp32",
-    "outputs",
-    "renaming",
-]
-
 _ROTARY = re.compile(r"rotary_emb\.inv_freq")
 _POSITIONS = re.compile(r"(^|\.)position_ids$")
 

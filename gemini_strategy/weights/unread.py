@@ -23,8 +23,6 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent, order
 from gemini_strategy.weights.files import WeightFiles
 
-__all__ = ["UnreadFile", "home", "tensor"]
-
 
 class UnreadFile(WeightFiles):
     """One safetensors file, that must not change while tensors of it are unread.
