@@ -18,9 +18,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +26,15 @@ from torch.optim import Optimizer
 
 import gemini_strategy as gs
 from gemini_strategy.checkpoint import folder as folders
-from gemini_strategy.checkpoint import one_file
 from gemini_strategy.checkpoint.background import save_in_background
 from gemini_strategy.checkpoint.distcp import META
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import load
 from gemini_strategy.checkpoint.manifest import Manifest, find, is_checkpoint
 from gemini_strategy.checkpoint.save import Wanted, save
+from gemini_strategy.lightning.engine_strategy import EngineStrategy
 from gemini_strategy.lightning.engines import masters_of, states_of
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
-from gemini_strategy.weights.loading import Weights
 
 
 class _InFolder(dict[str, Any]):
@@ -48,28 +45,19 @@ class _InFolder(dict[str, Any]):
         self.folder = folder
 
 
-# The modules that have taken their strategy's weights: what they hold since is worth more.
-_loaded: "WeakSet[nn.Module]" = WeakSet()
-
-
-class Checkpoints:
+class Checkpoints(EngineStrategy):
     """To be inherited from before the tree's own strategy.
 
     Attributes:
         checkpoint_weights_only: `weights_only` of ``torch.load`` where Lightning has no other word.
         state_dict_type: "full": one file, written by rank 0; "sharded": a folder, written by all ranks.
-        weights: the strategy's file of weights, or None.
     """
 
-    _pl: ModuleType  # the tree's module with Trainer in it
-    checkpoint_io: Any
     checkpoint_weights_only: bool | None
     engine: Any
-    is_distributed: bool
     lightning_module: Any
     optimizers: Any
     state_dict_type: str
-    weights: Weights | None
     _late: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for the end of `setup`
 
     @property
@@ -88,7 +76,7 @@ class Checkpoints:
         return masters_of(self.lightning_module, self.is_distributed, for_file=_is_for_file())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, self._pl.core.optimizer.LightningOptimizer):
+        if isinstance(optimizer, self._home.core.optimizer.LightningOptimizer):
             optimizer = optimizer.optimizer
         engine = self.engine
         if self._is_sharded:
@@ -104,7 +92,7 @@ class Checkpoints:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        filepath = self.broadcast(filepath)  # type: ignore[attr-defined]
+        filepath = self.broadcast(filepath)
         if not self._is_sharded:
             self._save_file(checkpoint, filepath, storage_options)
             return
@@ -118,7 +106,7 @@ class Checkpoints:
             )
         runtime = self.engine._runtime
         meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        has_thread = isinstance(self.checkpoint_io, self._pl.plugins.AsyncCheckpointIO)
+        has_thread = isinstance(self.checkpoint_io, self._home.plugins.AsyncCheckpointIO)
         wanted = Wanted(
             local(filepath),
             meta=meta,
@@ -132,7 +120,7 @@ class Checkpoints:
         saving = None if self.engine is None else self.engine._runtime.saving
         if saving is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
-        elif self.is_global_zero:  # type: ignore[attr-defined]
+        elif self.is_global_zero:
             saving.then(lambda: self.checkpoint_io.remove_checkpoint(filepath))
 
     def _end_saving(self) -> None:
@@ -141,14 +129,10 @@ class Checkpoints:
             self.engine._runtime.end_saving()
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if not self.is_global_zero:  # type: ignore[attr-defined]
+        if not self.is_global_zero:
             return
-        is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
-        if is_plain and storage_options is None and one_file.is_local(filepath):
-            one_file.write(checkpoint, Path(filepath))
+        if self._write_plain(checkpoint, filepath, storage_options):
             return
-        if self.engine is not None and not self.engine.closed:
-            self.engine._runtime.settle()  # nobody knows when others read
         with folders.aside(Path(filepath), is_checkpoint):
             super().save_checkpoint(  # type: ignore[misc]
                 checkpoint, filepath, storage_options=storage_options
@@ -165,8 +149,7 @@ class Checkpoints:
         path = Path(checkpoint_path)
         if path.is_dir() or (not path.exists() and folders.left_of(path, is_checkpoint)):
             return self._load_folder(Path(checkpoint_path), weights_only)
-        is_plain = type(self.checkpoint_io) is self._pl.plugins.TorchCheckpointIO
-        if is_plain and is_mappable(checkpoint_path):
+        if self._has_plain_io and is_mappable(checkpoint_path):
             return load_mapped(checkpoint_path, weights_only)
         return super().load_checkpoint(  # type: ignore[misc,no-any-return]
             checkpoint_path, weights_only=weights_only
@@ -210,14 +193,9 @@ class Checkpoints:
             else:
                 optimizer.load_state_dict(state)
 
-    def _weights_of(self, module: nn.Module) -> Weights | None:
-        """The file of weights that manage() has to read for `module`."""
-        is_blank = any(parameter.is_meta for parameter in module.parameters())
-        return self.weights if is_blank or module not in _loaded else None
-
     def _load_late(self, module: nn.Module) -> None:
         """The end of `setup`: what had to wait (invariant 3)."""
-        _loaded.add(module)
+        self._loaded.add(module)
         late, self._late = self._late, None
         if late is not None and isinstance(late[0]["state_dict"], _InFolder):
             load(self.engine._runtime, late[0]["state_dict"].folder, {"model"})

@@ -11,48 +11,35 @@
 #   4. Whatever cannot be honoured is refused by name.
 
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import check_management
-from gemini_strategy.checkpoint import one_file
+from gemini_strategy.lightning.engine_strategy import EngineStrategy, joined
 from gemini_strategy.lightning.engines import (
-    ENGINE_ARGUMENTS,
     engine_of_optimizer,
     engines_of_parts,
     masters_of,
-    materialize,
     states_of,
 )
-from gemini_strategy.lightning.precision import fabric_precision_class
-from gemini_strategy.lightning.ranks import (
-    RankProcesses,
-    checked_timeout,
-    is_mappable,
-    load_mapped,
-)
+from gemini_strategy.lightning.precision import fabric_precision_class, plugin_property
+from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.weights.loading import Weights
 
 # The engines that a Fabric's strategy made.
 _made: "WeakSet[Any]" = WeakSet()
-# The modules that have taken their strategy's weights: what they hold since is worth more.
-_loaded: "WeakSet[nn.Module]" = WeakSet()
 
 
-class FabricStrategy(RankProcesses):
+class FabricStrategy(EngineStrategy):
     """Train, evaluate and predict with Fabric and the models' state in chunks, on CUDA GPUs or on CPU hosts.
 
     ``Fabric(strategy="gemini")`` uses the defaults, ``"gemini_cpu"`` and ``"gemini_cuda"`` the placement policies of
@@ -93,12 +80,11 @@ class FabricStrategy(RankProcesses):
             processes or the mesh does not fit its devices.
     """
 
-    strategy_name = "gemini"
     _call = "GeminiFabricStrategy"
     _runner = "Fabric"
-    _tree: Tree
-    _fabric: ModuleType
-    _warn: Callable[[str], None]  # the tree's rank_zero_warn
+    _precision_argument = "precision"
+    _elsewhere = "fabric_strategy_class, for a Trainer strategy_class"
+    _loaded: ClassVar = WeakSet()
 
     def __init__(
         self,
@@ -133,70 +119,12 @@ class FabricStrategy(RankProcesses):
         missing: Literal["refuse", "init"] = "refuse",
         device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
     ) -> None:
-        if gradient_dtype == "float32":
-            gradient_dtype = torch.float32
-        # Fabric's precision casts the outputs.
-        given = {**locals(), "force_outputs_fp32": False}
-        check_management(self._call, given)
-        self.timeout = checked_timeout(self._call, given)
-        plugins = self._fabric.plugins
-        for name, wanted in (
-            ("cluster_environment", plugins.ClusterEnvironment),
-            ("checkpoint_io", plugins.CheckpointIO),
-        ):
-            self._tree.check(name, given[name], wanted, self._call)
-        self.enable_distributed_storage = enable_distributed_storage
-        self.process_group_backend = process_group_backend
-        self.device_mesh = tuple(device_mesh) if isinstance(device_mesh, list) else device_mesh
-        self.report = report
-        self.weights = weights
-        self.missing = missing
-        self.engine_arguments = {name: given[name] for name in ENGINE_ARGUMENTS}
         self._mine: WeakSet[Any] = WeakSet()
-        super().__init__(
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
+        # Fabric's precision casts the outputs.
+        super().__init__({**locals(), "force_outputs_fp32": False})
         self._backward_sync_control = _EveryBackward()
-        if accelerator is not None:
-            self.accelerator = accelerator
 
-    def __repr__(self) -> str:
-        # Lightning prints this when a strategy is given to the other tree's Fabric, or to a Trainer.
-        return (
-            f"<{type(self).__name__} for the Fabric of `{self._tree.name}`; for another installation of Lightning see"
-            " gemini_strategy.lightning.fabric_strategy_class, for a Trainer strategy_class>"
-        )
-
-    # -- what Fabric sets while it is constructed ------------------------------------------------------------
-
-    @property
-    def accelerator(self) -> Any:
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        accelerators = self._fabric.accelerators
-        self._tree.check("accelerator", accelerator, accelerators.Accelerator, self._call)
-        known = (accelerators.CPUAccelerator, accelerators.CUDAAccelerator)
-        if accelerator is not None and not isinstance(accelerator, known):
-            raise self._misconfiguration(
-                f"strategy='gemini' does not run on {type(accelerator).__name__}. Supported:"
-                " Fabric(accelerator='cpu') and Fabric(accelerator='cuda')."
-            )
-        self._accelerator = accelerator
-
-    @property
-    def precision(self) -> Any:
-        return fabric_precision_class(self._tree)() if self._precision is None else self._precision
-
-    @precision.setter
-    def precision(self, precision: Any) -> None:
-        if precision is not None:
-            precision = fabric_precision_class(self._tree).translate(precision)
-        self._precision = precision
+    precision = plugin_property("_precision", fabric_precision_class)
 
     def _set_world_ranks(self) -> None:
         self.set_world_ranks()
@@ -267,42 +195,18 @@ class FabricStrategy(RankProcesses):
                     " call engine.close() first, or set up the model that is managed."
                 )
             engine.close(dtype=torch.float32)
-        if self.weights is None:  # what manage() cannot give values to
-            materialize(module, self._warn)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.to(self.root_device)
-        engine = self._manage(module, optimizer)
-        mixin = self._fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin
-        for part in module.modules():
-            if isinstance(part, mixin):
-                part._device = self.root_device
-                part._dtype = self.precision.module_dtype
+        self._make_ready(module)
+        self._manage(module, optimizer)
+        self._set_device_and_dtype(module)
         return Managed(module)
 
-    def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
-        if next(module.parameters(), None) is None and optimizer is None:
-            module.to(self.root_device)
-            return None
-        is_blank = any(parameter.is_meta for parameter in module.parameters())
-        with torch.inference_mode(False):
-            engine = gs.manage(
-                module,
-                optimizer,
-                weights=self.weights if is_blank or module not in _loaded else None,
-                missing=self.missing,
-                device=self.root_device,
-                precision=self.precision.precision,
-                convert_inputs=False,
-                report=self.report,
-                **self.engine_arguments,
-                **self._rank_arguments(),
-            )
-        _made.add(engine)
-        _loaded.add(module)
-        self._mine.add(engine)
-        self.precision.attach(engine)
-        return engine
+    def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        engine = self._make_engine(module, optimizer, self.report)
+        if engine is not None:
+            _made.add(engine)
+            self._loaded.add(module)
+            self._mine.add(engine)
+            self.precision.attach(engine)
 
     def _check_is_whole(self, engine: Any) -> None:
         """Invariant 2: 16-bit weights that were frozen without an optimizer have lost what they would train on."""
@@ -382,15 +286,10 @@ class FabricStrategy(RankProcesses):
             raise failure
 
     def _write(self, saved: dict[str, Any], path: Any, storage_options: Any) -> None:
-        is_plain = type(self.checkpoint_io) is self._fabric.plugins.TorchCheckpointIO
-        if is_plain and storage_options is None and one_file.is_local(path):
-            one_file.write(saved, Path(path))
-            return
-        for engine in self._engines():
-            engine._runtime.settle()  # nobody knows when others read
-        self.checkpoint_io.save_checkpoint(
-            checkpoint=saved, path=path, storage_options=storage_options
-        )
+        if not self._write_plain(saved, path, storage_options):
+            self.checkpoint_io.save_checkpoint(
+                checkpoint=saved, path=path, storage_options=storage_options
+            )
 
     def _convert_stateful_objects_in_state(self, state: dict[str, Any], filters: Any) -> Any:
         modules = {id(obj.module) for obj in state.values() if isinstance(obj, Managed)}
@@ -447,8 +346,7 @@ class FabricStrategy(RankProcesses):
         return checkpoint
 
     def _read(self, path: Any, weights_only: bool | None, copied: list[str] | None) -> Any:
-        is_plain = type(self.checkpoint_io) is self._fabric.plugins.TorchCheckpointIO
-        if is_plain and is_mappable(path):
+        if self._has_plain_io and is_mappable(path):
             return load_mapped(path, weights_only, copied)
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
@@ -508,14 +406,4 @@ def build_fabric_strategy(tree: Tree) -> type:
         with self._explaining():
             base.backward(self, *args, **kwargs)
 
-    parts = {
-        "__doc__": FabricStrategy.__doc__,
-        "__module__": __name__,
-        "_tree": tree,
-        "_fabric": fabric,
-        "_warn": staticmethod(fabric.utilities.rank_zero.rank_zero_warn),
-        "_launcher_class": fabric.strategies.launchers._SubprocessScriptLauncher,
-        "_misconfiguration": fabric.utilities.exceptions.MisconfigurationException,
-        "backward": backward,
-    }
-    return type("GeminiFabricStrategy", (FabricStrategy, base), parts)
+    return joined("GeminiFabricStrategy", FabricStrategy, fabric, tree, backward=backward)

@@ -11,6 +11,7 @@
 #   3. A checkpoint carries the scale twice, under our name and under Lightning's "MixedPrecision", so that it
 #      resumes under either.
 
+import functools
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -37,16 +38,7 @@ _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 class EnginePrecision:
-    """What a Trainer and Fabric have around an engine alike, in one of the precisions of :data:`SUPPORTED`.
-
-    To be inherited from before the tree's own plugin.
-
-    Args:
-        precision: one of :data:`SUPPORTED`.
-
-    Raises:
-        ValueError: for any other precision.
-    """
+    """What a Trainer and Fabric have around an engine alike. To be inherited from before the tree's own plugin."""
 
     _tree: Tree
     _call: str  # what makes the strategy, for errors,
@@ -303,27 +295,36 @@ class FabricPrecision(EnginePrecision):
         return found[0] if found else None
 
 
-# By the name of their tree.
-_classes: dict[str, type] = {}
-_fabric_classes: dict[str, type] = {}
+def _joined(name: str, plugin: type, plain: type, tree: Tree) -> type:
+    parts = {"_tree": tree, "__module__": __name__, "__doc__": plugin.__doc__}
+    return type(name, (plugin, plain), parts)
 
 
+@functools.cache
 def precision_class(tree: Tree) -> type:
     """The precision plugin class of `tree`; made at the first call. Under this name checkpoints have the scale."""
-    if tree.name not in _classes:
-        bases = (TrainerPrecision, tree.pl.plugins.Precision)
-        names = {"_tree": tree, "__module__": __name__, "__doc__": TrainerPrecision.__doc__}
-        _classes[tree.name] = type("GeminiPrecision", bases, names)
-    return _classes[tree.name]
+    return _joined("GeminiPrecision", TrainerPrecision, tree.pl.plugins.Precision, tree)
 
 
+@functools.cache
 def fabric_precision_class(tree: Tree) -> type:
     """The precision plugin class of the Fabric of `tree`; made at the first call."""
-    if tree.name not in _fabric_classes:
-        bases = (FabricPrecision, tree.fabric.plugins.precision.Precision)
-        names = {"_tree": tree, "__module__": __name__, "__doc__": FabricPrecision.__doc__}
-        _fabric_classes[tree.name] = type("GeminiFabricPrecision", bases, names)
-    return _fabric_classes[tree.name]
+    plain = tree.fabric.plugins.precision.Precision
+    return _joined("GeminiFabricPrecision", FabricPrecision, plain, tree)
+
+
+def plugin_property(attribute: str, class_of: Callable[[Tree], type]) -> Any:
+    """A strategy's precision plugin, which is one of ours whatever Lightning sets; it keeps it as `attribute`."""
+
+    def get(strategy: Any) -> Any:
+        plugin = getattr(strategy, attribute)
+        return class_of(strategy._tree)() if plugin is None else plugin
+
+    def put(strategy: Any, plugin: Any) -> None:
+        ours: Any = class_of(strategy._tree)
+        setattr(strategy, attribute, None if plugin is None else ours.translate(plugin))
+
+    return property(get, put)
 
 
 def _plain_plugin(tree: str) -> Any:

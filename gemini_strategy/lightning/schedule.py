@@ -44,7 +44,7 @@ class StepSchedule:
         deferred_because: why the last step was deferred; None: its updates could run inside backward.
     """
 
-    _pl: ModuleType  # the tree's module with Trainer in it
+    _home: ModuleType  # the tree's module with Trainer in it
     engine: Any
     lightning_module: Any
     precision_plugin: Any
@@ -96,9 +96,9 @@ class StepSchedule:
         if getattr(self.cluster_environment, "auto_requeue", False):
             return "SLURM may ask for a checkpoint at any moment"
         for hook in _MODULE_HOOKS:
-            if _is_changed(module, self._pl.LightningModule, hook):
+            if _is_changed(module, self._home.LightningModule, hook):
                 return f"{type(module).__name__} has its own {hook}"
-        return _because_of(trainer.callbacks, self._pl.callbacks)
+        return _because_of(trainer.callbacks, self._home.callbacks)
 
 
 def _because_of(callbacks: Any, known: ModuleType) -> str | None:

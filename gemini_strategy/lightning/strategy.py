@@ -13,28 +13,27 @@
 #   5. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from types import FunctionType, ModuleType
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from types import FunctionType
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.arguments import Arguments
 from gemini_strategy.lightning.averaging import put_over_masters, take_from_masters
 from gemini_strategy.lightning.checkpoints import Checkpoints
-from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, engines_of_parts, materialize
+from gemini_strategy.lightning.engine_strategy import joined
+from gemini_strategy.lightning.engines import engines_of_parts
 from gemini_strategy.lightning.logs import StepLogs
-from gemini_strategy.lightning.precision import cast_floating, precision_class
-from gemini_strategy.lightning.ranks import checked_timeout
+from gemini_strategy.lightning.precision import cast_floating, plugin_property, precision_class
 from gemini_strategy.lightning.schedule import (
     UPDATE_SCHEDULES,
     StepSchedule,
@@ -42,7 +41,6 @@ from gemini_strategy.lightning.schedule import (
 )
 from gemini_strategy.lightning.trainer_ranks import TrainerRanks
 from gemini_strategy.lightning.trees import Tree
-from gemini_strategy.parameters.registration import keeping_fp32
 from gemini_strategy.weights.loading import Weights
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
@@ -138,13 +136,10 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             processes or the mesh does not fit its devices.
     """
 
-    strategy_name = "gemini"
     _call = "GeminiStrategy"
-    _tree: Tree
-    _pl: ModuleType
-    _fabric: ModuleType
-    _warn: Callable[[str], None]  # the tree's rank_zero_warn
-    _misconfiguration: type[Exception]
+    _precision_argument = "precision_plugin"
+    _elsewhere = "strategy_class, for Fabric fabric_strategy_class"
+    _loaded: ClassVar = WeakSet()
     _averaging: tuple[type, ...]  # callbacks that copy the module
 
     def __init__(
@@ -185,71 +180,23 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         missing: Literal["refuse", "init"] = "refuse",
         device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
     ) -> None:
-        if gradient_dtype == "float32":
-            gradient_dtype = torch.float32
-        given = dict(locals())
-        timeout = _checked(given)
-        plugins = self._fabric.plugins
-        self._tree.check("cluster_environment", cluster_environment, plugins.ClusterEnvironment)
-        self._tree.check("checkpoint_io", checkpoint_io, plugins.CheckpointIO)
-
-        self.enable_distributed_storage = enable_distributed_storage
+        super().__init__(dict(locals()))
         self.force_outputs_fp32 = force_outputs_fp32
-        self.timeout = timeout
-        self.process_group_backend = process_group_backend
-        self.device_mesh = tuple(device_mesh) if isinstance(device_mesh, list) else device_mesh
         self.checkpoint_weights_only = checkpoint_weights_only
         self.state_dict_type = state_dict_type
         self.update_schedule = update_schedule
-        self.report = report
-        self.weights = weights
-        self.missing = missing
-        self.engine_arguments = {name: given[name] for name in ENGINE_ARGUMENTS}
-        super().__init__(
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        if accelerator is not None:
-            self.accelerator = accelerator
 
-    def __repr__(self) -> str:
-        # Lightning prints this when a strategy is given to the other tree's Trainer, or to Fabric.
-        return (
-            f"<{type(self).__name__} for the Trainer of `{self._tree.name}`; for another installation of Lightning see"
-            " gemini_strategy.lightning.strategy_class, for Fabric fabric_strategy_class>"
-        )
+    def _check(self, given: dict[str, Any]) -> None:
+        arguments = Arguments(self._call, given)
+        arguments.check_number("min_scale", 0, None, is_exclusive=True)
+        is_true = given["use_chunk"] is True
+        arguments.check(is_true, "use_chunk", "True: parameters always live in chunks")
+        arguments.check_choice("checkpoint_weights_only", (None, True, False))
+        arguments.check_choice("state_dict_type", ("full", "sharded"))
+        arguments.check_choice("update_schedule", UPDATE_SCHEDULES)
+        arguments.check_bool("report")
 
-    # -- what the Trainer sets while it is constructed ------------------------------------------------------
-
-    @property
-    def accelerator(self) -> Any:
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        accelerators = self._pl.accelerators
-        self._tree.check("accelerator", accelerator, accelerators.Accelerator)
-        known = (accelerators.CPUAccelerator, accelerators.CUDAAccelerator)
-        if accelerator is not None and not isinstance(accelerator, known):
-            raise self._misconfiguration(
-                f"strategy='gemini' does not run on {type(accelerator).__name__}. Supported:"
-                " Trainer(accelerator='cpu') and Trainer(accelerator='cuda')."
-            )
-        self._accelerator = accelerator
-
-    @property
-    def precision_plugin(self) -> Any:
-        if self._precision_plugin is None:
-            return precision_class(self._tree)()
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Any) -> None:
-        if precision_plugin is not None:
-            precision_plugin = precision_class(self._tree).translate(precision_plugin)
-        self._precision_plugin = precision_plugin
+    precision_plugin = plugin_property("_precision_plugin", precision_class)
 
     # -- a stage ---------------------------------------------------------------------------------------------
 
@@ -270,7 +217,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                     " have values. Build it on the CPU and load its weights there, without"
                     " GeminiStrategy(weights=...)."
                 )
-            if self.is_distributed and saves_after_errors(callback, self._pl.callbacks):
+            if self.is_distributed and saves_after_errors(callback, self._home.callbacks):
                 raise self._misconfiguration(
                     "strategy='gemini' with several devices does not support that the callback"
                     f" {type(callback).__name__} saves a checkpoint after an error: it would need all ranks, and an"
@@ -283,7 +230,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 " configure_model instead, for example self.block = torch.compile(self.block)."
             )
         super().setup_environment()
-        if module.trainer.state.fn == self._pl.trainer.states.TrainerFn.FITTING:
+        if module.trainer.state.fn == self._home.trainer.states.TrainerFn.FITTING:
             # Here and not in `setup`: hooks and a checkpoint meet ordinary parameters.
             self._adopt(module, reuse=False)
         put_over_masters(module.trainer.callbacks, self._averaging)
@@ -294,17 +241,13 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        training = trainer.state.fn == self._pl.trainer.states.TrainerFn.FITTING
+        training = trainer.state.fn == self._home.trainer.states.TrainerFn.FITTING
         engine = self._adopt(module, reuse=not training)
         if training and self._layer_sync is not None and self.is_distributed:
             # For good: taking it back would change modules that the engine manages. Without a process group, and in
             # evaluation, the synchronised layers are the ordinary ones.
             self.model = self._layer_sync.apply(self.model)
-        if self.weights is None:  # what manage() cannot give values to
-            materialize(module, self._warn)
-        for metric in module.modules():
-            if isinstance(metric, Metric) and engine is None:
-                metric.to(self.root_device)
+        self._make_ready(module, moves_metrics=engine is None)
         if training:
             self.setup_optimizers(trainer)
             optimizer = self._only_optimizer()
@@ -424,9 +367,6 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         self.precision_plugin.attach(engine, self.root_device)
 
     def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
-        if next(module.parameters(), None) is None and optimizer is None:
-            module.to(self.root_device)
-            return None
         half = sorted(
             str(dtype)
             for dtype in {parameter.dtype for parameter in module.parameters()}
@@ -438,30 +378,20 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 " precision, with fp32 masters, use Trainer(precision='bf16-true')."
             )
         wants_whole = any(
-            isinstance(callback, (self._pl.callbacks.BaseFinetuning, *self._averaging))
+            isinstance(callback, (self._home.callbacks.BaseFinetuning, *self._averaging))
             for callback in module.trainer.callbacks
         )
         frozen = [p for p in module.parameters() if wants_whole and not p.requires_grad]
-        with torch.inference_mode(False), keeping_fp32(frozen):
-            engine = gs.manage(
-                module,
-                optimizer,
-                weights=self._weights_of(module),
-                missing=self.missing,
-                device=self.root_device,
-                precision=self.precision_plugin.precision,
-                convert_inputs=False,
-                report=False,  # told by StepLogs
-                **self.engine_arguments,
-                **self._rank_arguments(),
-            )
+        engine = self._make_engine(module, optimizer, False, frozen)  # StepLogs reports
+        if engine is None:
+            return None
         _configurations[engine] = self._configuration()
         engine._runtime.takes_thawed = optimizer is not None
         engine._runtime.step_in_backward.is_served = True  # StepSchedule looks whether it was
         return engine
 
     def _only_optimizer(self) -> Optimizer:
-        optimizers_of = self._pl.core.optimizer
+        optimizers_of = self._home.core.optimizer
         optimizers = [
             found.optimizer if isinstance(found, optimizers_of.LightningOptimizer) else found
             for found in self.optimizers
@@ -480,51 +410,26 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             " gemini_strategy.HybridAdam or gemini_strategy.CPUAdam, with a parameter group for each setting."
         )
 
-    def _set_device_and_dtype(self, module: nn.Module) -> None:
-        for part in module.modules():
-            if isinstance(part, self._fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
-                part._device = self.root_device
-                part._dtype = self.precision_plugin.module_dtype
-
     @property
     def handles_gradient_accumulation(self) -> bool:
         return False
 
 
-def _checked(given: dict[str, Any]) -> timedelta:
-    """Raises ValueError for an argument of the strategy that cannot be; gives the timeout."""
-    check_management("GeminiStrategy", given)
-    arguments = Arguments("GeminiStrategy", given)
-    arguments.check_number("min_scale", 0, None, is_exclusive=True)
-    is_true = given["use_chunk"] is True
-    arguments.check(is_true, "use_chunk", "True: parameters always live in chunks")
-    arguments.check_choice("checkpoint_weights_only", (None, True, False))
-    arguments.check_choice("state_dict_type", ("full", "sharded"))
-    arguments.check_choice("update_schedule", UPDATE_SCHEDULES)
-    arguments.check_bool("report")
-    return checked_timeout("GeminiStrategy", given)
-
-
 def build_strategy(tree: Tree) -> type:
     """The strategy class of `tree` (see :data:`gemini_strategy.lightning.GeminiStrategy`)."""
-    pl, rank_zero = tree.pl, tree.pl.utilities.rank_zero
+    pl = tree.pl
     averaging = ("StochasticWeightAveraging", "WeightAveraging")
-    parts = {
-        "__doc__": Strategy.__doc__,
-        "__module__": __name__,
-        "__init__": _init_for(tree),
-        "_tree": tree,
-        "_pl": pl,
-        "_fabric": tree.fabric,
-        "_say": staticmethod(rank_zero.rank_zero_info),
-        "_warn": staticmethod(rank_zero.rank_zero_warn),
-        "_launcher_class": pl.strategies.launchers._SubprocessScriptLauncher,
-        "_misconfiguration": pl.utilities.exceptions.MisconfigurationException,
-        "_averaging": tuple(
+    return joined(
+        "GeminiStrategy",
+        Strategy,
+        pl,
+        tree,
+        __init__=_init_for(tree),
+        _say=staticmethod(pl.utilities.rank_zero.rank_zero_info),
+        _averaging=tuple(
             getattr(pl.callbacks, name) for name in averaging if hasattr(pl.callbacks, name)
         ),
-    }
-    return type("GeminiStrategy", (Strategy, pl.strategies.ParallelStrategy), parts)
+    )
 
 
 def _init_for(tree: Tree) -> FunctionType:
