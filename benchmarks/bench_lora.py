@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -19,7 +18,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from loops import ADAM, MOST_SETTLING
+from lines import keep_line
+from loops import ADAM, MOST_WARMUP
 from measure import Peaks, environment, host_used, open_driver_memory
 from models import Batches, build_model
 from shapes import SHAPES
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace, is_managed: bool) -> dict[str, Any]:
     losses, seconds = [], []
     steps = 0
     while len(seconds) < args.steps:
-        is_settling = engine is not None and engine.stats()["settling"]
-        is_warm = steps < args.warm or (is_settling and steps < args.warm + MOST_SETTLING)
+        still_changes = engine is not None and engine.stats()["settling"]
+        is_warm = steps < args.warm or (still_changes and steps < args.warm + MOST_WARMUP)
         begin = time.perf_counter()
         ids = batches(steps, 0)
         loss = model(input_ids=ids, labels=ids).loss
@@ -149,8 +149,7 @@ def main() -> int:
         "same_losses": same,
         "environment": environment(device),
     }
-    with args.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    keep_line(line, args.out)
     print(found["gemini"].get("report"))
     for name, figures in found.items():
         print(name, {k: v for k, v in figures.items() if k != "report"})

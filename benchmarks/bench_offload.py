@@ -30,21 +30,20 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lines import (
     Process,
-    cell,
     command,
     compare_with_plan,
+    gigabytes,
     has_failed,
     keep_line,
     options,
     parse,
     show_errors,
-    show_rows,
+    show_lines,
 )
 from measure import Peaks, host_used, open_driver_memory
 from shapes import SHAPES
@@ -61,71 +60,47 @@ class Case:
 
     title: str
     model: str
-    sequences: int  # per micro-batch
-    length: int
-    micro_batches: int
-    budget: str
     runs: tuple[str, ...]
+    budget: str = "24GB"
+    sequences: int = 16  # per micro-batch
+    length: int = 1024
+    micro_batches: int = 1
 
 
 def _both(*names: str) -> tuple[str, ...]:
     return tuple(run for name in names for run in (name, f"{name}-clip"))
 
 
+_USUAL = _both("resident", "gemini-auto", "gemini-cpu")
 PRESETS = {
     "A": Case(
         "A: 3.44 G parameters, T = 16K, 24 GB",
         "opt-3.4b",
-        16,
-        1024,
-        1,
-        "24GB",
         _both("resident", "fsdp2", "deepspeed", "gemini-auto", "gemini-cpu"),
     ),
-    "A48": Case(
-        "A': 3.44 G parameters, T = 16K, 48 GB",
-        "opt-3.4b",
-        16,
-        1024,
-        1,
-        "48GB",
-        _both("resident", "gemini-auto", "gemini-cpu"),
-    ),
-    "B": Case(
-        "B: 6.7 G parameters, T = 8K, 24 GB",
-        "opt-6.7b",
-        8,
-        1024,
-        1,
-        "24GB",
-        _both("resident", "gemini-auto", "gemini-cpu"),
-    ),
+    "A48": Case("A': 3.44 G parameters, T = 16K, 48 GB", "opt-3.4b", _USUAL, budget="48GB"),
+    "B": Case("B: 6.7 G parameters, T = 8K, 24 GB", "opt-6.7b", _USUAL, sequences=8),
     "C": Case(
         "C: 6.7 G parameters, T = 32K in 4 micro-batches, 24 GB",
         "opt-6.7b",
-        8,
-        1024,
-        4,
-        "24GB",
-        _both("resident", "gemini-auto", "gemini-cpu"),
+        _USUAL,
+        sequences=8,
+        micro_batches=4,
     ),
     "full": Case(
         "full: 3.44 G parameters, T = 16K, everything fits",
         "opt-3.4b",
-        16,
-        1024,
-        1,
-        "130GB",
         _both("resident", "hybrid", "gemini-auto", "gemini-cuda"),
+        budget="130GB",
     ),
     "tiny": Case(
         "tiny: 0.2 M parameters, T = 256 in 2 micro-batches",
         "tiny",
-        2,
-        64,
-        2,
-        "1500KB",
         _both("resident", "hybrid", "fsdp2", "deepspeed", "gemini-auto", "gemini-cpu"),
+        budget="1500KB",
+        sequences=2,
+        length=64,
+        micro_batches=2,
     ),
 }
 
@@ -211,14 +186,9 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "offload",
         "case": args.preset,
         "name": name,
-        "system": spec["system"],
-        "policy": spec["policy"],
-        "clip": spec["clip"],
+        **{key: spec[key] for key in ("system", "policy", "clip", "model")},
         "max_norm": args.max_norm if spec["clip"] else None,
-        "model": case.model,
-        "sequences": case.sequences,
-        "length": case.length,
-        "micro_batches": case.micro_batches,
+        **{key: spec[key] for key in ("sequences", "length", "micro_batches")},
         "budget": case.budget if spec["system"] == "gemini" else None,
         "budget_bytes": budget_bytes(case.budget) if spec["system"] == "gemini" else None,
         "steps": args.steps,
@@ -278,44 +248,19 @@ def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict
 
 
 COLUMNS = (
-    "run",
-    "tokens/s",
-    "step s",
-    "min",
-    "max",
-    "of resident",
-    "of FSDP2",
-    "of bound",
-    "of plan",
-    "device GB",
-    "host GB",
-    "loss",
+    ("run", "name", str),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("step s", "step_seconds", "{:.4f}".format),
+    ("min", "step_seconds_min", "{:.4f}".format),
+    ("max", "step_seconds_max", "{:.4f}".format),
+    ("of resident", "ratio_to_resident", "{:.3f}".format),
+    ("of FSDP2", "ratio_to_fsdp2", "{:.2f}".format),
+    ("of bound", "of_bound", "{:.2f}".format),
+    ("of plan", "of_predicted_step", "{:.2f}".format),
+    ("device GB", "device_peak_bytes", gigabytes),
+    ("host GB", "host_used_peak_bytes", gigabytes),
+    ("loss", "loss", "{:.4f}".format),
 )
-
-
-def cells(line: dict[str, Any]) -> list[str]:
-    """One row of the table."""
-    show = partial(cell, line)
-    return [
-        line["name"],
-        show("tokens_per_s", ",.0f"),
-        show("step_seconds", ".4f"),
-        show("step_seconds_min", ".4f"),
-        show("step_seconds_max", ".4f"),
-        show("ratio_to_resident", ".3f"),
-        show("ratio_to_fsdp2", ".2f"),
-        show("of_bound", ".2f"),
-        show("of_predicted_step", ".2f"),
-        show("device_peak_bytes", ".2f", 1e-9),
-        show("host_used_peak_bytes", ".1f", 1e-9),
-        show("loss", ".4f"),
-    ]
-
-
-def print_table(title: str, lines: list[dict[str, Any]]) -> None:
-    """The runs side by side, on standard error; then why some have no figures."""
-    show_rows(title, COLUMNS, [cells(line) for line in lines])
-    show_errors(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -348,7 +293,8 @@ def main() -> int:
         changed = ", ".join(f"{key} {value}" for key, value in changes.items())
         case = replace(case, title=f"{case.title}, but {changed}")
     lines = run_all(case, args.runs, args)
-    print_table(case.title, lines)
+    show_lines(case.title, COLUMNS, lines)
+    show_errors(lines)
     return int(any(map(has_failed, lines)))
 
 

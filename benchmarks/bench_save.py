@@ -17,7 +17,6 @@ The folder needs room for one checkpoint, 12 bytes per parameter.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -27,7 +26,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from loops import MOST_SETTLING, Gemini
+from lines import keep_line
+from loops import MOST_WARMUP, Gemini
 from measure import environment, own_peak_rss
 from shapes import SHAPES
 
@@ -100,7 +100,7 @@ def main() -> int:
 
     for _ in range(3):
         step()
-    while loop.is_settling() and done < 3 + MOST_SETTLING:
+    while loop.still_changes() and done < 3 + MOST_WARMUP:
         step()
     steps = [step() for _ in range(STEPS)]
     engine, usual = loop.engine, median(steps)
@@ -146,9 +146,7 @@ def main() -> int:
         "environment": environment(device),
     }
     engine.close()
-    with args.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    print(json.dumps({k: v for k, v in line.items() if k != "environment"}, indent=1))
+    keep_line(line, args.out)
     return 0 if same else 1
 
 

@@ -33,21 +33,21 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from lines import (
     Process,
-    cell,
     command,
     compare_with_plan,
+    gigabytes,
     has_failed,
     keep_line,
     options,
     parse,
     show_errors,
+    show_lines,
     show_rows,
 )
 from measure import Peaks, host_used, open_driver_memory
@@ -69,53 +69,32 @@ class Case:
 
     title: str
     model: str
-    length: int
-    tokens: tuple[int, ...]  # per GPU and step
-    checkpointing: tuple[str, ...]
     runs: tuple[str, ...]
+    length: int = 4096
+    tokens: tuple[int, ...] = (4096, 8192)  # per GPU and step
+    checkpointing: tuple[str, ...] = ("off", "on")
 
 
-BOTH = ("off", "on")
+_SMALL = ("gemini-auto@24GB",)
 PRESETS = {
-    "1b": Case(
-        "1b: 1.50 G parameters",
-        "llama-1b",
-        4096,
-        (4096, 8192),
-        BOTH,
-        ("nccl", "fsdp2", "gemini-auto"),
-    ),
+    "1b": Case("1b: 1.50 G parameters", "llama-1b", ("nccl", "fsdp2", "gemini-auto")),
     "8b": Case(
         "8b: 8.03 G parameters",
         "llama-8b",
-        4096,
-        (4096, 8192),
-        BOTH,
         ("nccl", "fsdp2", "gemini-auto@fsdp2", "gemini-auto"),
     ),
     "13b": Case(
-        "13b: 13.0 G parameters, 24 GB per GPU",
-        "llama-13b",
-        4096,
-        (4096, 8192),
-        ("on",),
-        ("gemini-auto@24GB",),
+        "13b: 13.0 G parameters, 24 GB per GPU", "llama-13b", _SMALL, checkpointing=("on",)
     ),
     "30b": Case(
-        "30b: 32.5 G parameters, 24 GB per GPU",
-        "llama-30b",
-        4096,
-        (4096, 8192),
-        ("on",),
-        ("gemini-auto@24GB",),
+        "30b: 32.5 G parameters, 24 GB per GPU", "llama-30b", _SMALL, checkpointing=("on",)
     ),
     "tiny": Case(
         "tiny: 0.2 M parameters",
         "llama-tiny",
-        32,
-        (32, 64),
-        BOTH,
         ("nccl", "fsdp2", "gemini-auto", "gemini-cpu@500KB"),
+        length=32,
+        tokens=(32, 64),
     ),
 }
 
@@ -163,7 +142,7 @@ def wait_for(ranks: list[Process], timeout: float) -> bool:
     return True
 
 
-def gather(ranks: list[Process], timeout: float, is_late: bool) -> dict[str, Any]:
+def figures_of(ranks: list[Process], timeout: float, is_late: bool) -> dict[str, Any]:
     """The run's figures from its ranks'; else the error of the first that has one, and who ended without a word."""
     results = [rank.result() for rank in ranks]
     silent = [
@@ -249,21 +228,13 @@ def spec_of(
     """What each rank of a run is told, but for files and samples."""
     cores = len(os.sched_getaffinity(0))
     return {
+        **vars(args),
         **what,
         **asdict(case),
         "sequences": tokens // case.length,
-        "micro_batches": args.micro_batches,
         "checkpointing": checkpointing == "on",
         "clip": not args.no_clip,
-        "gpus": args.gpus,
-        "device": args.device,
-        "host_budget": args.host_budget,
-        "chunk_size": args.chunk_size,
-        "steps": args.steps,
-        "warmup": args.warmup,
-        "settling": args.settling,
         "threads": args.threads or max(cores // args.gpus, 1),
-        "timeout": args.timeout,
         "driver": os.getpid(),
         "profile": not args.no_profile,
         "chunk_bytes": [16 * MIB, 64 * MIB, 256 * MIB] if args.device == "cuda" else [MIB // 16],
@@ -299,7 +270,7 @@ def run_one(
         }
         if kept:
             kept.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(spec), encoding="utf-8")
+        (folder / "run.json").write_text(json.dumps(spec, default=str), encoding="utf-8")
         ranks: list[Process] = []
         with Peaks(sources) as peaks:
             began = time.perf_counter()
@@ -317,7 +288,7 @@ def run_one(
             finally:
                 said = [rank.end() for rank in ranks]
             seconds = time.perf_counter() - began
-        result = gather(ranks, args.timeout, is_late)
+        result = figures_of(ranks, args.timeout, is_late)
         each = [rank.result() or {} for rank in ranks]
     if has_failed(result) or result.get("watch_error"):
         result["stderr_tail"] = "\n".join(text[-2000:] for text in said)
@@ -413,51 +384,28 @@ def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict
 
 
 COLUMNS = (
-    "run",
-    "T",
-    "ckpt",
-    "tok/s",
-    "step s",
-    "min",
-    "max",
-    "of FSDP2",
-    "of bound",
-    "of plan",
-    "comm s",
-    "exposed",
-    "GPU GB",
-    "torch GB",
-    "host GB",
-    "loss",
+    ("run", "name", str),
+    ("T", "tokens_per_gpu", str),
+    ("ckpt", "checkpointing", {True: "on", False: "off"}.__getitem__),
+    ("tok/s", "tokens_per_s_per_gpu", "{:,.0f}".format),
+    ("step s", "step_seconds", "{:.4f}".format),
+    ("min", "step_seconds_min", "{:.4f}".format),
+    ("max", "step_seconds_max", "{:.4f}".format),
+    ("of FSDP2", "ratio_to_fsdp2", "{:.3f}".format),
+    ("of bound", "of_bound", "{:.2f}".format),
+    ("of plan", "of_predicted_step", "{:.2f}".format),
+    ("comm s", "comm_seconds", "{:.4f}".format),
+    ("exposed", "exposed_comm_seconds", "{:.4f}".format),
+    ("GPU GB", "device_peak_bytes", gigabytes),
+    ("torch GB", "torch_reserved_peak_bytes", gigabytes),
+    ("host GB", "host_used_peak_bytes", gigabytes),
+    ("loss", "loss", "{:.4f}".format),
 )
-
-
-def cells(line: dict[str, Any]) -> list[str]:
-    """One row of the table."""
-    show = partial(cell, line)
-    return [
-        line["name"],
-        show("tokens_per_gpu", ".0f"),
-        {True: "on", False: "off", None: ""}[line["checkpointing"]],
-        show("tokens_per_s_per_gpu", ",.0f"),
-        show("step_seconds", ".4f"),
-        show("step_seconds_min", ".4f"),
-        show("step_seconds_max", ".4f"),
-        show("ratio_to_fsdp2", ".3f"),
-        show("of_bound", ".2f"),
-        show("of_predicted_step", ".2f"),
-        show("comm_seconds", ".4f"),
-        show("exposed_comm_seconds", ".4f"),
-        show("device_peak_bytes", ".2f", 1e-9),
-        show("torch_reserved_peak_bytes", ".2f", 1e-9),
-        show("host_used_peak_bytes", ".1f", 1e-9),
-        show("loss", ".4f"),
-    ]
 
 
 def print_table(title: str, lines: list[dict[str, Any]]) -> None:
     """The runs side by side, on standard error; collectives alone; then why some have no figures."""
-    show_rows(title, COLUMNS, [cells(line) for line in lines if line["system"] != "nccl"])
+    show_lines(title, COLUMNS, [line for line in lines if line["system"] != "nccl"])
     for line in lines:
         rows = [
             [
@@ -527,7 +475,7 @@ def main() -> int:
     if args.tokens:
         case = replace(case, tokens=tuple(int(text) for text in args.tokens.split(",")))
     if args.checkpointing:
-        ways = BOTH if args.checkpointing == "both" else (args.checkpointing,)
+        ways = ("off", "on") if args.checkpointing == "both" else (args.checkpointing,)
         case = replace(case, checkpointing=ways)
     for tokens in case.tokens:
         if tokens < 1 or tokens % case.length:

@@ -192,6 +192,7 @@ def main() -> int:
         parser.error("--out is missing")
     runs = [child(args, what) for what in ("plain", "trainer", *(["plain"] * args.again))]
     import torch
+    from lines import keep_line
     from measure import environment
 
     best = min(run["seconds"] for run in (runs[0], *runs[2:]))
@@ -204,8 +205,7 @@ def main() -> int:
         "of_plain": best / runs[1]["seconds"],
         "environment": environment(torch.device(args.device)),
     }
-    with args.out.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    keep_line(line, args.out)
     print(f"the Trainer makes {line['of_plain']:.3f} of the plain loop's tokens/s")
     return 0
 

@@ -75,9 +75,8 @@ class Plugin:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
         report = yield
         entry = self._ended[item.nodeid]
-        is_news = (
-            report.when == "call" or not report.passed
-        )  # not that a setup or teardown did pass
+        # Not that a setup or teardown did pass.
+        is_news = report.when == "call" or not report.passed
         if is_news and entry["outcome"] in ("died", "passed"):
             entry["outcome"] = report.outcome
         if report.failed and call.excinfo is not None and not entry["error"]:

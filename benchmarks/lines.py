@@ -158,10 +158,22 @@ def has_failed(line: dict[str, Any]) -> bool:
 # ---- tables -----------------------------------------------------------------------------------
 
 
-def cell(line: dict[str, Any], key: str, form: str, scale: float = 1.0) -> str:
-    """A figure of a line, or nothing."""
-    value = line.get(key)
-    return "" if value is None else format(value * scale, form)
+Column = tuple[str, str, Callable[[Any], str]]
+"""Title, key of a line, and the text of what it has there."""
+
+
+def gigabytes(value: float) -> str:
+    return f"{value / 1e9:.2f}"
+
+
+def cells(line: dict[str, Any], columns: Sequence[Column]) -> list[str]:
+    """One row of a table; a figure that the line lacks is nothing."""
+    return ["" if line.get(key) is None else text(line[key]) for _, key, text in columns]
+
+
+def show_lines(title: str, columns: Sequence[Column], lines: list[dict[str, Any]]) -> None:
+    """The runs side by side."""
+    show_rows(title, [name for name, *_ in columns], [cells(line, columns) for line in lines])
 
 
 def show_rows(title: str, columns: Sequence[str], rows: list[list[str]]) -> None:

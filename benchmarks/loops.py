@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of t
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 MAX_NORM = 1.0  # unless the specification has another one
-MOST_SETTLING = 24  # steps until Gemini's plan stays, beyond the warm-up
+MOST_WARMUP = 24  # steps until Gemini's plan stays, beyond the warm-up
 TIMELINE_STEPS = 2
 SLICE_ELEMENTS = 256 << 20  # masters updated at once, so that few gradients exist in fp32
 
@@ -77,11 +77,17 @@ class Loop:
         """Accumulates gradients; `is_last`: the step's last micro-batch."""
         loss.backward()
 
+    def clip_gradients(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+
     def finish(self) -> None:
         """Clips if asked, updates, drops the gradients."""
-        raise NotImplementedError
+        if self.clip:
+            self.clip_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
-    def is_settling(self) -> bool:
+    def still_changes(self) -> bool:
         """Whether the next steps are not yet as all later ones will be."""
         return False
 
@@ -115,7 +121,7 @@ class Resident(Loop):
 
     def finish(self) -> None:
         if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            self.clip_gradients()
         with torch.no_grad():
             for weights, masters, optimizer in self._slices:
                 for weight, master in zip(weights, masters, strict=True):
@@ -140,11 +146,8 @@ class Hybrid(Loop):
         gs.cast_model_(self.model, "bf16-true")
         self._optimizer = gs.HybridAdam(self.model.parameters(), **ADAM)
 
-    def finish(self) -> None:
-        if self.clip:
-            self._optimizer.clip_grad_norm_(self.max_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    def clip_gradients(self) -> None:
+        self._optimizer.clip_grad_norm_(self.max_norm)
 
     def report(self) -> dict[str, Any]:
         return pass_memory(self)
@@ -179,13 +182,10 @@ class Gemini(Loop):
         else:
             loss.backward()
 
-    def finish(self) -> None:
-        if self.clip:
-            self.engine.clip_grad_norm_(self.max_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    def clip_gradients(self) -> None:
+        self.engine.clip_grad_norm_(self.max_norm)
 
-    def is_settling(self) -> bool:
+    def still_changes(self) -> bool:
         return bool(self.engine.stats()["settling"])
 
     def watch(self, step: Callable[[], None]) -> dict[str, Any]:
@@ -233,12 +233,6 @@ class FullyShard(Loop):
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)
         if self.device.type == "cuda":  # what sharding took
             torch.cuda.empty_cache()
-
-    def finish(self) -> None:
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 class FSDP2(FullyShard):
@@ -404,11 +398,11 @@ class Training:
         loop, spec, device, losses = self._loop, self._loop.spec, self._device, self._losses
         steps, warmup, micro_batches = spec["steps"], spec["warmup"], spec["micro_batches"]
         is_cuda = device.type == "cuda"
-        latest = warmup + spec.get("settling", MOST_SETTLING)
+        latest = warmup + spec.get("settling", MOST_WARMUP)
         enter("warmup")
         began = time.perf_counter()
         ends = [began]
-        while len(losses) < warmup or (len(losses) < latest and loop.is_settling()):
+        while len(losses) < warmup or (len(losses) < latest and loop.still_changes()):
             self.step()
             ends.append(time.perf_counter())
         warmed = len(losses)

@@ -99,8 +99,8 @@ class ShardedGemini(Ranked, Gemini):
         if self.device.type == "cuda":  # what drawing took
             torch.cuda.empty_cache()
 
-    def is_settling(self) -> bool:
-        return self.is_any(super().is_settling())
+    def still_changes(self) -> bool:
+        return self.is_any(super().still_changes())
 
 
 class FSDP2(Ranked, FullyShard):
