@@ -52,6 +52,7 @@ _OUTLINE = {"stroke": "#ffffff", "stroke_width": 0.7, "paint_order": "stroke"}
 
 _WIDTH, _LEFT, _RIGHT = 1280, 78, 196
 _PLOT = _WIDTH - _LEFT - _RIGHT
+_EDGE = _LEFT + _PLOT
 _TOP, _DEVICE, _HOST_HEIGHT, _GAP = 120, 300, 84, 44
 _LIFELINES = 560  # about; rows are 3 to 15 high
 _LABEL_GAP = 17
@@ -159,6 +160,9 @@ class _Canvas:
 
     def line(self, x1: float, y1: float, x2: float, y2: float, **attributes: Any) -> None:
         self.add("path", d=f"M{_n(x1)} {_n(y1)}L{_n(x2)} {_n(y2)}", fill="none", **attributes)
+
+    def square(self, x: float, y: float, colour: str) -> None:
+        self.add("rect", x=_n(x), y=_n(y), width=10, height=10, rx=2, fill=colour)
 
     def open(self, **attributes: Any) -> None:
         self.lines.append(_tag("g", attributes) + ">")
@@ -268,7 +272,7 @@ class _Picture:
         step = _nice_step(limit, n)
         for i in range(int(limit / step + 1e-9) + 1):
             y = y_of(i * step)
-            self.canvas.line(_LEFT, y, _LEFT + _PLOT, y, stroke=_GRID if i else "#c3c7cc")
+            self.canvas.line(_LEFT, y, _EDGE, y, stroke=_GRID if i else "#c3c7cc")
             self.canvas.text(
                 _LEFT - 8, y + 4, bytes_text(i * step) if i else "0", text_anchor="end", fill=_FAINT
             )
@@ -293,9 +297,7 @@ class _Picture:
             )
         if shows_budget:
             y = y_of(budget)
-            canvas.line(
-                _LEFT, y, _LEFT + _PLOT, y, stroke=_BUDGET, stroke_dasharray="6 4", id="budget"
-            )
+            canvas.line(_LEFT, y, _EDGE, y, stroke=_BUDGET, stroke_dasharray="6 4", id="budget")
         self._band_labels(y_of, budget if shows_budget else None)
         canvas.close()
 
@@ -309,18 +311,18 @@ class _Picture:
         if budget is not None:
             labels.append((y_of(budget), "budget", bytes_text(budget), None, _BUDGET))
         labels.sort(key=lambda label: -label[0])
-        edge = _LEFT + _PLOT
         places = _spread([label[0] for label in labels], _TOP - 4.0, _TOP + _DEVICE - 2.0)
         for y, (origin, name, most, colour, text) in zip(places, labels, strict=True):
-            self.canvas.line(
-                edge + 2, origin, edge + 16, y, stroke="#c3c7cc" if colour else _BUDGET
-            )
-            if colour:
-                self.canvas.add(
-                    "rect", x=edge + 19, y=_n(y - 5), width=10, height=10, rx=2, fill=colour
-                )
-            self.canvas.text(edge + 35, y + 4, name, fill=text)
-            self.canvas.text(_WIDTH - 12, y + 4, most, fill=_FAINT, text_anchor="end")
+            line = "#c3c7cc" if colour else _BUDGET
+            self.canvas.line(_EDGE + 2, origin, _EDGE + 16, y, stroke=line)
+            self._label(y, name, most, colour, fill=text)
+
+    def _label(self, y: float, name: str, most: str, colour: str | None, **attributes: Any) -> None:
+        """A name beside a panel, behind its colour, and how much that is."""
+        if colour:
+            self.canvas.square(_EDGE + 19, y - 5, colour)
+        self.canvas.text(_EDGE + 35, y + 4, name, **attributes)
+        self.canvas.text(_WIDTH - 12, y + 4, most, fill=_FAINT, text_anchor="end")
 
     def _host_panel(self) -> None:
         canvas, budget = self.canvas, self.layout["host_budget"]
@@ -337,18 +339,11 @@ class _Picture:
             fill=_HOST,
             data_band="host",
         )
-        edge = _LEFT + _PLOT
         if shows_budget:
             y = y_of(budget)
-            canvas.line(_LEFT, y, edge, y, stroke=_BUDGET, stroke_dasharray="6 4")
-            canvas.text(edge + 35, y + 4, "budget", fill=_BUDGET)
-            canvas.text(_WIDTH - 12, y + 4, bytes_text(budget), fill=_FAINT, text_anchor="end")
-        middle = (y_of(values[-1]) + base) / 2
-        canvas.add("rect", x=edge + 19, y=_n(middle - 5), width=10, height=10, rx=2, fill=_HOST)
-        canvas.text(edge + 35, middle + 4, "homes")
-        canvas.text(
-            _WIDTH - 12, middle + 4, bytes_text(max(values)), fill=_FAINT, text_anchor="end"
-        )
+            canvas.line(_LEFT, y, _EDGE, y, stroke=_BUDGET, stroke_dasharray="6 4")
+            self._label(y, "budget", bytes_text(budget), None, fill=_BUDGET)
+        self._label((y_of(values[-1]) + base) / 2, "homes", bytes_text(max(values)), _HOST)
         canvas.close()
 
     def _row_y(self, chunk: int) -> float:
@@ -363,18 +358,13 @@ class _Picture:
         every = max(1, math.ceil(13 / self.row))
         for chunk, spans in enumerate(lives(self.entries, self.n_chunks, classes)):
             y = self._row_y(chunk)
+            middle = y + self.row / 2
             name = classes[chunk] if classes else "C2"
             if chunk % every == 0:
-                canvas.text(
-                    _LEFT - 8,
-                    y + self.row / 2 + 4,
-                    f"{chunk}",
-                    text_anchor="end",
-                    fill=_FAINT,
-                    font_size=10.5,
-                )
+                small = {"fill": _FAINT, "font_size": 10.5}
+                canvas.text(_LEFT - 8, middle + 4, f"{chunk}", text_anchor="end", **small)
                 self._module_label(chunk)
-            canvas.line(_LEFT, y + self.row / 2, _LEFT + _PLOT, y + self.row / 2, stroke="#f0f1f3")
+            canvas.line(_LEFT, middle, _EDGE, middle, stroke="#f0f1f3")
             pad = min(self.row * 0.14, 1.2) if self.row > 6 else 0.25
             d = "".join(
                 f"M{_n(self.xs[a])} {_n(y + pad)}H{_n(self.xs[b])}V{_n(y + self.row - pad)}"
@@ -405,28 +395,24 @@ class _Picture:
         most = _MOST_LETTERS - len(more)
         first = modules[0] if len(modules[0]) <= most else f"\u2026{modules[0][1 - most :]}"
         y = self._row_y(chunk) + self.row / 2 + 4
-        x = _LEFT + _PLOT + 34
-        self.canvas.text(x, y, first + more, fill=_FAINT, font_size=10.5, data_module=chunk)
+        self.canvas.text(
+            _EDGE + 34, y, first + more, fill=_FAINT, font_size=10.5, data_module=chunk
+        )
 
     def _class_labels(self, classes: Sequence[str]) -> None:
         """The class beside each run of chunks that have it."""
-        edge = _LEFT + _PLOT
         begin, free = 0, -math.inf
         for chunk in range(1, len(classes) + 1):
             if chunk < len(classes) and classes[chunk] == classes[begin]:
                 continue
             y1, y2 = self._row_y(begin) + 1, self._row_y(chunk) - 1
-            self.canvas.add(
-                "rect",
-                x=edge + 6,
-                y=_n(y1),
-                width=3,
-                height=_n(max(y2 - y1, 1)),
-                fill=_COLOURS[classes[begin]],
-            )
+            height, colour = _n(max(y2 - y1, 1)), _COLOURS[classes[begin]]
+            self.canvas.add("rect", x=_EDGE + 6, y=_n(y1), width=3, height=height, fill=colour)
             middle = (y1 + y2) / 2
             if middle - free >= 12:
-                self.canvas.text(edge + 15, middle + 4, classes[begin], font_size=10.5, fill=_FAINT)
+                self.canvas.text(
+                    _EDGE + 15, middle + 4, classes[begin], font_size=10.5, fill=_FAINT
+                )
                 free = middle
             begin = chunk
 
@@ -453,22 +439,15 @@ class _Picture:
         ends = [first for first, _ in phases[1:]] + [len(self.ticks)]
         for (first, name), end in zip(phases, ends, strict=True):
             if first:
-                self.canvas.line(
-                    self.xs[first],
-                    _TOP - 22,
-                    self.xs[first],
-                    self.lives_bottom,
-                    stroke="#8d939b",
-                    stroke_width=0.8,
-                    stroke_dasharray="2 3",
-                )
+                x, look = self.xs[first], {"stroke_width": 0.8, "stroke_dasharray": "2 3"}
+                self.canvas.line(x, _TOP - 22, x, self.lives_bottom, stroke="#8d939b", **look)
             if self.xs[end] - self.xs[first] > 62:
                 middle = (self.xs[first] + self.xs[end]) / 2
                 self.canvas.text(middle, _TOP - 10, name, text_anchor="middle", fill=_FAINT)
 
     def _tick_axis(self) -> None:
         y = self.lives_bottom + 4
-        self.canvas.line(_LEFT, y, _LEFT + _PLOT, y, stroke="#c3c7cc")
+        self.canvas.line(_LEFT, y, _EDGE, y, stroke="#c3c7cc")
         step = max(1, int(_nice_step(len(self.ticks), 12)))
         for index in range(0, len(self.ticks), step):
             x = self.xs[index]
@@ -476,8 +455,8 @@ class _Picture:
             self.canvas.text(x, y + 17, str(index), text_anchor="middle", fill=_FAINT)
             time = seconds_text(self.ticks[index]["start"] - self.ticks[0]["start"])
             self.canvas.text(x, y + 31, time, text_anchor="middle", fill=_FAINT, data_tick=index)
-        self.canvas.text(_LEFT + _PLOT + 15, y + 17, "tick", fill=_FAINT)
-        self.canvas.text(_LEFT + _PLOT + 15, y + 31, "time", fill=_FAINT)
+        self.canvas.text(_EDGE + 15, y + 17, "tick", fill=_FAINT)
+        self.canvas.text(_EDGE + 15, y + 31, "time", fill=_FAINT)
 
     def _legend(self) -> None:
         x, y = float(_LEFT), self.lives_bottom + 62
@@ -489,9 +468,7 @@ class _Picture:
             x += 34 + 6.6 * len(name)
         x, y = float(_LEFT), y + _LEGEND_ROW
         for name in self.classes:
-            self.canvas.add(
-                "rect", x=_n(x), y=_n(y - 9), width=10, height=10, rx=2, fill=_COLOURS[name]
-            )
+            self.canvas.square(x, y - 9, _COLOURS[name])
             text = f"{name}: {CLASSES[name]}"
             self.canvas.text(x + 14, y, text, font_size=11)
             x += 30 + 5.4 * len(text)

@@ -26,8 +26,8 @@ from gemini_strategy.report.differences import Compared, reasons
 from gemini_strategy.report.verdict import sentence, verdict
 
 _NAN = float("nan")
-_WINDOW = 32  # steps
-_BREAKS_WINDOW = 8  # steps
+_STEPS = 32  # the last ones, of which figures are medians
+_BREAK_STEPS = 8
 _MOST_BREAKS = 3  # of them in which the plan was left, until somebody should know
 _WIDTH = 100  # columns
 _DASH = "-"
@@ -116,8 +116,8 @@ class StepMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens_per_step: int | None = None
         self._clock = clock
-        self._steps: deque[dict[str, float]] = deque(maxlen=_WINDOW)
-        self._breaks: deque[int] = deque(maxlen=_BREAKS_WINDOW + 1)
+        self._steps: deque[dict[str, float]] = deque(maxlen=_STEPS)
+        self._breaks: deque[int] = deque(maxlen=_BREAK_STEPS + 1)
         self._has_warned = False
         self._last: dict[str, float] | None = None
         self._tokens = 0
@@ -180,7 +180,7 @@ class StepMeter:
         )
 
     def figures(self) -> dict[str, float]:
-        """Medians over the window.
+        """Medians over the last steps.
 
         Keys: step_seconds, tokens_per_step, tokens_per_s, stall_percent (of the step, without compute),
         h2d_gb_s and d2h_gb_s (10^9 bytes per second of the step, not of the copy), host_adam_seconds (seconds of CPU
@@ -242,16 +242,12 @@ def seconds_text(value: float | None) -> str:
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3f} s"
 
 
-def _gb_s(value: float | None) -> str:
-    return f"{value:.3g} GB/s" if _is_known(value) else _DASH
+def _formatted(form: str) -> Callable[[Any], str]:
+    """The text of a number; a dash for one that is not known."""
+    return lambda value: form.format(value) if _is_known(value) else _DASH
 
 
-def _percent(value: float | None) -> str:
-    return f"{value:.1f} %" if _is_known(value) else _DASH
-
-
-def _per_second(value: float | None) -> str:
-    return f"{value:,.0f}" if _is_known(value) else _DASH
+_gb_s, _percent, _per_second = map(_formatted, ("{:.3g} GB/s", "{:.1f} %", "{:,.0f}"))
 
 
 def _of_budget(total: float, budget: int) -> str:
@@ -265,21 +261,25 @@ def _of_budget(total: float, budget: int) -> str:
 Row = tuple[str, ...]
 
 
-def _about_rows(about: Mapping[str, Any]) -> list[Row]:
-    budgets = [
+def _sizes(about: Mapping[str, Any]) -> str:
+    of, trained = count_text(about["parameters"]), count_text(about["trainable"])
+    return f"{of} parameters, {trained} trained"
+
+
+def _budgets(about: Mapping[str, Any]) -> tuple[str, str]:
+    device, host = (
         bytes_text(about[name]) if about[name] >= 0 else "what there is"
         for name in ("device_budget", "host_budget")
-    ]
+    )
+    return device, host
+
+
+def _about_rows(about: Mapping[str, Any]) -> list[Row]:
+    device, host = _budgets(about)
     return [
-        (
-            "model",
-            f"{about['model']}, {count_text(about['parameters'])} parameters, {count_text(about['trainable'])} trained",
-        ),
+        ("model", f"{about['model']}, {_sizes(about)}"),
         ("device", f"{about['device']}, precision {about['precision'] or 'as built'}"),
-        (
-            "budget",
-            f'device {budgets[0]}, host {budgets[1]}, placement_policy "{about["policy"]}"',
-        ),
+        ("budget", f'device {device}, host {host}, placement_policy "{about["policy"]}"'),
     ]
 
 
@@ -571,13 +571,10 @@ def result_table(engine: Any) -> str:
 def headline(engine: Any) -> str:
     """One line when training follows its first plan: parameters, policy, budgets, the expected step, what binds."""
     facts, plan = about(engine), plan_of(engine)
-    device, host = (
-        bytes_text(facts[name]) if facts[name] >= 0 else "what there is"
-        for name in ("device_budget", "host_budget")
-    )
+    device, host = _budgets(facts)
     line = (
-        f"{facts['model']}: {count_text(facts['parameters'])} parameters, {count_text(facts['trainable'])} trained, on "
-        f'{facts["device"]}, policy "{facts["policy"]}", device budget {device}, host budget {host}'
+        f'{facts["model"]}: {_sizes(facts)}, on {facts["device"]}, policy "{facts["policy"]}", device budget {device}, '
+        f"host budget {host}"
     )
     if plan is None:
         return line

@@ -21,8 +21,7 @@ from gemini_strategy.report.svg import export_svg
 
 Entry = Mapping[str, Any]
 
-_STREAMS = ("compute", "fetch", "state", "evict", "state_out", "update", "host", "comm")
-_STREAM_NAMES = {
+_STREAMS = {
     "compute": "compute: ticks",
     "fetch": "fetch: weights H2D",
     "state": "state: states and gradients H2D",
@@ -156,16 +155,17 @@ def chrome_events(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "Gemini"}}
     ]
-    for thread, stream in enumerate(_STREAMS, 1):
+    threads = {stream: number for number, stream in enumerate(_STREAMS, 1)}
+    for stream, thread in threads.items():
         common = {"ph": "M", "pid": 1, "tid": thread}
-        events.append({**common, "name": "thread_name", "args": {"name": _STREAM_NAMES[stream]}})
+        events.append({**common, "name": "thread_name", "args": {"name": _STREAMS[stream]}})
         events.append({**common, "name": "thread_sort_index", "args": {"sort_index": thread}})
     for entry in entries:
         if entry["kind"] == "lost":
             continue
         event: dict[str, Any] = {
             "pid": 1,
-            "tid": _STREAMS.index(entry["stream"]) + 1,
+            "tid": threads[entry["stream"]],
             "name": _chrome_name(entry),
             "cat": entry["kind"],
             "ts": round(entry["start"] * 1e6, 3),
