@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.arguments import PolicyName, check_management, suggesting
+from gemini_strategy.arguments import LOSS_SCALING, PolicyName, check_management, suggesting
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
@@ -163,15 +163,7 @@ def manage(
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_management("manage", given)
         settings = _settings(given, ranks)
-        scaler = LossScaler(
-            initial_scale,
-            min_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            max_scale,
-        )
+        scaler = LossScaler(**{name: given[name] for name in LOSS_SCALING})
         settings = common_settings(settings, scaler, ranks)
         if engine_of(model) is not None:
             raise GeminiError(

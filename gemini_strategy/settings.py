@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.registration import Registration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """In bytes (-1: no limit)."""
 
@@ -27,15 +27,15 @@ class Settings:
     host_budget: int
     sizes: ChunkSizes
     is_grad_f32: bool
-    margin: float | None
+    margin: float | None = None
     convert_inputs: bool
-    force_outputs_fp32: bool
+    force_outputs_fp32: bool = False
     threads: int
     rates: tuple[float, ...]
-    is_tuned: bool
-    report: bool | None
-    weights: Weights | None
-    missing: str
+    is_tuned: bool = False
+    report: bool | None = None
+    weights: Weights | None = None
+    missing: str = "refuse"
 
     def core_arguments(self, registration: Registration, n_shards: int = 1) -> dict[str, Any]:
         """What the core is made of for a model, by the names of its arguments; a run and an estimate begin here.

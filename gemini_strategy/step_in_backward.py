@@ -45,9 +45,8 @@ class StepInBackward:
 
     def __init__(self, engine: Runtime) -> None:
         self._engine = engine
-        self._numbers: dict[
-            int, tuple[Any, ...]
-        ] = {}  # of the step that has been announced, by slot
+        # Of the step that has been announced, by slot.
+        self._numbers: dict[int, tuple[Any, ...]] = {}
         self._is_armed = False  # the core may have updated weights
         self._ran_inside = False  # so it was in the last step
         self.is_served = self.was_served = False

@@ -7,7 +7,7 @@ states of the optimizer go by the parameter's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,19 +60,17 @@ class Field:
 
     def read(self, first: int, n: int) -> torch.Tensor:
         """The n elements from `first` on, which this rank has: flat, on the CPU, in the order of memory."""
-        slot = self.slot
-        name = "weight" if self.name == "master" and not slot.has_low else self.name
-        values = torch.empty(n, dtype=self.dtype, device="cpu")
-        slot.engine.core.read(slot.id, _C.FIELDS[name], first, n, values.data_ptr())
-        return values
+        return self._read(self.slot.engine.core.read, first, n)[0]
 
     def read_saved(self, first: int, n: int) -> torch.Tensor | None:
         """The same as it was when the core's save_begin was called; None: other chunks come first."""
-        slot = self.slot
-        name = "weight" if self.name == "master" and not slot.has_low else self.name
-        values = torch.empty(n, dtype=self.dtype, device="cpu")
-        is_read = slot.engine.core.save_read(slot.id, _C.FIELDS[name], first, n, values.data_ptr())
+        values, is_read = self._read(self.slot.engine.core.save_read, first, n)
         return values if is_read else None
+
+    def _read(self, read: Callable[..., Any], first: int, n: int) -> tuple[torch.Tensor, Any]:
+        name = "weight" if self.name == "master" and not self.slot.has_low else self.name
+        values = torch.empty(n, dtype=self.dtype, device="cpu")
+        return values, read(self.slot.id, _C.FIELDS[name], first, n, values.data_ptr())
 
     def fill(self, first: int, values: torch.Tensor) -> None:
         """The elements from `first` on become `values`, flat."""

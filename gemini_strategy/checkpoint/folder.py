@@ -99,9 +99,8 @@ class Claim:
             return
         with contextlib.suppress(OSError):
             self._path.unlink()
-        with contextlib.suppress(
-            OSError
-        ):  # a process that was forked meanwhile has the file open, too
+        with contextlib.suppress(OSError):
+            # A process that was forked meanwhile has the file open, too.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = -1

@@ -31,9 +31,8 @@ from gemini_strategy.parameters import stand_in
 from gemini_strategy.report.progress import Done, progress
 
 MOST_BYTES = 1 << 24  # of a piece
-_CENTRAL = struct.Struct(
-    "<4s12xI8x3H12x"
-)  # an entry of a ZIP archive's directory: mark, checksum, three lengths
+# An entry of a ZIP archive's directory: mark, checksum, three lengths.
+_CENTRAL = struct.Struct("<4s12xI8x3H12x")
 _CENTRAL_MARK = b"PK\x01\x02"
 _BEHIND_MARK = b"PK\x07\x08"  # of what stands behind a record: the mark, the checksum, the sizes
 

@@ -27,6 +27,7 @@ from torch import nn
 
 from gemini_strategy.checkpoint import folder, manifest
 from gemini_strategy.checkpoint.contents import Field, Model
+from gemini_strategy.checkpoint.records import write_at
 from gemini_strategy.checkpoint.tensor_files import Entry, TensorFile, index_of, split
 from gemini_strategy.checkpoint.together import in_stretches, together
 from gemini_strategy.errors import GeminiError
@@ -198,10 +199,7 @@ class _Files:
         if path not in self._open:
             self._open[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         data = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
-        place = begin + first * values.itemsize
-        while data:
-            n = os.pwrite(self._open[path], data, place)
-            data, place = data[n:], place + n
+        write_at(self._open[path], data, begin + first * values.itemsize)
 
     def finish(self) -> None:
         """The bytes are on the disk afterwards."""

@@ -54,7 +54,7 @@ class _Stream:
                 self.raw, self.crc = self.at, zlib.crc32(data)
             if self.at + len(data) > self._offset + self._n_bytes + _AROUND:
                 raise OSError(f"torch.save wrote more than {_AROUND} bytes around a tensor")
-            _write_at(self._file, data, self.at)
+            write_at(self._file, data, self.at)
         except OSError as error:
             self.error = self.error or error
             raise
@@ -65,7 +65,8 @@ class _Stream:
         """Nothing is kept back."""
 
 
-def _write_at(file: int, data: memoryview, at: int) -> None:
+def write_at(file: int, data: memoryview, at: int) -> None:
+    """All of `data`, from byte `at` of the file on."""
     while data:
         n = os.pwrite(file, data, at)
         at, data = at + n, data[n:]
@@ -113,7 +114,7 @@ class RecordFile:
 
     def _put(self, data: memoryview, raw: int, crc: int) -> Record:
         offset = self._reserve(len(data))
-        _write_at(self._file.fileno(), data, offset)
+        write_at(self._file.fileno(), data, offset)
         return Record(offset, len(data), offset + raw, crc)
 
     def _reserve(self, n_bytes: int) -> int:

@@ -158,15 +158,9 @@ def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
         host_budget=host_budget,
         sizes=ChunkSizes(given["chunk_size"], given["block_size"], None, None, None),
         is_grad_f32=given["gradient_dtype"] is torch.float32,
-        margin=None,
         convert_inputs=given["convert_inputs"],
-        force_outputs_fp32=False,
         threads=1,
         rates=machine.core_rates(),
-        is_tuned=False,
-        report=None,
-        weights=None,
-        missing="refuse",
     )
 
 

@@ -128,18 +128,18 @@ def _of_gpu(name: str) -> Machine:
 _OWN = ("half", "single", "bandwidth", "link")  # a Machine's figures beside its rates
 
 
-def _known(about: Any) -> str | None:
-    """The name in GPUS of a GPU of which torch says so."""
+def _present() -> tuple[Any, str | None]:
+    """What torch says of the GPU that this process has, and its name in GPUS."""
+    about = torch.cuda.get_device_properties(torch.cuda.current_device())
     near = [name for name in GPUS if _plain(name) in _plain(about.name)]
-    return max(near, key=len, default=None)
+    return about, max(near, key=len, default=None)
 
 
 def _here() -> Machine:
     """Of the GPU that this process has."""
     if not torch.cuda.is_available():
         raise ValueError(f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}")
-    about = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = _known(about)
+    about, known = _present()
     if known is None:
         raise ValueError(f"no figures for this GPU, {about.name}: known are {', '.join(GPUS)}")
     return replace(_of_gpu(known), name=about.name, memory=about.total_memory)
@@ -149,7 +149,7 @@ def is_here(gpu: str | None) -> bool:
     """Whether this process has such a GPU; gpu: as for machine_of, which knows it."""
     if gpu is None or not torch.cuda.is_available():
         return gpu is None
-    known = _known(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    _, known = _present()
     return known is not None and _plain(known) == _plain(gpu)
 
 

@@ -88,12 +88,13 @@ def multiplied(registration: Registration, live: Live, touch: Touch) -> Iterator
             for number in numbers:
                 for tensor in quantized.companions(module, registration.slots[number].parameter):
                     live.note(tensor)
-            stack.enter_context(_replaced(module, _forward(module, touch, numbers)))
+            stack.enter_context(calling(module, _forward(module, touch, numbers)))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the module has another forward."""
     own = module.__dict__.get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:

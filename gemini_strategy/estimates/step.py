@@ -26,7 +26,7 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.estimates.cuda_rules import CudaRules
-from gemini_strategy.estimates.quantized import multiplied
+from gemini_strategy.estimates.quantized import calling, multiplied
 from gemini_strategy.estimates.tensors import Live, Operations, Work
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.hooks import is_compiled
@@ -357,7 +357,7 @@ def record(
 def _root_forward(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Inside, the model's forward converts its inputs and has autocast, and the loss around it has neither, as under
     manage()."""
-    own, forward = model.__dict__.get("forward"), model.forward
+    forward = model.forward
 
     @functools.wraps(forward, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -365,13 +365,8 @@ def _root_forward(model: nn.Module, precision: Precision) -> Iterator[None]:
         with precision.forward_context("cpu"):
             return forward(*args, **kwargs)
 
-    model.forward = called
-    try:
+    with calling(model, called):
         yield
-    finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
 
 
 def _run(

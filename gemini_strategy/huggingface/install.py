@@ -22,17 +22,9 @@ from gemini_strategy.huggingface.reading import leave_unread
 from gemini_strategy.huggingface.refusals import check_arguments
 
 
-def _accelerate(module: ModuleType) -> None:
-    ours = importlib.import_module("gemini_strategy.huggingface.accelerator")
-    _replace(module, "Accelerator", ours.GeminiAccelerator)
-
-
-def _trainer(module: ModuleType) -> None:
-    ours = importlib.import_module("gemini_strategy.huggingface.trainer")
-    _replace(module, "Trainer", ours.GeminiTrainer)
-
-
-def _replace(module: ModuleType, name: str, ours: type) -> None:
+def _replace(home: str, name: str, module: ModuleType) -> None:
+    """Puts our class, Gemini`name` of the module `home`, in the place of the module's."""
+    ours = getattr(importlib.import_module(f"gemini_strategy.huggingface.{home}"), f"Gemini{name}")
     plain = getattr(module, name)
     strangers = [kind.__name__ for kind in plain.__subclasses__() if kind is not ours]
     if strangers:
@@ -68,11 +60,11 @@ def _adapters(module: ModuleType) -> None:
 
 
 _ACTS: dict[str, Callable[[ModuleType], None]] = {
-    "accelerate.accelerator": _accelerate,
+    "accelerate.accelerator": functools.partial(_replace, "accelerator", "Accelerator"),
     "peft.peft_model": _adapters,
     "transformers.modeling_utils": _models,
     "transformers.training_args": _arguments,
-    "transformers.trainer": _trainer,
+    "transformers.trainer": functools.partial(_replace, "trainer", "Trainer"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,20 +10,15 @@ from typing import Any
 import torch
 
 from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 
 # What check_management() wants beside; accelerate's GradScalerKwargs say how an fp16 loss is scaled.
 _ELSEWHERE = {
+    **{name: p.default for name, p in inspect.signature(LossScaler).parameters.items()},
     "force_outputs_fp32": False,
     "weights": None,
     "missing": "refuse",
-    "initial_scale": 2.0**16,
-    "min_scale": 1.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 1000,
-    "hysteresis": 2,
-    "max_scale": 2.0**32,
 }
 
 

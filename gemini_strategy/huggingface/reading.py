@@ -111,13 +111,17 @@ class _File:
         return found if self._unread is None or not is_float else _Slice(found, self._unread, key)
 
 
-class _Slice:
-    """A slice of a file; the whole of it stays unread."""
+class _Part:
+    """What safetensors has found in a file, under a key."""
 
     def __init__(self, found: Any, files: unread.UnreadFile, key: str) -> None:
         self._found = found
         self._files = files
         self._key = key
+
+
+class _Slice(_Part):
+    """A slice of a file; the whole of it stays unread."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._found, name)
@@ -128,13 +132,8 @@ class _Slice:
         )
 
 
-class _Whole:
+class _Whole(_Part):
     """A tensor of a file before anybody has said which dtype and device it is to have."""
-
-    def __init__(self, found: Any, files: unread.UnreadFile, key: str) -> None:
-        self._found = found
-        self._files = files
-        self._key = key
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._found[...], name)

@@ -3,7 +3,8 @@
 # A class for the strategy of each Lightning tree to inherit from; nothing here imports Lightning.
 #
 # Lightning runs forward, zero_grad and backward in the closure of the optimizer's step.  So a backward under
-# `Strategy.optimizer_step` ends the step: accumulated batches and the last, shorter window call the closure elsewhere.
+# `Strategy.optimizer_step` ends the step: batches that only accumulate call the closure elsewhere, and so do the last,
+# if they are fewer.
 #
 # Invariants
 #   1. The immediate schedule is chosen only if nothing that Lightning or the user runs between that backward and the

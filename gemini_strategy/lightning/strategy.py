@@ -280,10 +280,8 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        if (
-            sys.exception() is None
-        ):  # else engine.close(), or the end of the process, says what it met
-            self._end_saving()
+        if sys.exception() is None:
+            self._end_saving()  # else engine.close(), or the end of the process, says what it met
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
