@@ -24,18 +24,18 @@ from gemini_strategy.arguments import Arguments
 from gemini_strategy.runtime import Uncopied
 
 
-def refuse(call: str, given: Mapping[str, Any], settled: Mapping[str, tuple[Any, str]]) -> None:
+def refuse(call: str, given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]]) -> None:
     """Refuses by name what has one value here.
 
     Args:
         call: what was called.
         given: its arguments by name.
-        settled: for each such argument the one value that is taken, and why there is no other and the way out.
+        fixed: for each such argument the one value that is taken, and why there is no other and the way out.
 
     Raises:
         ValueError: another value.
     """
-    for name, (value, reason) in settled.items():
+    for name, (value, reason) in fixed.items():
         if not _is_same(given[name], value):
             found = given[name]
             raise ValueError(f"{call}({name}={found!r}): only {value!r} is taken: {reason}.")

@@ -21,7 +21,7 @@ from gemini_strategy.wrapper import is_first_rank, refuse
 
 _PARALLEL = "a model larger than a GPU is trained by moving chunks, with data parallelism alone; leave it out"
 _MODEL_CODE = "choose the kernels in the model (attn_implementation=, torch.compile of its blocks)"
-_SETTLED: dict[str, tuple[Any, str]] = {
+_FIXED: dict[str, tuple[Any, str]] = {
     "tp_size": (1, _PARALLEL),
     "extra_dp_size": (1, "give zero_group=, a DeviceMesh of two dimensions: replicas, shards"),
     "enable_all_optimization": (False, _MODEL_CODE),
@@ -102,11 +102,11 @@ class GeminiPlugin:
     ) -> None:
         given = dict(locals())
         del given["self"]
-        refuse("GeminiPlugin", given, _SETTLED)
+        refuse("GeminiPlugin", given, _FIXED)
         Arguments("GeminiPlugin", given).check_choice("precision", ("fp16", "bf16"))
         names = (*LOSS_SCALING, "gpu_margin_mem_ratio", "max_norm", "norm_type")
         self.optimizer_arguments = {name: given[name] for name in names}
-        others = {*names, *_SETTLED, "precision"}
+        others = {*names, *_FIXED, "precision"}
         self.model_arguments = {name: given[name] for name in given if name not in others}
         self.model_arguments["mixed_precision"] = given["precision"]
         management("GeminiPlugin", {"extra_dp_group": None, **self.model_arguments})
@@ -124,8 +124,8 @@ class Booster:
         self, device: None = None, mixed_precision: None = None, plugin: GeminiPlugin | None = None
     ) -> None:
         why = "the plugin says it, GeminiPlugin(precision=...)"
-        settled = {"mixed_precision": (None, why), "device": (None, "CUDA is used if it is there")}
-        refuse("Booster", locals(), settled)
+        fixed = {"mixed_precision": (None, why), "device": (None, "CUDA is used if it is there")}
+        refuse("Booster", locals(), fixed)
         if not isinstance(plugin, GeminiPlugin):
             raise ValueError(f"Booster(plugin={plugin!r}): expected a GeminiPlugin().")
         self.plugin = plugin
@@ -223,12 +223,12 @@ class Booster:
     ) -> None:
         """Saves moments, steps, groups and the loss scale in a file, in the form of torch.optim.AdamW."""
         reason = "engine.save(folder) writes everything in parts, model.engine.save(folder)"
-        settled = {
+        fixed = {
             **_IO,
             "shard": (False, reason),
             "size_per_shard": (1024, "without shard it says nothing"),
         }
-        refuse("Booster.save_optimizer", locals(), settled)
+        refuse("Booster.save_optimizer", locals(), fixed)
         state = optimizer.state_dict(only_rank_0=True)
         _write(optimizer.engine, checkpoint, state)
 

@@ -14,7 +14,7 @@ from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
 
 _PLAN = "the plan decides that from device_budget and what was measured; leave it out"
 # What the original asks its user, and the engine knows by itself: the one value, and why there is no other.
-SETTLED: dict[str, tuple[Any, str]] = {
+FIXED: dict[str, tuple[Any, str]] = {
     "chunk_config_dict": (None, "give chunk_size=, in bytes of weights"),
     "chunk_init_device": (None, "values go straight to their places"),
     "max_prefetch": (0, f"how far is fetched ahead: {_PLAN}"),
@@ -44,7 +44,7 @@ def management(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an argument is refused, by name.
     """
-    refuse(call, given, SETTLED)
+    refuse(call, given, FIXED)
     arguments = Arguments(call, given)
     arguments.check_bool("force_outputs_fp32", "verbose", "enable_gradient_accumulation")
     precisions = {

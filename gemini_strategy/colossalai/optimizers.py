@@ -72,9 +72,9 @@ def FusedAdam(  # noqa: N802
     Raises:
         ValueError: amsgrad=True, or set_grad_none=False.
     """
-    settled = {
+    fixed = {
         "amsgrad": (False, "Adam and AdamW only"),
         "set_grad_none": (True, "zero_grad(set_to_none=False) zeroes gradients"),
     }
-    refuse("FusedAdam", locals(), settled)
+    refuse("FusedAdam", locals(), fixed)
     return gs.HybridAdam(params, lr, betas, eps, weight_decay, adamw_mode, bias_correction)

@@ -193,15 +193,15 @@ def _seeded(model: nn.Module) -> Any:
         yield
 
 
-def _settled(
+def _check_keys(
     where: str,
     given: Mapping[str, Any],
     names: tuple[str, ...],
-    settled: Mapping[str, tuple[Any, str]],
+    fixed: Mapping[str, tuple[Any, str]],
 ) -> None:
-    """Refuses keys that are neither of `names` nor settled, and other values of those that are."""
-    _known(where, given, (*names, *settled))
-    refuse(where, {name: value for name, (value, _) in settled.items()} | dict(given), settled)
+    """Refuses keys that are neither of `names` nor fixed, and other values of those that are."""
+    _known(where, given, (*names, *fixed))
+    refuse(where, {name: value for name, (value, _) in fixed.items()} | dict(given), fixed)
 
 
 def _known(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -216,7 +216,7 @@ def _model_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of manage() for zero=dict(model_config=given)."""
     where = "zero.model_config"
     own = ("shard_strategy", "tensor_placement_policy", "fp32_reduce_scatter", "offload_config")
-    _settled(where, given, own, _MODEL)
+    _check_keys(where, given, own, _MODEL)
     strategy = given.get("shard_strategy")
     if not isinstance(strategy, TensorShardStrategy):
         raise ValueError(f"{where}(shard_strategy={strategy!r}): expected a TensorShardStrategy().")
@@ -240,7 +240,7 @@ def _optimizer_arguments(given: Mapping[str, Any], model: dict[str, Any]) -> dic
     where = "zero.optimizer_config"
     if given.get("cpu_offload") and model.get("placement_policy") == "cpu":
         given = {name: value for name, value in given.items() if name != "cpu_offload"}
-    _settled(where, given, ("gpu_margin_mem_ratio", *LOSS_SCALING), _OPTIMIZER)
+    _check_keys(where, given, ("gpu_margin_mem_ratio", *LOSS_SCALING), _OPTIMIZER)
     found = {name: given[name] for name in LOSS_SCALING if name in given}
     margin = given.get("gpu_margin_mem_ratio")
     if margin is not None and (margin or model.get("placement_policy") == "auto"):

@@ -28,7 +28,7 @@ from gemini_strategy.colossalai import (
     ZeroInitContext,
     booster,
 )
-from gemini_strategy.colossalai.gemini import SETTLED
+from gemini_strategy.colossalai.gemini import FIXED
 from gemini_strategy.colossalai.launch import Config
 from helpers.saving import assert_same_model
 
@@ -460,10 +460,10 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("cls", [GeminiDDP, GeminiPlugin])
-@pytest.mark.parametrize("name", sorted(SETTLED))
+@pytest.mark.parametrize("name", sorted(FIXED))
 def test_what_the_engine_knows_by_itself_is_refused_by_name(cls: Any, name: str) -> None:
     arguments = [] if cls is GeminiPlugin else [net()]
-    default, _ = SETTLED[name]
+    default, _ = FIXED[name]
     if name not in inspect.signature(cls).parameters:
         assert name == "extra_dp_group" and cls is GeminiPlugin
         return
