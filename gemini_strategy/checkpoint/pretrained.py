@@ -176,13 +176,14 @@ class _Plan:
 
 
 class _Files:
-    """This rank's hold of the files."""
+    """This rank's hold of the files; `done` is told of the bytes that it has written."""
 
-    def __init__(self, path: Path, plan: _Plan) -> None:
+    def __init__(self, path: Path, plan: _Plan, done: Done) -> None:
         if not path.is_dir():
             raise GeminiError(
                 f"{path.parent} is not the same folder on all ranks: save where every host can write"
             )
+        self._done = done
         self._open: dict[Path, int] = {}
         self._begins: dict[tuple[str, str], tuple[Path, int]] = {}
         for output, files in plan.outputs:
@@ -200,6 +201,7 @@ class _Files:
             self._open[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         data = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
         write_at(self._open[path], data, begin + first * values.itemsize)
+        self._done(values.nbytes)
 
     def finish(self) -> None:
         """The bytes are on the disk afterwards."""
@@ -276,42 +278,30 @@ def _create(path: Path, plan: _Plan) -> None:
 def _write(runtime: Runtime, what: str, path: Path, plan: _Plan) -> None:
     """The bytes of all tensors."""
     ranks = runtime.ranks
-    files = together(ranks, what, lambda: _Files(path, plan))
-    try:
-        total = sum(plan.part_bytes(source) for _, _, source in plan.direct)
-        total += sum(group.n_bytes for group in plan.groups)
-        with progress("Gemini: saving", total, ranks.rank) as done:
-            in_stretches(ranks, what, _direct(runtime, files, plan, done))
+    total = sum(plan.part_bytes(source) for _, _, source in plan.direct)
+    total += sum(group.n_bytes for group in plan.groups)
+    with progress("Gemini: saving", total, ranks.rank) as done:
+        files = together(ranks, what, lambda: _Files(path, plan, done))
+        try:
+            in_stretches(ranks, what, _direct(runtime, files, plan))
             for group in plan.groups:
                 values = {name: _whole(plan, name) for name in group.sources}  # a collective
                 put = functools.partial(_put_group, files, plan, group, values)
-                together(ranks, what, put if ranks.rank == 0 else _nothing)
-                done(group.n_bytes)
+                together(ranks, what, put if ranks.rank == 0 else lambda: None)
                 del values, put
-        together(ranks, what, files.finish)
-    finally:
-        files.close()
-
-
-def _nothing() -> None:
-    """What the others do while rank 0 writes."""
+            together(ranks, what, files.finish)
+        finally:
+            files.close()
 
 
 def _direct(
-    runtime: Runtime, files: _Files, plan: _Plan, done: Done
+    runtime: Runtime, files: _Files, plan: _Plan
 ) -> Iterator[tuple[int, Callable[[], None]]]:
-    """The writing of what needs no other rank, with its bytes. `done` is told of what this rank has written."""
+    """The writing of what needs no other rank, with its bytes."""
     for output, name, source in plan.direct:
         n_bytes = math.prod(plan.sources[source].shape) * plan.dtype_of(source).itemsize
-        put = functools.partial(_put_counted, files, output, name, done)
+        put = functools.partial(files.put, output, name)
         yield n_bytes, functools.partial(_put_own, runtime, plan, source, put)
-
-
-def _put_counted(
-    files: _Files, output: Output, name: str, done: Done, first: int, values: torch.Tensor
-) -> None:
-    files.put(output, name, first, values)
-    done(values.nbytes)
 
 
 def _put_own(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini_strategy import _C
 from gemini_strategy.arguments import POLICIES, Arguments, PolicyName, suggesting
 from gemini_strategy.errors import GeminiMemoryError
 from gemini_strategy.estimates.machines import Machine, is_here, machine_of, with_host
@@ -160,7 +161,7 @@ def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
         is_grad_f32=given["gradient_dtype"] is torch.float32,
         convert_inputs=given["convert_inputs"],
         threads=1,
-        rates=machine.core_rates(),
+        rates=tuple(machine.rates[name] for name in _C.RATES),
     )
 
 

@@ -100,9 +100,6 @@ class Machine:
         products = work.flops / (self.half if work.is_half else self.single)
         return max(products, work.moved / self.bandwidth, _LEAST_SECONDS)
 
-    def core_rates(self) -> tuple[float, ...]:
-        return tuple(self.rates[name] for name in _C.RATES)
-
 
 def _of_gpu(name: str) -> Machine:
     gpu = GPUS[name]

@@ -137,9 +137,6 @@ class _Recorder:
             self.result.entries.append(Held(self._held))
         self.result.entries.append((_KIND[kind], *numbers))
 
-    def note_work(self, work: Work) -> None:
-        self.result.entries.append(work)
-
     # ---- units ----
 
     def _enter(self, unit: int, module: nn.Module, args: Any) -> None:
@@ -343,7 +340,7 @@ def record(
         recorder.result.tokens = count_tokens(inputs)
         if is_cuda:
             stack.enter_context(CudaRules())
-        stack.enter_context(Operations(live, recorder.note_work))
+        stack.enter_context(Operations(live, recorder.result.entries.append))
         _run(model, inputs, precision, step_fn or loss_of, convert_inputs)
         recorder.result.peak_bytes = live.most
         recorder.result.entries.append(Held(live.most))

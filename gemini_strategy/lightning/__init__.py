@@ -54,10 +54,8 @@ _NAMES: dict[str, dict[str, Any]] = {
 _OLD_NAME = "colossalai"
 _DESCRIPTION = "Chunked model state within a device budget, {}={!r}"
 
-# Kept over a reload (invariant 1).
-_classes: dict[str, type] = globals().get("_classes", {})
-_fabric_classes: dict[str, type] = globals().get("_fabric_classes", {})
-_old_classes: dict[str, type] = globals().get("_old_classes", {})
+# By the tree: of the Trainer, of Fabric, and under the old name. Kept over a reload (invariant 1).
+_classes: dict[str, tuple[type, type, type]] = globals().get("_classes", {})
 
 
 def strategy_class(tree: str) -> type:
@@ -70,7 +68,7 @@ def strategy_class(tree: str) -> type:
         ValueError: any other name.
         ImportError: the distribution is not installed.
     """
-    return _classes[_built("strategy_class", tree)]
+    return _built("strategy_class", tree)[0]
 
 
 def fabric_strategy_class(tree: str) -> type:
@@ -83,25 +81,25 @@ def fabric_strategy_class(tree: str) -> type:
         ValueError: any other name.
         ImportError: the distribution is not installed.
     """
-    return _fabric_classes[_built("fabric_strategy_class", tree)]
+    return _built("fabric_strategy_class", tree)[1]
 
 
 def colossalai_strategy_class(tree: str) -> type:
     """The same under the old name: ``strategy="colossalai"``; see :func:`strategy_class`."""
-    return _old_classes[_built("colossalai_strategy_class", tree)]
+    return _built("colossalai_strategy_class", tree)[2]
 
 
-def _built(call: str, tree: str) -> str:
-    """The name in MODULES of a tree, whose classes are there and registered."""
+def _built(call: str, tree: str) -> tuple[type, type, type]:
+    """A tree's classes, which are registered."""
     name = next((n for n, modules in MODULES.items() if tree in (n, *modules)), None)
     if name is None:
         raise ValueError(f"{call}(tree={tree!r}): expected one of {', '.join(map(repr, MODULES))}.")
-    if name not in _fabric_classes:
+    if name not in _classes:
         found = import_tree(name)
-        _classes[name], _fabric_classes[name] = build_strategy(found), build_fabric_strategy(found)
-        _old_classes[name] = build_colossalai(_classes[name])
+        strategy = build_strategy(found)
+        _classes[name] = strategy, build_fabric_strategy(found), build_colossalai(strategy)
     _register(name)
-    return name
+    return _classes[name]
 
 
 def _register(tree: str) -> None:
@@ -110,16 +108,14 @@ def _register(tree: str) -> None:
         trainer.strategies.StrategyRegistry,
         fabric.strategies.STRATEGY_REGISTRY,
     )
-    wanted = [(of_trainer, _OLD_NAME, _old_classes[tree], {"placement_policy": "auto"})]
+    strategy, of_own_loops, old = _classes[tree]
+    wanted = [(of_trainer, _OLD_NAME, old, {"placement_policy": "auto"})]
     for name, preset in _NAMES.items():
-        wanted += [
-            (of_trainer, name, _classes[tree], preset),
-            (of_fabric, name, _fabric_classes[tree], preset),
-        ]
-    for registry, name, strategy, preset in wanted:
+        wanted += [(of_trainer, name, strategy, preset), (of_fabric, name, of_own_loops, preset)]
+    for registry, name, own, preset in wanted:
         if name not in registry:
             described = _DESCRIPTION.format(*next(iter(preset.items())))
-            registry.register(name, strategy, description=described, **preset)
+            registry.register(name, own, description=described, **preset)
         elif registry[name]["strategy"].__module__.partition(".")[0] != "gemini_strategy":
             raise GeminiError(
                 f"the strategy name {name!r} is taken in `{tree}` by {registry[name]['strategy']!r}: unregister it"
@@ -136,15 +132,11 @@ def _adopt_trees() -> tuple[Any, Any, Any]:
     # Each class can be imported by name (LightningCLI and YAML need that), the preferred one as GeminiStrategy.
     for tree in trees:
         start = "" if tree == trees[0] else tree.title().replace("_", "")
-        for cls, end in (
-            (strategy_class(tree), "GeminiStrategy"),
-            (fabric_strategy_class(tree), "GeminiFabricStrategy"),
-            (colossalai_strategy_class(tree), "ColossalAIStrategy"),
-        ):
+        ends = ("GeminiStrategy", "GeminiFabricStrategy", "ColossalAIStrategy")
+        for cls, end in zip(_built("strategy_class", tree), ends, strict=True):
             cls.__module__, cls.__name__, cls.__qualname__ = __name__, start + end, start + end
             globals()[start + end] = cls
-    first = trees[0]
-    return strategy_class(first), fabric_strategy_class(first), colossalai_strategy_class(first)
+    return _classes[trees[0]]
 
 
 if TYPE_CHECKING:

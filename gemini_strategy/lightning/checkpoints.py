@@ -60,14 +60,6 @@ class Checkpoints(EngineStrategy):
     state_dict_type: str
     _late: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for the end of `setup`
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     # -- saving ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

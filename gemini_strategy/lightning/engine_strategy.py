@@ -2,7 +2,8 @@
 #
 # A class for both to inherit from; nothing here imports Lightning.
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -102,6 +103,12 @@ class EngineStrategy(RankProcesses):
             if isinstance(part, self._fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
                 part._device = self.root_device
                 part._dtype = self._casting.module_dtype
+
+    @contextmanager
+    def _made_on_host(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Never the GPU, and fp32: the engine decides what goes there, and casts.
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
 
     # -- the engine ------------------------------------------------------------------------------------------
 

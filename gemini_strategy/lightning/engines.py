@@ -35,10 +35,8 @@ ENGINE_ARGUMENTS = (
 
 def engines_of_parts(module: nn.Module) -> list[Any]:
     """Every engine that manages `module`, a part of it, or more than it."""
-    found = {
-        id(engine): engine for engine in map(gs.engine_of, module.modules()) if engine is not None
-    }
-    return list(found.values())
+    found = dict.fromkeys(map(gs.engine_of, module.modules()))
+    return [engine for engine in found if engine is not None]
 
 
 def engine_of_optimizer(optimizer: Optimizer) -> Any:

@@ -11,8 +11,8 @@
 #   4. Whatever cannot be honoured is refused by name.
 
 import functools
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 from weakref import WeakSet
@@ -218,11 +218,7 @@ class FabricStrategy(EngineStrategy):
                     " trained now: unfreeze it before, or set up both together with fabric.setup(model, optimizer)."
                 )
 
-    @contextmanager
-    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Never the GPU, and fp32: the engine decides what goes there, and casts.
-        with torch.device("meta") if empty_init else nullcontext():
-            yield
+    module_init_context = EngineStrategy._made_on_host
 
     # -- a step ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 from lightning_utilities import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 import gemini_strategy as gs
 from gemini_strategy.lightning.trees import Tree, import_tree
@@ -97,10 +97,6 @@ class EnginePrecision:
     def module_dtype(self) -> torch.dtype:
         """What ``LightningModule.dtype`` says: as under Lightning's own plugins, only ``*-true`` changes it."""
         return self.compute_dtype if self.precision.endswith("-true") else torch.float32
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        # The engine casts: it needs the fp32 values for the masters.
-        return module
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:

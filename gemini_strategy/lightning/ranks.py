@@ -43,6 +43,24 @@ FILE_PATIENCE = timedelta(hours=1)
 _between_hosts: tuple[Any, Any] = globals().get("_between_hosts", (None, None))
 
 
+def _asked(name: str, alone: int, doc: str) -> Any:
+    """What the cluster environment says; `alone` without one."""
+
+    def ask(strategy: Any) -> int:
+        environment = strategy.cluster_environment
+        if environment is None:
+            return alone
+        try:
+            return getattr(environment, name)()  # type: ignore[no-any-return]
+        except KeyError:
+            # A SLURMEnvironment that was given where SLURM has started nothing: its variables are not set.
+            if strategy.num_nodes * strategy.num_processes > 1:
+                raise
+            return alone
+
+    return property(ask, doc=doc)
+
+
 class RankProcesses:
     """To be inherited from before the tree's `ParallelStrategy`."""
 
@@ -97,52 +115,17 @@ class RankProcesses:
     @property
     def is_distributed(self) -> bool:
         """Whether data must be split between ranks."""
-        return self._n_ranks > 1
+        return self.world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         # Whatever shares the weights: each rank has batches of its own.
-        return {"num_replicas": self._n_ranks, "rank": self._rank}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._ask("world_size", 1)
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all ranks."""
-        return self._ask("global_rank", 0)
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its machine."""
-        return self._ask("local_rank", 0)
-
-    @property
-    def node_rank(self) -> int:
-        """This machine among all."""
-        return self._ask("node_rank", 0)
-
-    def _ask(self, name: str, alone: int) -> int:
-        environment = self.cluster_environment
-        if environment is None:
-            return alone
-        try:
-            return getattr(environment, name)()  # type: ignore[no-any-return]
-        except KeyError:
-            # A SLURMEnvironment that was given where SLURM has started nothing: its variables are not set.
-            if self.num_nodes * self.num_processes > 1:
-                raise
-            return alone
-
-    @property
-    def _n_ranks(self) -> int:
-        return self.world_size
-
-    @property
-    def _rank(self) -> int:
-        return self.global_rank
+    world_size = _asked("world_size", 1, "Number of ranks.")
+    global_rank = _asked("global_rank", 0, "This process among all ranks.")
+    local_rank = _asked("local_rank", 0, "This process among those of its machine.")
+    node_rank = _asked("node_rank", 0, "This machine among all.")
 
     def set_world_ranks(self) -> None:
         """Called when the Trainer is constructed, before the launcher is chosen."""
@@ -155,18 +138,18 @@ class RankProcesses:
         environment.set_world_size(self.num_nodes * self.num_processes)
         # Where somebody else starts the processes, the setters do nothing: the getter knows.
         for only in (rank_zero_only, self._fabric.utilities.rank_zero.rank_zero_only):
-            only.rank = self._rank
+            only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         # The last call in Trainer's construction, hence the place to find that torchrun or SLURM started another number
         # of processes.
         wanted = self.num_nodes * max(self.num_processes, 1)
-        if self._n_ranks != wanted:
+        if self.world_size != wanted:
             per_node = max(self.num_processes, 1)
             raise self._misconfiguration(
                 f"strategy='gemini': {self._runner}(devices={per_node}, num_nodes={self.num_nodes}) is for"
                 f" {wanted} processes, one for each device, but {type(self.cluster_environment).__name__} reports"
-                f" {self._n_ranks}."
+                f" {self.world_size}."
             )
         if (
             isinstance(self.device_mesh, tuple)
@@ -211,10 +194,10 @@ class RankProcesses:
         if not was_initialized and self.timeout < START_PATIENCE:
             _torch.set_process_group_timeout(self.timeout)
         here = (dist.get_rank(), dist.get_world_size())
-        if here != (self._rank, self._n_ranks):
+        if here != (self.global_rank, self.world_size):
             raise GeminiError(
-                f"strategy='gemini': this process is rank {self._rank} of {self._n_ranks} for the {self._runner}, but"
-                f" torch.distributed was initialised before as rank {here[0]} of {here[1]}."
+                f"strategy='gemini': this process is rank {self.global_rank} of {self.world_size} for the"
+                f" {self._runner}, but torch.distributed was initialised before as rank {here[0]} of {here[1]}."
             )
         if self._hosts is not None and self._mesh_of is not dist.group.WORLD:
             self._mesh, self._mesh_of = self._make_mesh(device), dist.group.WORLD
@@ -241,10 +224,10 @@ class RankProcesses:
             return None
         if isinstance(mesh, DeviceMesh):
             members = mesh.mesh.flatten().tolist()
-            if members[0] != 0 or sorted(members) != list(range(self._n_ranks)):
+            if members[0] != 0 or sorted(members) != list(range(self.world_size)):
                 raise self._misconfiguration(
                     f"{self._call}(device_mesh=...): the mesh has the ranks {members}; it needs all"
-                    f" {self._n_ranks} of the {self._runner}, and rank 0 first."
+                    f" {self.world_size} of the {self._runner}, and rank 0 first."
                 )
             return mesh
         shape = (self.num_nodes, self.num_processes) if mesh == "hybrid" else mesh
@@ -356,7 +339,7 @@ class RankProcesses:
             raise
         except RuntimeError as error:
             failure = GeminiDeviceError(
-                f"rank {self._rank} of {self._n_ranks}, {operation}: {error}"
+                f"rank {self.global_rank} of {self.world_size}, {operation}: {error}"
             )
             for engine in self._engines():  # the others may wait in its collectives, and hear there
                 failure = engine.ranks.failed(failure)

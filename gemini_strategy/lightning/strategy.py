@@ -13,8 +13,6 @@
 #   5. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
 
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, ClassVar, Literal
@@ -30,7 +28,7 @@ import gemini_strategy as gs
 from gemini_strategy.arguments import Arguments
 from gemini_strategy.lightning.averaging import put_over_masters, take_from_masters
 from gemini_strategy.lightning.checkpoints import Checkpoints
-from gemini_strategy.lightning.engine_strategy import joined
+from gemini_strategy.lightning.engine_strategy import EngineStrategy, joined
 from gemini_strategy.lightning.engines import engines_of_parts
 from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, plugin_property, precision_class
@@ -283,11 +281,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         if sys.exception() is None:
             self._end_saving()  # else engine.close(), or the end of the process, says what it met
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Never the GPU: the engine decides what goes there.
-        with torch.device("meta") if empty_init else nullcontext():
-            yield
+    tensor_init_context = EngineStrategy._made_on_host
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -407,10 +401,6 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             " Put all trainable parameters into one torch.optim.AdamW, torch.optim.Adam,"
             " gemini_strategy.HybridAdam or gemini_strategy.CPUAdam, with a parameter group for each setting."
         )
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        return False
 
 
 def build_strategy(tree: Tree) -> type:

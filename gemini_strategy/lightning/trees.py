@@ -27,17 +27,15 @@ class Tree:
         name: ``"lightning"`` or ``"pytorch_lightning"``.
         pl: the module with ``Trainer`` in it.
         fabric: the module with the ``Fabric`` of the same tree in it.
-        roots: names of the top-level packages that belong to this tree.
         foreign: names of the top-level packages that belong to the other tree.
     """
 
     name: str
     pl: ModuleType
     fabric: ModuleType
-    roots: frozenset[str]
     foreign: frozenset[str]
 
-    def check(self, argument: str, value: Any, wanted: type, call: str = "GeminiStrategy") -> None:
+    def check(self, argument: str, value: Any, wanted: type, call: str) -> None:
         """Raise TypeError, naming the remedy, unless `value` is None or an instance of this tree's `wanted`."""
         if value is None or isinstance(value, wanted):
             return
@@ -68,7 +66,7 @@ def import_tree(name: str) -> Tree:
         n: frozenset(module.partition(".")[0] for module in pair) for n, pair in MODULES.items()
     }
     foreign = frozenset().union(*roots.values()) - roots[name]
-    return Tree(name, trainer, fabric, roots[name], foreign)
+    return Tree(name, trainer, fabric, foreign)
 
 
 def installed_trees() -> list[str]:
