@@ -27,6 +27,7 @@ from pathlib import Path
 
 from gemini_strategy.errors import GeminiError
 
+MANIFEST = "manifest.json"
 LATEST = "latest"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD = -100
@@ -44,6 +45,11 @@ def local(path: str | os.PathLike[str]) -> Path:
             f"{os.fspath(path)} is no folder of a file system: save to one and copy it"
         )
     return Path(path)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint folder; a killed save leaves none."""
+    return (folder / MANIFEST).is_file()
 
 
 def sync(path: Path) -> None:
@@ -184,12 +190,12 @@ def _exchange(draft: Path, target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def aside(target: Path, is_ours: Callable[[Path], bool]) -> Iterator[None]:
+def aside(target: Path) -> Iterator[None]:
     """Inside, somebody else may write a file of the name; a checkpoint folder that has it goes when the file is there.
 
     Until then `find` knows it.
     """
-    if not is_ours(target):
+    if not is_checkpoint(target):
         yield
         return
     old = other_name(target, "old")
@@ -258,25 +264,25 @@ def rename_exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def find(folder: Path, is_ours: Callable[[Path], bool]) -> Path:
+def find(folder: Path) -> Path:
     """The folder that is meant by `folder`: itself, the latest one in it, or what a killed save has left of it.
 
     Raises:
         GeminiError: there is none.
     """
     for path in (folder, folder / LATEST):
-        if is_ours(path):
+        if is_checkpoint(path):
             return path.resolve()  # where it is, whatever `latest` names later
-    left = left_of(folder, is_ours)
+    left = left_of(folder)
     if left is not None:
         return left
     what = "is no checkpoint folder" if folder.exists() else "does not exist"
     raise GeminiError(f"{folder} {what}: engine.save(folder) makes one")
 
 
-def left_of(folder: Path, is_ours: Callable[[Path], bool]) -> Path | None:
+def left_of(folder: Path) -> Path | None:
     """Where the checkpoint is that had the name, if the process was killed between two renames."""
-    found = (path for path in _beside(folder, "old") if not folder.exists() and is_ours(path))
+    found = (path for path in _beside(folder, "old") if not folder.exists() and is_checkpoint(path))
     return next(found, None)
 
 
@@ -300,9 +306,9 @@ def point(series: Path, name: str) -> None:
     sync(series)
 
 
-def keep(series: Path, n: int, is_ours: Callable[[Path], bool]) -> None:
+def keep(series: Path, n: int) -> None:
     """Removes all but the n checkpoints of a series that were saved last, whatever their steps."""
-    found = [p for p in series.iterdir() if _SERIES.fullmatch(p.name) and is_ours(p)]
+    found = [p for p in series.iterdir() if _SERIES.fullmatch(p.name) and is_checkpoint(p)]
     newest = (series / LATEST).resolve()
     found.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns, path.name))
     for path in found[: max(len(found) - n, 0)]:

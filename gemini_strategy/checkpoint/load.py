@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from gemini_strategy.checkpoint.contents import MOMENTS, Field, Model, memory_order, moment
-from gemini_strategy.checkpoint.manifest import Manifest, Stored, find
+from gemini_strategy.checkpoint.folder import find
+from gemini_strategy.checkpoint.manifest import Manifest, Stored
 from gemini_strategy.checkpoint.plain import decode
 from gemini_strategy.checkpoint.random_numbers import set_random_state
 from gemini_strategy.checkpoint.threads import Threads

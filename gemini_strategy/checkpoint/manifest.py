@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 
-from gemini_strategy.checkpoint import folder as folders
+from gemini_strategy.checkpoint.folder import MANIFEST
 from gemini_strategy.errors import GeminiError
 
-MANIFEST = "manifest.json"
 _FORMAT = "gemini-checkpoint-1"
 _FILE = re.compile(r"__\d+_0\.distcp")
 _MOST_MANIFEST = 1 << 30  # bytes
@@ -41,16 +40,6 @@ _DTYPES: dict[str, torch.dtype] = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint folder; a killed save leaves none."""
-    return (folder / MANIFEST).is_file()
-
-
-def find(path: Path) -> Path:
-    """The checkpoint folder that is meant: see folder.find."""
-    return folders.find(path, is_checkpoint)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gemini_strategy.checkpoint import folder, manifest
+from gemini_strategy.checkpoint import folder
 from gemini_strategy.checkpoint.contents import Field, Model
 from gemini_strategy.checkpoint.records import write_at
 from gemini_strategy.checkpoint.tensor_files import Entry, TensorFile, index_of, split
@@ -256,7 +256,7 @@ def _begin(target: Path) -> folder.Draft:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise GeminiError(f"{target} is there already and is no folder: give another name")
     if target.is_dir():
-        if manifest.is_checkpoint(target):
+        if folder.is_checkpoint(target):
             raise GeminiError(f"{target} is a checkpoint of engine.save: give another name")
         for entry in target.iterdir():
             is_adapter = entry.is_dir() and (entry / _ADAPTER).is_file()

@@ -155,7 +155,7 @@ class Writing:
             self._draft.publish()
             if self._keep_last is not None:
                 folder.point(self._target, self.made.name)
-                folder.keep(self._target, self._keep_last, manifest.is_checkpoint)
+                folder.keep(self._target, self._keep_last)
 
         together(ranks, self.what, work)
 
@@ -212,7 +212,7 @@ def _draft(runtime: Runtime, target: Path, wanted: Wanted) -> folder.Draft | Non
     distcp.prepare()
     claim = None
     if wanted.keep_last is not None:
-        if manifest.is_checkpoint(target):
+        if folder.is_checkpoint(target):
             raise GeminiError(f"{target} is a checkpoint itself: keep a series in another folder")
         claim = folder.Claim(target)
         target = target / folder.series_name(target, _last_step(runtime))
@@ -228,7 +228,7 @@ def objection(old: Path, replaces_files: bool) -> str | None:
     """Why what has the name may not be replaced: only what a saving has made goes."""
     if old.is_file() and replaces_files:
         return None
-    if not old.is_dir() or not (manifest.is_checkpoint(old) or (old / ".metadata").is_file()):
+    if not old.is_dir() or not (folder.is_checkpoint(old) or (old / ".metadata").is_file()):
         return "is there already and is no checkpoint folder"
     names = sorted(path.name for path in old.iterdir() if not _OWN.fullmatch(path.name))
     return f"is a checkpoint with {names[0]!r} of somebody else in it" if names else None

@@ -28,9 +28,8 @@ import gemini_strategy as gs
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint.background import save_in_background
 from gemini_strategy.checkpoint.distcp import META
-from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.load import load
-from gemini_strategy.checkpoint.manifest import Manifest, find, is_checkpoint
+from gemini_strategy.checkpoint.manifest import Manifest
 from gemini_strategy.checkpoint.save import Wanted, save
 from gemini_strategy.lightning.engine_strategy import EngineStrategy
 from gemini_strategy.lightning.engines import masters_of, states_of
@@ -100,7 +99,7 @@ class Checkpoints(EngineStrategy):
         meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         has_thread = isinstance(self.checkpoint_io, self._home.plugins.AsyncCheckpointIO)
         wanted = Wanted(
-            local(filepath),
+            folders.local(filepath),
             meta=meta,
             with_optimizer="optimizer_states" in checkpoint,
             replaces_files=True,
@@ -125,7 +124,7 @@ class Checkpoints(EngineStrategy):
             return
         if self._write_plain(checkpoint, filepath, storage_options):
             return
-        with folders.aside(Path(filepath), is_checkpoint):
+        with folders.aside(Path(filepath)):
             super().save_checkpoint(  # type: ignore[misc]
                 checkpoint, filepath, storage_options=storage_options
             )
@@ -139,7 +138,7 @@ class Checkpoints(EngineStrategy):
             weights_only = self.checkpoint_weights_only
         self._end_saving()
         path = Path(checkpoint_path)
-        if path.is_dir() or (not path.exists() and folders.left_of(path, is_checkpoint)):
+        if path.is_dir() or (not path.exists() and folders.left_of(path)):
             return self._load_folder(Path(checkpoint_path), weights_only)
         if self._has_plain_io and is_mappable(checkpoint_path):
             return load_mapped(checkpoint_path, weights_only)
@@ -149,7 +148,7 @@ class Checkpoints(EngineStrategy):
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """All but the engine's state, for which there is none yet."""
-        folder = find(path)
+        folder = folders.find(path)
         checkpoint = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
         if "pytorch-lightning_version" not in checkpoint:
             raise gs.GeminiError(

@@ -42,6 +42,7 @@ class EngineStrategy(RankProcesses):
     _loaded: "ClassVar[WeakSet[nn.Module]]"  # have taken their weights: what they hold since is worth more
     _warn: Callable[[str], None]  # the tree's rank_zero_warn
     checkpoint_io: Any
+    is_global_zero: bool
 
     def __init__(self, given: dict[str, Any]) -> None:
         if given["gradient_dtype"] == "float32":
