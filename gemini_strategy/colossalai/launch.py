@@ -117,20 +117,11 @@ def _check(config: Config) -> None:
     for key, reason in _REFUSED.items():
         if config.get(key):
             raise ValueError(f"config: {key}={config[key]!r} is not taken: {reason}.")
-    for kind, size in _parallel(config.get("parallel") or {}):
-        if size != 1:
+    for kind, value in (config.get("parallel") or {}).items():
+        size = value.get("size", 1) if isinstance(value, Mapping) else value
+        if kind != "data" and size not in (None, 1):
             raise ValueError(
-                f"config: parallel=dict({kind}={config['parallel'][kind]!r}) is not taken: a model larger than a GPU "
+                f"config: parallel=dict({kind}={value!r}) is not taken: a model larger than a GPU "
                 f"is trained here by moving chunks, with data parallelism alone: leave {kind}= out, give "
                 "initialize(device_budget=...) and start as many ranks as there are GPUs."
             )
-
-
-def _parallel(parallel: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(kind, size) of every kind of parallelism that is asked for."""
-    sizes = []
-    for kind, value in parallel.items():
-        asked = value.get("size", 1) if isinstance(value, Mapping) else value
-        if kind != "data" and asked is not None:
-            sizes.append((kind, asked))
-    return sizes

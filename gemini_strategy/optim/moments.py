@@ -180,14 +180,8 @@ class States(_Shown, defaultdict[Any, Any]):
             entry.drop()
         dict.__delitem__(self, key)
 
-    def __iter__(self) -> Iterator[Any]:
-        return dict.__iter__(self)
-
-    def __len__(self) -> int:
-        return dict.__len__(self)
-
-    def __contains__(self, key: Any) -> bool:
-        return dict.__contains__(self, key)
+    # All that it has is in the dict itself.
+    __iter__, __len__, __contains__ = dict.__iter__, dict.__len__, dict.__contains__
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key not in self:

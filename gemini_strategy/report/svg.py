@@ -48,6 +48,8 @@ _MARKS = {
     "out": (("weight_out", "grad_out", "state_out"), "#b5483a", 0.85, "bottom"),
 }
 
+_SMALL: dict[str, Any] = {"fill": _FAINT, "font_size": 10.5}
+_PHASE = {"stroke": "#8d939b", "stroke_width": 0.8, "stroke_dasharray": "2 3"}
 _OUTLINE = {"stroke": "#ffffff", "stroke_width": 0.7, "paint_order": "stroke"}
 
 _WIDTH, _LEFT, _RIGHT = 1280, 78, 196
@@ -215,7 +217,8 @@ class _Picture:
         self.lives_bottom = self.lives_top + self.row * self.n_chunks
         self.classes = [name for name in CLASSES if name in (layout["classes"] or ())]
         self.names: Sequence[Sequence[str]] = layout["modules"]
-        self.marks = self._used_marks()
+        kinds = {e["kind"] for e in self.entries if e.get("chunk", self.n_chunks) < self.n_chunks}
+        self.marks = [name for name, (own, *_) in _MARKS.items() if kinds & set(own)]
         self.height = self.lives_bottom + 92 + _LEGEND_ROW * bool(self.classes)
         self.bands = stacked(self.ticks)
         self.peak = max(self.bands[-1][3]) if self.bands else 0.0
@@ -361,8 +364,7 @@ class _Picture:
             middle = y + self.row / 2
             name = classes[chunk] if classes else "C2"
             if chunk % every == 0:
-                small = {"fill": _FAINT, "font_size": 10.5}
-                canvas.text(_LEFT - 8, middle + 4, f"{chunk}", text_anchor="end", **small)
+                canvas.text(_LEFT - 8, middle + 4, f"{chunk}", text_anchor="end", **_SMALL)
                 self._module_label(chunk)
             canvas.line(_LEFT, middle, _EDGE, middle, stroke="#f0f1f3")
             pad = min(self.row * 0.14, 1.2) if self.row > 6 else 0.25
@@ -395,9 +397,7 @@ class _Picture:
         most = _MOST_LETTERS - len(more)
         first = modules[0] if len(modules[0]) <= most else f"\u2026{modules[0][1 - most :]}"
         y = self._row_y(chunk) + self.row / 2 + 4
-        self.canvas.text(
-            _EDGE + 34, y, first + more, fill=_FAINT, font_size=10.5, data_module=chunk
-        )
+        self.canvas.text(_EDGE + 34, y, first + more, **_SMALL, data_module=chunk)
 
     def _class_labels(self, classes: Sequence[str]) -> None:
         """The class beside each run of chunks that have it."""
@@ -415,11 +415,6 @@ class _Picture:
                 )
                 free = middle
             begin = chunk
-
-    def _used_marks(self) -> list[str]:
-        """Those of the operations that there are."""
-        found = {e["kind"] for e in self.entries if e.get("chunk", self.n_chunks) < self.n_chunks}
-        return [name for name, (kinds, *_) in _MARKS.items() if found & set(kinds)]
 
     def _marks(self, kinds: Sequence[str], place: float, shape: str) -> str:
         """One path with a mark for each entry of these kinds."""
@@ -439,8 +434,8 @@ class _Picture:
         ends = [first for first, _ in phases[1:]] + [len(self.ticks)]
         for (first, name), end in zip(phases, ends, strict=True):
             if first:
-                x, look = self.xs[first], {"stroke_width": 0.8, "stroke_dasharray": "2 3"}
-                self.canvas.line(x, _TOP - 22, x, self.lives_bottom, stroke="#8d939b", **look)
+                x = self.xs[first]
+                self.canvas.line(x, _TOP - 22, x, self.lives_bottom, **_PHASE)
             if self.xs[end] - self.xs[first] > 62:
                 middle = (self.xs[first] + self.xs[end]) / 2
                 self.canvas.text(middle, _TOP - 10, name, text_anchor="middle", fill=_FAINT)

@@ -12,7 +12,6 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gemini_strategy.errors import GeminiError
@@ -71,12 +70,7 @@ class Recording:
         self._left = None  # the block says how long
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
             return

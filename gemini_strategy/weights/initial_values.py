@@ -174,10 +174,17 @@ class InitialValues:
         Raises:
             GeminiError: something wanted was not given a value.
         """
+
+        def present(tensor: torch.Tensor) -> torch.Tensor:
+            values = read(tensor)
+            if values is None:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return values
+
         done: set[int] = set()
         for module, found in self._modules:
             own = _own_tensors(module)
-            stage = _Stage(self._known, functools.partial(self._values, read))
+            stage = _Stage(self._known, present)
             for number, initialize in enumerate(found):
                 is_first = number == 0
                 if not is_first and all(
@@ -201,14 +208,6 @@ class InitialValues:
                     f"module ({type(module).__name__}) set it: set it in reset_parameters(), build this module on "
                     'the CPU (torch.device("cpu") around it), or give weights= with this name in the file'
                 )
-
-    def _values(
-        self, read: Callable[[torch.Tensor], torch.Tensor | None], tensor: torch.Tensor
-    ) -> torch.Tensor:
-        values = read(tensor)
-        if values is None:
-            values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return values
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
