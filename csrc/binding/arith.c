@@ -80,10 +80,8 @@ static gm_device *cuda_device(int ordinal)
 }
 
 PyDoc_STRVAR(isa_name_doc, "isa_name() -> str\n\nThe instruction set that host arithmetic uses.");
-static PyObject *isa_name(PyObject *module, PyObject *unused)
+static PyObject *isa_name(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     const char *name;
     gm_status status = gm_isa_name(&name);
     return status == GM_OK ? PyUnicode_FromString(name) : gm_py_raise(status);
@@ -93,9 +91,8 @@ PyDoc_STRVAR(
     isa_force_doc,
     "isa_force(name: str | None) -> None\n\n"
     "Forces \"scalar\", \"avx2\" or \"avx512\"; None chooses anew (GEMINI_ISA, else the best).");
-static PyObject *isa_force(PyObject *module, PyObject *args)
+static PyObject *isa_force(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *name;
     if (!PyArg_ParseTuple(args, "z:isa_force", &name)) {
         return NULL;
@@ -107,9 +104,8 @@ PyDoc_STRVAR(adam_scalars_doc,
              "adam_scalars(lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, "
              "grad_divisor, clip_factor) -> bytes\n\n"
              "Hyperparameters to the fp32 scalars of one update, opaque.");
-static PyObject *adam_scalars(PyObject *module, PyObject *args)
+static PyObject *adam_scalars(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_adam_hyper hyper;
     gm_adam_scalars scalars;
     long long step;
@@ -176,9 +172,8 @@ PyDoc_STRVAR(
     adam_host_doc,
     "adam_host(weight_format, grad_dtype, weight, low, m, v, grad, ranges) -> None\n\n"
     "One update of host arrays given by address; ranges: sequence of (begin, end, scalars).");
-static PyObject *adam_host(PyObject *module, PyObject *args)
+static PyObject *adam_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_adam_args adam = {0};
     void *grad;
     PyObject *sequence;
@@ -207,9 +202,8 @@ PyDoc_STRVAR(
     "adam_cuda(ordinal, stream, weight_format, grad_dtype, weight, low, m, v, grad, ranges) -> "
     "None\n\n"
     "The same on a CUDA device, asynchronously, on a CUstream given as an integer.");
-static PyObject *adam_cuda(PyObject *module, PyObject *args)
+static PyObject *adam_cuda(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_adam_args adam = {0};
     int ordinal;
     unsigned long long stream;
@@ -241,9 +235,8 @@ PyDoc_STRVAR(
     "grad_add_host(dst, dst_dtype, src, src_dtype, numel, accumulate, divisor=1.0) -> None\n\n"
     "dst = src / divisor, or dst += src / divisor when accumulate, on host arrays given by "
     "address.");
-static PyObject *grad_add_host(PyObject *module, PyObject *args)
+static PyObject *grad_add_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_grad_add_args add = {.divisor = 1};
     void *src;
     int accumulate;
@@ -294,9 +287,8 @@ PyDoc_STRVAR(
     sumsq_host_doc,
     "sumsq_host(data, dtype, numel, total: bytes | None) -> bytes\n\n"
     "`total` (None: the empty sum) plus the exact squares of a host array given by address.");
-static PyObject *sumsq_host(PyObject *module, PyObject *args)
+static PyObject *sumsq_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     void *data;
     gm_dtype dtype;
     size_t numel;
@@ -319,9 +311,8 @@ PyDoc_STRVAR(sumsq_cuda_doc,
              "sumsq_cuda(ordinal, stream, data, dtype, numel, total) -> None\n\n"
              "Adds to a sum in device memory (its address, 16-byte aligned; as many bytes\n"
              "as sumsq_merge(None, None) has), asynchronously.");
-static PyObject *sumsq_cuda(PyObject *module, PyObject *args)
+static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     int ordinal;
     unsigned long long stream;
     void *data, *sum;
@@ -345,9 +336,8 @@ static PyObject *sumsq_cuda(PyObject *module, PyObject *args)
 PyDoc_STRVAR(
     sumsq_merge_doc,
     "sumsq_merge(a: bytes | None, b: bytes | None) -> bytes\n\nThe sum of two sums, exact.");
-static PyObject *sumsq_merge(PyObject *module, PyObject *args)
+static PyObject *sumsq_merge(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_sumsq a, b;
     if (!PyArg_ParseTuple(args, "O&O&:sumsq_merge", to_sum, &a, to_sum, &b)) {
         return NULL;
@@ -359,9 +349,8 @@ static PyObject *sumsq_merge(PyObject *module, PyObject *args)
 PyDoc_STRVAR(sumsq_value_doc,
              "sumsq_value(total: bytes) -> float\n\n"
              "The sum rounded once to double; nan or inf if such elements were seen.");
-static PyObject *sumsq_value(PyObject *module, PyObject *args)
+static PyObject *sumsq_value(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_sumsq sum;
     if (!PyArg_ParseTuple(args, "O&:sumsq_value", to_sum, &sum)) {
         return NULL;
@@ -370,9 +359,8 @@ static PyObject *sumsq_value(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(sumsq_read_doc, "sumsq_read(address) -> bytes\n\nCopies a sum out of host memory.");
-static PyObject *sumsq_read(PyObject *module, PyObject *args)
+static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     void *address;
     if (!PyArg_ParseTuple(args, "O&:sumsq_read", to_address, &address)) {
         return NULL;
@@ -387,9 +375,8 @@ static PyObject *sumsq_read(PyObject *module, PyObject *args)
 PyDoc_STRVAR(split_host_doc,
              "split_host(weight_format, master, weight, low, numel) -> None\n\n"
              "fp32 masters to weights and low parts (arith.h), on host arrays given by address.");
-static PyObject *split_host(PyObject *module, PyObject *args)
+static PyObject *split_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_dtype format;
     void *master, *weight, *low;
     size_t numel;
@@ -410,9 +397,8 @@ static PyObject *split_host(PyObject *module, PyObject *args)
 PyDoc_STRVAR(merge_host_doc,
              "merge_host(weight_format, weight, low, master, numel) -> None\n\n"
              "Weights and low parts to fp32 masters, exact, on host arrays given by address.");
-static PyObject *merge_host(PyObject *module, PyObject *args)
+static PyObject *merge_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     gm_dtype format;
     void *weight, *low, *master;
     size_t numel;

@@ -274,9 +274,8 @@ static PyObject *comm_name_ranks(comm *self, PyObject *args)
 }
 
 /* Empty once it is freed; the GIL is held throughout, so nobody frees it meanwhile. */
-static PyObject *comm_history(comm *self, PyObject *unused)
+static PyObject *comm_history(comm *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_comm *c = self->comm;
     PyObject *list = PyList_New(0);
     uint64_t last = c ? gm_comm_count(c) : 0;
@@ -294,9 +293,8 @@ static PyObject *comm_history(comm *self, PyObject *unused)
     return list;
 }
 
-static PyObject *comm_calls(comm *self, PyObject *unused)
+static PyObject *comm_calls(comm *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     uint64_t number = 0, hash = 0;
     if (self->comm) {
         gm_comm_calls(self->comm, &number, &hash);
@@ -304,15 +302,13 @@ static PyObject *comm_calls(comm *self, PyObject *unused)
     return Py_BuildValue("(KK)", (unsigned long long)number, (unsigned long long)hash);
 }
 
-static PyObject *comm_failed_at(comm *self, void *unused)
+static PyObject *comm_failed_at(comm *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromUnsignedLongLong(self->comm ? gm_comm_failed_at(self->comm) : 0);
 }
 
-static PyObject *comm_check(comm *self, PyObject *unused)
+static PyObject *comm_check(comm *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     RETURN_CALL(self, c, gm_comm_check(c));
 }
 
@@ -333,9 +329,8 @@ static PyObject *comm_stop(comm *self, PyObject *args)
     return end(self, GM_OK);
 }
 
-static PyObject *comm_close(comm *self, PyObject *unused)
+static PyObject *comm_close(comm *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     self->is_closing = true;
     release(self);
     Py_RETURN_NONE;
@@ -350,15 +345,13 @@ static void comm_dealloc(comm *self)
     Py_DECREF(type);
 }
 
-static PyObject *comm_rank(comm *self, void *unused)
+static PyObject *comm_rank(comm *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromLong(self->rank);
 }
 
-static PyObject *comm_size(comm *self, void *unused)
+static PyObject *comm_size(comm *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromLong(self->size);
 }
 
@@ -404,9 +397,8 @@ PyDoc_STRVAR(
     "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the\n"
     "first, receives the second, and raises where it cannot, naming the rank; close()\n"
     "ends it, any number of times.");
-static PyObject *comm_host(PyObject *module, PyObject *args)
+static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *exchange, *close;
     int rank, size;
     if (!PyArg_ParseTuple(args, "OOii:comm_host", &exchange, &close, &rank, &size)) {
@@ -439,9 +431,8 @@ static PyObject *comm_host(PyObject *module, PyObject *args)
 PyDoc_STRVAR(comm_nccl_id_doc, "comm_nccl_id(path) -> bytes\n\n"
                                "What rank 0 makes for all ranks.  path: a libnccl.so.2 to open if\n"
                                "none is loaded, or None.");
-static PyObject *comm_nccl_id(PyObject *module, PyObject *args)
+static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *path;
     uint8_t id[GM_COMM_ID_BYTES];
     gm_status status;
@@ -459,9 +450,8 @@ static PyObject *comm_nccl_id(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(comm_nccl_doc, "comm_nccl(path, ordinal, id, rank, size, timeout) -> Comm\n\n"
                             "Returns when all ranks have come, raises after timeout seconds.");
-static PyObject *comm_nccl(PyObject *module, PyObject *args)
+static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *path, *id;
     Py_ssize_t id_bytes;
     int ordinal, rank, size;
@@ -494,9 +484,8 @@ static PyObject *comm_nccl(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(comm_paper_doc, "comm_paper(size) -> Comm\n\n"
                              "Rank 0 of `size` that all do the same, for a Core on paper alone.");
-static PyObject *comm_paper(PyObject *module, PyObject *args)
+static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     int size;
     if (!PyArg_ParseTuple(args, "i:comm_paper", &size)) {
         return NULL;

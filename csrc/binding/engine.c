@@ -255,9 +255,8 @@ static void core_release(core *self)
     give_comms(self);
 }
 
-static PyObject *core_close(core *self, PyObject *unused)
+static PyObject *core_close(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     core_release(self);
     Py_RETURN_NONE;
 }
@@ -337,9 +336,8 @@ PLAIN_METHOD(disarm)
 PLAIN_METHOD(drain)
 PLAIN_METHOD(catch_up)
 
-static PyObject *core_wants_numbers(core *self, PyObject *unused)
+static PyObject *core_wants_numbers(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -377,9 +375,8 @@ static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_a
     return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
 }
 
-static PyObject *core_leased(core *self, PyObject *unused)
+static PyObject *core_leased(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     bool *is_leased = engine ? malloc((size_t)self->n_params + 1) : NULL;
     if (!is_leased) {
@@ -403,9 +400,8 @@ static PyObject *core_leased(core *self, PyObject *unused)
 }
 
 /* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
-static PyObject *core_chaos_faults(core *self, PyObject *unused)
+static PyObject *core_chaos_faults(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     uint32_t n = 0;
     const char *first = "";
     if (!gm_py_engine_of(self)) {
@@ -416,9 +412,8 @@ static PyObject *core_chaos_faults(core *self, PyObject *unused)
 }
 
 /* plan_info() -> dict, or None while units are served on demand */
-static PyObject *core_plan_info(core *self, PyObject *unused)
+static PyObject *core_plan_info(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -443,9 +438,8 @@ static PyObject *core_plan_info(core *self, PyObject *unused)
 }
 
 /* chunk_states() -> list of dicts */
-static PyObject *core_chunk_states(core *self, PyObject *unused)
+static PyObject *core_chunk_states(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -476,9 +470,8 @@ static PyObject *core_chunk_states(core *self, PyObject *unused)
 NUMBER_METHOD(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
 
 /* timeline_end() -> list of dicts */
-static PyObject *core_timeline_end(core *self, PyObject *unused)
+static PyObject *core_timeline_end(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     gm_timeline *timeline = NULL;
     if (!engine) {
@@ -531,9 +524,8 @@ static PyObject *core_limit_unreduced(core *self, PyObject *const *args, Py_ssiz
     return gm_py_finish(gm_engine_limit_unreduced(engine, (size_t)v[0]));
 }
 
-static PyObject *core_sums(core *self, PyObject *unused)
+static PyObject *core_sums(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -546,9 +538,8 @@ static PyObject *core_sums(core *self, PyObject *unused)
     return sums;
 }
 
-static PyObject *core_salvage(core *self, PyObject *unused)
+static PyObject *core_salvage(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -560,10 +551,8 @@ static PyObject *core_salvage(core *self, PyObject *unused)
                     : Py_NewRef(Py_None);
 }
 
-static PyObject *torch_abi_init(PyObject *module, PyObject *unused)
+static PyObject *torch_abi_init(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     return gm_py_finish(gm_torch_abi_init());
 }
 

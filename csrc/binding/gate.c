@@ -50,16 +50,14 @@ int gm_py_gate_hide(void)
     return result;
 }
 
-static PyObject *begin_showing(PyObject *module, PyObject *unused)
+static PyObject *begin_showing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module, (void)unused;
     int shows = gm_py_torch_init() < 0 ? -1 : gm_py_gate_show();
     return shows < 0 ? NULL : PyBool_FromLong(shows);
 }
 
-static PyObject *end_showing(PyObject *module, PyObject *unused)
+static PyObject *end_showing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module, (void)unused;
     return gm_py_gate_hide() < 0 ? NULL : Py_NewRef(Py_None);
 }
 

@@ -83,9 +83,8 @@ static int put_grad(PyObject *grad, gm_py_slot *slot)
 }
 
 /* The accumulation hook of every parameter whose gradient the engine takes. */
-static PyObject *take_grad(PyObject *module, PyObject *parameter)
+static PyObject *take_grad(PyObject *Py_UNUSED(module), PyObject *parameter)
 {
-    (void)module;
     PyObject *slot = PyObject_GetAttrString(parameter, "_gm_slot");
     if (!slot || !PyObject_TypeCheck(slot, gm_py_slot_type)) {
         Py_XDECREF(slot);

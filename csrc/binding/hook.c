@@ -22,9 +22,8 @@ static int may_be_traced(void)
     return has_modes ? has_modes : gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_tracing));
 }
 
-static PyObject *enter_call(hook *self, PyObject *args, PyObject *kwargs)
+static PyObject *enter_call(hook *self, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    (void)kwargs;
     int may_be = self->call && self->call != Py_None ? may_be_traced() : 0;
     if (may_be < 0 || (may_be > 0 && gm_py_done(PyObject_CallMethod(
                                          (PyObject *)self, "refuse_if_traced", "O", args)) < 0)) {
@@ -33,9 +32,8 @@ static PyObject *enter_call(hook *self, PyObject *args, PyObject *kwargs)
     return call_unit(self);
 }
 
-static PyObject *leave_call(hook *self, PyObject *args, PyObject *kwargs)
+static PyObject *leave_call(hook *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
 {
-    (void)args, (void)kwargs;
     return call_unit(self);
 }
 

@@ -169,9 +169,8 @@ PyDoc_STRVAR(host_topology_doc,
              "limit; 'memory', bytes of host memory that may still be taken, and 'total', that\n"
              "there are, within the control groups' limits.  All but the mask are read below the\n"
              "folder root.");
-static PyObject *host_topology(PyObject *module, PyObject *args)
+static PyObject *host_topology(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *root = "";
     if (!PyArg_ParseTuple(args, "|s:host_topology", &root)) {
         return NULL;
@@ -211,9 +210,8 @@ done:
 PyDoc_STRVAR(host_device_node_doc,
              "host_device_node(pci_bus_id, root='') -> int\n\n"
              "The NUMA node of a PCI device such as '0000:1b:00.0'; -1 where it is not known.");
-static PyObject *host_device_node(PyObject *module, PyObject *args)
+static PyObject *host_device_node(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *pci_bus_id, *root = "";
     if (!PyArg_ParseTuple(args, "s|s:host_device_node", &pci_bus_id, &root)) {
         return NULL;
@@ -227,9 +225,8 @@ PyDoc_STRVAR(host_split_doc,
              "host_split(cores, ranks, rank) -> list[int]\n\n"
              "The cores of ranks[rank].  cores: as host_topology gives them; ranks: for each rank\n"
              "of this host the cores that it may use and the NUMA node of its GPU (-1: unknown).");
-static PyObject *host_split(PyObject *module, PyObject *args)
+static PyObject *host_split(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *core_list, *rank_list, *result = NULL;
     Py_ssize_t rank;
     if (!PyArg_ParseTuple(args, "OOn:host_split", &core_list, &rank_list, &rank)) {
@@ -264,9 +261,8 @@ PyDoc_STRVAR(host_threads_doc,
              "Threads worth running on n_cores cores under a quota of so many cores' time (0.0:\n"
              "no limit).  n_cores 0: what this process runs by default, which is GEMINI_THREADS,\n"
              "else as many as the cores that it may use under its own quota.");
-static PyObject *host_threads(PyObject *module, PyObject *args)
+static PyObject *host_threads(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     Py_ssize_t n_cores = 0;
     double quota = 0;
     if (!PyArg_ParseTuple(args, "|nd:host_threads", &n_cores, &quota)) {
@@ -288,9 +284,8 @@ PyDoc_STRVAR(host_use_doc,
              "host_use(cores, threads) -> None\n\n"
              "Pools of threads that are made from now on run on these cores only (none: on any),\n"
              "with so many threads where no number is given (0: the default).");
-static PyObject *host_use(PyObject *module, PyObject *args)
+static PyObject *host_use(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *sequence;
     unsigned threads;
     unsigned *cores = NULL;
@@ -309,9 +304,8 @@ static PyObject *host_use(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *absent_range(PyObject *module, PyObject *size)
+static PyObject *absent_range(PyObject *Py_UNUSED(module), PyObject *size)
 {
-    (void)module;
     size_t bytes = PyLong_AsSize_t(size);
     if (bytes == (size_t)-1 && PyErr_Occurred()) {
         return NULL;

@@ -38,9 +38,8 @@ PyObject *gm_py_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args
     return with_lease(self, "lease_watch", args, n_args, gm_lease_watch);
 }
 
-static gm_status unwatch(gm_lease *lease, gm_stream stream)
+static gm_status unwatch(gm_lease *lease, gm_stream Py_UNUSED(stream))
 {
-    (void)stream;
     return gm_lease_unwatch(lease);
 }
 

@@ -515,9 +515,8 @@ int gm_py_net_pop_to(gm_py_net *net, size_t depth)
     return result;
 }
 
-static PyObject *net_push(gm_py_net *net, PyObject *unused)
+static PyObject *net_push(gm_py_net *net, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     size_t depth = gm_py_net_depth(net);
     int is_pushed = gm_py_net_push(net);
     return is_pushed < 0 ? NULL : is_pushed ? PyLong_FromSize_t(depth) : Py_NewRef(Py_None);
@@ -534,9 +533,8 @@ static PyObject *net_pop_to(gm_py_net *net, PyObject *depth)
     return PyErr_Occurred() ? NULL : none_unless(gm_py_net_pop_to(net, wanted));
 }
 
-static PyObject *net_settle(gm_py_net *net, PyObject *unused)
+static PyObject *net_settle(gm_py_net *net, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return none_unless(gm_py_net_settle(net));
 }
 

@@ -79,9 +79,8 @@ PyDoc_STRVAR(rates_measure_doc,
              "Measures copies and Adam for about a second: h2d, d2h, h2d_both, d2h_both,\n"
              "h2d_beside, d2h_beside in bytes/s; host_adam, host_adam_beside, device_adam in\n"
              "parameters/s.  ordinal -1 is the host device; threads 0 takes the default.");
-static PyObject *rates_measure(PyObject *module, PyObject *args)
+static PyObject *rates_measure(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     int ordinal;
     unsigned threads;
     Py_ssize_t block_bytes;

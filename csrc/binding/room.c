@@ -47,9 +47,8 @@ PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
     return ask_for_bytes(self, "reserve", args, n_args, gm_engine_reserve);
 }
 
-PyObject *gm_py_forget_outside(core *self, PyObject *unused)
+PyObject *gm_py_forget_outside(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;

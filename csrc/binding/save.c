@@ -34,9 +34,8 @@ PyObject *gm_py_save_read(core *self, PyObject *const *args, Py_ssize_t n_args)
     return status == GM_OK ? PyBool_FromLong(is_read) : gm_py_raise(status);
 }
 
-PyObject *gm_py_save_next(core *self, PyObject *unused)
+PyObject *gm_py_save_next(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -46,9 +45,8 @@ PyObject *gm_py_save_next(core *self, PyObject *unused)
     return PyLong_FromLongLong(chunk == UINT32_MAX ? -1 : (long long)chunk);
 }
 
-PyObject *gm_py_save_end(core *self, PyObject *unused)
+PyObject *gm_py_save_end(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;

@@ -127,9 +127,8 @@ static int set_number(PyObject *dict, const char *key, PyObject *value)
     return result;
 }
 
-PyObject *gm_py_stats(core *self, PyObject *unused)
+PyObject *gm_py_stats(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -202,9 +201,8 @@ PyObject *gm_py_stats(core *self, PyObject *unused)
 }
 
 /* chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes; params: (numel, weight_bytes, kind). */
-PyObject *gm_py_chunk_search(PyObject *module, PyObject *args)
+PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *sequence;
     Py_ssize_t min_bytes, range_bytes;
     unsigned int n_grids;

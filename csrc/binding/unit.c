@@ -196,9 +196,8 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
     return 0;
 }
 
-static PyObject *unit_enter(unit *self, PyObject *unused)
+static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (!self->net) {
         return PyErr_Format(PyExc_RuntimeError, "unit %u is entered before its start()", self->id);
     }
@@ -259,9 +258,8 @@ static int settle_slots(const unit *self)
 /* Runs `step` unless an exception is pending already. */
 #define UNLESS_FAILED(result, step) ((result) < 0 ? (result) : (step))
 
-static PyObject *unit_leave(unit *self, PyObject *unused)
+static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     frame left = {.state = FRAME_FAILED};
     frame *top = top_of(self);
     if (top) {
@@ -320,9 +318,8 @@ static PyObject *unit_start(unit *self, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-static PyObject *unit_is_entered(unit *self, void *unused)
+static PyObject *unit_is_entered(unit *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(top_of(self) != NULL);
 }
 
