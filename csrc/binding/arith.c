@@ -53,14 +53,6 @@ static int to_dtype(PyObject *object, void *out)
     return 1;
 }
 
-static PyObject *raise_or_none(gm_status status)
-{
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    Py_RETURN_NONE;
-}
-
 /* NULL with an exception set on failure. */
 static gm_device *cuda_device(int ordinal)
 {
@@ -97,7 +89,7 @@ static PyObject *isa_force(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "z:isa_force", &name)) {
         return NULL;
     }
-    return raise_or_none(gm_isa_force(name));
+    return gm_py_finish(gm_isa_force(name));
 }
 
 PyDoc_STRVAR(adam_scalars_doc,
@@ -126,46 +118,42 @@ static PyObject *adam_scalars(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBytes_FromStringAndSize((const char *)&scalars, sizeof scalars);
 }
 
-static bool parse_range(PyObject *item, gm_adam_range *out)
+static int parse_range(PyObject *item, void *out)
 {
+    gm_adam_range *range = out;
     const char *scalars;
     Py_ssize_t bytes;
-    if (!PyArg_ParseTuple(item, "O&O&y#;a range is (begin, end, scalars)", to_size, &out->begin,
-                          to_size, &out->end, &scalars, &bytes)) {
-        return false;
+    if (!PyArg_ParseTuple(item, "O&O&y#;a range is (begin, end, scalars)", to_size, &range->begin,
+                          to_size, &range->end, &scalars, &bytes)) {
+        return 0;
     }
-    if (bytes != (Py_ssize_t)sizeof out->scalars) {
+    if (bytes != (Py_ssize_t)sizeof range->scalars) {
         PyErr_Format(PyExc_ValueError, "scalars are %zd bytes; adam_scalars() gives %zu", bytes,
-                     sizeof out->scalars);
-        return false;
+                     sizeof range->scalars);
+        return 0;
     }
-    memcpy(&out->scalars, scalars, sizeof out->scalars);
-    return true;
+    memcpy(&range->scalars, scalars, sizeof range->scalars);
+    return 1;
 }
 
-/* Owned by the caller (free); NULL with an exception set on failure. */
-static gm_adam_range *parse_ranges(PyObject *sequence, size_t *out_n)
+/* One update of `ranges`; on the host where there is no device. */
+static PyObject *update(gm_adam_args *adam, PyObject *ranges, gm_device *device, gm_stream stream)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    if (n < 0) {
+    gm_workers *pool = device ? NULL : gm_py_workers();
+    gm_adam_range *parsed = NULL;
+    if (device || pool) {
+        parsed = gm_py_array(ranges, sizeof *parsed, parse_range, &adam->n_ranges);
+    }
+    if (!parsed) {
         return NULL;
     }
-    gm_adam_range *ranges = malloc((size_t)(n ? n : 1) * sizeof *ranges);
-    if (!ranges) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        bool good = item && parse_range(item, &ranges[i]);
-        Py_XDECREF(item);
-        if (!good) {
-            free(ranges);
-            return NULL;
-        }
-    }
-    *out_n = (size_t)n;
-    return ranges;
+    adam->ranges = parsed;
+    gm_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = device ? device->ops->adam(device, adam, stream) : gm_adam_host(adam, pool);
+    Py_END_ALLOW_THREADS
+    free(parsed);
+    return gm_py_finish(status);
 }
 
 PyDoc_STRVAR(
@@ -183,18 +171,7 @@ static PyObject *adam_host(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     adam.grad = grad;
-    gm_workers *pool = gm_py_workers();
-    gm_adam_range *ranges = pool ? parse_ranges(sequence, &adam.n_ranges) : NULL;
-    if (!ranges) {
-        return NULL;
-    }
-    adam.ranges = ranges;
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_adam_host(&adam, pool);
-    Py_END_ALLOW_THREADS
-    free(ranges);
-    return raise_or_none(status);
+    return update(&adam, sequence, NULL, 0);
 }
 
 PyDoc_STRVAR(
@@ -217,17 +194,7 @@ static PyObject *adam_cuda(PyObject *Py_UNUSED(module), PyObject *args)
     }
     adam.grad = grad;
     gm_device *device = cuda_device(ordinal);
-    gm_adam_range *ranges = device ? parse_ranges(sequence, &adam.n_ranges) : NULL;
-    if (!ranges) {
-        return NULL;
-    }
-    adam.ranges = ranges;
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = device->ops->adam(device, &adam, stream);
-    Py_END_ALLOW_THREADS
-    free(ranges);
-    return raise_or_none(status);
+    return device ? update(&adam, sequence, device, stream) : NULL;
 }
 
 PyDoc_STRVAR(
@@ -330,7 +297,7 @@ static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = device->ops->sumsq(device, data, dtype, numel, sum, stream);
     Py_END_ALLOW_THREADS
-    return raise_or_none(status);
+    return gm_py_finish(status);
 }
 
 PyDoc_STRVAR(
@@ -372,24 +339,29 @@ static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
     return sum_to_bytes(address);
 }
 
+/* What both ways between masters and weights are called with.  NULL with an exception set. */
+static gm_workers *parse_parts(PyObject *args, gm_dtype *format, void *parts[3], size_t *numel)
+{
+    return PyArg_ParseTuple(args, "O&O&O&O&O&", to_dtype, format, to_address, &parts[0], to_address,
+                            &parts[1], to_address, &parts[2], to_size, numel)
+               ? gm_py_workers()
+               : NULL;
+}
+
 PyDoc_STRVAR(split_host_doc,
              "split_host(weight_format, master, weight, low, numel) -> None\n\n"
              "fp32 masters to weights and low parts (arith.h), on host arrays given by address.");
 static PyObject *split_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_dtype format;
-    void *master, *weight, *low;
+    void *parts[3];
     size_t numel;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:split_host", to_dtype, &format, to_address, &master,
-                          to_address, &weight, to_address, &low, to_size, &numel)) {
-        return NULL;
-    }
-    gm_workers *pool = gm_py_workers();
+    gm_workers *pool = parse_parts(args, &format, parts, &numel);
     if (!pool) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    gm_split_host(format, master, weight, low, numel, pool);
+    gm_split_host(format, parts[0], parts[1], parts[2], numel, pool);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -400,18 +372,14 @@ PyDoc_STRVAR(merge_host_doc,
 static PyObject *merge_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_dtype format;
-    void *weight, *low, *master;
+    void *parts[3];
     size_t numel;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:merge_host", to_dtype, &format, to_address, &weight,
-                          to_address, &low, to_address, &master, to_size, &numel)) {
-        return NULL;
-    }
-    gm_workers *pool = gm_py_workers();
+    gm_workers *pool = parse_parts(args, &format, parts, &numel);
     if (!pool) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    gm_merge_host(format, weight, low, master, numel, pool);
+    gm_merge_host(format, parts[0], parts[1], parts[2], numel, pool);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -12,6 +12,7 @@
 
 /* Sets the Python exception for a failed status (text of gm_last_error()) and returns NULL. */
 PyObject *gm_py_raise(gm_status status);
+PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
 struct gm_workers;
@@ -19,21 +20,51 @@ struct gm_workers *gm_py_workers(void);
 /* A pool on this process's share of the host, which host_use() sets; n_threads 0: the share's number. */
 gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* host.c */
 
-/* Runs `call` of a gm_engine without the GIL; close() on another thread must not take the engine away. */
-#define GM_WITHOUT_GIL(engine, result, call) \
-    do {                                     \
-        gm_engine_ref(engine);               \
-        Py_BEGIN_ALLOW_THREADS(result)       \
-        = (call);                            \
-        gm_engine_unref(engine);             \
-        Py_END_ALLOW_THREADS                 \
+/* Runs a statement about a gm_engine without the GIL; close() on another thread must not take the engine away. */
+#define GM_WITHOUT_GIL(engine, ...) \
+    do {                            \
+        gm_engine_ref(engine);      \
+        Py_BEGIN_ALLOW_THREADS      \
+        __VA_ARGS__;                \
+        gm_engine_unref(engine);    \
+        Py_END_ALLOW_THREADS        \
     } while (0)
+
+#define GM_PY_METHOD(name, function, flags, doc) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
 extern PyMethodDef gm_py_arith_methods[]; /* arith.c */
 extern PyMethodDef gm_py_host_methods[];  /* host.c */
 
-/* core.c: adds a dict of these names, each with its place among them; -1 with an exception set on failure */
+/* values.c */
+
+/* As PyArg_ParseTuple: 1, or 0 with an exception set. */
+typedef int (*gm_py_parse)(PyObject *item, void *out);
+/* What `parse` makes of each item of a sequence, with room for one more; free() it.  NULL with an exception set. */
+void *gm_py_array(PyObject *sequence, size_t item_bytes, gm_py_parse parse, size_t *out_n);
+/* The same for non-negative integers. */
+uint32_t *gm_py_ids(PyObject *sequence, size_t *out_n);
+
+typedef struct gm_py_count {
+    const char *key;
+    unsigned long long value;
+} gm_py_count;
+
+typedef struct gm_py_figure {
+    const char *key;
+    double value;
+} gm_py_figure;
+
+/* Puts `value` (a new reference, or NULL with an exception set) under `key` and gives the reference away.  This and the
+ * following: -1 with an exception set on failure. */
+int gm_py_put(PyObject *dict, const char *key, PyObject *value);
+int gm_py_put_counts(PyObject *dict, const gm_py_count *counts, size_t n);
+int gm_py_put_figures(PyObject *dict, const gm_py_figure *figures, size_t n);
+/* Adds a dict of these names, each with its place among them. */
 int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n);
+/* The object; NULL and no object where something has failed. */
+PyObject *gm_py_unless(PyObject *object, int failed);
+#define GM_PY_N(array) (sizeof(array) / sizeof((array)[0]))
 
 int gm_py_rates_init(PyObject *module); /* rates.c: its function and RATES */
 

@@ -1,8 +1,5 @@
-/* core.c - what every method of a Core begins and ends with: its engine, its arguments, its result; and the
- * numbers that Python has by name. */
+/* core.c - what every method of a Core begins with: its engine and its arguments. */
 #include "binding/core.h"
-
-#include <stdlib.h>
 
 #include "binding/engine.h"
 
@@ -31,68 +28,19 @@ gm_engine *gm_py_core_engine(PyObject *object)
     return gm_py_engine_of((core *)object);
 }
 
-/* A sequence of non-negative integers; *out has room for one more than *out_n. */
-int gm_py_parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n)
+gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
+                       Py_ssize_t n_wanted, unsigned long long *out)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    uint32_t *ids = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *ids);
-    if (!ids) {
-        if (n >= 0) {
-            PyErr_NoMemory();
-        }
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned long id = item ? PyLong_AsUnsignedLong(item) : 0;
-        Py_XDECREF(item);
-        if (!item || PyErr_Occurred()) {
-            free(ids);
-            return -1;
-        }
-        ids[i] = (uint32_t)id;
-    }
-    *out = ids;
-    *out_n = (uint32_t)n;
-    return 0;
-}
-
-int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
-                        Py_ssize_t n_wanted, unsigned long long *out)
-{
-    if (n_args != n_wanted) {
+    gm_engine *engine = gm_py_engine_of(self);
+    if (engine && n_args != n_wanted) {
         PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, n_wanted, n_args);
-        return -1;
+        return NULL;
     }
-    for (Py_ssize_t i = 0; i < n_args; i++) {
+    for (Py_ssize_t i = 0; engine && i < n_args; i++) {
         out[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (out[i] == (unsigned long long)-1 && PyErr_Occurred()) {
-            return -1;
+            return NULL;
         }
     }
-    return 0;
-}
-
-PyObject *gm_py_finish(gm_status status)
-{
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    Py_RETURN_NONE;
-}
-
-/* Numbers that Python code gives back to us, by name. */
-int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n)
-{
-    PyObject *dict = PyDict_New();
-    for (int i = 0; dict && i < n; i++) {
-        PyObject *number = PyLong_FromLong(i);
-        if (!number || PyDict_SetItemString(dict, names[i], number) < 0) {
-            Py_CLEAR(dict);
-        }
-        Py_XDECREF(number);
-    }
-    int result = dict ? PyModule_AddObjectRef(module, name, dict) : -1;
-    Py_XDECREF(dict);
-    return result;
+    return engine;
 }

@@ -30,42 +30,38 @@ typedef struct core {
 
 extern PyTypeObject *gm_py_core_type;   /* engine.c makes it */
 gm_engine *gm_py_engine_of(core *self); /* NULL with an exception after close() */
-/* A sequence of non-negative integers; *out has room for one more than *out_n. */
-int gm_py_parse_ids(PyObject *sequence, uint32_t **out, uint32_t *out_n);
-int gm_py_parse_numbers(const char *name, PyObject *const *args, Py_ssize_t n_args,
-                        Py_ssize_t n_wanted, unsigned long long *out);
-PyObject *gm_py_finish(gm_status status); /* None, or the exception */
+/* The engine, and what a method is called with: `n_wanted` numbers.  NULL with an exception set. */
+gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
+                       Py_ssize_t n_wanted, unsigned long long *out);
 
-/* lease.c */
-PyObject *gm_py_lease(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_lease_pin(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args);
+/* A method that takes numbers, v[], at most GM_PY_MOST_NUMBERS: `gives` makes a Python object of what the expression, of
+ * a C type, comes to without the GIL. */
+enum { GM_PY_MOST_NUMBERS = 6 };
+#define GM_PY_CALL(name, n_wanted, type, gives, expression)                            \
+    static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
+    {                                                                                  \
+        unsigned long long v[GM_PY_MOST_NUMBERS];                                      \
+        gm_engine *engine = gm_py_begin(self, #name, args, n_args, n_wanted, v);       \
+        if (!engine) {                                                                 \
+            return NULL;                                                               \
+        }                                                                              \
+        type result;                                                                   \
+        GM_WITHOUT_GIL(engine, result = expression);                                   \
+        return gives(result);                                                          \
+    }
+/* Where that is a status. */
+#define GM_PY_CALL_STATUS(name, n_wanted, expression) \
+    GM_PY_CALL(name, n_wanted, gm_status, gm_py_finish, expression)
+
+/* Methods of Core that have files of their own. */
+extern PyMethodDef gm_py_lease_methods[], gm_py_step_methods[], gm_py_save_methods[],
+    gm_py_room_methods[], gm_py_paper_methods[];
 
 /* step.c */
-PyObject *gm_py_grad_sumsq(core *self, PyObject *args);
-PyObject *gm_py_step(core *self, PyObject *args);
-PyObject *gm_py_arm(core *self, PyObject *args);
-PyObject *gm_py_announce(core *self, PyObject *args);
-PyObject *gm_py_stats(core *self, PyObject *unused);
 PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);
-
-/* save.c */
-PyObject *gm_py_save_begin(core *self, PyObject *args);
-PyObject *gm_py_save_read(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_save_next(core *self, PyObject *unused);
-PyObject *gm_py_save_end(core *self, PyObject *unused);
-
 /* room.c */
-PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_forget_outside(core *self, PyObject *unused);
-PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args);
-PyObject *gm_py_answer(core *self, PyObject *yes);
 void gm_py_stop_answering(core *self);
-
 /* paper.c */
-PyObject *gm_py_replay(core *self, PyObject *events);
 int gm_py_paper_init(PyObject *module); /* adds RECORDED: the kinds of events by name */
 
 #endif

@@ -23,66 +23,34 @@ static size_t outside_bytes(void *context)
 
 /* ---- construction ---- */
 
-/* params: sequence of (numel, weight_bytes, format, has_low, has_moments, has_grad, name). */
-static gm_engine_param *parse_params(PyObject *sequence, uint32_t *out_n)
+/* (numel, weight_bytes, format, has_low, has_moments, has_grad, name); the name is the item's. */
+static int parse_param(PyObject *item, void *out)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    if (n < 0) {
-        return NULL;
+    unsigned long long numel;
+    unsigned int weight_bytes;
+    int format, has_low, has_moments, has_grad;
+    const char *name;
+    if (!PyArg_ParseTuple(item, "KIippps", &numel, &weight_bytes, &format, &has_low, &has_moments,
+                          &has_grad, &name)) {
+        return 0;
     }
-    gm_engine_param *params = calloc((size_t)n + 1, sizeof *params);
-    if (!params) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned long long numel;
-        unsigned int weight_bytes;
-        int format, has_low, has_moments, has_grad;
-        const char *name;
-        int is_parsed = item && PyArg_ParseTuple(item, "KIippps", &numel, &weight_bytes, &format,
-                                                 &has_low, &has_moments, &has_grad, &name);
-        Py_XDECREF(item);
-        if (!is_parsed) {
-            free(params);
-            return NULL;
-        }
-        params[i] = (gm_engine_param){
-            .numel = numel,
-            .weight_bytes = weight_bytes,
-            .format = (gm_dtype)format,
-            .has_low = has_low,
-            .has_moments = has_moments,
-            .has_grad = has_grad,
-            .name = name,
-        };
-    }
-    *out_n = (uint32_t)n;
-    return params;
+    *(gm_engine_param *)out = (gm_engine_param){
+        .numel = numel,
+        .weight_bytes = weight_bytes,
+        .format = (gm_dtype)format,
+        .has_low = has_low,
+        .has_moments = has_moments,
+        .has_grad = has_grad,
+        .name = name,
+    };
+    return 1;
 }
 
-/* Pointers into the strings of a list or tuple, which the caller keeps. */
-static const char **parse_names(PyObject *sequence, uint32_t n_wanted)
+/* A pointer into a string, which the caller keeps. */
+static int parse_name(PyObject *item, void *out)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    const char **names = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *names);
-    if (n >= 0 && !names) {
-        PyErr_NoMemory();
-    }
-    if (names && n != (Py_ssize_t)n_wanted) {
-        PyErr_Format(PyExc_ValueError, "%zd names for %u units", n, n_wanted);
-    }
-    for (Py_ssize_t i = 0; names && i < n && !PyErr_Occurred(); i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        names[i] = item ? PyUnicode_AsUTF8AndSize(item, NULL) : NULL;
-        Py_XDECREF(item);
-    }
-    if (PyErr_Occurred()) {
-        free(names);
-        return NULL;
-    }
-    return names;
+    *(const char **)out = PyUnicode_AsUTF8AndSize(item, NULL);
+    return *(const char **)out != NULL;
 }
 
 static gm_status make_engine(core *self, gm_engine_options *options, int ordinal, bool is_paper,
@@ -193,48 +161,42 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .slack_bytes = (size_t)slack_bytes,
         .is_tuned = is_tuned,
     };
-    uint32_t *ids = NULL, *begins = NULL, n_ids = 0, n_begins = 0;
-    const char **of_units = NULL;
-    gm_engine_param *table = NULL;
-    if (!self || !(table = parse_params(params, &options.n_params)) ||
-        gm_py_parse_ids(unit_params, &ids, &n_ids) < 0 ||
-        gm_py_parse_ids(unit_begin, &begins, &n_begins) < 0 ||
-        !(of_units = parse_names(unit_names, n_begins ? n_begins - 1 : 0))) {
-        goto fail;
+    size_t n_params = 0, n_ids, n_begins = 0, n_names = 0;
+    gm_engine_param *table =
+        self ? gm_py_array(params, sizeof *table, parse_param, &n_params) : NULL;
+    uint32_t *ids = table ? gm_py_ids(unit_params, &n_ids) : NULL;
+    uint32_t *begins = ids ? gm_py_ids(unit_begin, &n_begins) : NULL;
+    const char **of_units =
+        begins ? gm_py_array(unit_names, sizeof *of_units, parse_name, &n_names) : NULL;
+    size_t n_units = n_begins ? n_begins - 1 : 0;
+    if (of_units && n_names != n_units) {
+        PyErr_Format(PyExc_ValueError, "%zu names for %zu units", n_names, n_units);
     }
-    self->n_params = options.n_params;
     options.params = table;
+    options.n_params = (uint32_t)n_params;
     options.unit_params = ids;
     options.unit_begin = begins;
-    options.n_units = n_begins ? n_begins - 1 : 0;
+    options.n_units = (uint32_t)n_units;
     options.unit_names = of_units;
-    if (make_outside(self, is_paper ? -1 : ordinal, external_bytes) < 0 ||
-        take_workers(self, threads, &options.workers) < 0 ||
-        take_comm(self, 0, shard_comm, &options.shard_comm) < 0 ||
-        take_comm(self, 1, replica_comm, &options.replica_comm) < 0) {
-        goto fail;
-    }
-    gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = make_engine(self, &options, ordinal, is_paper,
-                         host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes, (size_t)block_bytes);
-    Py_END_ALLOW_THREADS
-    if (status != GM_OK) {
-        gm_py_raise(status);
-        goto fail;
+    bool is_made = of_units && n_names == n_units &&
+                   make_outside(self, is_paper ? -1 : ordinal, external_bytes) == 0 &&
+                   take_workers(self, threads, &options.workers) == 0 &&
+                   take_comm(self, 0, shard_comm, &options.shard_comm) == 0 &&
+                   take_comm(self, 1, replica_comm, &options.replica_comm) == 0;
+    if (is_made) {
+        self->n_params = options.n_params;
+        gm_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = make_engine(self, &options, ordinal, is_paper,
+                             host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes, (size_t)block_bytes);
+        Py_END_ALLOW_THREADS
+        is_made = status == GM_OK || gm_py_raise(status);
     }
     free(table);
     free(ids);
     free(begins);
     free(of_units);
-    return (PyObject *)self;
-fail:
-    free(table);
-    free(ids);
-    free(begins);
-    free(of_units);
-    Py_XDECREF((PyObject *)self);
-    return NULL;
+    return gm_py_unless((PyObject *)self, !is_made);
 }
 
 /* The engine's memory outlives this as long as tensors show it (leases hold references); with it must live
@@ -272,107 +234,40 @@ static void core_dealloc(core *self)
     Py_DECREF((PyObject *)type);
 }
 
-/* ---- calls with integer arguments ---- */
+/* ---- calls ---- */
 
-/* Calls that take only numbers: parsed, called without the GIL, translated. */
-typedef gm_status (*number_call)(gm_engine *engine, const unsigned long long *v);
+GM_PY_CALL_STATUS(grad_put, 4,
+                  gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
+                                     (gm_dtype)v[2], v[3]))
+GM_PY_CALL_STATUS(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
+GM_PY_CALL(has_grad, 1, bool, PyBool_FromLong, gm_engine_has_grad(engine, (uint32_t)v[0]))
+GM_PY_CALL_STATUS(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
+GM_PY_CALL_STATUS(read, 5,
+                  gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                                 (void *)(uintptr_t)v[4]))
+GM_PY_CALL_STATUS(write, 4,
+                  gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1],
+                                  (const void *)(uintptr_t)v[2], v[3]))
+GM_PY_CALL_STATUS(fill, 6,
+                  gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                                 (const void *)(uintptr_t)v[4], v[5]))
+GM_PY_CALL_STATUS(limit_unreduced, 1, gm_engine_limit_unreduced(engine, (size_t)v[0]))
+GM_PY_CALL_STATUS(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
+GM_PY_CALL_STATUS(check, 0, gm_engine_check(engine))
+GM_PY_CALL_STATUS(drain, 0, gm_engine_drain(engine))
+GM_PY_CALL_STATUS(catch_up, 0, gm_engine_catch_up(engine))
 
-static PyObject *call_numbers(core *self, const char *name, number_call call, PyObject *const *args,
-                              Py_ssize_t n_args, Py_ssize_t n_wanted)
-{
-    unsigned long long v[6];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers(name, args, n_args, n_wanted, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status, call(engine, v));
-    return gm_py_finish(status);
-}
-
-/* One method of that kind: the C call as an expression of engine and v[]. */
-#define NUMBER_METHOD(name, n_wanted, expression)                                      \
-    static gm_status call_##name(gm_engine *engine, const unsigned long long *v)       \
-    {                                                                                  \
-        return expression;                                                             \
-    }                                                                                  \
-    static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
-    {                                                                                  \
-        return call_numbers(self, #name, call_##name, args, n_args, n_wanted);         \
-    }
-
-NUMBER_METHOD(grad_put, 4,
-              gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
-                                 (gm_dtype)v[2], v[3]))
-NUMBER_METHOD(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
-NUMBER_METHOD(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
-NUMBER_METHOD(read, 5,
-              gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
-                             (void *)(uintptr_t)v[4]))
-NUMBER_METHOD(write, 4,
-              gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1], (const void *)(uintptr_t)v[2],
-                              v[3]))
-NUMBER_METHOD(fill, 6,
-              gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
-                             (const void *)(uintptr_t)v[4], v[5]))
-NUMBER_METHOD(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
-
-/* One method without arguments. */
-#define PLAIN_METHOD(name)                                        \
-    static PyObject *core_##name(core *self, PyObject *unused)    \
-    {                                                             \
-        (void)unused;                                             \
-        gm_engine *engine = gm_py_engine_of(self);                \
-        if (!engine) {                                            \
-            return NULL;                                          \
-        }                                                         \
-        gm_status status;                                         \
-        GM_WITHOUT_GIL(engine, status, gm_engine_##name(engine)); \
-        return gm_py_finish(status);                              \
-    }
-
-PLAIN_METHOD(check)
-PLAIN_METHOD(disarm)
-PLAIN_METHOD(drain)
-PLAIN_METHOD(catch_up)
-
-static PyObject *core_wants_numbers(core *self, PyObject *Py_UNUSED(unused))
-{
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    bool wants;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    wants = gm_engine_wants_numbers(engine);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(wants);
-}
-
-/* part(param) -> (first, n) */
 static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
     uint64_t first, n;
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("part", args, n_args, 1, v) < 0) {
+    gm_engine *engine = gm_py_begin(self, "part", args, n_args, 1, v);
+    if (!engine) {
         return NULL;
     }
     gm_status status = gm_engine_part(engine, (uint32_t)v[0], &first, &n);
     return status == GM_OK ? Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)n)
                            : gm_py_raise(status);
-}
-
-static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("has_grad", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    return PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0]));
 }
 
 static PyObject *core_leased(core *self, PyObject *Py_UNUSED(unused))
@@ -382,11 +277,7 @@ static PyObject *core_leased(core *self, PyObject *Py_UNUSED(unused))
     if (!is_leased) {
         return engine ? PyErr_NoMemory() : NULL;
     }
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS /* who holds the engine's lock may want the GIL */
-    gm_engine_leased(engine, is_leased);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
+    GM_WITHOUT_GIL(engine, gm_engine_leased(engine, is_leased));
     PyObject *result = PyList_New(0);
     for (uint32_t id = 0; result && id < self->n_params; id++) {
         PyObject *number = is_leased[id] ? PyLong_FromUnsignedLong(id) : NULL;
@@ -445,16 +336,11 @@ static PyObject *core_chunk_states(core *self, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     gm_engine_stats stats;
-    gm_engine_chunk *chunks;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    gm_engine_get_stats(engine, &stats);
-    chunks = malloc(((size_t)stats.n_chunks + 1) * sizeof *chunks);
+    GM_WITHOUT_GIL(engine, gm_engine_get_stats(engine, &stats));
+    gm_engine_chunk *chunks = malloc(((size_t)stats.n_chunks + 1) * sizeof *chunks);
     if (chunks) {
-        gm_engine_chunks(engine, chunks);
+        GM_WITHOUT_GIL(engine, gm_engine_chunks(engine, chunks));
     }
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
     PyObject *list = chunks ? PyList_New(0) : PyErr_NoMemory();
     for (uint32_t id = 0; list && id < stats.n_chunks; id++) {
         PyObject *dict = gm_py_chunk(&chunks[id]);
@@ -467,8 +353,6 @@ static PyObject *core_chunk_states(core *self, PyObject *Py_UNUSED(unused))
     return list;
 }
 
-NUMBER_METHOD(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
-
 /* timeline_end() -> list of dicts */
 static PyObject *core_timeline_end(core *self, PyObject *Py_UNUSED(unused))
 {
@@ -478,50 +362,43 @@ static PyObject *core_timeline_end(core *self, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_timeline_end(engine, &timeline));
+    GM_WITHOUT_GIL(engine, status = gm_engine_timeline_end(engine, &timeline));
     PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
     gm_timeline_free(timeline);
     return entries;
 }
 
-static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
+/* The first of the numbers is a parameter. */
+static gm_engine *begin_param(core *self, const char *name, PyObject *const *args,
+                              Py_ssize_t n_args, unsigned long long *out)
 {
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("address", args, n_args, 1, v) < 0) {
+    gm_engine *engine = gm_py_begin(self, name, args, n_args, 1, out);
+    if (engine && *out >= self->n_params) {
+        PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", *out);
         return NULL;
     }
-    if (v[0] >= self->n_params) {
-        return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
-    }
-    return PyLong_FromUnsignedLongLong(gm_engine_address(engine, (uint32_t)v[0]));
+    return engine;
+}
+
+static PyObject *core_address(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long param;
+    const gm_engine *engine = begin_param(self, "address", args, n_args, &param);
+    return engine ? PyLong_FromUnsignedLongLong(gm_engine_address(engine, (uint32_t)param)) : NULL;
 }
 
 static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("chunk", args, n_args, 1, v) < 0) {
+    unsigned long long param;
+    const gm_engine *engine = begin_param(self, "chunk", args, n_args, &param);
+    if (!engine) {
         return NULL;
     }
-    if (v[0] >= self->n_params) {
-        return PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", v[0]);
-    }
-    uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)v[0]);
+    uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)param);
     gm_engine_need need;
     gm_engine_chunk_need(engine, chunk, &need);
     return Py_BuildValue("Innn", (unsigned int)chunk, (Py_ssize_t)need.shown,
                          (Py_ssize_t)need.gathering, (Py_ssize_t)need.unreduced);
-}
-
-static PyObject *core_limit_unreduced(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("limit_unreduced", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    return gm_py_finish(gm_engine_limit_unreduced(engine, (size_t)v[0]));
 }
 
 static PyObject *core_sums(core *self, PyObject *Py_UNUSED(unused))
@@ -546,7 +423,7 @@ static PyObject *core_salvage(core *self, PyObject *Py_UNUSED(unused))
     }
     char text[512];
     bool was_dead;
-    GM_WITHOUT_GIL(engine, was_dead, gm_engine_salvage(engine, text, sizeof text));
+    GM_WITHOUT_GIL(engine, was_dead = gm_engine_salvage(engine, text, sizeof text));
     return was_dead ? PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace")
                     : Py_NewRef(Py_None);
 }
@@ -556,71 +433,45 @@ static PyObject *torch_abi_init(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED
     return gm_py_finish(gm_torch_abi_init());
 }
 
-#define METHOD(name, function, flags, doc) \
-    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
-
 static PyMethodDef core_methods[] = {
-    METHOD("grad_put", core_grad_put, METH_FASTCALL, "grad_put(param, address, dtype, stream)"),
-    METHOD("part", core_part, METH_FASTCALL,
-           "part(param) -> (first, n), the elements in this rank's shard"),
-    METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
-    METHOD("leased", core_leased, METH_NOARGS, "leased() -> parameters that tensors show"),
-    METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
-    METHOD("grad_sumsq", gm_py_grad_sumsq, METH_VARARGS,
-           "grad_sumsq(params, stream) -> (sum, n_nonfinite)"),
-    METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
-    METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
-    METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
-    METHOD("fill", core_fill, METH_FASTCALL, "fill(param, field, first, n, host_address, stream)"),
-    METHOD("save_begin", gm_py_save_begin, METH_VARARGS, "save_begin(params, limit)"),
-    METHOD("save_read", gm_py_save_read, METH_FASTCALL,
-           "save_read(param, field, first, n, host_address) -> bool"),
-    METHOD("save_next", gm_py_save_next, METH_NOARGS,
-           "save_next() -> a chunk that comes first, or -1"),
-    METHOD("save_done", core_save_done, METH_FASTCALL, "save_done(chunk)"),
-    METHOD("save_end", gm_py_save_end, METH_NOARGS,
-           "save_end() -> (bytes copied, most at one time, changes that waited)"),
-    METHOD("drain", core_drain, METH_NOARGS, "drain()"),
-    METHOD("catch_up", core_catch_up, METH_NOARGS, "catch_up()"),
-    METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
-    METHOD("set_external_bytes", gm_py_set_external, METH_FASTCALL, "set_external_bytes(bytes)"),
-    METHOD("reserve", gm_py_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
-    METHOD("answer_for_torch", gm_py_answer, METH_O, "answer_for_torch(bool)"),
-    METHOD("shed", gm_py_shed, METH_FASTCALL, "shed(bytes) -> bool"),
-    METHOD("forget_outside", gm_py_forget_outside, METH_NOARGS, "forget_outside()"),
-    METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
-    METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
-    METHOD("chunk", core_chunk, METH_FASTCALL,
-           "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
-           "gradients that wait)"),
-    METHOD("lease", gm_py_lease, METH_FASTCALL, "lease(param) -> lease"),
-    METHOD("lease_pin", gm_py_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),
-    METHOD("lease_watch", gm_py_lease_watch, METH_FASTCALL, "lease_watch(lease, stream)"),
-    METHOD("lease_unwatch", gm_py_lease_unwatch, METH_FASTCALL, "lease_unwatch(lease, stream)"),
-    METHOD("step", gm_py_step, METH_VARARGS, "step(updates, stream)"),
-    METHOD("arm", gm_py_arm, METH_VARARGS, "arm(updates) -> bool"),
-    METHOD("wants_numbers", core_wants_numbers, METH_NOARGS, "wants_numbers() -> bool"),
-    METHOD("announce", gm_py_announce, METH_VARARGS, "announce(updates)"),
-    METHOD("disarm", core_disarm, METH_NOARGS, "disarm()"),
-    METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
-    METHOD("chunk_states", core_chunk_states, METH_NOARGS, "chunk_states() -> list of dicts"),
-    METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
-    METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
-    METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
-    METHOD("replay", gm_py_replay, METH_O, "replay(events): on a device on paper"),
-    METHOD("stats", gm_py_stats, METH_NOARGS, "stats() -> dict"),
-    METHOD("salvage", core_salvage, METH_NOARGS,
-           "salvage() -> the error that has closed the engine, or None"),
-    METHOD("check", core_check, METH_NOARGS, "check(): raises if an invariant is broken"),
-    METHOD("close", core_close, METH_NOARGS, "close(): idempotent"),
+    GM_PY_METHOD("grad_put", core_grad_put, METH_FASTCALL,
+                 "grad_put(param, address, dtype, stream)"),
+    GM_PY_METHOD("part", core_part, METH_FASTCALL,
+                 "part(param) -> (first, n), the elements in this rank's shard"),
+    GM_PY_METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
+    GM_PY_METHOD("leased", core_leased, METH_NOARGS, "leased() -> parameters that tensors show"),
+    GM_PY_METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
+    GM_PY_METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
+    GM_PY_METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
+    GM_PY_METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
+    GM_PY_METHOD("fill", core_fill, METH_FASTCALL,
+                 "fill(param, field, first, n, host_address, stream)"),
+    GM_PY_METHOD("drain", core_drain, METH_FASTCALL, "drain()"),
+    GM_PY_METHOD("catch_up", core_catch_up, METH_FASTCALL, "catch_up()"),
+    GM_PY_METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
+    GM_PY_METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
+    GM_PY_METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
+    GM_PY_METHOD(
+        "chunk", core_chunk, METH_FASTCALL,
+        "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
+        "gradients that wait)"),
+    GM_PY_METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
+    GM_PY_METHOD("chunk_states", core_chunk_states, METH_NOARGS, "chunk_states() -> list of dicts"),
+    GM_PY_METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
+    GM_PY_METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
+    GM_PY_METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
+    GM_PY_METHOD("salvage", core_salvage, METH_NOARGS,
+                 "salvage() -> the error that has closed the engine, or None"),
+    GM_PY_METHOD("check", core_check, METH_FASTCALL, "check(): raises if an invariant is broken"),
+    GM_PY_METHOD("close", core_close, METH_NOARGS, "close(): idempotent"),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef module_methods[] = {
-    METHOD("chunk_search", gm_py_chunk_search, METH_VARARGS,
-           "chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes"),
-    METHOD("torch_abi_init", torch_abi_init, METH_NOARGS,
-           "registers gemini::blob; torch must be loaded"),
+    GM_PY_METHOD("chunk_search", gm_py_chunk_search, METH_VARARGS,
+                 "chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes"),
+    GM_PY_METHOD("torch_abi_init", torch_abi_init, METH_NOARGS,
+                 "registers gemini::blob; torch must be loaded"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -639,10 +490,25 @@ static PyType_Spec core_spec = {
     .slots = core_slots,
 };
 
+static int add_methods(PyMethodDef *methods)
+{
+    PyObject *type = (PyObject *)gm_py_core_type;
+    int result = 0;
+    for (; methods->ml_name && result == 0; methods++) {
+        PyObject *method = PyDescr_NewMethod(gm_py_core_type, methods);
+        result = method ? PyObject_SetAttrString(type, methods->ml_name, method) : -1;
+        Py_XDECREF(method);
+    }
+    return result;
+}
+
 int gm_py_engine_init(PyObject *module)
 {
     gm_py_core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
-    if (!gm_py_core_type || gm_py_paper_init(module) < 0 ||
+    if (!gm_py_core_type || add_methods(gm_py_lease_methods) < 0 ||
+        add_methods(gm_py_step_methods) < 0 || add_methods(gm_py_save_methods) < 0 ||
+        add_methods(gm_py_room_methods) < 0 || add_methods(gm_py_paper_methods) < 0 ||
+        gm_py_paper_init(module) < 0 ||
         PyModule_AddObjectRef(module, "Core", (PyObject *)gm_py_core_type) < 0 ||
         PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;

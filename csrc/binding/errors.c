@@ -9,7 +9,7 @@ PyObject *gm_py_raise(gm_status status)
 {
     PyObject *type = PyExc_RuntimeError;
     switch (status) {
-    case GM_OK: Py_RETURN_NONE; /* not reached: callers raise failures only */
+    case GM_OK: break; /* not reached: callers raise failures only */
     case GM_ERR_ARG: type = PyExc_ValueError; break;
     case GM_ERR_STATE: type = gemini_error; break;
     case GM_ERR_NOMEM: type = memory_error; break;
@@ -23,6 +23,11 @@ PyObject *gm_py_raise(gm_status status)
         Py_DECREF(text);
     }
     return NULL;
+}
+
+PyObject *gm_py_finish(gm_status status)
+{
+    return status == GM_OK ? Py_NewRef(Py_None) : gm_py_raise(status);
 }
 
 /* The exceptions are classes of gemini_strategy.errors, so that they exist without this module. */

@@ -76,9 +76,9 @@ static int put_grad(PyObject *grad, gm_py_slot *slot)
         return -1;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status,
-                   gm_engine_grad_put(engine, (uint32_t)slot->id, (const void *)address,
-                                      (gm_dtype)slot->format, stream));
+    GM_WITHOUT_GIL(engine,
+                   status = gm_engine_grad_put(engine, (uint32_t)slot->id, (const void *)address,
+                                               (gm_dtype)slot->format, stream));
     return gm_py_raised(status);
 }
 

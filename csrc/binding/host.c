@@ -55,33 +55,14 @@ static PyObject *list_of(const unsigned *numbers, size_t n)
     return list;
 }
 
-/* Numbers of cores; *out has room for one more. */
-static int parse_numbers(PyObject *sequence, unsigned **out, size_t *out_n)
+static int parse_number(PyObject *item, void *out)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    unsigned *numbers = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *numbers);
-    if (!numbers) {
-        if (n >= 0) {
-            PyErr_NoMemory();
-        }
-        return -1;
+    unsigned long number = PyLong_AsUnsignedLong(item);
+    if (!PyErr_Occurred() && number >= 1 << 20) {
+        PyErr_Format(PyExc_ValueError, "%lu is no number of a core", number);
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned long number = item ? PyLong_AsUnsignedLong(item) : 0;
-        Py_XDECREF(item);
-        if (!item || PyErr_Occurred() || number >= 1 << 20) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError, "%lu is no number of a core", number);
-            }
-            free(numbers);
-            return -1;
-        }
-        numbers[i] = (unsigned)number;
-    }
-    *out = numbers;
-    *out_n = (size_t)n;
-    return 0;
+    *(unsigned *)out = (unsigned)number;
+    return !PyErr_Occurred();
 }
 
 static int by_number(const void *a, const void *b)
@@ -90,31 +71,11 @@ static int by_number(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Triples (number, node, sibling), in any order. */
-static int parse_cores(PyObject *sequence, gm_core **out, size_t *out_n)
+/* (number, node, sibling) */
+static int parse_core(PyObject *item, void *out)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    gm_core *cores = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *cores);
-    if (!cores) {
-        if (n >= 0) {
-            PyErr_NoMemory();
-        }
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        int is_parsed = item && PyArg_ParseTuple(item, "IiI", &cores[i].number, &cores[i].node,
-                                                 &cores[i].sibling);
-        Py_XDECREF(item);
-        if (!is_parsed) {
-            free(cores);
-            return -1;
-        }
-    }
-    qsort(cores, (size_t)n, sizeof *cores, by_number);
-    *out = cores;
-    *out_n = (size_t)n;
-    return 0;
+    gm_core *core = out;
+    return PyArg_ParseTuple(item, "IiI", &core->number, &core->node, &core->sibling);
 }
 
 static void free_ranks(gm_local_rank *ranks, unsigned **masks, size_t n)
@@ -144,10 +105,11 @@ static int parse_ranks(PyObject *sequence, gm_local_rank **out, unsigned ***out_
     }
     for (size_t i = 0; i < n; i++) {
         PyObject *item = PySequence_GetItem(sequence, (Py_ssize_t)i), *mask;
-        int is_parsed = item && PyArg_ParseTuple(item, "Oi", &mask, &ranks[i].node) &&
-                        parse_numbers(mask, &masks[i], &ranks[i].n_mask) == 0;
+        if (item && PyArg_ParseTuple(item, "Oi", &mask, &ranks[i].node)) {
+            masks[i] = gm_py_array(mask, sizeof *masks[i], parse_number, &ranks[i].n_mask);
+        }
         Py_XDECREF(item);
-        if (!is_parsed) {
+        if (!masks[i]) {
             free_ranks(ranks, masks, n);
             return -1;
         }
@@ -232,14 +194,14 @@ static PyObject *host_split(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "OOn:host_split", &core_list, &rank_list, &rank)) {
         return NULL;
     }
-    gm_core *cores = NULL;
     gm_local_rank *ranks = NULL;
     unsigned **masks = NULL, *mine = NULL;
-    size_t n_cores = 0, n_ranks = 0, n_mine = 0;
-    if (parse_cores(core_list, &cores, &n_cores) < 0 ||
-        parse_ranks(rank_list, &ranks, &masks, &n_ranks) < 0) {
+    size_t n_cores, n_ranks = 0, n_mine = 0;
+    gm_core *cores = gm_py_array(core_list, sizeof *cores, parse_core, &n_cores);
+    if (!cores || parse_ranks(rank_list, &ranks, &masks, &n_ranks) < 0) {
         goto done;
     }
+    qsort(cores, n_cores, sizeof *cores, by_number);
     size_t most = rank >= 0 && (size_t)rank < n_ranks ? ranks[rank].n_mask : 0;
     mine = calloc(most + 1, sizeof *mine);
     if (!mine) {
@@ -288,10 +250,12 @@ static PyObject *host_use(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *sequence;
     unsigned threads;
-    unsigned *cores = NULL;
-    size_t n = 0;
-    if (!PyArg_ParseTuple(args, "OI:host_use", &sequence, &threads) ||
-        parse_numbers(sequence, &cores, &n) < 0) {
+    size_t n;
+    if (!PyArg_ParseTuple(args, "OI:host_use", &sequence, &threads)) {
+        return NULL;
+    }
+    unsigned *cores = gm_py_array(sequence, sizeof *cores, parse_number, &n);
+    if (!cores) {
         return NULL;
     }
     pthread_mutex_lock(&share_lock);

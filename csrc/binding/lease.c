@@ -1,49 +1,28 @@
 /* lease.c - methods of Core about leases, which Python has as numbers. */
 #include "binding/core.h"
 
-PyObject *gm_py_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
+static PyObject *core_lease(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("lease", args, n_args, 1, v) < 0) {
+    gm_lease *lease = NULL;
+    gm_engine *engine = gm_py_begin(self, "lease", args, n_args, 1, v);
+    if (!engine) {
         return NULL;
     }
-    gm_lease *lease = NULL;
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_lease_new(engine, (uint32_t)v[0], &lease));
+    GM_WITHOUT_GIL(engine, status = gm_lease_new(engine, (uint32_t)v[0], &lease));
     return status == GM_OK ? PyLong_FromUnsignedLongLong((uintptr_t)lease) : gm_py_raise(status);
 }
 
-/* A call about a lease of this engine, on a stream. */
-static PyObject *with_lease(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
-                            gm_status (*call)(gm_lease *lease, gm_stream stream))
-{
-    unsigned long long v[2];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers(name, args, n_args, 2, v) < 0) {
-        return NULL;
-    }
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status, call((gm_lease *)(uintptr_t)v[0], v[1]));
-    return gm_py_finish(status);
-}
+GM_PY_CALL_STATUS(lease_pin, 2, gm_lease_pin((gm_lease *)(uintptr_t)v[0], v[1]))
+GM_PY_CALL_STATUS(lease_watch, 2, gm_lease_watch((gm_lease *)(uintptr_t)v[0], v[1]))
+GM_PY_CALL_STATUS(lease_unwatch, 2, gm_lease_unwatch((gm_lease *)(uintptr_t)v[0]))
 
-PyObject *gm_py_lease_pin(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return with_lease(self, "lease_pin", args, n_args, gm_lease_pin);
-}
-
-PyObject *gm_py_lease_watch(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return with_lease(self, "lease_watch", args, n_args, gm_lease_watch);
-}
-
-static gm_status unwatch(gm_lease *lease, gm_stream Py_UNUSED(stream))
-{
-    return gm_lease_unwatch(lease);
-}
-
-PyObject *gm_py_lease_unwatch(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return with_lease(self, "lease_unwatch", args, n_args, unwatch);
-}
+PyMethodDef gm_py_lease_methods[] = {
+    GM_PY_METHOD("lease", core_lease, METH_FASTCALL, "lease(param) -> lease"),
+    GM_PY_METHOD("lease_pin", core_lease_pin, METH_FASTCALL, "lease_pin(lease, stream)"),
+    GM_PY_METHOD("lease_watch", core_lease_watch, METH_FASTCALL, "lease_watch(lease, stream)"),
+    GM_PY_METHOD("lease_unwatch", core_lease_unwatch, METH_FASTCALL,
+                 "lease_unwatch(lease, stream)"),
+    {NULL, NULL, 0, NULL},
+};

@@ -103,7 +103,7 @@ static int release_touched(gm_py_net *net, uint32_t n_keep)
         return -1;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_release_touched(engine, n_keep));
+    GM_WITHOUT_GIL(engine, status = gm_engine_release_touched(engine, n_keep));
     return gm_py_raised(status);
 }
 
@@ -156,7 +156,7 @@ static int touch(gm_py_net *net, uintptr_t address)
     gm_status status;
     PyObject *done = NULL;
     for (bool is_last = false;; is_last = true) {
-        GM_WITHOUT_GIL(engine, status, gm_engine_touch(engine, address, stream));
+        GM_WITHOUT_GIL(engine, status = gm_engine_touch(engine, address, stream));
         if (status != GM_ERR_NOMEM) {
             break;
         }

@@ -132,8 +132,8 @@ static int parse(PyObject *item, long long *v)
     return is_parsed ? 0 : -1;
 }
 
-/* replay(events): on a device on paper alone.  An error ends it where it is. */
-PyObject *gm_py_replay(core *self, PyObject *events)
+/* On a device on paper alone.  An error ends it where it is. */
+static PyObject *core_replay(core *self, PyObject *events)
 {
     player p = {.self = self, .engine = gm_py_engine_of(self)};
     if (!p.engine) {
@@ -159,6 +159,11 @@ PyObject *gm_py_replay(core *self, PyObject *events)
     free(p.interruptions);
     return n < 0 ? NULL : gm_py_finish(status);
 }
+
+PyMethodDef gm_py_paper_methods[] = {
+    GM_PY_METHOD("replay", core_replay, METH_O, "replay(events): on a device on paper"),
+    {NULL, NULL, 0, NULL},
+};
 
 int gm_py_paper_init(PyObject *module)
 {

@@ -8,65 +8,13 @@ static const char *const piece_names[GM_N_PIECES] = {"weight", "state", "grad", 
                                                      "unreduced"};
 static const char *const tick_names[] = {"enter", "touch", "grad"}; /* of gm_tick_kind */
 
-/* Puts `value` (a new reference, or NULL with an exception set) under `key` and gives the reference away. */
-static int put(PyObject *dict, const char *key, PyObject *value)
-{
-    if (!value) {
-        return -1;
-    }
-    int result = PyDict_SetItemString(dict, key, value);
-    Py_DECREF(value);
-    return result;
-}
-
-typedef struct named_size {
-    const char *key;
-    size_t value;
-} named_size;
-
-static int put_sizes(PyObject *dict, const named_size *sizes, size_t n)
-{
-    for (size_t i = 0; i < n; i++) {
-        if (put(dict, sizes[i].key, PyLong_FromSize_t(sizes[i].value)) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-typedef struct named_double {
-    const char *key;
-    double value;
-} named_double;
-
-static int put_doubles(PyObject *dict, const named_double *doubles, size_t n)
-{
-    for (size_t i = 0; i < n; i++) {
-        if (put(dict, doubles[i].key, PyFloat_FromDouble(doubles[i].value)) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-#define N_OF(array) (sizeof(array) / sizeof((array)[0]))
-
-static PyObject *finished(PyObject *object, int failed)
-{
-    if (failed) {
-        Py_XDECREF(object);
-        return NULL;
-    }
-    return object;
-}
-
 static PyObject *classes_of(const gm_plan *plan, uint32_t n_chunks)
 {
     PyObject *list = PyList_New((Py_ssize_t)n_chunks);
     for (uint32_t chunk = 0; list && chunk < n_chunks; chunk++) {
         PyObject *name = PyUnicode_FromString(class_names[gm_plan_class(plan, chunk)]);
         if (!name || PyList_SetItem(list, (Py_ssize_t)chunk, name) < 0) {
-            return finished(list, 1);
+            return gm_py_unless(list, 1);
         }
     }
     return list;
@@ -78,22 +26,22 @@ static PyObject *by_class(const size_t *values)
     PyObject *dict = PyDict_New();
     int failed = !dict;
     for (int i = 0; !failed && i < GM_N_CLASSES; i++) {
-        failed = put(dict, class_names[i], PyLong_FromSize_t(values[i])) < 0;
+        failed = gm_py_put(dict, class_names[i], PyLong_FromSize_t(values[i])) < 0;
     }
-    return finished(dict, failed);
+    return gm_py_unless(dict, failed);
 }
 
 PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
 {
     const gm_plan_info *info = gm_plan_get_info(plan);
-    const named_double doubles[] = {
+    const gm_py_figure doubles[] = {
         {"step_seconds", info->step_seconds}, {"compute_seconds", info->compute_seconds},
         {"h2d_seconds", info->h2d_seconds},   {"d2h_seconds", info->d2h_seconds},
         {"host_seconds", info->host_seconds}, {"bound_seconds", info->bound_seconds},
         {"comm_seconds", info->comm_seconds}, {"gather_rate", info->rates.gather},
         {"reduce_rate", info->rates.reduce},
     };
-    const named_size sizes[] = {
+    const gm_py_count sizes[] = {
         {"device_bytes", info->device_bytes},
         {"h2d_bytes", info->h2d_bytes},
         {"d2h_bytes", info->d2h_bytes},
@@ -109,8 +57,8 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
         {"n_speculated", info->n_speculated},
         {"spare_bytes", info->spare_bytes},
         {"prefetch", info->prefetch},
-        {"n_ops", (size_t)info->n_ops},
-        {"hash", (size_t)info->hash},
+        {"n_ops", info->n_ops},
+        {"hash", info->hash},
     };
     size_t counts[GM_N_CLASSES];
     for (int i = 0; i < GM_N_CLASSES; i++) {
@@ -118,69 +66,71 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
     }
     const char *when = info->when == GM_IMMEDIATE ? "immediate" : "deferred";
     PyObject *dict = PyDict_New();
-    int failed = !dict || put_doubles(dict, doubles, N_OF(doubles)) < 0 ||
-                 put_sizes(dict, sizes, N_OF(sizes)) < 0 ||
-                 put(dict, "n_of_class", by_class(counts)) < 0 ||
-                 put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
-                 put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
-                 put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
-                 put(dict, "when", PyUnicode_FromString(when)) < 0;
-    return finished(dict, failed);
+    int failed = !dict || gm_py_put_figures(dict, doubles, GM_PY_N(doubles)) < 0 ||
+                 gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0 ||
+                 gm_py_put(dict, "n_of_class", by_class(counts)) < 0 ||
+                 gm_py_put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
+                 gm_py_put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
+                 gm_py_put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
+                 gm_py_put(dict, "when", PyUnicode_FromString(when)) < 0;
+    return gm_py_unless(dict, failed);
 }
 
 /* {"weight": "CLEAN", "state": "HOME", ..., "uses", "trained", "gradients", "pending"}; pieces without bytes are not
  * in it. */
 PyObject *gm_py_chunk(const gm_engine_chunk *chunk)
 {
-    const named_size counts[] = {
+    const gm_py_count counts[] = {
         {"uses", chunk->n_uses}, {"trained", chunk->n_trained}, {"gradients", chunk->n_done}};
     PyObject *dict = PyDict_New();
-    int failed = !dict || put_sizes(dict, counts, N_OF(counts)) < 0 ||
-                 put(dict, "pending", PyBool_FromLong(chunk->is_pending)) < 0;
+    int failed = !dict || gm_py_put_counts(dict, counts, GM_PY_N(counts)) < 0 ||
+                 gm_py_put(dict, "pending", PyBool_FromLong(chunk->is_pending)) < 0;
     for (int i = 0; !failed && i < GM_N_PIECES; i++) {
         const char *where = !chunk->is_resident[i] ? "HOME"
                             : chunk->is_dirty[i]   ? "DIRTY"
                                                    : "CLEAN";
-        failed = chunk->bytes[i] > 0 && put(dict, piece_names[i], PyUnicode_FromString(where)) < 0;
+        failed =
+            chunk->bytes[i] > 0 && gm_py_put(dict, piece_names[i], PyUnicode_FromString(where)) < 0;
     }
-    return finished(dict, failed);
+    return gm_py_unless(dict, failed);
 }
 
 /* Bytes on the device: {"R": ..., "S1": ..., ..., "states", "grads", "gathered", "unreduced",
  * "outside", "free"}. */
 static PyObject *memory_of(const gm_log_memory *memory)
 {
-    const named_size sizes[] = {
+    const gm_py_count sizes[] = {
         {"states", memory->states},     {"grads", memory->grads},
         {"gathered", memory->gathered}, {"unreduced", memory->unreduced},
         {"outside", memory->outside},   {"free", memory->free_blocks},
     };
     PyObject *dict = by_class(memory->weights);
-    return finished(dict, !dict || put_sizes(dict, sizes, N_OF(sizes)) < 0);
+    return gm_py_unless(dict, !dict || gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0);
 }
 
 /* Of a tick: kind, stream, tick, tick_kind, id, start, end, device (bytes by class), host (bytes).
  * Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
 static PyObject *entry_dict(const gm_log_entry *entry)
 {
-    const named_double times[] = {{"start", entry->start}, {"end", entry->end}};
+    const gm_py_figure times[] = {{"start", entry->start}, {"end", entry->end}};
     PyObject *dict = PyDict_New();
-    int failed = !dict ||
-                 put(dict, "kind", PyUnicode_FromString(gm_log_kind_name(entry->kind))) < 0 ||
-                 put(dict, "stream", PyUnicode_FromString(gm_log_stream_name(entry->stream))) < 0 ||
-                 put(dict, "tick", PyLong_FromUnsignedLong(entry->tick)) < 0 ||
-                 put_doubles(dict, times, N_OF(times)) < 0;
+    int failed =
+        !dict || gm_py_put(dict, "kind", PyUnicode_FromString(gm_log_kind_name(entry->kind))) < 0 ||
+        gm_py_put(dict, "stream", PyUnicode_FromString(gm_log_stream_name(entry->stream))) < 0 ||
+        gm_py_put(dict, "tick", PyLong_FromUnsignedLong(entry->tick)) < 0 ||
+        gm_py_put_figures(dict, times, GM_PY_N(times)) < 0;
     if (!failed && entry->kind == GM_LOG_TICK) {
-        failed = put(dict, "tick_kind", PyUnicode_FromString(tick_names[entry->tick_kind])) < 0 ||
-                 put(dict, "id", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
-                 put(dict, "device", memory_of(&entry->memory)) < 0 ||
-                 put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0;
+        failed =
+            gm_py_put(dict, "tick_kind", PyUnicode_FromString(tick_names[entry->tick_kind])) < 0 ||
+            gm_py_put(dict, "id", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
+            gm_py_put(dict, "device", memory_of(&entry->memory)) < 0 ||
+            gm_py_put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0;
     } else if (!failed) {
-        failed = put(dict, "chunk", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
-                 put(dict, "piece", PyUnicode_FromString(piece_names[entry->piece])) < 0 ||
-                 put(dict, "bytes", PyLong_FromSize_t(entry->bytes)) < 0;
+        failed = gm_py_put(dict, "chunk", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
+                 gm_py_put(dict, "piece", PyUnicode_FromString(piece_names[entry->piece])) < 0 ||
+                 gm_py_put(dict, "bytes", PyLong_FromSize_t(entry->bytes)) < 0;
     }
-    return finished(dict, failed);
+    return gm_py_unless(dict, failed);
 }
 
 /* When the log was full, its last element is {"kind": "lost", "n": entries that did not fit}. */
@@ -200,5 +150,5 @@ PyObject *gm_py_timeline(const gm_timeline *timeline)
         failed = !lost || PyList_Append(list, lost) < 0;
         Py_XDECREF(lost);
     }
-    return finished(list, failed);
+    return gm_py_unless(list, failed);
 }

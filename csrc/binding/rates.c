@@ -45,15 +45,12 @@ enum { N_FIGURES = sizeof figures / sizeof *figures };
 PyObject *gm_py_rates(const gm_rates *r)
 {
     PyObject *dict = PyDict_New();
-    for (size_t i = 0; dict && i < N_FIGURES; i++) {
+    int failed = !dict;
+    for (size_t i = 0; !failed && i < N_FIGURES; i++) {
         double figure = *(const double *)(const void *)((const char *)r + figures[i].offset);
-        PyObject *value = PyFloat_FromDouble(figure);
-        if (!value || PyDict_SetItemString(dict, figures[i].name, value) < 0) {
-            Py_CLEAR(dict);
-        }
-        Py_XDECREF(value);
+        failed = gm_py_put(dict, figures[i].name, PyFloat_FromDouble(figure)) < 0;
     }
-    return dict;
+    return gm_py_unless(dict, failed);
 }
 
 int gm_py_rates_parse(PyObject *sequence, gm_rates *out)

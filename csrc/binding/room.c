@@ -5,58 +5,20 @@
 
 #include "torch/alloc.h"
 
-PyObject *gm_py_set_external(core *self, PyObject *const *args, Py_ssize_t n_args)
+static gm_status set_external(const core *self, gm_engine *engine, size_t bytes)
 {
     enum { FALL = 64 << 20 }; /* less is the driver's own coming and going */
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("set_external_bytes", args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    gm_status status = GM_OK;
     /* What somebody else held while a pass was traced is no need of that pass. */
-    if (atomic_exchange(&self->outside->external_bytes, (size_t)v[0]) > v[0] + FALL) {
-        GM_WITHOUT_GIL(engine, status, gm_engine_regain(engine));
-    }
-    return gm_py_finish(status);
+    bool has_fallen = atomic_exchange(&self->outside->external_bytes, bytes) > bytes + FALL;
+    return has_fallen ? gm_engine_regain(engine) : GM_OK;
 }
 
-/* True or False: whether there are so many bytes now. */
-static PyObject *ask_for_bytes(core *self, const char *name, PyObject *const *args,
-                               Py_ssize_t n_args, bool (*ask)(gm_engine *, size_t))
-{
-    unsigned long long v[1];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers(name, args, n_args, 1, v) < 0) {
-        return NULL;
-    }
-    bool is_given;
-    GM_WITHOUT_GIL(engine, is_given, ask(engine, (size_t)v[0]));
-    return PyBool_FromLong(is_given);
-}
-
-/* shed(bytes) -> bool: as for torch on a device that is full */
-PyObject *gm_py_shed(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return ask_for_bytes(self, "shed", args, n_args, gm_engine_shed);
-}
-
-/* reserve(bytes) -> bool: what torch's allocator asks before it takes memory of the device */
-PyObject *gm_py_reserve(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    return ask_for_bytes(self, "reserve", args, n_args, gm_engine_reserve);
-}
-
-PyObject *gm_py_forget_outside(core *self, PyObject *Py_UNUSED(unused))
-{
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_forget_outside(engine));
-    return gm_py_finish(status);
-}
+GM_PY_CALL_STATUS(set_external_bytes, 1, set_external(self, engine, (size_t)v[0]))
+/* As for torch on a device that is full. */
+GM_PY_CALL(shed, 1, bool, PyBool_FromLong, gm_engine_shed(engine, (size_t)v[0]))
+/* What torch's allocator asks before it takes memory of the device. */
+GM_PY_CALL(reserve, 1, bool, PyBool_FromLong, gm_engine_reserve(engine, (size_t)v[0]))
+GM_PY_CALL_STATUS(forget_outside, 0, gm_engine_forget_outside(engine))
 
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
 {
@@ -75,7 +37,7 @@ void gm_py_stop_answering(core *self)
 
 /* answer_for_torch(bool): whether torch's pool counts in this engine's budget, and asks it before it grows.
  * One engine of a device at a time: the one before has to be told first. */
-PyObject *gm_py_answer(core *self, PyObject *yes)
+static PyObject *core_answer(core *self, PyObject *yes)
 {
     gm_engine *engine = gm_py_engine_of(self);
     int answers = PyObject_IsTrue(yes);
@@ -98,3 +60,13 @@ PyObject *gm_py_answer(core *self, PyObject *yes)
     }
     Py_RETURN_NONE;
 }
+
+PyMethodDef gm_py_room_methods[] = {
+    GM_PY_METHOD("set_external_bytes", core_set_external_bytes, METH_FASTCALL,
+                 "set_external_bytes(bytes)"),
+    GM_PY_METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
+    GM_PY_METHOD("answer_for_torch", core_answer, METH_O, "answer_for_torch(bool)"),
+    GM_PY_METHOD("shed", core_shed, METH_FASTCALL, "shed(bytes) -> bool"),
+    GM_PY_METHOD("forget_outside", core_forget_outside, METH_FASTCALL, "forget_outside()"),
+    {NULL, NULL, 0, NULL},
+};

@@ -3,49 +3,49 @@
 
 #include <stdlib.h>
 
-PyObject *gm_py_save_begin(core *self, PyObject *args)
+static PyObject *core_save_begin(core *self, PyObject *args)
 {
     PyObject *sequence;
     unsigned long long limit;
-    uint32_t *ids, n;
+    size_t n;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OK:save_begin", &sequence, &limit) ||
-        gm_py_parse_ids(sequence, &ids, &n) < 0) {
+    if (!engine || !PyArg_ParseTuple(args, "OK:save_begin", &sequence, &limit)) {
+        return NULL;
+    }
+    uint32_t *ids = gm_py_ids(sequence, &n);
+    if (!ids) {
         return NULL;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_save_begin(engine, ids, n, (size_t)limit));
+    GM_WITHOUT_GIL(engine, status = gm_engine_save_begin(engine, ids, (uint32_t)n, (size_t)limit));
     free(ids);
     return gm_py_finish(status);
 }
 
-PyObject *gm_py_save_read(core *self, PyObject *const *args, Py_ssize_t n_args)
+static PyObject *core_save_read(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[5];
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || gm_py_parse_numbers("save_read", args, n_args, 5, v) < 0) {
+    gm_engine *engine = gm_py_begin(self, "save_read", args, n_args, 5, v);
+    if (!engine) {
         return NULL;
     }
     bool is_read;
     gm_status status;
-    GM_WITHOUT_GIL(engine, status,
-                   gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
-                                       (void *)(uintptr_t)v[4], &is_read));
+    GM_WITHOUT_GIL(engine,
+                   status = gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                                                (void *)(uintptr_t)v[4], &is_read));
     return status == GM_OK ? PyBool_FromLong(is_read) : gm_py_raise(status);
 }
 
-PyObject *gm_py_save_next(core *self, PyObject *Py_UNUSED(unused))
+static PyObject *number_of(uint32_t chunk)
 {
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    uint32_t chunk;
-    GM_WITHOUT_GIL(engine, chunk, gm_engine_save_next(engine));
     return PyLong_FromLongLong(chunk == UINT32_MAX ? -1 : (long long)chunk);
 }
 
-PyObject *gm_py_save_end(core *self, PyObject *Py_UNUSED(unused))
+GM_PY_CALL(save_next, 0, uint32_t, number_of, gm_engine_save_next(engine))
+GM_PY_CALL_STATUS(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
+
+static PyObject *core_save_end(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
@@ -53,9 +53,21 @@ PyObject *gm_py_save_end(core *self, PyObject *Py_UNUSED(unused))
     }
     gm_saving_use use;
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_save_end(engine, &use));
+    GM_WITHOUT_GIL(engine, status = gm_engine_save_end(engine, &use));
     return status == GM_OK
                ? Py_BuildValue("KKK", (unsigned long long)use.copied, (unsigned long long)use.most,
                                (unsigned long long)use.n_waits)
                : gm_py_raise(status);
 }
+
+PyMethodDef gm_py_save_methods[] = {
+    GM_PY_METHOD("save_begin", core_save_begin, METH_VARARGS, "save_begin(params, limit)"),
+    GM_PY_METHOD("save_read", core_save_read, METH_FASTCALL,
+                 "save_read(param, field, first, n, host_address) -> bool"),
+    GM_PY_METHOD("save_next", core_save_next, METH_FASTCALL,
+                 "save_next() -> a chunk that comes first, or -1"),
+    GM_PY_METHOD("save_done", core_save_done, METH_FASTCALL, "save_done(chunk)"),
+    GM_PY_METHOD("save_end", core_save_end, METH_NOARGS,
+                 "save_end() -> (bytes copied, most at one time, changes that waited)"),
+    {NULL, NULL, 0, NULL},
+};

@@ -5,22 +5,22 @@
 
 #include "plan/layout.h"
 
-/* grad_sumsq(params, stream) -> (sum of squares as a double, non-finite elements) */
-PyObject *gm_py_grad_sumsq(core *self, PyObject *args)
+static PyObject *core_grad_sumsq(core *self, PyObject *args)
 {
     PyObject *sequence;
     unsigned long long stream;
+    size_t n;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine || !PyArg_ParseTuple(args, "OK", &sequence, &stream)) {
         return NULL;
     }
-    uint32_t *ids, n;
-    if (gm_py_parse_ids(sequence, &ids, &n) < 0) {
+    uint32_t *ids = gm_py_ids(sequence, &n);
+    if (!ids) {
         return NULL;
     }
     gm_status status;
     gm_sumsq sum;
-    GM_WITHOUT_GIL(engine, status, gm_engine_sumsq(engine, ids, n, &sum, stream));
+    GM_WITHOUT_GIL(engine, status = gm_engine_sumsq(engine, ids, (uint32_t)n, &sum, stream));
     free(ids);
     if (status != GM_OK) {
         return gm_py_raise(status);
@@ -28,121 +28,95 @@ PyObject *gm_py_grad_sumsq(core *self, PyObject *args)
     return Py_BuildValue("dK", gm_sumsq_value(&sum), (unsigned long long)(sum.n_inf + sum.n_nan));
 }
 
-/* updates: sequence of (param, lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, grad_divisor,
- * clip_factor).  NULL with an exception set on failure. */
-static gm_update *parse_updates(PyObject *sequence, uint32_t *out_n)
+/* (param, lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, grad_divisor, clip_factor) */
+static int parse_update(PyObject *item, void *out)
 {
-    Py_ssize_t n = PySequence_Size(sequence);
-    gm_update *updates = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *updates);
-    if (!updates) {
-        if (n >= 0) {
-            PyErr_NoMemory();
-        }
-        return NULL;
+    unsigned int id;
+    long long step;
+    int adamw, bias_correction;
+    gm_adam_hyper h;
+    if (!PyArg_ParseTuple(item, "IdddddLppdd", &id, &h.lr, &h.beta1, &h.beta2, &h.eps,
+                          &h.weight_decay, &step, &adamw, &bias_correction, &h.grad_divisor,
+                          &h.clip_factor)) {
+        return 0;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned int id;
-        long long step;
-        int adamw, bias_correction;
-        gm_adam_hyper h;
-        int is_parsed = item && PyArg_ParseTuple(item, "IdddddLppdd", &id, &h.lr, &h.beta1,
-                                                 &h.beta2, &h.eps, &h.weight_decay, &step, &adamw,
-                                                 &bias_correction, &h.grad_divisor, &h.clip_factor);
-        Py_XDECREF(item);
-        if (!is_parsed) {
-            free(updates);
-            return NULL;
-        }
-        h.step = step;
-        h.adamw = adamw;
-        h.bias_correction = bias_correction;
-        updates[i] = (gm_update){.param = id, .hyper = h};
+    h.step = step;
+    h.adamw = adamw;
+    h.bias_correction = bias_correction;
+    *(gm_update *)out = (gm_update){.param = id, .hyper = h};
+    return 1;
+}
+
+/* Of a call with updates and, where `format` says so, a stream.  NULL with an exception set. */
+static gm_update *parse_updates(PyObject *args, const char *format, uint32_t *out_n,
+                                unsigned long long *out_stream)
+{
+    PyObject *sequence;
+    size_t n = 0;
+    gm_update *updates = NULL;
+    if (PyArg_ParseTuple(args, format, &sequence, out_stream)) {
+        updates = gm_py_array(sequence, sizeof *updates, parse_update, &n);
     }
     *out_n = (uint32_t)n;
     return updates;
 }
 
-PyObject *gm_py_step(core *self, PyObject *args)
+static PyObject *core_step(core *self, PyObject *args)
 {
-    PyObject *sequence;
-    unsigned long long stream;
     uint32_t n;
+    unsigned long long stream;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OK", &sequence, &stream)) {
-        return NULL;
-    }
-    gm_update *updates = parse_updates(sequence, &n);
+    gm_update *updates = engine ? parse_updates(args, "OK", &n, &stream) : NULL;
     if (!updates) {
         return NULL;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_step(engine, updates, n, stream));
+    GM_WITHOUT_GIL(engine, status = gm_engine_step(engine, updates, n, stream));
     free(updates);
     return gm_py_finish(status);
 }
 
-/* Of a call that has nothing else; NULL: an error is set. */
-static gm_update *only_updates(PyObject *args, uint32_t *out_n)
-{
-    PyObject *sequence;
-    return PyArg_ParseTuple(args, "O", &sequence) ? parse_updates(sequence, out_n) : NULL;
-}
-
-/* arm(updates) -> bool */
-PyObject *gm_py_arm(core *self, PyObject *args)
+static PyObject *core_arm(core *self, PyObject *args)
 {
     uint32_t n;
     bool is_armed = false;
     gm_engine *engine = gm_py_engine_of(self);
-    gm_update *updates = engine ? only_updates(args, &n) : NULL;
+    gm_update *updates = engine ? parse_updates(args, "O", &n, NULL) : NULL;
     if (!updates) {
         return NULL;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_arm(engine, updates, n, &is_armed));
+    GM_WITHOUT_GIL(engine, status = gm_engine_arm(engine, updates, n, &is_armed));
     free(updates);
     return status == GM_OK ? PyBool_FromLong(is_armed) : gm_py_raise(status);
 }
 
-/* announce(updates) */
-PyObject *gm_py_announce(core *self, PyObject *args)
+static PyObject *core_announce(core *self, PyObject *args)
 {
     uint32_t n;
     gm_engine *engine = gm_py_engine_of(self);
-    gm_update *updates = engine ? only_updates(args, &n) : NULL;
+    gm_update *updates = engine ? parse_updates(args, "O", &n, NULL) : NULL;
     if (!updates) {
         return NULL;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status, gm_engine_announce(engine, updates, n));
+    GM_WITHOUT_GIL(engine, status = gm_engine_announce(engine, updates, n));
     free(updates);
     return gm_py_finish(status);
 }
 
-static int set_number(PyObject *dict, const char *key, PyObject *value)
-{
-    int result = value ? PyDict_SetItemString(dict, key, value) : -1;
-    Py_XDECREF(value);
-    return result;
-}
+GM_PY_CALL(wants_numbers, 0, bool, PyBool_FromLong, gm_engine_wants_numbers(engine))
+GM_PY_CALL_STATUS(disarm, 0, gm_engine_disarm(engine))
 
-PyObject *gm_py_stats(core *self, PyObject *Py_UNUSED(unused))
+static PyObject *core_stats(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
     }
     gm_engine_stats s;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    gm_engine_get_stats(engine, &s);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    const struct {
-        const char *key;
-        unsigned long long value;
-    } counts[] = {
+    GM_WITHOUT_GIL(engine, gm_engine_get_stats(engine, &s));
+    const gm_py_count counts[] = {
         {"fetches", s.fetches},
         {"evictions", s.evictions},
         {"fetched_bytes", s.fetched_bytes},
@@ -180,58 +154,62 @@ PyObject *gm_py_stats(core *self, PyObject *Py_UNUSED(unused))
         {"gathered_bytes", s.gathered_bytes},
         {"reduced_bytes", s.reduced_bytes},
     };
-    PyObject *dict = PyDict_New();
-    for (size_t i = 0; dict && i < sizeof counts / sizeof counts[0]; i++) {
-        if (set_number(dict, counts[i].key, PyLong_FromUnsignedLongLong(counts[i].value)) < 0) {
-            Py_DECREF(dict);
-            return NULL;
-        }
-    }
+    const gm_py_figure figures[] = {
+        {"host_adam_seconds", s.host_adam_seconds},
+        {"host_pin_seconds", s.host_pin_seconds},
+        {"mapping_seconds", s.mapping_seconds},
+    };
     PyObject *budget = s.device_budget_bytes == SIZE_MAX ? PyLong_FromLong(-1)
                                                          : PyLong_FromSize_t(s.device_budget_bytes);
-    if (dict &&
-        (set_number(dict, "device_budget_bytes", budget) < 0 ||
-         set_number(dict, "host_adam_seconds", PyFloat_FromDouble(s.host_adam_seconds)) < 0 ||
-         set_number(dict, "host_pin_seconds", PyFloat_FromDouble(s.host_pin_seconds)) < 0 ||
-         set_number(dict, "mapping_seconds", PyFloat_FromDouble(s.mapping_seconds)) < 0)) {
-        Py_DECREF(dict);
-        return NULL;
-    }
-    return dict;
+    PyObject *dict = PyDict_New();
+    int failed = !dict || gm_py_put_counts(dict, counts, GM_PY_N(counts)) < 0 ||
+                 gm_py_put(dict, "device_budget_bytes", Py_XNewRef(budget)) < 0 ||
+                 gm_py_put_figures(dict, figures, GM_PY_N(figures)) < 0;
+    Py_XDECREF(budget);
+    return gm_py_unless(dict, failed);
 }
 
-/* chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes; params: (numel, weight_bytes, kind). */
+/* (numel, weight_bytes, kind) */
+static int parse_spec(PyObject *item, void *out)
+{
+    unsigned long long numel;
+    unsigned int weight_bytes, kind;
+    if (!PyArg_ParseTuple(item, "KII", &numel, &weight_bytes, &kind)) {
+        return 0;
+    }
+    *(gm_param_spec *)out =
+        (gm_param_spec){.numel = numel, .weight_bytes = weight_bytes, .kind = kind};
+    return 1;
+}
+
 PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *sequence;
     Py_ssize_t min_bytes, range_bytes;
     unsigned int n_grids;
+    size_t n;
     if (!PyArg_ParseTuple(args, "OnnI", &sequence, &min_bytes, &range_bytes, &n_grids)) {
         return NULL;
     }
-    Py_ssize_t n = PySequence_Size(sequence);
-    gm_param_spec *specs = n < 0 ? NULL : calloc((size_t)n + 1, sizeof *specs);
+    gm_param_spec *specs = gm_py_array(sequence, sizeof *specs, parse_spec, &n);
     if (!specs) {
-        return n < 0 ? NULL : PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        unsigned long long numel;
-        unsigned int weight_bytes, kind;
-        int is_parsed = item && PyArg_ParseTuple(item, "KII", &numel, &weight_bytes, &kind);
-        Py_XDECREF(item);
-        if (!is_parsed) {
-            free(specs);
-            return NULL;
-        }
-        specs[i] = (gm_param_spec){.numel = numel, .weight_bytes = weight_bytes, .kind = kind};
+        return NULL;
     }
     size_t chunk_bytes = 0;
     gm_status status = gm_layout_search(specs, (uint32_t)n, (size_t)min_bytes, (size_t)range_bytes,
                                         n_grids, &chunk_bytes);
     free(specs);
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return PyLong_FromSize_t(chunk_bytes);
+    return status == GM_OK ? PyLong_FromSize_t(chunk_bytes) : gm_py_raise(status);
 }
+
+PyMethodDef gm_py_step_methods[] = {
+    GM_PY_METHOD("grad_sumsq", core_grad_sumsq, METH_VARARGS,
+                 "grad_sumsq(params, stream) -> (sum of squares as a float, non-finite elements)"),
+    GM_PY_METHOD("step", core_step, METH_VARARGS, "step(updates, stream)"),
+    GM_PY_METHOD("arm", core_arm, METH_VARARGS, "arm(updates) -> bool"),
+    GM_PY_METHOD("wants_numbers", core_wants_numbers, METH_FASTCALL, "wants_numbers() -> bool"),
+    GM_PY_METHOD("announce", core_announce, METH_VARARGS, "announce(updates)"),
+    GM_PY_METHOD("disarm", core_disarm, METH_FASTCALL, "disarm()"),
+    GM_PY_METHOD("stats", core_stats, METH_NOARGS, "stats() -> dict"),
+    {NULL, NULL, 0, NULL},
+};

@@ -100,7 +100,7 @@ static int leave_core(const unit *self)
     int result = -1;
     if (engine && gm_py_net_stream(self->net, &stream) == 0) {
         gm_status status;
-        GM_WITHOUT_GIL(engine, status, gm_engine_leave(engine, self->id, stream));
+        GM_WITHOUT_GIL(engine, status = gm_engine_leave(engine, self->id, stream));
         result = gm_py_raised(status);
     }
     if (type) {
@@ -125,7 +125,7 @@ static int enter_core(const unit *self, bool *out_has_grad, bool *out_in_backwar
         (*out_in_backward ? GM_ENTER_IN_BACKWARD : 0u) | (*out_has_grad ? GM_ENTER_GRAD : 0u);
     for (bool is_last = false;; is_last = true) {
         gm_status status;
-        GM_WITHOUT_GIL(engine, status, gm_engine_enter(engine, self->id, stream, flags));
+        GM_WITHOUT_GIL(engine, status = gm_engine_enter(engine, self->id, stream, flags));
         if (status != GM_ERR_NOMEM) {
             return gm_py_raised(status);
         }

@@ -102,8 +102,6 @@ int gm_py_grad_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 
-#define GM_PY_METHOD(name, function, flags, doc) \
-    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 #define GM_PY_MEMBER(type, field, kind) {#field, kind, offsetof(type, field), 0, NULL}
 
 #endif
