@@ -778,19 +778,23 @@ def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.Monkey
 @pytest.mark.timed
 @pytest.mark.parametrize("is_told", [False, True], ids=["deferred", "step=True"])
 def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
-    """From a host that is said to be some times too slow, or far too fast, plans come to what it is."""
+    """After a host that is said to be some times too slow, or far too fast, plans are tried with what it is.
+
+    Which of them stays, their times say.
+    """
     monkeypatch.delenv("GEMINI_CHAOS")
     monkeypatch.setenv("GEMINI_TUNE", "1")
     case, recipe = mlp_case(width=1280, depth=6), Recipe(precision="bf16-true", steps=17)
     want = plain(case.build, recipe)
     drive(want, case, recipe.steps)
-    ends = []
+    tried: list[set[float]] = []
     for said in (5e6, 1e13):  # the slower one by far, also where other work has the cores
         rates = f"h2d=1e8,d2h=1e8,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e8"
         monkeypatch.setenv("GEMINI_RATES", rates)
         run = budgeted(case, recipe, 0.3, chunk_size=4 << 20)
         with contextlib.closing(run.engine):
             assert run.engine.stats()["settling"]
+            tried.append(set())
             for step in range(recipe.steps):
                 torch.manual_seed(1000 + step)
                 loss = case.loss(run, case.batch(step))
@@ -800,13 +804,14 @@ def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_
                 else:
                     run.backward(loss)
                 run.finish()
-            stats, plan = run.engine.stats(), run.engine._runtime.core.plan_info()
+                rates = run.engine._runtime.core.plan_info()["rates"]
+                tried[-1].add(rates["host_adam_beside"])
+            stats = run.engine.stats()
             assert_same_outcome(run.outcome(), want.outcome())
             assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
             # On demand, timed, four windows, back to the best; a rate that makes the same plan again adopts none.
             assert 1 <= stats["plans"] <= 7
-            ends.append(plan["rates"]["host_adam_beside"])
-    assert ends[0] > 1.5 * 5e6 and ends[1] < 1e13 / 100
+    assert max(tried[0]) > 1.5 * 5e6 and min(tried[1]) < 1e13 / 100
 
 
 def test_a_window_with_an_evaluation_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
