@@ -54,14 +54,19 @@ static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field fiel
     return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src, stream);
 }
 
-/* Two scratch arrays for `n` elements of a parameter: the low part, to be freed, and the weight behind it. */
+/* Two scratch arrays for `n` elements of a parameter: weight and low part.  Not one: malloc keeps a freed piece that is
+ * larger than any before it for the process, and this is the largest that a save asks for. */
 static gm_status scratch_new(const gm_param *p, uint64_t n, uint8_t **out_weight, uint8_t **out_low)
 {
-    *out_low = malloc(n * (4 + p->spec.weight_bytes) + 1); /* 4: the widest low part */
-    *out_weight = *out_low ? *out_low + 4 * n : NULL;
-    return *out_low ? GM_OK
-                    : GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
-                              (unsigned long long)n);
+    *out_weight = malloc(n * p->spec.weight_bytes + 1);
+    *out_low = malloc(n * 4 + 1); /* the widest low part */
+    if (!*out_weight || !*out_low) {
+        free(*out_weight);
+        free(*out_low);
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+                       (unsigned long long)n);
+    }
+    return GM_OK;
 }
 
 static gm_status read_master(gm_engine *engine, const gm_param *p, uint64_t first, uint64_t n,
@@ -83,6 +88,7 @@ static gm_status read_master(gm_engine *engine, const gm_param *p, uint64_t firs
     if (status == GM_OK && p->spec.has_low) {
         gm_merge_host(p->spec.format, weight, low, dst, n, engine->workers);
     }
+    free(weight);
     free(low);
     return status;
 }
@@ -144,6 +150,7 @@ static gm_status write_master(gm_engine *engine, const gm_param *p, const float 
             write_slice(engine, p, GM_FIELD_MASTER, low + skip * gm_low_bytes(&p->spec), stream);
     }
     status = status == GM_OK && is_shown ? show(engine, p, weight, stream) : status;
+    free(weight);
     free(low);
     return status;
 }
@@ -220,6 +227,7 @@ gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, ui
     if (status == GM_OK && p->spec.has_low) {
         status = gm_chunks_write(chunks, chunk, s.piece, s.offset, s.bytes, low, stream);
     }
+    free(weight);
     free(low);
     return status;
 }

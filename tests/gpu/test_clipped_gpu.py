@@ -1,4 +1,4 @@
-"""On a GPU: `p.grad` shows clipped gradients after a clip by norm, and what uses them after the step has clipped ones."""
+"""On a GPU: `p.grad` shows clipped gradients after a clip, and what uses them after the step has clipped ones."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import gemini_strategy as gs
 from helpers.reference import Plain, Recipe, assert_same_outcome, managed, plain
@@ -249,8 +248,8 @@ def test_torch_holds_what_a_step_needs() -> None:
                 torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
             return super().forward(x)
 
-    # cuBLAS' workspace, which stays for good, is not to lie in one of the five.
-    functional.linear(*torch.ones(2, 256, 256, device="cuda"))
+    # cuBLAS' workspaces, of this thread and of backward's, stay for good: they are not to lie in one of the five.
+    nn.Linear(256, 256, device="cuda")(torch.ones(8, 256, device="cuda")).sum().backward()
     run = managed(lambda: Growing(256, 256), Recipe(device="cuda"))
     with contextlib.closing(run.engine):
         pool = run.engine._runtime.memory._on.torch._pool

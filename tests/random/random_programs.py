@@ -291,7 +291,8 @@ def _action(
     if kind == "train":
         k = draw.choice((1, 1, 2))
         clip = f"run.see(run.clip({draw.choice((0.05, 1.0))}))" if draw.random() < 0.4 else "pass"
-        keeps = not is_scaled and draw.random() < 0.15  # the next step adds to what this one has used
+        # The next step adds to what this one has used.
+        keeps = not is_scaled and draw.random() < 0.15
         drop = "pass" if keeps else f"run.zero_grad({draw.random() < 0.8})"
         text = f"""
 for i in range({k}):
