@@ -328,21 +328,30 @@ static PyObject *core_plan_info(core *self, PyObject *Py_UNUSED(unused))
     return info;
 }
 
-/* chunk_states() -> list of dicts */
+/* free() them; NULL: no memory. */
+static gm_engine_chunk *states_of(gm_engine *engine, uint32_t *out_n)
+{
+    gm_engine_stats stats;
+    gm_engine_get_stats(engine, &stats);
+    gm_engine_chunk *chunks = malloc(((size_t)stats.n_chunks + 1) * sizeof *chunks);
+    if (chunks) {
+        gm_engine_chunks(engine, chunks);
+    }
+    *out_n = stats.n_chunks;
+    return chunks;
+}
+
 static PyObject *core_chunk_states(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
     }
-    gm_engine_stats stats;
-    GM_WITHOUT_GIL(engine, gm_engine_get_stats(engine, &stats));
-    gm_engine_chunk *chunks = malloc(((size_t)stats.n_chunks + 1) * sizeof *chunks);
-    if (chunks) {
-        GM_WITHOUT_GIL(engine, gm_engine_chunks(engine, chunks));
-    }
+    uint32_t n;
+    gm_engine_chunk *chunks;
+    GM_WITHOUT_GIL(engine, chunks = states_of(engine, &n));
     PyObject *list = chunks ? PyList_New(0) : PyErr_NoMemory();
-    for (uint32_t id = 0; list && id < stats.n_chunks; id++) {
+    for (uint32_t id = 0; list && id < n; id++) {
         PyObject *dict = gm_py_chunk(&chunks[id]);
         if (!dict || PyList_Append(list, dict) < 0) {
             Py_CLEAR(list);
