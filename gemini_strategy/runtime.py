@@ -445,7 +445,7 @@ class Runtime(Uncopied, Reporting):
 
     def _shorten(self, slots: Iterable[Slot]) -> None:
         """Before these gradients are used: a clip whose step is over is in them, as in torch."""
-        if self.clip_factor == 1.0:
+        if self.clipped and self.clip_factor == 1.0:
             for slot in slots:
                 if slot in self.clipped:
                     slot.clip_grad()

@@ -240,7 +240,6 @@ GM_PY_CALL_STATUS(grad_put, 4,
                   gm_engine_grad_put(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
                                      (gm_dtype)v[2], v[3]))
 GM_PY_CALL_STATUS(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
-GM_PY_CALL(has_grad, 1, bool, PyBool_FromLong, gm_engine_has_grad(engine, (uint32_t)v[0]))
 GM_PY_CALL_STATUS(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
 GM_PY_CALL_STATUS(read, 5,
                   gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
@@ -268,6 +267,15 @@ static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
     gm_status status = gm_engine_part(engine, (uint32_t)v[0], &first, &n);
     return status == GM_OK ? Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)n)
                            : gm_py_raise(status);
+}
+
+/* With the GIL, as it waits for nothing: it is asked of every parameter in a step, and another thread that wants the GIL
+ * would get it each time. */
+static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    unsigned long long v[1];
+    const gm_engine *engine = gm_py_begin(self, "has_grad", args, n_args, 1, v);
+    return engine ? PyBool_FromLong(gm_engine_has_grad(engine, (uint32_t)v[0])) : NULL;
 }
 
 static PyObject *core_leased(core *self, PyObject *Py_UNUSED(unused))

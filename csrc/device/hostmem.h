@@ -1,6 +1,7 @@
 /* hostmem.h - the host arena: one region that holds every chunk's home on the host.
  *
- * mmap + MADV_HUGEPAGE + parallel first touch; a device then registers (pins) the region.  Exact sizes, no power-of-two rounding.  Freed as a whole.
+ * mmap + MADV_HUGEPAGE + parallel first touch; a device then registers (pins) the region.
+ * Exact sizes, no power-of-two rounding.  Freed as a whole.
  * A forked child does not have the region: nothing is copied for it, and pinned pages stay put. */
 #ifndef GM_HOSTMEM_H
 #define GM_HOSTMEM_H

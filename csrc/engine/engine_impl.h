@@ -360,8 +360,8 @@ const char *gm_engine_name(const gm_engine *engine, uint32_t id);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 /* Bytes of its blocks. */
 size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece piece);
-uint64_t
-gm_engine_count_waits(const gm_engine *engine); /* host waits and mappings so far; invariant 2 */
+/* Host waits and mappings so far; invariant 2. */
+uint64_t gm_engine_count_waits(const gm_engine *engine);
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
 void gm_engine_revive(gm_engine *engine);
