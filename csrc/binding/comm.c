@@ -10,8 +10,10 @@
 #include "binding/comm.h"
 
 #include <stdio.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 
 typedef struct python_transport {
     PyObject *exchange, *close; /* callables */
@@ -237,12 +239,7 @@ static PyObject *comm_label(comm *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "K:label", &label)) {
         return NULL;
     }
-    gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
-    gm_comm_label(c, label);
-    return end(self, GM_OK);
+    RETURN_CALL(self, c, (gm_comm_label(c, label), GM_OK));
 }
 
 static PyObject *comm_name_ranks(comm *self, PyObject *args)
@@ -322,11 +319,7 @@ static PyObject *comm_stop(comm *self, PyObject *args)
     if (!self->comm || self->is_closing) {
         Py_RETURN_NONE;
     }
-    gm_comm *c = begin(self);
-    Py_BEGIN_ALLOW_THREADS
-    gm_comm_abort(c, reason);
-    Py_END_ALLOW_THREADS
-    return end(self, GM_OK);
+    RETURN_CALL(self, c, (gm_comm_abort(c, reason), GM_OK));
 }
 
 static PyObject *comm_close(comm *self, PyObject *Py_UNUSED(unused))
@@ -343,16 +336,6 @@ static void comm_dealloc(comm *self)
     release(self);
     release_memory(self);
     Py_DECREF(type);
-}
-
-static PyObject *comm_rank(comm *self, void *Py_UNUSED(unused))
-{
-    return PyLong_FromLong(self->rank);
-}
-
-static PyObject *comm_size(comm *self, void *Py_UNUSED(unused))
-{
-    return PyLong_FromLong(self->size);
 }
 
 gm_comm *gm_py_comm_take(PyObject *object)
@@ -391,6 +374,17 @@ static comm *new_object(int rank, int size)
     return self;
 }
 
+/* The object with what was made for it; where that has failed, the exception. */
+static PyObject *finish_new(comm *self, gm_status status, gm_comm *made)
+{
+    self->comm = made;
+    if (status != GM_OK) {
+        Py_DECREF((PyObject *)self);
+        return gm_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
 PyDoc_STRVAR(
     comm_host_doc,
     "comm_host(exchange, close, rank, size) -> Comm\n\n"
@@ -419,13 +413,8 @@ static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = gm_comm_host_new(&transport, rank, size, &made);
     Py_END_ALLOW_THREADS
-    self->comm = made;
-    if (status != GM_OK) {
-        Py_DECREF((PyObject *)self);
-        return gm_py_raise(status);
-    }
-    self->transport = t;
-    return (PyObject *)self;
+    self->transport = status == GM_OK ? t : NULL;
+    return finish_new(self, status, made);
 }
 
 PyDoc_STRVAR(comm_nccl_id_doc, "comm_nccl_id(path) -> bytes\n\n"
@@ -474,12 +463,7 @@ static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = gm_comm_nccl_new(path, ordinal, (const uint8_t *)id, rank, size, timeout, &made);
     Py_END_ALLOW_THREADS
-    if (status != GM_OK) {
-        Py_DECREF((PyObject *)self);
-        return gm_py_raise(status);
-    }
-    self->comm = made;
-    return (PyObject *)self;
+    return finish_new(self, status, made);
 }
 
 PyDoc_STRVAR(comm_paper_doc, "comm_paper(size) -> Comm\n\n"
@@ -491,12 +475,9 @@ static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     comm *self = new_object(0, size);
-    gm_status status = self ? gm_comm_paper_new(size, &self->comm) : GM_OK;
-    if (status != GM_OK) {
-        Py_DECREF((PyObject *)self);
-        return gm_py_raise(status);
-    }
-    return (PyObject *)self;
+    gm_comm *made = NULL;
+    gm_status status = self ? gm_comm_paper_new(size, &made) : GM_OK;
+    return self ? finish_new(self, status, made) : NULL;
 }
 
 /* ---- the type ---- */
@@ -520,9 +501,13 @@ static PyMethodDef comm_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef comm_members[] = {
+    {"rank", T_INT, offsetof(comm, rank), READONLY, NULL},
+    {"size", T_INT, offsetof(comm, size), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyGetSetDef comm_properties[] = {
-    {"rank", (getter)comm_rank, NULL, NULL, NULL},
-    {"size", (getter)comm_size, NULL, NULL, NULL},
     {"failed_at", (getter)comm_failed_at, NULL, "The failure's collective, or 0.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -531,6 +516,7 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_doc, "One rank's end of the collectives in csrc/comm.h."},
     {Py_tp_dealloc, (void *)comm_dealloc},
     {Py_tp_methods, comm_methods},
+    {Py_tp_members, comm_members},
     {Py_tp_getset, comm_properties},
     {0, NULL},
 };

@@ -8,37 +8,28 @@
 
 #include "engine/engine.h"
 
-/* Facts of the ABI: a call's arguments and results are 64-bit slots; integers and dtypes sit in the low
+/* Facts of the ABI: a call's arguments and results are 64-bit cells; integers and dtypes sit in the low
  * bytes, tensors, lists and libraries are handles (pointers); 0 means success. */
-typedef uint64_t slot;
-typedef int32_t (*library_init_fn)(const char *ns, const char *file, uint32_t line, void **out);
-typedef int32_t (*library_impl_init_fn)(const char *ns, const char *key, const char *file,
-                                        uint32_t line, void **out);
-typedef int32_t (*library_def_fn)(void *library, const char *schema);
-typedef int32_t (*library_impl_fn)(void *library, const char *name,
-                                   void (*kernel)(slot *stack, uint64_t n_in, uint64_t n_out));
-typedef int32_t (*from_blob_fn)(void *data, int64_t ndim, const int64_t *sizes,
-                                const int64_t *strides, int64_t storage_offset, int32_t dtype,
-                                int32_t device_type, int32_t device_index, void **out,
-                                int32_t layout, const uint8_t *opaque, int64_t opaque_bytes,
-                                void (*deleter)(void *data, void *context), void *context);
-typedef int32_t (*list_size_fn)(void *list, size_t *out);
-typedef int32_t (*list_get_fn)(void *list, size_t index, slot *out);
-typedef int32_t (*list_delete_fn)(void *list);
-typedef int32_t (*layout_strided_fn)(void);
-typedef bool (*grad_mode_is_enabled_fn)(void);
+typedef uint64_t cell;
 
+/* Of libtorch. */
 static struct {
-    library_init_fn library_init_fragment;
-    library_impl_init_fn library_init_impl;
-    library_def_fn library_def;
-    library_impl_fn library_impl;
-    from_blob_fn from_blob;
-    list_size_fn list_size;
-    list_get_fn list_get;
-    list_delete_fn list_delete;
-    layout_strided_fn layout_strided;
-    grad_mode_is_enabled_fn grad_mode_is_enabled;
+    int32_t (*library_init_fragment)(const char *ns, const char *file, uint32_t line, void **out);
+    int32_t (*library_init_impl)(const char *ns, const char *key, const char *file, uint32_t line,
+                                 void **out);
+    int32_t (*library_def)(void *library, const char *schema);
+    int32_t (*library_impl)(void *library, const char *name,
+                            void (*kernel)(cell *stack, uint64_t n_in, uint64_t n_out));
+    int32_t (*from_blob)(void *data, int64_t ndim, const int64_t *sizes, const int64_t *strides,
+                         int64_t storage_offset, int32_t dtype, int32_t device_type,
+                         int32_t device_index, void **out, int32_t layout, const uint8_t *opaque,
+                         int64_t opaque_bytes, void (*deleter)(void *data, void *context),
+                         void *context);
+    int32_t (*list_size)(void *list, size_t *out);
+    int32_t (*list_get)(void *list, size_t index, cell *out);
+    int32_t (*list_delete)(void *list);
+    int32_t (*layout_strided)(void);
+    bool (*grad_mode_is_enabled)(void);
 } torch;
 
 enum { MAX_DIMS = 64 }; /* what torch itself allows a dense tensor to have in its iterators */
@@ -54,7 +45,7 @@ static bool take_list(void *list, int64_t *out, size_t *n_out)
 {
     bool is_ok = torch.list_size(list, n_out) == 0 && *n_out <= MAX_DIMS;
     for (size_t i = 0; is_ok && i < *n_out; i++) {
-        slot item;
+        cell item;
         is_ok = torch.list_get(list, i, &item) == 0;
         out[i] = (int64_t)item;
     }
@@ -64,7 +55,7 @@ static bool take_list(void *list, int64_t *out, size_t *n_out)
 
 /* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes, dense strides): a kernel behind
  * the C ABI has no way to raise. */
-static void blob_kernel(slot *stack, uint64_t n_in, uint64_t n_out)
+static void blob_kernel(cell *stack, uint64_t n_in, uint64_t n_out)
 {
     (void)n_in;
     (void)n_out;
@@ -82,7 +73,7 @@ static void blob_kernel(slot *stack, uint64_t n_in, uint64_t n_out)
                               dtype, device_type, device_index, &tensor, torch.layout_strided(),
                               NULL, 0, end_lease, lease);
     }
-    stack[0] = (slot)(uintptr_t)tensor;
+    stack[0] = (cell)(uintptr_t)tensor;
 }
 
 static gm_status look_up(void *library, const char *name, void *out_function)

@@ -13,12 +13,8 @@
 
 #include "torch/alloc.h"
 
-#ifdef GM_WITH_CUDA
-
 #include <pthread.h>
 #include <stdatomic.h>
-
-#include "device/cuda/driver.h"
 
 #define MAX_DEVICES 64
 
@@ -30,8 +26,6 @@ static struct torch_device {
 } devices[MAX_DEVICES];
 
 static pthread_once_t init_once = PTHREAD_ONCE_INIT;
-static pthread_mutex_t retain_lock = PTHREAD_MUTEX_INITIALIZER;
-static CUcontext primary[MAX_DEVICES]; /* under retain_lock */
 
 static void init(void)
 {
@@ -47,40 +41,6 @@ static struct torch_device *find(int device)
     }
     pthread_once(&init_once, init);
     return &devices[device];
-}
-
-static bool retain(const gm_cuda_api *api, int device, CUcontext *out)
-{
-    CUdevice handle;
-    pthread_mutex_lock(&retain_lock);
-    if (!primary[device] && api->cuDeviceGet(&handle, device) == CUDA_SUCCESS &&
-        api->cuDevicePrimaryCtxRetain(&primary[device], handle) != CUDA_SUCCESS) {
-        primary[device] = NULL;
-    }
-    *out = primary[device];
-    pthread_mutex_unlock(&retain_lock);
-    return *out != NULL;
-}
-
-static bool enter(int device, const gm_cuda_api **out)
-{
-    CUcontext context;
-    return gm_cuda(out) == GM_OK && retain(*out, device, &context) &&
-           (*out)->cuCtxPushCurrent(context) == CUDA_SUCCESS;
-}
-
-static void leave(const gm_cuda_api *api)
-{
-    CUcontext popped;
-    (void)api->cuCtxPopCurrent(&popped);
-}
-
-static bool reserve(struct torch_device *d, size_t size, bool is_full)
-{
-    pthread_rwlock_rdlock(&d->lock);
-    bool has_room = d->reserve ? d->reserve(d->context, size, is_full) : !is_full;
-    pthread_rwlock_unlock(&d->lock);
-    return has_room;
 }
 
 void gm_torch_alloc_set_reserve(int device, gm_torch_reserve_fn fn, void *context)
@@ -115,6 +75,47 @@ size_t gm_torch_alloc_refusals(int device)
 {
     struct torch_device *d = find(device);
     return d ? atomic_load(&d->n_refusals) : 0;
+}
+
+#ifdef GM_WITH_CUDA
+
+#include "device/cuda/driver.h"
+
+static pthread_mutex_t retain_lock = PTHREAD_MUTEX_INITIALIZER;
+static CUcontext primary[MAX_DEVICES]; /* under retain_lock */
+
+static bool retain(const gm_cuda_api *api, int device, CUcontext *out)
+{
+    CUdevice handle;
+    pthread_mutex_lock(&retain_lock);
+    if (!primary[device] && api->cuDeviceGet(&handle, device) == CUDA_SUCCESS &&
+        api->cuDevicePrimaryCtxRetain(&primary[device], handle) != CUDA_SUCCESS) {
+        primary[device] = NULL;
+    }
+    *out = primary[device];
+    pthread_mutex_unlock(&retain_lock);
+    return *out != NULL;
+}
+
+static bool enter(int device, const gm_cuda_api **out)
+{
+    CUcontext context;
+    return gm_cuda(out) == GM_OK && retain(*out, device, &context) &&
+           (*out)->cuCtxPushCurrent(context) == CUDA_SUCCESS;
+}
+
+static void leave(const gm_cuda_api *api)
+{
+    CUcontext popped;
+    (void)api->cuCtxPopCurrent(&popped);
+}
+
+static bool reserve(struct torch_device *d, size_t size, bool is_full)
+{
+    pthread_rwlock_rdlock(&d->lock);
+    bool has_room = d->reserve ? d->reserve(d->context, size, is_full) : !is_full;
+    pthread_rwlock_unlock(&d->lock);
+    return has_room;
 }
 
 static void hold(struct torch_device *d, size_t size)
@@ -165,32 +166,6 @@ void gm_torch_free(void *ptr, size_t size, int device, void *stream)
 }
 
 #else
-
-void gm_torch_alloc_set_reserve(int device, gm_torch_reserve_fn fn, void *context)
-{
-    (void)device;
-    (void)fn;
-    (void)context;
-}
-
-size_t gm_torch_alloc_bytes(int device)
-{
-    (void)device;
-    return 0;
-}
-
-size_t gm_torch_alloc_peak_bytes(int device, bool reset)
-{
-    (void)device;
-    (void)reset;
-    return 0;
-}
-
-size_t gm_torch_alloc_refusals(int device)
-{
-    (void)device;
-    return 0;
-}
 
 void *gm_torch_alloc(size_t size, int device, void *stream)
 {
