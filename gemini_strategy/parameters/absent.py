@@ -400,7 +400,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     result = op(*args, **kwargs)
     of_base = {_address(base): a for a, base in bases.items()}
 
-    def settle(value: Any) -> Any:
+    def returned(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in shown_as:
@@ -411,7 +411,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _like(anchor.detach(), value)  # a view: absent, too
 
     with plainly():
-        result = tree_map(settle, result)
+        result = tree_map(returned, result)
         for address, (home, _, is_written) in opened.items():
             if is_written:
                 home.write(bases[address])
@@ -494,7 +494,6 @@ def _door(original: Any, name: str) -> Any:
         result = original(plain.requires_grad_(self.requires_grad), *args, **kwargs)
         return _freeze(result) if lent is None and name == "numpy" else result
 
-    method._gm_original = original
     return method
 
 
@@ -507,7 +506,6 @@ def _value_door(original: Any) -> Any:
             return original(self, *args)
         return original(plain(self).requires_grad_(self.requires_grad), *args)
 
-    method._gm_original = original
     return method
 
 
@@ -519,7 +517,6 @@ def _kin_door(original: Any) -> Any:
         kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
         return original(kin, *args, **kwargs)
 
-    method._gm_original = original
     return method
 
 
@@ -539,7 +536,6 @@ def _loop_door(original: Any) -> Any:
         home.write(base)
         return self
 
-    method._gm_original = original
     return method
 
 
@@ -565,7 +561,6 @@ def _parameter_door(original: Any) -> Any:
             cls, _torch.TensorBase.data.__get__(data) if is_managed else data, requires_grad
         )
 
-    new._gm_original = original
     return staticmethod(new)
 
 
@@ -580,7 +575,6 @@ def _norm_door(original: Any) -> Any:
                     _expose(statistics)
         return original(*args, **kwargs)
 
-    function._gm_original = original
     _torch.register_builtin(function, f"aten::{original.__name__}")  # for scripts
     return function
 
@@ -595,7 +589,6 @@ def _refuse_swap(original: Any) -> Any:
                 raise GuardError(f"{name}: swap_tensors would replace its storage; use copy_()")
         original(t1, t2)
 
-    swap_tensors._gm_original = original
     return swap_tensors
 
 
@@ -612,7 +605,6 @@ def _compile_door(original: Any) -> Any:
                     )
         return original(model, *args, **kwargs)
 
-    compiling._gm_original = original
     return compiling
 
 
@@ -684,6 +676,4 @@ def install() -> None:
     gate.install(everything, passed, _name_of)
     _libraries.extend([everything, passed])
     for owner, name, make in _DOORS:
-        original = getattr(owner, name)
-        if not hasattr(original, "_gm_original"):
-            setattr(owner, name, make(original))
+        setattr(owner, name, make(getattr(owner, name)))
