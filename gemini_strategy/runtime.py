@@ -221,7 +221,7 @@ class Runtime(Uncopied, Reporting):
 
     def begin_pass(self) -> None:
         """Lets go of what earlier backward nodes no longer need."""
-        self.net.settle()
+        self.net.unpin()
 
     def note_write(self, slot: Slot) -> None:
         """The weight was written in place while its chunk was pinned: the master follows."""
@@ -333,7 +333,7 @@ class Runtime(Uncopied, Reporting):
         if slot in self.clipped:  # it is added to, and nobody has called zero_grad()
             slot.clip_grad()
         self._sumsq = None
-        self.net.settle()  # the node that used the weights is done: they may be updated
+        self.net.unpin()  # the node that used the weights is done: they may be updated
         try:
             self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
         except RuntimeError as error:

@@ -331,11 +331,8 @@ static PyObject *comm_close(comm *self, PyObject *Py_UNUSED(unused))
 
 static void comm_dealloc(comm *self)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
-    release_memory(self);
-    Py_DECREF(type);
+    gm_py_free((PyObject *)self);
 }
 
 gm_comm *gm_py_comm_take(PyObject *object)
@@ -512,7 +509,7 @@ static PyGetSetDef comm_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot comm_slots[] = {
+static PyType_Slot comm_parts[] = {
     {Py_tp_doc, "One rank's end of the collectives in csrc/comm.h."},
     {Py_tp_dealloc, (void *)comm_dealloc},
     {Py_tp_methods, comm_methods},
@@ -525,7 +522,7 @@ static PyType_Spec comm_spec = {
     .name = "gemini_strategy._C.Comm",
     .basicsize = sizeof(comm),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = comm_slots,
+    .slots = comm_parts,
 };
 
 static PyMethodDef module_methods[] = {

@@ -64,6 +64,8 @@ int gm_py_put_figures(PyObject *dict, const gm_py_figure *figures, size_t n);
 int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n);
 /* The object; NULL and no object where something has failed. */
 PyObject *gm_py_unless(PyObject *object, int failed);
+/* What the dealloc of a type of ours ends with. */
+void gm_py_free(PyObject *object);
 #define GM_PY_N(array) (sizeof(array) / sizeof((array)[0]))
 
 int gm_py_rates_init(PyObject *module); /* rates.c: its function and RATES */

@@ -225,13 +225,10 @@ static PyObject *core_close(core *self, PyObject *Py_UNUSED(unused))
 
 static void core_dealloc(core *self)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     core_release(self);
     gm_workers_free(self->workers);
     free(self->outside);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF((PyObject *)type);
+    gm_py_free((PyObject *)self);
 }
 
 /* ---- calls ---- */
@@ -492,7 +489,7 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot core_slots[] = {
+static PyType_Slot core_parts[] = {
     {Py_tp_new, (void *)core_new},
     {Py_tp_dealloc, (void *)core_dealloc},
     {Py_tp_methods, core_methods},
@@ -504,7 +501,7 @@ static PyType_Spec core_spec = {
     .name = "gemini_strategy._C.Core",
     .basicsize = sizeof(core),
     .flags = Py_TPFLAGS_DEFAULT,
-    .slots = core_slots,
+    .slots = core_parts,
 };
 
 static int add_methods(PyMethodDef *methods)

@@ -70,7 +70,7 @@ static int put_grad(PyObject *grad, gm_py_slot *slot)
     uintptr_t address;
     gm_stream stream;
     /* The node that used the weights is done: an update inside backward may change them now. */
-    if (!engine || gm_py_net_settle(net) < 0 || gm_py_data_ptr(grad, &address) < 0 ||
+    if (!engine || gm_py_net_unpin(net) < 0 || gm_py_data_ptr(grad, &address) < 0 ||
         gm_py_net_stream(net, &stream) < 0 ||
         PyObject_SetAttrString(slot->engine, "_sumsq", Py_None) < 0) {
         return -1;

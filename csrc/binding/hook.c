@@ -57,12 +57,9 @@ static int hook_clear(hook *self)
 
 static void hook_dealloc(hook *self)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     hook_clear(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF((PyObject *)type);
+    gm_py_free((PyObject *)self);
 }
 
 static PyMemberDef hook_members[] = {
@@ -72,7 +69,7 @@ static PyMemberDef hook_members[] = {
 
 static int add_type(PyObject *module, const char *name, ternaryfunc call, const char *doc)
 {
-    PyType_Slot slots[] = {
+    PyType_Slot parts[] = {
         {Py_tp_new, (void *)hook_new},           {Py_tp_dealloc, (void *)hook_dealloc},
         {Py_tp_traverse, (void *)hook_traverse}, {Py_tp_clear, (void *)hook_clear},
         {Py_tp_members, hook_members},           {Py_tp_call, (void *)call},
@@ -82,7 +79,7 @@ static int add_type(PyObject *module, const char *name, ternaryfunc call, const 
         .name = name,
         .basicsize = sizeof(hook),
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-        .slots = slots,
+        .slots = parts,
     };
     PyObject *type = PyType_FromSpec(&spec);
     int result = type ? PyModule_AddType(module, (PyTypeObject *)type) : -1;

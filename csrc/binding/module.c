@@ -1,4 +1,4 @@
-/* module.c - the extension module gemini_strategy._C: slots and constants.  Types and functions live in the
+/* module.c - the extension module gemini_strategy._C: its parts and constants.  Types and functions live in the
  * other files. */
 #include "binding/common.h"
 
@@ -70,7 +70,7 @@ static int module_exec(PyObject *module)
     return 0;
 }
 
-static PyModuleDef_Slot module_slots[] = {
+static PyModuleDef_Slot module_parts[] = {
     {Py_mod_exec, (void *)module_exec},
     {0, NULL},
 };
@@ -80,7 +80,7 @@ static struct PyModuleDef module_def = {
     .m_name = "gemini_strategy._C",
     .m_doc = "The C core of gemini_strategy.",
     .m_size = 0,
-    .m_slots = module_slots,
+    .m_slots = module_parts,
 };
 
 PyMODINIT_FUNC PyInit__C(void)

@@ -14,10 +14,18 @@
 #include <structmember.h>
 
 #include "binding/engine.h"
-#include "binding/outer.h"
+#include "binding/frames.h"
 #include "binding/running.h"
 #include "binding/saved.h"
 #include "torch/abi.h"
+
+/* The saved-tensor hooks that were on top when a net pushed its own. */
+typedef struct outer {
+    unsigned long thread;
+    PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
+    /* They are to see no weights: torch's checkpointing would keep them. */
+    bool is_blind;
+} outer;
 
 struct gm_py_net {
     PyObject_HEAD gm_py_net *next; /* in `started` */
@@ -27,7 +35,7 @@ struct gm_py_net {
     PyObject *slots;         /* a tuple, ordered by address */
     uintptr_t *addresses;    /* of `slots` */
     int ordinal;             /* -1 on the host device */
-    gm_py_outers outers;
+    gm_frames outers;        /* of `outer` */
     gm_running running;
     unsigned long running_thread; /* of its innermost task */
 };
@@ -84,14 +92,14 @@ static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
 /* ---- nodes of backward ---- */
 
 /* What nodes that are done with have shown: somebody may still have it. */
-static int settle_ended(gm_py_net *net)
+static int end_uses(gm_py_net *net)
 {
     uintptr_t address;
     int result = 0;
     while (gm_running_next_ended(&net->running, &address)) {
         gm_py_slot *slot = slot_at(net, address);
         slot->touch_count--;
-        result = result < 0 ? result : gm_py_slot_settle(slot);
+        result = result < 0 ? result : gm_py_slot_end_use(slot);
     }
     return result;
 }
@@ -99,7 +107,7 @@ static int settle_ended(gm_py_net *net)
 static int release_touched(gm_py_net *net, uint32_t n_keep)
 {
     gm_engine *engine = gm_py_net_engine(net);
-    if (!engine || settle_ended(net) < 0) {
+    if (!engine || end_uses(net) < 0) {
         return -1;
     }
     gm_status status;
@@ -179,7 +187,7 @@ static int touch(gm_py_net *net, uintptr_t address)
 /* Outside backward nothing is needed any more but by tasks that other threads run, which say when they end.  Inside, what
  * earlier nodes have touched is not: a node may start with the recomputation of an activation, before it has unpacked
  * any weight. */
-int gm_py_net_settle(gm_py_net *net)
+int gm_py_net_unpin(gm_py_net *net)
 {
     if (net->running.n == 0) {
         return 0;
@@ -238,7 +246,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
     return self;
 }
 
-static saved *pack_delegated(const gm_py_outer *below, PyObject *tensor)
+static saved *pack_delegated(const outer *below, PyObject *tensor)
 {
     PyObject *pack = Py_NewRef(below->pack);
     saved *self = gm_py_saved_new(SAVED_DELEGATED, below->unpack);
@@ -247,28 +255,6 @@ static saved *pack_delegated(const gm_py_outer *below, PyObject *tensor)
         self = NULL;
     }
     Py_DECREF(pack);
-    return self;
-}
-
-static saved *pack_plain(PyObject *tensor)
-{
-    saved *self = gm_py_saved_new(SAVED_PLAIN, NULL);
-    if (!self) {
-        return NULL;
-    }
-    self->tensor = PyObject_CallMethodObjArgs(tensor, gm_torch.s_detach, NULL);
-    if (self->tensor && gm_py_version(tensor, &self->version) < 0) {
-        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* an inference tensor has none */
-            PyErr_Clear();
-            self->version = -1;
-            return self;
-        }
-        Py_CLEAR(self->tensor);
-    }
-    if (!self->tensor) {
-        Py_DECREF((PyObject *)self);
-        return NULL;
-    }
     return self;
 }
 
@@ -285,7 +271,7 @@ static gm_py_net *owner_of(uintptr_t address)
 /* The user's hooks see weights, too; what they give back as it is becomes a token. */
 static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
-    const gm_py_outer *below = gm_py_outers_top(&net->outers);
+    const outer *below = gm_frames_top(&net->outers);
     if (below && below->pack && !below->is_blind) {
         saved *delegated = pack_delegated(below, tensor);
         if (!delegated || delegated->tensor != tensor) {
@@ -294,7 +280,7 @@ static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor,
         Py_DECREF((PyObject *)delegated);
     }
     /* What is absent holds no bytes, and is kept as it is. */
-    return (PyObject *)(owner ? pack_token(owner, tensor, address) : pack_plain(tensor));
+    return (PyObject *)(owner ? pack_token(owner, tensor, address) : gm_py_saved_plain(tensor));
 }
 
 static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
@@ -316,11 +302,11 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
     if (owner) {
         return pack_weight(net, owner, tensor, address);
     }
-    const gm_py_outer *below = gm_py_outers_top(&net->outers);
+    const outer *below = gm_frames_top(&net->outers);
     if (below && below->pack) {
         return (PyObject *)pack_delegated(below, tensor);
     }
-    return (PyObject *)pack_plain(tensor);
+    return (PyObject *)gm_py_saved_plain(tensor);
 }
 
 /* The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what it has
@@ -397,7 +383,7 @@ static PyObject *show_token(gm_py_net *net, const saved *self)
     }
     if (self->dtype == slot->dtype &&
         self->address == gm_engine_address(gm_py_net_engine(net), (uint32_t)slot->id)) {
-        PyObject *shown = Py_NewRef(slot->shown); /* another thread may settle the slot */
+        PyObject *shown = Py_NewRef(slot->shown); /* another thread may let go of it */
         PyObject *view = PyObject_CallMethodObjArgs(shown, gm_torch.s_as_strided, self->shape,
                                                     self->stride, NULL);
         Py_DECREF(shown);
@@ -453,16 +439,22 @@ static const gm_py_net *net_of(PyObject *pack)
     return is_net ? (const gm_py_net *)self : NULL;
 }
 
+static void release_outer(const outer *frame)
+{
+    Py_XDECREF(frame->pack);
+    Py_XDECREF(frame->unpack);
+}
+
 int gm_py_net_push(gm_py_net *net)
 {
-    if (gm_py_outers_reserve(&net->outers) < 0) {
+    if (gm_frames_reserve(&net->outers) < 0) {
         return -1;
     }
     PyObject *top = PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL);
     if (!top) {
         return -1;
     }
-    gm_py_outer frame = {.thread = PyThread_get_thread_ident()};
+    outer frame = {.thread = PyThread_get_thread_ident()};
     if (top != Py_None) {
         frame.pack = PyTuple_GetItem(top, 0);
         frame.unpack = PyTuple_GetItem(top, 1);
@@ -471,7 +463,7 @@ int gm_py_net_push(gm_py_net *net)
             return -1;
         }
         const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
-        const gm_py_outer *below = other ? gm_py_outers_top(&other->outers) : NULL;
+        const outer *below = other ? gm_frames_top(&other->outers) : NULL;
         if (below) { /* nets delegate past each other: each has its units on top */
             frame = *below;
         } else {
@@ -483,9 +475,9 @@ int gm_py_net_push(gm_py_net *net)
     Py_DECREF(top);
     int is_pushed = push_hooks(net);
     if (is_pushed > 0) {
-        gm_py_outers_push(&net->outers, frame);
+        gm_frames_push(&net->outers, &frame);
     } else {
-        gm_py_outer_release(&frame);
+        release_outer(&frame);
     }
     return is_pushed;
 }
@@ -493,16 +485,17 @@ int gm_py_net_push(gm_py_net *net)
 /* This thread has a frame. */
 static int pop_one(gm_py_net *net)
 {
-    gm_py_outer frame = gm_py_outers_pop(&net->outers);
+    outer frame;
+    gm_frames_pop(&net->outers, &frame);
     PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
     Py_XDECREF(done);
-    gm_py_outer_release(&frame);
+    release_outer(&frame);
     return done ? 0 : -1;
 }
 
 size_t gm_py_net_depth(const gm_py_net *net)
 {
-    return gm_py_outers_depth(&net->outers);
+    return gm_frames_depth(&net->outers);
 }
 
 /* An interrupt passes units without their leaving: whoever is outside takes what is inside away with its own. */
@@ -533,9 +526,9 @@ static PyObject *net_pop_to(gm_py_net *net, PyObject *depth)
     return PyErr_Occurred() ? NULL : none_unless(gm_py_net_pop_to(net, wanted));
 }
 
-static PyObject *net_settle(gm_py_net *net, PyObject *Py_UNUSED(unused))
+static PyObject *net_unpin(gm_py_net *net, PyObject *Py_UNUSED(unused))
 {
-    return none_unless(gm_py_net_settle(net));
+    return none_unless(gm_py_net_unpin(net));
 }
 
 /* What a graph task that is over has pinned, nobody reads any more. */
@@ -566,7 +559,12 @@ static PyObject *net_find(gm_py_net *net, PyObject *tensor)
 
 static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
+    gm_py_net *net =
+        gm_py_torch_init() < 0 ? NULL : (gm_py_net *)PyType_GenericNew(type, args, kwargs);
+    if (net) {
+        net->outers.size = sizeof(outer);
+    }
+    return (PyObject *)net;
 }
 
 /* start(engine, core, slots, ordinal, mark); slots: ordered by address, none of them empty. */
@@ -619,7 +617,12 @@ static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
     Py_VISIT(net->pack);
     Py_VISIT(net->unpack);
     Py_VISIT(net->slots);
-    return gm_py_outers_traverse(&net->outers, visit, arg);
+    for (size_t i = 0; i < net->outers.n; i++) {
+        const outer *frame = &((const outer *)(void *)net->outers.at)[i];
+        Py_VISIT(frame->pack);
+        Py_VISIT(frame->unpack);
+    }
+    return 0;
 }
 
 static int net_clear(gm_py_net *net)
@@ -633,10 +636,12 @@ static int net_clear(gm_py_net *net)
 
 static void net_dealloc(gm_py_net *net)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)net);
     PyObject_GC_UnTrack(net);
     net_clear(net);
-    gm_py_outers_free(&net->outers);
+    for (size_t i = 0; i < net->outers.n; i++) {
+        release_outer(&((const outer *)(void *)net->outers.at)[i]);
+    }
+    free(net->outers.at);
     for (gm_py_net **link = &started; *link; link = &(*link)->next) {
         if (*link == net) {
             *link = net->next;
@@ -647,9 +652,7 @@ static void net_dealloc(gm_py_net *net)
     Py_XDECREF(net->core);
     Py_XDECREF(net->slots);
     free(net->addresses);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(net);
-    Py_DECREF((PyObject *)type);
+    gm_py_free((PyObject *)net);
 }
 
 static PyMethodDef net_methods[] = {
@@ -663,11 +666,11 @@ static PyMethodDef net_methods[] = {
                  "end_task(task): unpins what this graph task has touched"),
     GM_PY_METHOD("find", net_find, METH_O,
                  "find(tensor) -> the slot whose bytes it shows, or None"),
-    GM_PY_METHOD("settle", net_settle, METH_NOARGS, "settle(): unpins what is no longer needed"),
+    GM_PY_METHOD("unpin", net_unpin, METH_NOARGS, "unpin(): what is no longer needed"),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot net_slots[] = {
+static PyType_Slot net_parts[] = {
     {Py_tp_new, (void *)net_new},
     {Py_tp_dealloc, (void *)net_dealloc},
     {Py_tp_traverse, (void *)net_traverse},
@@ -681,7 +684,7 @@ static PyType_Spec net_spec = {
     .name = "gemini_strategy._C.Net",
     .basicsize = sizeof(gm_py_net),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = net_slots,
+    .slots = net_parts,
 };
 
 int gm_py_net_init(PyObject *module)

@@ -17,6 +17,28 @@ saved *gm_py_saved_new(saved_kind kind, PyObject *owner)
     return self;
 }
 
+saved *gm_py_saved_plain(PyObject *tensor)
+{
+    saved *self = gm_py_saved_new(SAVED_PLAIN, NULL);
+    if (!self) {
+        return NULL;
+    }
+    self->tensor = PyObject_CallMethodObjArgs(tensor, gm_torch.s_detach, NULL);
+    if (self->tensor && gm_py_version(tensor, &self->version) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* an inference tensor has none */
+            PyErr_Clear();
+            self->version = -1;
+            return self;
+        }
+        Py_CLEAR(self->tensor);
+    }
+    if (!self->tensor) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return self;
+}
+
 static void saved_dealloc(saved *self)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
@@ -29,7 +51,7 @@ static void saved_dealloc(saved *self)
     Py_DECREF((PyObject *)type);
 }
 
-static PyType_Slot saved_slots[] = {
+static PyType_Slot saved_parts[] = {
     {Py_tp_dealloc, (void *)saved_dealloc},
     {Py_tp_doc, "What autograd keeps in place of a saved tensor."},
     {0, NULL},
@@ -39,7 +61,7 @@ static PyType_Spec saved_spec = {
     .name = "gemini_strategy._C.Saved",
     .basicsize = sizeof(saved),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = saved_slots,
+    .slots = saved_parts,
 };
 
 int gm_py_saved_init(void)

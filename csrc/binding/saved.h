@@ -21,6 +21,7 @@ typedef struct saved {
 
 extern PyTypeObject *gm_py_saved_type;
 int gm_py_saved_init(void);
-saved *gm_py_saved_new(saved_kind kind, PyObject *owner); /* NULL with an exception set */
+saved *gm_py_saved_new(saved_kind kind, PyObject *owner); /* NULL with an exception set, as next */
+saved *gm_py_saved_plain(PyObject *tensor);               /* keeps the tensor, detached */
 
 #endif

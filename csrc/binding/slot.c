@@ -135,7 +135,7 @@ static int let_go(gm_py_slot *slot)
     return result;
 }
 
-int gm_py_slot_settle(gm_py_slot *slot)
+int gm_py_slot_end_use(gm_py_slot *slot)
 {
     if (slot->open_count > 0 || slot->touch_count > 0 || !is_shown(slot)) {
         return 0;
@@ -180,7 +180,6 @@ static int slot_clear(gm_py_slot *slot)
 
 static void slot_dealloc(gm_py_slot *slot)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)slot);
     PyObject_GC_UnTrack(slot);
     slot_clear(slot);
     Py_XDECREF(slot->shown_storage);
@@ -189,9 +188,7 @@ static void slot_dealloc(gm_py_slot *slot)
     Py_XDECREF(slot->dtype);
     Py_XDECREF(slot->plain_class);
     Py_XDECREF(slot->managed_class);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(slot);
-    Py_DECREF((PyObject *)type);
+    gm_py_free((PyObject *)slot);
 }
 
 static PyMemberDef slot_members[] = {
@@ -223,7 +220,7 @@ static PyMethodDef slot_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot slot_slots[] = {
+static PyType_Slot slot_parts[] = {
     {Py_tp_new, (void *)PyType_GenericNew},
     {Py_tp_dealloc, (void *)slot_dealloc},
     {Py_tp_traverse, (void *)slot_traverse},
@@ -238,7 +235,7 @@ static PyType_Spec slot_spec = {
     .name = "gemini_strategy._C.Slot",
     .basicsize = sizeof(gm_py_slot),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = slot_slots,
+    .slots = slot_parts,
 };
 
 int gm_py_slot_init(PyObject *module)

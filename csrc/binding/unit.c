@@ -13,7 +13,7 @@
 #include <string.h>
 #include <structmember.h>
 
-#include "binding/running.h"
+#include "binding/frames.h"
 #include "torch/abi.h"
 
 typedef enum frame_state { FRAME_FAILED, FRAME_BARE, FRAME_NETTED } frame_state;
@@ -33,20 +33,8 @@ typedef struct unit {
     gm_py_net *net;
     unsigned int id;
     char watches_writes, is_compiled;
-    frame *frames;
-    size_t n_frames, capacity;
+    gm_frames frames; /* of `frame` */
 } unit;
-
-/* This thread's last frame, or NULL. */
-static frame *top_of(const unit *self)
-{
-    unsigned long thread = PyThread_get_thread_ident();
-    size_t n = self->n_frames;
-    while (n && self->frames[n - 1].thread != thread) {
-        n--;
-    }
-    return n ? &self->frames[n - 1] : NULL;
-}
 
 /* ---- entering ---- */
 
@@ -136,19 +124,6 @@ static int enter_core(const unit *self, bool *out_has_grad, bool *out_in_backwar
     }
 }
 
-static int push_frame(unit *self)
-{
-    frame *frames = gm_with_room(self->frames, self->n_frames, &self->capacity, sizeof *frames);
-    if (!frames) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->frames = frames;
-    self->frames[self->n_frames++] =
-        (frame){.thread = PyThread_get_thread_ident(), .state = FRAME_FAILED};
-    return 0;
-}
-
 /* Shows the parameters, unless another thread shows some. */
 static int show_slots(const unit *self, bool in_backward, frame *out)
 {
@@ -203,15 +178,18 @@ static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
     }
     bool has_grad, in_backward;
     frame entered = {.thread = PyThread_get_thread_ident(), .state = FRAME_FAILED};
-    if (push_frame(self) < 0 || gm_py_net_settle(self->net) < 0 ||
-        enter_core(self, &has_grad, &in_backward) < 0) {
+    if (gm_frames_reserve(&self->frames) < 0) {
+        return NULL;
+    }
+    gm_frames_push(&self->frames, &entered);
+    if (gm_py_net_unpin(self->net) < 0 || enter_core(self, &has_grad, &in_backward) < 0) {
         return NULL;
     }
     if (open_unit(self, has_grad, in_backward, &entered) < 0) {
         (void)leave_core(self);
         return NULL;
     }
-    frame *top = top_of(self);
+    frame *top = gm_frames_top(&self->frames);
     if (top) { /* unless a signal's handler has taken it away */
         *top = entered;
     }
@@ -245,10 +223,10 @@ static int find_writes(const unit *self, bool is_compared)
 }
 
 /* See [Note: storages that stay] in hooks.py. */
-static int settle_slots(const unit *self)
+static int end_uses(const unit *self)
 {
     for (Py_ssize_t i = 0; i < n_slots(self); i++) {
-        if (gm_py_slot_settle(slot_at(self, i)) < 0) {
+        if (gm_py_slot_end_use(slot_at(self, i)) < 0) {
             return -1;
         }
     }
@@ -261,11 +239,8 @@ static int settle_slots(const unit *self)
 static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
 {
     frame left = {.state = FRAME_FAILED};
-    frame *top = top_of(self);
-    if (top) {
-        left = *top;
-        size_t n_above = (size_t)(self->frames + self->n_frames-- - top) - 1;
-        memmove(top, top + 1, n_above * sizeof *top);
+    if (gm_frames_top(&self->frames)) {
+        gm_frames_pop(&self->frames, &left);
     }
     if (left.state == FRAME_FAILED) {
         return Py_NewRef(Py_None); /* enter failed: there is nothing to undo */
@@ -278,7 +253,7 @@ static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
         PyErr_Fetch(&type, &error, &trace);
         int closed = left.is_open ? close_slots(self, n_slots(self)) : 0;
         gm_py_with_subclasses(context);
-        closed = UNLESS_FAILED(closed, settle_slots(self));
+        closed = UNLESS_FAILED(closed, end_uses(self));
         Py_CLEAR(left.watched); /* its leases compare the bytes */
         if (type) {
             PyErr_Clear();
@@ -313,6 +288,7 @@ static PyObject *unit_start(unit *self, PyObject *args)
             return PyErr_Format(PyExc_TypeError, "a unit has slots");
         }
     }
+    self->frames.size = sizeof(frame);
     self->slots = Py_NewRef(slots);
     self->net = (gm_py_net *)Py_NewRef(net);
     return Py_NewRef(Py_None);
@@ -320,7 +296,7 @@ static PyObject *unit_start(unit *self, PyObject *args)
 
 static PyObject *unit_is_entered(unit *self, void *Py_UNUSED(unused))
 {
-    return PyBool_FromLong(top_of(self) != NULL);
+    return PyBool_FromLong(gm_frames_top(&self->frames) != NULL);
 }
 
 static int unit_traverse(unit *self, visitproc visit, void *arg)
@@ -329,8 +305,8 @@ static int unit_traverse(unit *self, visitproc visit, void *arg)
     Py_VISIT(self->engine);
     Py_VISIT(self->slots);
     Py_VISIT((PyObject *)self->net);
-    for (size_t i = 0; i < self->n_frames; i++) {
-        Py_VISIT(self->frames[i].watched);
+    for (size_t i = 0; i < self->frames.n; i++) {
+        Py_VISIT(((const frame *)(void *)self->frames.at)[i].watched);
     }
     return 0;
 }
@@ -344,17 +320,14 @@ static int unit_clear(unit *self)
 
 static void unit_dealloc(unit *self)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     unit_clear(self);
     Py_XDECREF(self->slots);
-    for (size_t i = 0; i < self->n_frames; i++) {
-        Py_XDECREF(self->frames[i].watched);
+    for (size_t i = 0; i < self->frames.n; i++) {
+        Py_XDECREF(((const frame *)(void *)self->frames.at)[i].watched);
     }
-    free(self->frames);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF((PyObject *)type);
+    free(self->frames.at);
+    gm_py_free((PyObject *)self);
 }
 
 static PyMemberDef unit_members[] = {
@@ -378,7 +351,7 @@ static PyMethodDef unit_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot unit_slots[] = {
+static PyType_Slot unit_parts[] = {
     {Py_tp_new, (void *)PyType_GenericNew},
     {Py_tp_dealloc, (void *)unit_dealloc},
     {Py_tp_traverse, (void *)unit_traverse},
@@ -394,7 +367,7 @@ static PyType_Spec unit_spec = {
     .name = "gemini_strategy._C.Unit",
     .basicsize = sizeof(unit),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = unit_slots,
+    .slots = unit_parts,
 };
 
 int gm_py_unit_init(PyObject *module)

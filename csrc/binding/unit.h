@@ -77,7 +77,7 @@ int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its dat
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
  * and what may have been written is found. */
-int gm_py_slot_settle(gm_py_slot *slot);
+int gm_py_slot_end_use(gm_py_slot *slot);
 int gm_py_set_class(PyObject *parameter, PyObject *class);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
@@ -91,7 +91,7 @@ int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch for
 size_t gm_py_net_depth(const gm_py_net *net);
 int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed; fewer stay */
 /* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
-int gm_py_net_settle(gm_py_net *net);
+int gm_py_net_unpin(gm_py_net *net);
 
 int gm_py_gate_init(PyObject *module);
 int gm_py_net_init(PyObject *module);

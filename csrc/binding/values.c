@@ -1,4 +1,4 @@
-/* values.c - arrays of what Python gives, and dicts of what it gets. */
+/* values.c - arrays of what Python gives, dicts of what it gets, and the end of an object. */
 #include "binding/common.h"
 
 #include <stdlib.h>
@@ -78,4 +78,12 @@ int gm_py_add_numbers(PyObject *module, const char *name, const char *const *nam
     result = result < 0 ? result : PyModule_AddObjectRef(module, name, dict);
     Py_XDECREF(dict);
     return result;
+}
+
+void gm_py_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF((PyObject *)type);
 }
