@@ -140,10 +140,9 @@ int gm_py_slot_end_use(gm_py_slot *slot)
     if (slot->open_count > 0 || slot->touch_count > 0 || !is_shown(slot)) {
         return 0;
     }
-    PyObject *count = PyObject_CallFunctionObjArgs(gm_torch.use_count, slot->shown_storage, NULL);
-    long long uses = count ? PyLong_AsLongLong(count) : -1;
-    Py_XDECREF(count);
-    if (uses < 0) {
+    long long uses;
+    if (gm_py_long(PyObject_CallFunctionObjArgs(gm_torch.use_count, slot->shown_storage, NULL),
+                   &uses) < 0) {
         return -1;
     }
     if (uses > slot->shown_count) {

@@ -146,36 +146,33 @@ void gm_py_with_subclasses(PyObject *context)
     Py_XDECREF(before);
 }
 
+int gm_py_long(PyObject *number, long long *out)
+{
+    *out = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* The same for an address or a stream. */
+static int address_of(PyObject *number, unsigned long long *out)
+{
+    *out = number ? PyLong_AsUnsignedLongLong(number) : ULLONG_MAX;
+    Py_XDECREF(number);
+    return *out == ULLONG_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
 int gm_py_version(PyObject *tensor, long long *out)
 {
-    PyObject *version = gm_py_get(gm_torch.version, tensor);
-    if (!version) {
-        return -1;
-    }
-    *out = PyLong_AsLongLong(version);
-    Py_DECREF(version);
-    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+    return gm_py_long(gm_py_get(gm_torch.version, tensor), out);
 }
 
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out)
 {
-    PyObject *address = PyObject_CallFunctionObjArgs(gm_torch.get_data_ptr, tensor, NULL);
-    if (!address) {
-        return -1;
-    }
-    *out = (uintptr_t)PyLong_AsUnsignedLongLong(address);
-    Py_DECREF(address);
-    return *out == UINTPTR_MAX && PyErr_Occurred() ? -1 : 0;
-}
-
-static int long_of(PyObject *number, long long *out)
-{
-    if (!number) {
-        return -1;
-    }
-    *out = PyLong_AsLongLong(number);
-    Py_DECREF(number);
-    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+    unsigned long long address;
+    int result =
+        address_of(PyObject_CallFunctionObjArgs(gm_torch.get_data_ptr, tensor, NULL), &address);
+    *out = (uintptr_t)address;
+    return result;
 }
 
 int gm_py_in_backward(void)
@@ -207,7 +204,7 @@ int gm_py_node_key(long long *out)
 
 int gm_py_task(long long *out)
 {
-    return long_of(PyObject_CallNoArgs(gm_torch.current_task), out);
+    return gm_py_long(PyObject_CallNoArgs(gm_torch.current_task), out);
 }
 
 int gm_py_stream(int ordinal, gm_stream *out)
@@ -219,12 +216,10 @@ int gm_py_stream(int ordinal, gm_stream *out)
     PyObject *index = PyLong_FromLong(ordinal);
     PyObject *raw = index ? PyObject_CallFunctionObjArgs(gm_torch.raw_stream, index, NULL) : NULL;
     Py_XDECREF(index);
-    if (!raw) {
-        return -1;
-    }
-    *out = PyLong_AsUnsignedLongLong(raw);
-    Py_DECREF(raw);
-    return PyErr_Occurred() ? -1 : 0;
+    unsigned long long stream;
+    int result = address_of(raw, &stream);
+    *out = stream;
+    return result;
 }
 
 bool gm_py_is_checkpoint(PyObject *pack)

@@ -60,6 +60,7 @@ void gm_py_with_subclasses(PyObject *context);
 /* Every function below: -1 (or NULL) with an exception set on failure. */
 PyObject *gm_py_get(PyObject *attribute, PyObject *tensor); /* of gm_torch's attributes */
 int gm_py_set(PyObject *attribute, PyObject *tensor, PyObject *value);
+int gm_py_long(PyObject *number, long long *out); /* takes the reference, NULL is a failure */
 int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 int gm_py_node_key(

@@ -95,14 +95,12 @@ class _Managed:
     share_memory_ = _refuse("share_memory_", "its memory is the engine's; engine.close() first")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo and self._gm_slot.is_raw and isinstance(self, nn.Parameter):
-            self._gm_quantized_copy(self._gm_slot.read_weight(), memo)
-        elif id(self) not in memo:
-            memo[id(self)] = self._gm_plain_copy()
+        if id(self) not in memo:
+            memo[id(self)] = self._gm_plain_copy(memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._gm_plain_copy().__reduce_ex__(protocol)
+        return self._gm_plain_copy({}).__reduce_ex__(protocol)
 
     def _gm_quantized_copy(self, values: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """The same class on `values`, with copies of all that it keeps."""
@@ -114,12 +112,12 @@ class _Managed:
         plain.__dict__.update(copy.deepcopy(own, memo))
         return plain
 
-    def _gm_plain_copy(self) -> torch.Tensor:
+    def _gm_plain_copy(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary, unmanaged parameter with the values that are shown."""
         slot = self._gm_slot
         values = slot.read_master().to(self.dtype) if slot.shows_master else slot.read_weight()
         if slot.is_raw and isinstance(self, nn.Parameter):
-            return self._gm_quantized_copy(values, {})
+            return self._gm_quantized_copy(values, memo)
         return (
             nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
         )
