@@ -496,10 +496,13 @@ class Runtime(Uncopied, Reporting):
     def _check_unclipped(self, what: str) -> None:
         """The factor of a clip is for the gradients that it has seen, and no step has used it yet."""
         if self.clip_factor != 1.0:
+            given = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
+            named = next((s for s in given if s not in self.clipped), next(iter(given), None))
+            one = f", that of {named.name} among them" if named else ""
             raise GeminiError(
                 f"{what} after clip_grad_norm_(), whose factor {self.clip_factor:.6g} the next step will apply to all "
-                "gradients: clip once in a step, after its last backward and after all other changes of gradients, "
-                "and directly before optimizer.step(). zero_grad() drops gradients and factor"
+                f"gradients{one}: clip once in a step, after its last backward and after all other changes of "
+                "gradients, and directly before optimizer.step(). zero_grad() drops gradients and factor"
             )
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
