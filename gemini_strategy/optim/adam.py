@@ -425,6 +425,8 @@ class HybridAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, for dicts of ours and of torch.optim.Adam and AdamW.
 
+        Gradients stay, and so does a clip of theirs that the next step is to apply.
+
         Moments stay fp32 and remainders int16, whatever the parameters' dtype. A dict without low
         parts (torch's own) leaves those of the parameters as they are.
 
@@ -454,7 +456,6 @@ class HybridAdam(torch.optim.Optimizer):
             key = _LOW[p.dtype][0] if p.dtype in _LOW else None
             if key in entry and key not in self.state.get(p, {}):
                 p._gm_low = entry[key]
-        self._gm_clip_factor = 1.0
 
     @staticmethod
     def _loaded(p: Tensor, key: str, value: Tensor) -> Tensor:
