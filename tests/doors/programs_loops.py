@@ -297,7 +297,7 @@ def _(run: Run) -> Any:
 
 @door("loop/a teacher by deepcopy, distillation", needs_all=True, whole=True)
 def _(run: Run) -> Any:
-    teacher = copy.deepcopy(run.model).eval().requires_grad_(False)
+    teacher = copy.deepcopy(run.model).to(run.device).eval().requires_grad_(False)
     out = []
     for i in range(4):
         with torch.no_grad():
@@ -311,6 +311,8 @@ def _(run: Run) -> Any:
 
 @door("loop/distillation of two managed models", needs_all=True)
 def _(run: Run) -> Any:
+    if run.device != "cpu":
+        return None
     torch.manual_seed(5)
     teacher = Six()
     other = gs.HybridAdam(teacher.parameters(), lr=1e-2)
@@ -486,7 +488,7 @@ def _(run: Run) -> Any:
 @door("loop/gradients assigned as slices of a flat buffer", needs_all=True)
 def _(run: Run) -> Any:
     params = list(run.model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in params))
+    flat = torch.zeros(sum(p.numel() for p in params), device=run.device)
     out = []
     for i in range(4):
         at = 0
