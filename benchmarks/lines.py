@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,7 +66,7 @@ def command(out: Path | None) -> str:
 
 
 class Process:
-    """A run, or one rank of it: a process of its own, what it says, and what it leaves."""
+    """A run, or one rank of it: a process with a group of its own, what it says, and what it leaves."""
 
     def __init__(
         self, words: Sequence[str | Path], result: Path, enter: Callable[[str], None] | None
@@ -106,8 +107,8 @@ class Process:
             self.process.send_signal(signal.SIGUSR1)
 
     def end(self) -> str:
-        """Ends it and whatever it started, if it runs; its standard error."""
-        if self.process.poll() is None:
+        """Ends it and whatever it started, which may outlive it; its standard error."""
+        with suppress(ProcessLookupError):  # all of them have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(5.0)
