@@ -9,6 +9,9 @@ Each run is a process of its own. A run's name is SYSTEM[-POLICY][-clip]; the sy
   gemini    under the budget, policy auto, cpu or cuda
   fsdp2     PyTorch's fully_shard with CPUOffloadPolicy and fused CPU AdamW, one rank, no budget
   deepspeed ZeRO-3 with parameters and optimizer on the CPU, where it is installed
+  deepspeed-z2 ZeRO-2: the optimizer on the CPU, the weights on the device
+  torchao   its CPUOffloadOptimizer with torch's fused AdamW, where it is installed: the weights on
+            the device, bf16 weights and moments without masters, and no clipping
 and "-clip" clips the gradients' norm at --max-norm. Model, batches, activation checkpointing, AdamW's
 parameters and the first weights are the same in all of them.
 
@@ -50,7 +53,7 @@ from shapes import SHAPES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or not
-SYSTEMS = ("resident", "hybrid", "gemini", "fsdp2", "deepspeed")
+SYSTEMS = ("resident", "hybrid", "gemini", "fsdp2", "deepspeed", "deepspeed-z2", "torchao")
 POLICIES = ("auto", "cpu", "cuda")
 
 
@@ -71,12 +74,13 @@ def _both(*names: str) -> tuple[str, ...]:
     return tuple(run for name in names for run in (name, f"{name}-clip"))
 
 
+_PEERS = (*_both("fsdp2", "deepspeed", "deepspeed-z2"), "torchao")
 _USUAL = _both("resident", "gemini-auto", "gemini-cpu")
 PRESETS = {
     "A": Case(
         "A: 3.44 G parameters, T = 16K, 24 GB",
         "opt-3.4b",
-        _both("resident", "fsdp2", "deepspeed", "gemini-auto", "gemini-cpu"),
+        (*_both("resident"), *_PEERS, *_both("gemini-auto", "gemini-cpu")),
     ),
     "A48": Case("A': 3.44 G parameters, T = 16K, 48 GB", "opt-3.4b", _USUAL, budget="48GB"),
     "B": Case("B: 6.7 G parameters, T = 8K, 24 GB", "opt-6.7b", _USUAL, sequences=8),
@@ -96,7 +100,7 @@ PRESETS = {
     "tiny": Case(
         "tiny: 0.2 M parameters, T = 256 in 2 micro-batches",
         "tiny",
-        _both("resident", "hybrid", "fsdp2", "deepspeed", "gemini-auto", "gemini-cpu"),
+        (*_both("resident", "hybrid"), *_PEERS, *_both("gemini-auto", "gemini-cpu")),
         budget="1500KB",
         sequences=2,
         length=64,
@@ -107,16 +111,15 @@ PRESETS = {
 
 def parse_run(name: str) -> dict[str, Any]:
     """{"system", "policy", "clip"} of a run's name; ValueError says what is wrong with it."""
-    parts = name.split("-")
-    clip = len(parts) > 1 and parts[-1] == "clip"
-    system, *rest = parts[:-1] if clip else parts
+    run = name.removesuffix("-clip")
+    system, *rest = [run] if run in SYSTEMS else run.split("-", 1)
     if system not in SYSTEMS:
         raise ValueError(f"run {name!r}: there is no {system!r}; choose from {', '.join(SYSTEMS)}")
     if (len(rest), system == "gemini") not in ((0, False), (1, True)):
         raise ValueError(f"run {name!r}: a policy goes with gemini, as in gemini-auto")
     if rest and rest[0] not in POLICIES:
         raise ValueError(f"run {name!r}: policy {rest[0]!r}; choose from {', '.join(POLICIES)}")
-    return {"system": system, "policy": rest[0] if rest else None, "clip": clip}
+    return {"system": system, "policy": rest[0] if rest else None, "clip": run != name}
 
 
 def budget_bytes(text: str) -> int | None:

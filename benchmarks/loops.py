@@ -1,9 +1,10 @@
 """The training loops that bench_offload.py compares, one process each: `loops.py run.json`.
 
 Every loop trains the same model from the same bf16 values on the same batches with AdamW on
-fp32-precision masters and bf16 compute weights. They differ in who keeps what where, and in the
-rounding of the arithmetic; `arithmetic` in the result says which one it is. The file named on the
-command line holds the run's specification; the result goes to the file that it names.
+fp32-precision masters and bf16 compute weights; torchao's has no masters. They differ in who keeps
+what where, and in the rounding of the arithmetic; `arithmetic` in the result says which one it is.
+The file named on the command line holds the run's specification; the result goes to the file that
+it names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -48,6 +50,17 @@ class Loop:
     arithmetic = ""
     starts_on_device = True  # whether the model is built where it computes
     dtype = torch.bfloat16
+    library: str | None = None  # that the loop needs and that may not be installed
+
+    @classmethod
+    def check_available(cls, spec: dict[str, Any]) -> None:
+        """Raises UnavailableError if this run cannot be made here."""
+        if cls.library:
+            try:
+                import_module(cls.library)
+            except Exception as error:
+                reason = f"import {cls.library}: {type(error).__name__}: {error}"
+                raise UnavailableError(reason) from None
 
     def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
         self.spec, self.device, self.clip = spec, device, spec["clip"]
@@ -269,6 +282,8 @@ class DeepSpeed(Loop):
 
     arithmetic = "DeepSpeedCPUAdam on fp32 masters, bf16 compute"
     starts_on_device = False
+    library = "deepspeed"
+    stage = 3
 
     def prepare(self) -> None:
         import deepspeed
@@ -289,9 +304,9 @@ class DeepSpeed(Loop):
             "gradient_clipping": self.max_norm if self.clip else 0.0,
             "bf16": {"enabled": True},
             "zero_optimization": {
-                "stage": 3,
+                "stage": self.stage,
                 "offload_optimizer": pinned,
-                "offload_param": pinned,
+                **({"offload_param": pinned} if self.stage == 3 else {}),
                 "overlap_comm": True,
                 "contiguous_gradients": True,
             },
@@ -310,12 +325,46 @@ class DeepSpeed(Loop):
         self.model.step()
 
 
+class DeepSpeedZ2(DeepSpeed):
+    """ZeRO-2: the optimizer on the CPU, the weights on the device."""
+
+    stage = 2
+
+
+class TorchAO(Loop):
+    """The optimizer on the CPU by torchao, the weights on the device, bf16 throughout, as its documentation advises."""
+
+    arithmetic = "torch.optim.AdamW(fused, CPU) on bf16 weights and moments, no masters"
+    library = "torchao.optim"
+
+    @classmethod
+    def check_available(cls, spec: dict[str, Any]) -> None:
+        if not spec["device"].startswith("cuda"):
+            raise UnavailableError("CPUOffloadOptimizer of torchao wants a GPU")
+        if spec["clip"]:  # what it copies to the CPU in backward is what it updates with
+            raise UnavailableError("CPUOffloadOptimizer of torchao does not support clipping")
+        super().check_available(spec)
+
+    def prepare(self) -> None:
+        from torchao.optim import CPUOffloadOptimizer
+
+        self._optimizer = CPUOffloadOptimizer(
+            self.model.parameters(),
+            torch.optim.AdamW,
+            offload_gradients=self.spec["micro_batches"] == 1,  # else they do not accumulate
+            fused=True,
+            **ADAM,
+        )
+
+
 LOOPS: dict[str, type[Loop]] = {
     "resident": Resident,
     "hybrid": Hybrid,
     "gemini": Gemini,
     "fsdp2": FSDP2,
     "deepspeed": DeepSpeed,
+    "deepspeed-z2": DeepSpeedZ2,
+    "torchao": TorchAO,
 }
 
 
@@ -355,15 +404,6 @@ def pass_memory(loop: Loop) -> dict[str, Any]:
 def say_phase(name: str) -> None:
     """Tells the process that reads the memory which part of the run begins."""
     print(f"@phase {name}", flush=True)
-
-
-def check_available(system: str) -> None:
-    """Raises UnavailableError if the loop's library cannot be imported."""
-    if system == "deepspeed":
-        try:
-            import deepspeed  # noqa: F401
-        except Exception as error:
-            raise UnavailableError(f"import deepspeed: {type(error).__name__}: {error}") from None
 
 
 class Training:
@@ -491,7 +531,7 @@ def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
             peaks.enter(phase)
 
     try:
-        check_available(spec["system"])
+        table[spec["system"]].check_available(spec)
         enter("build")
         began = time.perf_counter()
         loop = table[spec["system"]](spec, device)

@@ -200,6 +200,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "transformers": _version("transformers"),
         "deepspeed": _version("deepspeed"),
+        "torchao": _version("torchao"),
         "commit": os.environ.get("GEMINI_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "changed_files": len((_output("git", "status", "--porcelain") or "").splitlines()),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import os
+import queue
+import select
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
 RUNS = ("resident", "hybrid-clip", "fsdp2", "gemini-auto-clip", "gemini-cpu-clip", "gemini-auto")
-# Among them, so that it shows that the others go on: states that do not fit, a library that is not there.
-FAILING, MISSING = "gemini-cuda", "deepspeed-clip"
+# Among them, so that it shows that the others go on: states that do not fit, and what cannot run here.
+FAILING = "gemini-cuda"
+MISSING = {
+    "deepspeed-clip": "import deepspeed: ImportError: not on this machine",
+    "deepspeed-z2-clip": "import deepspeed: ImportError: not on this machine",
+    "torchao": "CPUOffloadOptimizer of torchao wants a GPU",
+}
 STEPS, WARMUP = 3, 2
 
 
@@ -55,7 +64,7 @@ def test_drivers_start_without_torch() -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("bench")
     out = folder / "results" / "tiny.jsonl"
-    names = (FAILING, MISSING, *RUNS)
+    names = (FAILING, *MISSING, *RUNS)
     options = ("--steps", str(STEPS), "--warmup", str(WARMUP), "--only", ",".join(names))
     done = drive(folder, *options, "--out", str(out))
     assert done.returncode == 1, done.stderr  # of FAILING
@@ -132,11 +141,44 @@ def test_failed_run_leaves_a_line(measured: dict[str, Any]) -> None:
     assert "tokens_per_s" not in line and line["ratio_to_resident"] is None
 
 
-def test_missing_library_is_no_failure(measured: dict[str, Any], bench: ModuleType) -> None:
-    line = measured[MISSING]
-    assert line["available"] is False
-    assert line["error"] == "import deepspeed: ImportError: not on this machine"
+@pytest.mark.parametrize("name", MISSING)
+def test_what_cannot_run_here_is_no_failure(
+    measured: dict[str, Any], bench: ModuleType, name: str
+) -> None:
+    line = measured[name]
+    assert line["available"] is False and line["error"] == MISSING[name]
     assert not bench.has_failed(line) and bench.has_failed(measured[FAILING])
+
+
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_what_a_run_started_ends_with_it(
+    bench: ModuleType, tmp_path: Path, ends_itself: bool
+) -> None:
+    """Compilers and loaders are processes of their own, and would hold memory beside the next run."""
+    sleeper = "import signal; signal.pause()"
+    program = f"""
+import signal, subprocess, sys
+for _ in range(2):
+    child = subprocess.Popen([sys.executable, "-c", {sleeper!r}])
+    print("@phase", child.pid, flush=True)
+if not {ends_itself}:
+    signal.pause()
+"""
+    told: queue.Queue[str] = queue.Queue()
+    run = bench.Process(["-c", program], tmp_path / "result.json", told.put)
+    children = [os.pidfd_open(int(told.get(timeout=60))) for _ in range(2)]
+    if ends_itself:
+        run.process.wait()
+    assert ended(children, 0) == 0
+    run.end()
+    assert ended(children, 60) == 2
+    for child in children:
+        os.close(child)
+
+
+def ended(processes: list[int], timeout: float) -> int:
+    """How many of them have ended; waits for each."""
+    return sum(bool(select.select([process], [], [], timeout)[0]) for process in processes)
 
 
 def test_slow_run_is_ended(tmp_path: Path) -> None:
@@ -173,6 +215,8 @@ def test_what_json_cannot_say_is_null(
         ("gemini", "a policy goes with gemini"),
         ("resident-auto", "a policy goes with gemini"),
         ("gemini-best", "policy 'best'"),
+        ("deepspeed-z3", "a policy goes with gemini"),
+        ("resident-", "a policy goes with gemini"),
         ("clip", "there is no 'clip'"),
     ],
 )
@@ -191,6 +235,61 @@ def test_names_of_the_presets_are_runs(bench: ModuleType) -> None:
         "policy": "cpu",
         "clip": True,
     }
+    for system in bench.SYSTEMS:
+        if system != "gemini":
+            for clip in (False, True):
+                want = {"system": system, "policy": None, "clip": clip}
+                assert bench.parse_run(system + "-clip" * clip) == want
+
+
+SPEC = {"model": "tiny", "sequences": 2, "micro_batches": 1, "clip": False, "device": "cpu"}
+
+
+@pytest.mark.parametrize(("system", "stage"), [("deepspeed", 3), ("deepspeed-z2", 2)])
+def test_deepspeed_offloads_weights_in_stage_3_only(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, system: str, stage: int
+) -> None:
+    import loops
+
+    asked: dict[str, Any] = {}
+
+    def initialize(model: torch.nn.Module, config: dict[str, Any]) -> tuple[torch.nn.Module]:
+        asked.update(config)
+        return (model,)
+
+    loop = loops.LOOPS[system](SPEC, torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(initialize=initialize))
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the loop sets some of it
+    loop.prepare()
+    zero = asked["zero_optimization"]
+    assert zero["stage"] == stage and zero["offload_optimizer"]["device"] == "cpu"
+    assert ("offload_param" in zero) == (stage == 3)
+
+
+@pytest.mark.parametrize(("micro_batches", "leave"), [(1, True), (4, False)])
+def test_torchao_keeps_gradients_that_accumulate(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, micro_batches: int, leave: bool
+) -> None:
+    import loops
+
+    made: list[dict[str, Any]] = []
+
+    def optimizer(*args: Any, **options: Any) -> None:
+        made.append(options)
+
+    loop = loops.TorchAO({**SPEC, "micro_batches": micro_batches}, torch.device("cpu"))
+    library = types.SimpleNamespace(CPUOffloadOptimizer=optimizer)
+    monkeypatch.setitem(sys.modules, "torchao", types.SimpleNamespace(optim=library))
+    monkeypatch.setitem(sys.modules, "torchao.optim", library)
+    loop.prepare()
+    assert made == [{"offload_gradients": leave, "fused": True, **loops.ADAM}]
+
+
+def test_torchao_does_not_clip(bench: ModuleType) -> None:
+    import loops
+
+    with pytest.raises(loops.UnavailableError, match="does not support clipping"):
+        loops.TorchAO.check_available({**SPEC, "device": "cuda", "clip": True})
 
 
 def test_ratios_prefer_the_same_clipping(bench: ModuleType) -> None:
