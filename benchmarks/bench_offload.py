@@ -19,6 +19,8 @@ One JSON line per run on standard output, appended to --out; a table at the end 
 Times are medians over the measured steps, seconds between events of the compute stream. Ratios are
 of tokens/s, to the run of the same command with the same clipping if there is one. "of bound" is
 the step over the perfect-overlap bound that the engine computed, "of plan" over the time it foretold.
+Gemini's lines have "machine_rates", those that manage() took, and "host_is_slow", by Adam alone and
+beside copies against the reference host's; one line below the table says the same.
 "device_peak_bytes" is the driver's figure for the device from the first step on, warm-up included,
 less what was in use before the process began; "host_peak_rss_bytes" is the process's largest
 resident set, "host_used_peak_bytes" what the machine's available memory fell by.
@@ -266,6 +268,20 @@ COLUMNS = (
 )
 
 
+def show_host(lines: list[dict[str, Any]]) -> None:
+    """Whether the host is slow, as ratios between hosts differ; of the first run that knows."""
+    for line in lines:
+        if "machine_rates" in line:
+            rates, share = line["machine_rates"], line["host_share"]
+            print(
+                f"host: Adam {rates['host_adam'] / 1e9:.2f} G parameters/s alone, "
+                f"{rates['host_adam_beside'] / 1e9:.2f} beside copies, {share:.2f} of the "
+                f"reference host's: {'slow' if line['host_is_slow'] else 'not slow'}",
+                file=sys.stderr,
+            )
+            return
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = options(__doc__, PRESETS, "A")
@@ -297,6 +313,7 @@ def main() -> int:
         case = replace(case, title=f"{case.title}, but {changed}")
     lines = run_all(case, args.runs, args)
     show_lines(case.title, COLUMNS, lines)
+    show_host(lines)
     show_errors(lines)
     return int(any(map(has_failed, lines)))
 

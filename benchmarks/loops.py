@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,7 @@ ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 MAX_NORM = 1.0  # unless the specification has another one
 MOST_WARMUP = 24  # steps until Gemini's plan stays, beyond the warm-up
 TIMELINE_STEPS = 2
+SLOW_HOST = 0.75  # of the reference host's Adam
 SLICE_ELEMENTS = 256 << 20  # masters updated at once, so that few gradients exist in fp32
 
 
@@ -215,6 +216,7 @@ class Gemini(Loop):
         return {
             "stats": stats,
             "plan": {key: plan.get(key) for key in (*kept, "host_seconds", "h2d_seconds")},
+            **host_speed(self.engine._runtime.settings.rates),
             "says_that_backward_ends_the_step": self._ends_step,
             **{key: value for key, value in stats.items() if key.startswith("predicted_")},
         }
@@ -366,6 +368,19 @@ LOOPS: dict[str, type[Loop]] = {
     "deepspeed-z2": DeepSpeedZ2,
     "torchao": TorchAO,
 }
+
+
+def host_speed(rates: Sequence[float]) -> dict[str, Any]:
+    """The machine's rates as they were before steps corrected them, and whether its host is slow.
+
+    The host is as slow as the worse of Adam alone and Adam beside copies, to the reference host's.
+    """
+    from gemini_strategy import _C
+    from gemini_strategy.machine.rates import REFERENCE
+
+    named = dict(zip(_C.RATES, rates, strict=True))
+    share = min(named[name] / REFERENCE[name] for name in ("host_adam", "host_adam_beside"))
+    return {"machine_rates": named, "host_share": share, "host_is_slow": share < SLOW_HOST}
 
 
 def pass_memory(loop: Loop) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from gemini_strategy import _C
+from gemini_strategy.machine.rates import REFERENCE
 from helpers.json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     assert out.read_text() == done.stdout
     for name in names:  # the table has every run
         assert f"{name} " in done.stderr
+    assert done.stderr.count("host: Adam ") == 1
     lines = lines_of(done.stdout)
     assert tuple(lines) == names
     return lines
@@ -121,7 +124,36 @@ def test_gemini_runs_under_the_budget_and_tells_of_it(measured: dict[str, Any]) 
         assert line["device_peak_source"] == "engine"
         assert 0 < line["device_peak_bytes"] <= 1_500_000
         assert line["stats"]["steps"] == STEPS + WARMUP
+        assert line["machine_rates"]["host_adam_beside"] > 0
+        assert line["host_is_slow"] is (line["host_share"] < 0.75)
     assert measured["resident"]["budget_bytes"] is None
+    assert "host_is_slow" not in measured["resident"]
+
+
+@pytest.mark.parametrize(
+    ("alone", "beside", "is_slow"), [(1.0, 1.0, False), (0.7, 1.0, True), (1.0, 0.7, True)]
+)
+def test_host_is_slow_by_the_worse_of_both_figures(
+    bench: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    alone: float,
+    beside: float,
+    is_slow: bool,
+) -> None:
+    import loops
+
+    shares = {"host_adam": alone, "host_adam_beside": beside}
+    rates = [REFERENCE[name] * shares.get(name, 1.0) for name in _C.RATES]
+    said = loops.host_speed(rates)
+    assert said["host_is_slow"] is is_slow and said["host_share"] == pytest.approx(
+        min(alone, beside)
+    )
+    bench.show_host([{"name": "resident"}, said, said])
+    text = capsys.readouterr().err
+    assert text == (
+        f"host: Adam {5.3 * alone:.2f} G parameters/s alone, {3.5 * beside:.2f} beside copies, "
+        f"{min(alone, beside):.2f} of the reference host's: {'slow' if is_slow else 'not slow'}\n"
+    )
 
 
 def test_ratios_are_to_the_runs_of_the_same_command(measured: dict[str, Any]) -> None:
