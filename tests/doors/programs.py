@@ -147,11 +147,15 @@ class Run:
         loss.backward()
         return loss.detach()
 
+    def clip(self, max_norm: float) -> Tensor:
+        """Clips all gradients by their norm, the engine's way or the optimizer's."""
+        return (self.engine or self.optimizer).clip_grad_norm_(max_norm)
+
     def finish(self, clip: float | None = None) -> Tensor | None:
         """What follows backward: clip, step, zero_grad; the norm if it clips."""
         norm = None
         if clip is not None:
-            norm = (self.engine or self.optimizer).clip_grad_norm_(clip)
+            norm = self.clip(clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm

@@ -166,7 +166,7 @@ def _(run: Run) -> Any:
     run.backward(1)
     second = array.copy()
     array *= 2.0
-    norm = (run.engine or run.optimizer).clip_grad_norm_(1.0)
+    norm = run.clip(1.0)
     run.optimizer.step()
     third = array.copy()
     run.optimizer.zero_grad(set_to_none=False)
@@ -213,7 +213,7 @@ def _(run: Run) -> Any:
     other.mul_(0.5)
     return [
         run.w.grad.clone(),
-        (run.engine or run.optimizer).clip_grad_norm_(0.1),
+        run.clip(0.1),
         run.optimizer.step(),
     ]
 
@@ -690,7 +690,7 @@ def _(run: Run) -> Any:
     f.seek(0)
     for n, g in torch.load(f).items():
         run.param(n).grad = g
-    return [(run.engine or run.optimizer).clip_grad_norm_(0.1), run.optimizer.step()]
+    return [run.clip(0.1), run.optimizer.step()]
 
 
 @door("kept/inplace leaf views", "8", served=True)

@@ -48,7 +48,7 @@ def _(run: Run) -> Any:
     out = []
     for i in range(4):
         out.append(run.backward(i))
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.05))
+        out.append(run.clip(0.05))
         nn.utils.clip_grad_value_(run.model.parameters(), 0.002)
         out.append(run.w.grad.clone())
         run.finish()
@@ -60,9 +60,9 @@ def _(run: Run) -> Any:
     out = []
     for i in range(4):
         out.append(run.backward(i))
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.05))
+        out.append(run.clip(0.05))
         out.append(nn.utils.clip_grad_norm_(run.model.layers.parameters(), 0.02))
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.01))
+        out.append(run.clip(0.01))
         run.finish()
     return out
 
@@ -72,7 +72,7 @@ def _(run: Run) -> Any:
     out = []
     for i in range(4):
         run.backward(i)
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.02))
+        out.append(run.clip(0.02))
         run.optimizer.step()
         out.append([g.clone() for g in _grads(run)])
         run.optimizer.zero_grad()
@@ -84,7 +84,7 @@ def _(run: Run) -> Any:
     out = []
     for i in range(4):
         out.append(run.backward(i))
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.02))
+        out.append(run.clip(0.02))
         run.optimizer.step()
         if i % 2:
             run.optimizer.zero_grad()
@@ -96,7 +96,7 @@ def _(run: Run) -> Any:
     out = []
     for i in range(4):
         out.append(run.backward(i))
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.02))
+        out.append(run.clip(0.02))
         out.append(run.backward(10 + i))
         out.append(run.w.grad.clone())
         run.finish()
@@ -199,7 +199,7 @@ def _(run: Run) -> Any:
         if i % 2 == 0:
             h = run.model.layers[3](h)
         run.model.head(h).square().mean().backward()
-        (run.engine or run.optimizer).clip_grad_norm_(0.1)
+        run.clip(0.1)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=False)
         out.append([None if p.grad is None else p.grad.clone() for p in run.model.parameters()])
@@ -212,7 +212,7 @@ def _(run: Run) -> Any:
     for i in range(5):
         loss = run.loss(i) * (float("nan") if i == 2 else 1.0)
         loss.backward()
-        norm = (run.engine or run.optimizer).clip_grad_norm_(0.1)
+        norm = run.clip(0.1)
         out.append(bool(torch.isfinite(norm)))
         if torch.isfinite(norm):
             run.optimizer.step()
@@ -278,7 +278,7 @@ def _(run: Run) -> Any:
     torch.save({"m": run.model.state_dict(), "o": run.optimizer.state_dict()}, file)
     out = run.step(2)
     run.backward(5)
-    (run.engine or run.optimizer).clip_grad_norm_(0.05)
+    run.clip(0.05)
     file.seek(0)
     kept = torch.load(file)
     run.model.load_state_dict(kept["m"])
@@ -459,7 +459,7 @@ def _(run: Run) -> Any:
     for i in range(4):
         old = {n: p.detach().clone() for n, p in run.model.named_parameters()}
         run.backward(i)
-        (run.engine or run.optimizer).clip_grad_norm_(0.02)
+        run.clip(0.02)
         run.optimizer.step()
         for n, p in run.model.named_parameters():
             s = run.optimizer.state[p]
@@ -497,7 +497,7 @@ def _(run: Run) -> Any:
             p.grad = flat[at : at + p.numel()].view_as(p)
             at += p.numel()
         out.append(run.backward(i))
-        (run.engine or run.optimizer).clip_grad_norm_(0.02)
+        run.clip(0.02)
         run.optimizer.step()
         out.append(flat.clone())
     return out
@@ -507,7 +507,7 @@ def _(run: Run) -> Any:
 def _(run: Run) -> Any:
     for i in range(4):
         run.backward(i)
-        (run.engine or run.optimizer).clip_grad_norm_(0.02)
+        run.clip(0.02)
         a, b = run.model.layers[1].weight, run.model.layers[4].weight
         a.grad, b.grad = b.grad, a.grad
         run.finish()
@@ -519,13 +519,13 @@ def _(run: Run) -> Any:
     out = []
     for i in range(4):
         run.backward(i)
-        (run.engine or run.optimizer).clip_grad_norm_(0.02)
+        run.clip(0.02)
         first = {n: p.grad for n, p in run.model.named_parameters()}
         run.optimizer.zero_grad(set_to_none=True)
         out.append(run.backward(20 + i))
         for n, p in run.model.named_parameters():
             p.grad = p.grad + first[n]
-        out.append((run.engine or run.optimizer).clip_grad_norm_(0.03))
+        out.append(run.clip(0.03))
         run.finish()
     return out
 
@@ -587,7 +587,7 @@ def _(run: Run) -> Any:
         run.optimizer.zero_grad()
         loss = run.loss(3)
         loss.backward()
-        (run.engine or run.optimizer).clip_grad_norm_(0.05)
+        run.clip(0.05)
         return loss
 
     return [run.optimizer.step(closure).detach() for _ in range(4)]
