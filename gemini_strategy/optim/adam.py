@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
@@ -157,8 +158,10 @@ class HybridAdam(torch.optim.Optimizer):
     """
 
     _device_types: tuple[str, ...] = ("cpu", "cuda")
-    # a class attribute, so that copies and unpickled optimizers have it
+    # what the next step clips by, and the versions of the gradients that this is for:
+    # class attributes, so that copies and unpickled optimizers have them
     _gm_clip_factor = 1.0
+    _gm_clipped: Mapping[Tensor, int] = {}
 
     def __init__(
         self,
@@ -316,12 +319,15 @@ class HybridAdam(torch.optim.Optimizer):
             TypeError: a gradient is sparse, complex, on another device or of another dtype. No
                 parameter has been changed then.
             ValueError: a hyperparameter is out of its range. No parameter has been changed then.
+            GeminiError: a gradient has come or was changed after clip_grad_norm_(). No parameter has
+                been changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         clip_factor = self._gm_clip_factor
+        self._check_clipped()
         work = []
         scalars: dict[tuple[int, int], bytes] = {}
         for group_index, index, group, p in self._with_grads():
@@ -335,8 +341,21 @@ class HybridAdam(torch.optim.Optimizer):
             self._update(p, packed)
             if clip_factor != 1.0:
                 p.grad.mul_(clip_factor)
-        self._gm_clip_factor = 1.0
+        self._gm_clip_factor, self._gm_clipped = 1.0, {}
         return loss
+
+    def _check_clipped(self) -> None:
+        """The factor of a clip is for the gradients that it has seen, as they were then."""
+        if self._gm_clip_factor == 1.0:
+            return
+        for group_index, index, _, p in self._with_grads():
+            if self._gm_clipped.get(p.grad) != p.grad._version:
+                raise GeminiError(
+                    f"the gradient of {self._name(group_index, index)} has come or was changed after "
+                    f"clip_grad_norm_(), whose factor {self._gm_clip_factor:.6g} this step would apply "
+                    "to it: clip once in a step, after its last backward and after all other changes "
+                    "of gradients. The optimizer's zero_grad() drops gradients and factor"
+                )
 
     def _update(self, p: Tensor, scalars: bytes) -> None:
         state = self._state_of(p)
@@ -373,7 +392,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a clip factor that no step has used is dropped with the gradients."""
-        self._gm_clip_factor = 1.0
+        self._gm_clip_factor, self._gm_clipped = 1.0, {}
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -420,6 +439,10 @@ class HybridAdam(torch.optim.Optimizer):
                 "made them non-finite, or pass error_if_nonfinite=False"
             )
         self._gm_clip_factor = clip_coefficient(norm, float(max_norm))
+        self._gm_clipped = WeakTensorKeyDictionary()
+        if self._gm_clip_factor != 1.0:
+            for grad in grads:
+                self._gm_clipped[grad] = grad._version
         return torch.tensor(norm, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -349,6 +349,69 @@ def test_clipping_is_fused_and_reset():
     assert_same(snapshot(model, optimizer), snapshot(twin, fresh))
 
 
+def _drop_by_model(model, _):
+    model.zero_grad()
+
+
+def _drop_by_hand(model, _):
+    for p in model.parameters():
+        p.grad = None
+
+
+def _zero_by_model(model, _):
+    model.zero_grad(set_to_none=False)
+
+
+def _another_backward(model, x):
+    model(x).square().sum().backward()
+
+
+def _one_more(model, x):
+    model[0].weight.grad = None
+
+
+@pytest.mark.parametrize(
+    "change", [_drop_by_model, _drop_by_hand, _zero_by_model, _another_backward, _one_more]
+)
+def test_a_clip_is_for_the_gradients_that_it_has_seen(change):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = HybridAdam(model.named_parameters(), lr=1e-2)
+    x = torch.randn(5, 4)
+    model(x).square().sum().backward()
+    optimizer.clip_grad_norm_(1e-3)
+    change(model, x)
+    model(x).square().sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(GeminiError, match=r'"0.weight" \(3, 4\).*zero_grad\(\)'):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.clip_grad_norm_(1e-3)  # of the gradients as they are now
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_clip_goes_with_its_gradients():
+    """Nothing is left to clip, so nothing is refused, and the next step's are not clipped."""
+    weights = []
+    for clips in (False, True):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 3)
+        optimizer = HybridAdam(model.parameters(), lr=1e-2)
+        x = torch.randn(5, 4)
+        model(x).square().sum().backward()
+        if clips:
+            optimizer.clip_grad_norm_(1e-3)
+        model.zero_grad()
+        optimizer.step()  # a batch that is left out
+        model(x).square().sum().backward()
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_clipping_like_torch_with_scale_and_infinity_norm():
     model = small_model()
     optimizer = HybridAdam(model.parameters())
