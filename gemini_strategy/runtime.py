@@ -122,6 +122,8 @@ class Runtime(Uncopied, Reporting):
         self.takes_thawed = False
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
+        if optimizer is not None:
+            managed.settle(optimizer)
         foreign.check_modules(model, settings.device, settings.weights is not None)
         registration = Registration(self, grouped, adapter_parameters(model))
         check_sharing(model)

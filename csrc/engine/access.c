@@ -108,7 +108,7 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
                          const void *src, gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    const gm_param *p = &engine->params[id];
+    gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
     if (field == GM_FIELD_GRAD || (field == GM_FIELD_WEIGHT && p->spec.has_low)) {
         return GM_FAIL(GM_ERR_ARG, "field %d of %s cannot be filled in parts", (int)field,
@@ -127,7 +127,7 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
 }
 
 /* A unit has written gathered weights: what the shard still holds is the old bytes. */
-static gm_status take_back(gm_engine *engine, const gm_param *p, gm_stream stream)
+static gm_status take_back(gm_engine *engine, gm_param *p, gm_stream stream)
 {
     gm_slice s = gm_field_shown(engine, p);
     const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];

@@ -28,6 +28,9 @@ typedef struct gm_param {
     bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
     uint64_t arrival;  /* the pass in which the last gradient arrived */
     uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */
+    /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
+     * NULL: nobody has written weights since. */
+    uint8_t *before;
 } gm_param;
 
 struct gm_lease {
@@ -492,16 +495,19 @@ size_t gm_field_width(const gm_engine *engine, const gm_param *p, gm_field field
 /* Elements [first, first + n) of the part. */
 gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
                         uint64_t n, void *dst);
-gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
+gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const void *src,
                          gm_stream stream); /* src: whole */
 /* The same, written; not of a gradient, nor of a weight with a low part. */
-gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first,
                         uint64_t n, const void *src, gm_stream stream);
-/* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows. */
-gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
-                             const void *weight, gm_stream stream);
+/* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows.  Where they are others
+ * than the last update has left they are their own master, and where they are these again they have theirs again. */
+gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, const void *weight,
+                             gm_stream stream);
+/* Weights and low parts are others now: what is written from here on is compared with these. */
+void gm_field_forget_before(gm_param *p);
 /* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
-gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *old,
+gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old,
                              const void *weight, gm_stream stream);
 
 /* watch.c */

@@ -118,10 +118,17 @@ static gm_status show(gm_engine *engine, const gm_param *p, const void *src, gm_
                : GM_OK;
 }
 
+void gm_field_forget_before(gm_param *p)
+{
+    free(p->before);
+    p->before = NULL;
+}
+
 /* src: whole.  Of a sharded parameter the whole weight is rounded only where it is shown. */
-static gm_status write_master(gm_engine *engine, const gm_param *p, const float *src,
+static gm_status write_master(gm_engine *engine, gm_param *p, const float *src,
                               gm_stream stream)
 {
+    gm_field_forget_before(p);
     gm_chunks *chunks = engine->chunks;
     uint32_t chunk = p->place.chunk;
     uint8_t *home = gm_chunks_home(chunks, chunk, GM_WEIGHT);
@@ -155,28 +162,50 @@ static gm_status write_master(gm_engine *engine, const gm_param *p, const float 
     return status;
 }
 
-gm_status gm_field_reset_low(gm_engine *engine, const gm_param *p, const void *old,
-                             const void *weight, gm_stream stream)
+/* The first write since the master has changed: keeps what can come back. */
+static gm_status keep_before(gm_engine *engine, gm_param *p, const void *old)
+{
+    size_t weight_bytes = p->part_numel * p->spec.weight_bytes;
+    uint8_t *before = malloc(weight_bytes + p->part_numel * gm_low_bytes(&p->spec));
+    if (!before) {
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of a parameter that is written",
+                       (unsigned long long)p->part_numel);
+    }
+    memcpy(before, old, weight_bytes);
+    gm_status status =
+        read_slice(engine, p, GM_FIELD_MASTER, 0, p->part_numel, before + weight_bytes);
+    if (status != GM_OK) {
+        free(before);
+        return status;
+    }
+    p->before = before;
+    return GM_OK;
+}
+
+gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, const void *weight,
+                             gm_stream stream)
 {
     if (!p->spec.has_low || p->part_numel == 0) {
         return GM_OK;
     }
-    uint8_t *low = malloc(p->part_numel * gm_low_bytes(&p->spec) + 1);
+    size_t low_bytes = p->part_numel * gm_low_bytes(&p->spec);
+    if (!p->before) {
+        GM_TRY(keep_before(engine, p, old));
+    }
+    uint8_t *low = malloc(low_bytes);
     if (!low) {
         return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
                        (unsigned long long)p->part_numel);
     }
-    gm_status status = read_slice(engine, p, GM_FIELD_MASTER, 0, p->part_numel, low);
-    if (status == GM_OK) {
-        gm_reconcile_host(p->spec.format, old, weight, low, p->part_numel);
-        status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
-    }
+    memcpy(low, p->before + p->part_numel * p->spec.weight_bytes, low_bytes);
+    gm_reconcile_host(p->spec.format, p->before, weight, low, p->part_numel);
+    gm_status status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
     free(low);
     return status;
 }
 
 /* src: whole. */
-static gm_status write_weight(gm_engine *engine, const gm_param *p, const void *src,
+static gm_status write_weight(gm_engine *engine, gm_param *p, const void *src,
                               gm_stream stream)
 {
     const uint8_t *part = (const uint8_t *)src + p->part_first * p->spec.weight_bytes;
@@ -200,7 +229,7 @@ size_t gm_field_width(const gm_engine *engine, const gm_param *p, gm_field field
                                     : 4;
 }
 
-gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, const void *src,
+gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const void *src,
                          gm_stream stream)
 {
     const void *part = (const uint8_t *)src + p->part_first * gm_field_width(engine, p, field);
@@ -209,7 +238,7 @@ gm_status gm_field_write(gm_engine *engine, const gm_param *p, gm_field field, c
                                       : write_slice(engine, p, field, part, stream);
 }
 
-gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first,
                         uint64_t n, const void *src, gm_stream stream)
 {
     gm_chunks *chunks = engine->chunks;
@@ -218,6 +247,7 @@ gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, ui
     if (field != GM_FIELD_MASTER) {
         return gm_chunks_write(chunks, chunk, s.piece, s.offset, s.bytes, src, stream);
     }
+    gm_field_forget_before(p);
     uint8_t *weight, *low;
     GM_TRY(scratch_new(p, n, &weight, &low));
     gm_split_host(p->spec.format, src, weight, low, n, engine->workers);
@@ -232,7 +262,7 @@ gm_status gm_field_fill(gm_engine *engine, const gm_param *p, gm_field field, ui
     return status;
 }
 
-gm_status gm_field_take_back(gm_engine *engine, const gm_param *p, const void *old,
+gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old,
                              const void *weight, gm_stream stream)
 {
     if (p->part_numel == 0) {

@@ -56,6 +56,7 @@ static void engine_free(gm_engine *engine)
     engine->device->ops->free(engine->device);
     for (uint32_t i = 0; engine->params && i < engine->n_params; i++) {
         free((void *)engine->params[i].spec.name);
+        gm_field_forget_before(&engine->params[i]);
     }
     free(engine->params);
     free(engine->unit_chunks);

@@ -249,6 +249,19 @@ static gm_status bring_to_device(gm_engine *engine, uint32_t chunk, bool *out)
     return GM_OK;
 }
 
+/* The update gives its parameters other weights, which have other low parts. */
+static void forget_before(gm_engine *engine, const gm_chunk_state *state, const gm_task *task)
+{
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        for (size_t j = 0; p->before && j < task->n_ranges; j++) {
+            if (task->ranges[j].begin == p->part_offset) {
+                gm_field_forget_before(p);
+            }
+        }
+    }
+}
+
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
@@ -261,6 +274,7 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     if (task->n_ranges == 0) {
         return GM_OK;
     }
+    forget_before(engine, state, task);
     bool is_on_device, is_taken = false;
     gm_status status = gm_saving_keep(engine, chunk);
     status = status == GM_OK ? gm_speculation_take(engine, chunk, task, &is_taken) : status;

@@ -64,7 +64,7 @@ static gm_status snapshot(gm_engine *engine, gm_lease *lease)
 
 static gm_status reconcile(gm_engine *engine, gm_lease *lease)
 {
-    const gm_param *p = &engine->params[lease->param];
+    gm_param *p = &engine->params[lease->param];
     gm_slice s = gm_field_shown(engine, p);
     if (s.bytes == 0) {
         return GM_OK;

@@ -9,6 +9,9 @@ Invariants
  2. State tensors lie in memory in the order of their parameter: one pass over addresses fits all.
  3. The fp32 rest of a half-precision parameter exists once: in `optimizer.state` after the first
     step, in the attribute `_gm_low` of the parameter before it.
+ 4. A half-precision weight that is not the one that the last step (or the cast) left was written, and
+    is its own master: `low.settled_low`. An fp16 master shows it. Of a bf16 parameter the attribute
+    `_gm_seen` has what was left; without it, as after load_state_dict, the remainder is the weight's.
 """
 
 import math
@@ -22,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.order import is_dense, is_same
 from gemini_strategy.precision import weight_dtypes
 
@@ -140,8 +144,10 @@ class HybridAdam(torch.optim.Optimizer):
     The update is the sequence of operations in csrc/arith/arith.h, the same bits on every processor and
     on the GPU. `state[p]` holds `step` (0-dim fp32, CPU), `exp_avg`, `exp_avg_sq` (fp32, p's shape)
     and, for bf16 parameters, `remainder` (int16: master bits = (bf16 bits << 16) + remainder), for
-    fp16 parameters, `master` (fp32). An fp16 weight that somebody wrote replaces its master; a bf16
-    weight that somebody wrote keeps its remainder, which is at most half a unit in its last place.
+    fp16 parameters, `master` (fp32). Where a weight is another one at a step than the last step left, somebody
+    wrote it, and it is its own master; where it was written and is the same again, its master stays. Beside a bf16
+    parameter a copy of it is kept to see that. A loaded `remainder` belongs to the weights of the next step, in
+    whichever order model and optimizer are loaded: what else is written to them before it keeps it.
 
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer.
@@ -364,10 +370,8 @@ class HybridAdam(torch.optim.Optimizer):
         grad_dtype = p.grad.dtype if p.grad.dtype in (p.dtype, torch.float32) else torch.float32
         grad = _ordered_like(p.grad.detach(), plain, grad_dtype)
         low = state[_LOW[p.dtype][0]] if p.dtype in _LOW else None
-        if p.dtype is torch.float16:
-            # where the weight is not its master's rounding, somebody wrote it
-            written = low.to(torch.float16).view(torch.int16) != weight.view(torch.int16)
-            low.copy_(torch.where(written, weight.float(), low))
+        if low is not None:
+            low.copy_(settled_low(p, low))
         arguments = (
             _DTYPES[p.dtype],
             _DTYPES[grad.dtype],
@@ -386,6 +390,7 @@ class HybridAdam(torch.optim.Optimizer):
             _C.adam_host(*arguments)
         if weight is not plain:
             plain.copy_(weight)
+        note_seen(p)
         state["step"] += 1
         # autograd notices when a graph that was built before this step is used after it
         torch.autograd.graph.increment_version(p)
@@ -445,6 +450,19 @@ class HybridAdam(torch.optim.Optimizer):
                 self._gm_clipped[grad] = grad._version
         return torch.tensor(norm, dtype=torch.float32)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; what weights lack to be their masters is that of the weights of now."""
+        result = super().state_dict()
+        ordered = (p for group in self.param_groups for p in group["params"])
+        for index, p in enumerate(ordered):
+            key = _LOW[p.dtype][0] if p.dtype in _LOW else None
+            entry = result["state"].get(index, {})
+            if key in entry:
+                low = settled_low(p, entry[key])  # the state keeps its own: a write may be undone
+                if not torch.equal(low, entry[key]):
+                    result["state"][index] = {**entry, key: low}
+        return result
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, for dicts of ours and of torch.optim.Adam and AdamW.
 
@@ -475,6 +493,9 @@ class HybridAdam(torch.optim.Optimizer):
         finally:
             first.remove()
             last.remove()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if "remainder" in self.state.get(p, {}):
+                p.__dict__.pop("_gm_seen", None)
         for p, entry in state.items():
             key = _LOW[p.dtype][0] if p.dtype in _LOW else None
             if key in entry and key not in self.state.get(p, {}):
@@ -560,3 +581,4 @@ def _cast_(p: nn.Parameter, dtype: torch.dtype) -> None:
     p.data = weight.to(p.device)
     if p.requires_grad:
         p._gm_low = low.to(p.device)
+        note_seen(p)

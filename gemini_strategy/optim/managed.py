@@ -23,6 +23,7 @@ from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS
+from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report.progress import Done, nothing
 
@@ -215,6 +216,16 @@ def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
     _rewrap_step(optimizer)
 
 
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Weights may have been written since the optimizer's last step: their masters follow, as in its next one."""
+    for parameter, state in optimizer.state.items():
+        low = state.get("remainder")
+        is_its = low is not None and parameter.dtype is torch.bfloat16 and low.dtype is torch.int16
+        if is_its and low.shape == parameter.shape:
+            low.copy_(settled_low(parameter, low))
+            note_seen(parameter)
+
+
 def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state into the engine and swaps its class."""
     states = States(engine, {})
@@ -291,6 +302,8 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
                     optimizer.state[parameter][key] = value.to(slot.original_device)
             if hasattr(parameter, "_gm_low"):
                 parameter._gm_low = parameter._gm_low.to(slot.original_device)
+            if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
+                note_seen(parameter)
     except torch.OutOfMemoryError as error:
         text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["merge", "split_low"]
+__all__ = ["merge", "note_seen", "settled_low", "split_low"]
 
 
 def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -25,3 +25,22 @@ def split_low(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Te
         return "master", master
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return "remainder", (master.view(torch.int32) - bits).to(torch.int16)
+
+
+def settled_low(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """`low` of the weight as it is now: where somebody wrote it, it is its own master; see optim/adam.py, invariant 4."""
+    weight = p.detach()
+    if p.dtype is torch.float16:
+        is_rounding = low.to(torch.float16).view(torch.int16) == weight.view(torch.int16)
+        return torch.where(is_rounding, low, weight.float())
+    seen = getattr(p, "_gm_seen", None)
+    if seen is not None and seen.shape == weight.shape and seen.device == weight.device:
+        low = low.masked_fill(seen.view(torch.int16) != weight.view(torch.int16), 0)
+    # no weight has a master that is no number: such a remainder was another weight's
+    return low.masked_fill(merge(weight, low).isnan(), 0)
+
+
+def note_seen(p: torch.Tensor) -> None:
+    """The weight and its low part are of each other now; see optim/adam.py, invariant 4."""
+    if p.dtype is torch.bfloat16:
+        p._gm_seen = p.detach().clone()

@@ -16,6 +16,7 @@ from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.parameters import order, quantized
 from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
+from gemini_strategy.parameters.low import settled_low
 from gemini_strategy.parameters.parameter import managed_class
 from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import weight_dtypes
@@ -383,6 +384,9 @@ class Registration:
     def _attach_slot(self, slot: Slot, loading: Loading, original: Original) -> None:
         parameter = slot.parameter
         low = parameter.__dict__.pop("_gm_low", None)
+        if low is not None:
+            low = settled_low(parameter, low)  # weights may have been written since the cast
+        parameter.__dict__.pop("_gm_seen", None)
         if not loading.has(parameter):
             with _torch.DisableTorchFunctionSubclass():
                 slot.fill(parameter.detach(), low)

@@ -548,6 +548,8 @@ class Slot(_C.Slot):
         zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
         self.leave_state("it was dropped with its entry in optimizer.state; clone it to keep it")
         self.write_moments(zeros, zeros, 0)
+        if self.has_low:  # what the weight lacks was in it
+            self.write_master(self.read_weight().float())
         self.has_state = False
 
     def leave_state(self, why: str | None = None) -> None:
@@ -588,22 +590,21 @@ class Slot(_C.Slot):
             self.write_master(value)
             self.loaded, self.low = "master", None
             return self.rounded(value)
-        weight, master = self.read_own(False), self.read_own(True)
-        is_same = value.view(torch.int16) == weight.view(torch.int16)
+        weight = self.read_own(False)
         own = slice(self.part()[0], sum(self.part()))
         if self.loaded == "low":
-            low = split_low(weight, master)[1] if self.low is None else self.low
-            master = merge(value, low)
+            low = split_low(weight, self.read_own(True))[1] if self.low is None else self.low
+            field, plain = _MASTER, self._ordered(merge(value, low), torch.float32)
             self.loaded = "both"
         else:
-            master = torch.where(is_same, master, value.float())
+            field, plain = _WEIGHT, self._ordered(value, self.dtype)
+            is_same = value.view(torch.int16) == weight.view(torch.int16)
             same = order.flat(order.ordered(is_same, self.strides))[own]
             if self.loaded is None or not bool(same.all()):
                 self.loaded = "weight"  # what came with its low before is gone
         self.low = None
-        plain = self._ordered(master, torch.float32)
         self.engine.written.note(self, "loaded weight", value)
-        self.engine.core.write(self.id, _MASTER, plain.data_ptr(), self.engine.stream())
+        self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
         self.note_change()
         return value
 

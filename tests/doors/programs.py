@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gemini_strategy as gs
 
-__all__ = ["TABLE", "Door", "Run", "Setup", "door", "rows"]
+__all__ = ["TABLE", "Door", "Run", "Setup", "door", "left", "rows"]
 
 WIDTH = 32
 
@@ -231,6 +231,19 @@ def start(door: Door, setup: Setup, device: str, is_managed: bool) -> Run:
             run.backward(seed)
             model.zero_grad()
     return run
+
+
+def left(run: Run) -> Any:
+    """What training left: weights and buffers, and of what has stepped the moments and what 16-bit weights lack."""
+    steps = run.optimizer.state_dict()["state"]
+    return [
+        {k: v.detach().clone() for k, v in run.model.state_dict().items()},
+        {
+            i: {k: torch.as_tensor(v).clone() for k, v in sorted(state.items())}
+            for i, state in sorted(steps.items())
+            if int(state["step"])
+        },
+    ]
 
 
 def names_of(model: nn.Module | None) -> Iterator[str]:

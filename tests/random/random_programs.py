@@ -195,8 +195,7 @@ STATE = (
     "run.kept['model'] = {k: v.clone() for k, v in run.model.state_dict().items()}",
     """
 if 'model' in run.kept:
-    run.model.load_state_dict(run.kept['model'])
-    run.settle()""",
+    run.model.load_state_dict(run.kept['model'])""",
 )
 
 OPTIMIZER_STATE = (
@@ -206,7 +205,8 @@ run.kept['its weights'] = run.save()""",
     """
 if 'optimizer' in run.kept:
     run.load(run.kept['its weights'])
-    run.optimizer.load_state_dict(run.kept['optimizer'])""",
+    run.optimizer.load_state_dict(run.kept['optimizer'])
+    run.settle()""",
 )
 
 RESUME = (
@@ -231,8 +231,7 @@ if 'view' in run.kept:
     """
 if 'view' in run.kept:
     with torch.no_grad():
-        run.kept['view'].mul_(0.5)
-    run.settle()""",
+        run.kept['view'].mul_(0.5)""",
 )
 
 PLAIN_KINDS = ("train", "quiet", "immediate", "evaluate", "forward", "lr", "half")
@@ -329,7 +328,6 @@ run.model.train()"""
 {p}
 with torch.no_grad():
     {draw.choice(WRITES)}
-run.settle()
 run.see(p)"""
     elif kind == "full":
         text = f"""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
+from gemini_strategy.parameters.low import note_seen, settled_low
 
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 IN, OUT, ROWS = 11, 5, 4
@@ -152,7 +153,6 @@ class Plain:
             if precision == "16-mixed"
             else None
         )
-        self.shadow = {p: p.detach().clone() for p in model.parameters()}
         self.kept: dict[str, Any] = {}
         self.seen: list[Any] = []
 
@@ -210,7 +210,6 @@ class Plain:
 
     def step(self) -> None:
         """A step; an overflow skips it."""
-        self.settle()
         grads = self._grads()
         if not grads:
             return
@@ -221,7 +220,6 @@ class Plain:
             self.optimizer._gm_clip_factor = 1.0
         if self.scaler is not None:
             self.scaler.update(is_over)
-        self.shadow = {p: p.detach().clone() for p in self.model.parameters()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients."""
@@ -229,20 +227,13 @@ class Plain:
         self.optimizer.zero_grad(set_to_none)
 
     def settle(self) -> None:
-        """After a write: where a weight is another one now, it is its own master."""
-        for p, before in self.shadow.items():
-            low = _low_of(p, self.optimizer.state.get(p, {}))
-            word = {2: torch.int16, 4: torch.int32}[p.element_size()]
-            differs = p.detach().view(word) != before.view(word)
-            if low is not None and differs.any():
-                master = p.detach().float() if low.dtype == torch.float32 else torch.zeros_like(low)
-                low.copy_(torch.where(differs, master, low))
-            before.copy_(p.detach())
+        """What was loaded is of the weights that are there."""
+        for p in self.model.parameters():
+            note_seen(p)
 
     @contextlib.contextmanager
     def full(self, p: nn.Parameter) -> Iterator[Tensor]:
         """The fp32 master; changes count."""
-        self.settle()
         values = self.master(p)
         before = values.clone()
         yield values
@@ -258,21 +249,21 @@ class Plain:
             p.data.copy_(values)
             if low is not None:
                 low.copy_(values)
-        self.shadow[p].copy_(p.detach())
+        note_seen(p)
 
     def master(self, p: nn.Parameter) -> Tensor:
         """A copy of the master."""
         low = _low_of(p, self.optimizer.state.get(p, {}))
         if low is None:
             return p.detach().clone()
+        low = settled_low(p, low.reshape(p.shape))
         if low.dtype == torch.float32:
-            return low.detach().reshape(p.shape).clone()
+            return low.clone()
         high = p.detach().view(torch.int16).to(torch.int32) * 65536
         return (high + low.reshape(p.shape).to(torch.int32)).view(torch.float32)
 
     def save(self) -> Any:
         """All that an exact resume needs."""
-        self.settle()
         scaler = copy.deepcopy(self.scaler)
         masters = {n: self.master(p) for n, p in self.model.named_parameters()}
         return masters, copy.deepcopy(self.optimizer.state_dict()), scaler
@@ -285,12 +276,12 @@ class Plain:
                 with self.full(p) as values:
                     values.copy_(masters[n])
         self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.settle()
         if scaler is not None:
             self.scaler = copy.deepcopy(scaler)
 
     def finish(self) -> dict[str, Any]:
         """All that is compared in the end."""
-        self.settle()
         state = self.optimizer.state_dict()["state"]
         masters = {n: self.master(p) for n, p in self.model.named_parameters()}
         return self._all(masters, dict(self.model.state_dict()), state)

@@ -660,3 +660,43 @@ def test_step_order_and_threads_do_not_change_a_bit():
         a.step()
         b.step()
     assert_same(snapshot(model, a), snapshot(other, b))
+
+
+# ---- 16-bit weights that are written -------------------------------------------------------------
+
+
+def _stepped(dtype: torch.dtype) -> tuple[nn.Parameter, gs.HybridAdam]:
+    torch.manual_seed(1)
+    p = nn.Parameter(torch.randn(64, 8).to(dtype))
+    optimizer = gs.HybridAdam([p], lr=1e-2)
+    for _ in range(3):
+        p.grad = torch.randn(64, 8).to(dtype)
+        optimizer.step()
+    return p, optimizer
+
+
+def _low(p: nn.Parameter, optimizer: gs.HybridAdam) -> torch.Tensor:
+    key = "remainder" if p.dtype is torch.bfloat16 else "master"
+    return optimizer.state_dict()["state"][0][key].clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_written_weight_is_its_own_master_where_it_is_another(dtype: torch.dtype) -> None:
+    p, optimizer = _stepped(dtype)
+    low, weight = _low(p, optimizer), p.detach().clone()
+    p.data[::2] = 0  # a remainder below it would make no number of a zero
+    own = torch.zeros_like(low)
+    assert torch.equal(_low(p, optimizer)[::2], own[::2])
+    assert torch.equal(_low(p, optimizer)[1::2], low[1::2])
+    p.data = weight  # and where it is the same again, its master is
+    assert torch.equal(_low(p, optimizer), low)
+    p.data[::2] = 0
+    p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert not p.isnan().any() and not p[::2].any()
+    assert torch.equal(_low(p, optimizer)[1::2], low[1::2])
+    p.data[::2] = weight[::2]  # the step has ended it
+    low = _low(p, optimizer)
+    assert torch.equal(low[::2], weight[::2].to(low.dtype) if low.is_floating_point() else own[::2])
