@@ -498,8 +498,8 @@ gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, ui
 gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const void *src,
                          gm_stream stream); /* src: whole */
 /* The same, written; not of a gradient, nor of a weight with a low part. */
-gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first,
-                        uint64_t n, const void *src, gm_stream stream);
+gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first, uint64_t n,
+                        const void *src, gm_stream stream);
 /* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows.  Where they are others
  * than the last update has left they are their own master, and where they are these again they have theirs again. */
 gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, const void *weight,
@@ -507,8 +507,8 @@ gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, co
 /* Weights and low parts are others now: what is written from here on is compared with these. */
 void gm_field_forget_before(gm_param *p);
 /* Tensors show new bytes of the parameter (`old`, `weight`: whole): the shard follows. */
-gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old,
-                             const void *weight, gm_stream stream);
+gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old, const void *weight,
+                             gm_stream stream);
 
 /* watch.c */
 void gm_watch_free(gm_engine *engine);

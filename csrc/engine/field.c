@@ -125,8 +125,7 @@ void gm_field_forget_before(gm_param *p)
 }
 
 /* src: whole.  Of a sharded parameter the whole weight is rounded only where it is shown. */
-static gm_status write_master(gm_engine *engine, gm_param *p, const float *src,
-                              gm_stream stream)
+static gm_status write_master(gm_engine *engine, gm_param *p, const float *src, gm_stream stream)
 {
     gm_field_forget_before(p);
     gm_chunks *chunks = engine->chunks;
@@ -205,8 +204,7 @@ gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, co
 }
 
 /* src: whole. */
-static gm_status write_weight(gm_engine *engine, gm_param *p, const void *src,
-                              gm_stream stream)
+static gm_status write_weight(gm_engine *engine, gm_param *p, const void *src, gm_stream stream)
 {
     const uint8_t *part = (const uint8_t *)src + p->part_first * p->spec.weight_bytes;
     uint8_t *old = malloc(p->part_numel * p->spec.weight_bytes + 1);
@@ -238,8 +236,8 @@ gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const v
                                       : write_slice(engine, p, field, part, stream);
 }
 
-gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first,
-                        uint64_t n, const void *src, gm_stream stream)
+gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first, uint64_t n,
+                        const void *src, gm_stream stream)
 {
     gm_chunks *chunks = engine->chunks;
     uint32_t chunk = p->place.chunk;
@@ -262,8 +260,8 @@ gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t
     return status;
 }
 
-gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old,
-                             const void *weight, gm_stream stream)
+gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old, const void *weight,
+                             gm_stream stream)
 {
     if (p->part_numel == 0) {
         return GM_OK;

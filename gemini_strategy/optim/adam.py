@@ -284,6 +284,13 @@ class HybridAdam(torch.optim.Optimizer):
                     f"{what} is a {type(tensor).__name__}; {type(self).__name__} works on the "
                     "memory of plain tensors: unwrap it, or use another optimizer"
                 )
+        state = self.state[p] if p in self.state else {}
+        held = {f"an {key}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+        for key, value in ({"a gradient": grad} | held).items():
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"{name} has {key} of shape {tuple(value.shape)}: it was resized; build a new optimizer"
+                )
         if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise TypeError(
                 f"{name} is an expanded view (strides {p.stride()}): elements share memory; "
@@ -324,7 +331,8 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             TypeError: a gradient is sparse, complex, on another device or of another dtype. No
                 parameter has been changed then.
-            ValueError: a hyperparameter is out of its range. No parameter has been changed then.
+            ValueError: a hyperparameter is out of its range, or a parameter was resized. No parameter has been changed
+                then.
             GeminiError: a gradient has come or was changed after clip_grad_norm_(). No parameter has
                 been changed then.
         """

@@ -28,7 +28,7 @@ def split_low(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Te
 
 
 def settled_low(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """`low` of the weight as it is now: where somebody wrote it, it is its own master; see optim/adam.py, invariant 4."""
+    """`low` of the weight of now: where somebody wrote it, it is its own master (optim/adam.py, invariant 4)."""
     weight = p.detach()
     if p.dtype is torch.float16:
         is_rounding = low.to(torch.float16).view(torch.int16) == weight.view(torch.int16)

@@ -665,17 +665,17 @@ def test_step_order_and_threads_do_not_change_a_bit():
 # ---- 16-bit weights that are written -------------------------------------------------------------
 
 
-def _stepped(dtype: torch.dtype) -> tuple[nn.Parameter, gs.HybridAdam]:
+def _stepped(dtype: torch.dtype) -> tuple[nn.Parameter, HybridAdam]:
     torch.manual_seed(1)
     p = nn.Parameter(torch.randn(64, 8).to(dtype))
-    optimizer = gs.HybridAdam([p], lr=1e-2)
+    optimizer = HybridAdam([p], lr=1e-2)
     for _ in range(3):
         p.grad = torch.randn(64, 8).to(dtype)
         optimizer.step()
     return p, optimizer
 
 
-def _low(p: nn.Parameter, optimizer: gs.HybridAdam) -> torch.Tensor:
+def _low(p: nn.Parameter, optimizer: HybridAdam) -> torch.Tensor:
     key = "remainder" if p.dtype is torch.bfloat16 else "master"
     return optimizer.state_dict()["state"][0][key].clone()
 
@@ -700,3 +700,14 @@ def test_a_written_weight_is_its_own_master_where_it_is_another(dtype: torch.dty
     p.data[::2] = weight[::2]  # the step has ended it
     low = _low(p, optimizer)
     assert torch.equal(low[::2], weight[::2].to(low.dtype) if low.is_floating_point() else own[::2])
+
+
+def test_a_parameter_that_was_resized_is_refused() -> None:
+    """As transformers' resize_token_embeddings does; the states have the old shape."""
+    p, optimizer = _stepped(torch.float32)
+    p.grad = None
+    p.data = torch.zeros(100, 8)
+    p.grad = torch.ones(100, 8)
+    with pytest.raises(ValueError, match=r"\(100, 8\) has an exp_avg of shape \(64, 8\)"):
+        optimizer.step()
+    assert not p.any()
