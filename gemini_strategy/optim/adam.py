@@ -284,12 +284,12 @@ class HybridAdam(torch.optim.Optimizer):
                     f"{what} is a {type(tensor).__name__}; {type(self).__name__} works on the "
                     "memory of plain tensors: unwrap it, or use another optimizer"
                 )
-        state = self.state[p] if p in self.state else {}
+        state = self.state.get(p, {})
         held = {f"an {key}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
         for key, value in ({"a gradient": grad} | held).items():
             if value.shape != p.shape:
                 raise ValueError(
-                    f"{name} has {key} of shape {tuple(value.shape)}: it was resized; build a new optimizer"
+                    f"{name} has {key} of shape {tuple(value.shape)}: one of them was resized: build a new optimizer"
                 )
         if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise TypeError(
