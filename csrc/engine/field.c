@@ -161,7 +161,15 @@ static gm_status write_master(gm_engine *engine, gm_param *p, const float *src, 
     return status;
 }
 
-/* The first write since the master has changed: keeps what can come back. */
+/* bf16 weights that lack nothing: whatever is written to them lacks nothing either, and nothing of them can come back.
+ * So loading before the first update keeps nothing. */
+static bool is_own_master(const gm_param *p, const uint8_t *low)
+{
+    size_t n = p->part_numel * gm_low_bytes(&p->spec);
+    return p->spec.format == GM_BF16 && low[0] == 0 && memcmp(low, low + 1, n - 1) == 0;
+}
+
+/* The first write since the master has changed: keeps what can come back, if anything. */
 static gm_status keep_before(gm_engine *engine, gm_param *p, const void *old)
 {
     size_t weight_bytes = p->part_numel * p->spec.weight_bytes;
@@ -173,7 +181,7 @@ static gm_status keep_before(gm_engine *engine, gm_param *p, const void *old)
     memcpy(before, old, weight_bytes);
     gm_status status =
         read_slice(engine, p, GM_FIELD_MASTER, 0, p->part_numel, before + weight_bytes);
-    if (status != GM_OK) {
+    if (status != GM_OK || is_own_master(p, before + weight_bytes)) {
         free(before);
         return status;
     }
@@ -190,6 +198,9 @@ gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, co
     size_t low_bytes = p->part_numel * gm_low_bytes(&p->spec);
     if (!p->before) {
         GM_TRY(keep_before(engine, p, old));
+        if (!p->before) {
+            return GM_OK;
+        }
     }
     uint8_t *low = malloc(low_bytes);
     if (!low) {
