@@ -76,9 +76,9 @@ def row(what: str, hardware: str, ours: str, other: str, ratio: str, file: str) 
     return f"| {what} | {hardware} | {ours} | {other} | {ratio} | [lines]({RESULTS / file}) |"
 
 
-def against(what: str, ours: Run, other_name: str, other: Run, file: str) -> str:
-    ratio = f"{other['step_seconds'] / ours['step_seconds']:.2f}"
-    beside = f"{other_name}: {figures(other)}"
+def against(what: str, ours: Run, others: dict[str, Run], file: str) -> str:
+    ratio = "; ".join(f"{o['step_seconds'] / ours['step_seconds']:.2f}" for o in others.values())
+    beside = "; ".join(f"{name}: {figures(other)}" for name, other in others.items())
     return row(what, machine(ours), figures(ours), beside, ratio, file)
 
 
@@ -103,9 +103,9 @@ def bits() -> str:
 
 
 def table() -> str:
-    offload, sharded = "offload_h200.jsonl", "sharded_h200.jsonl"
-    resident, ours = latest(offload, "A", "resident", "gemini-auto")
-    clipped, fsdp2 = latest(offload, "A", "gemini-auto-clip", "fsdp2-clip")
+    peers, offload, sharded = "offload_h100.jsonl", "offload_h200.jsonl", "sharded_h200.jsonl"
+    resident, ours, torchao = latest(peers, "A", "resident", "gemini-auto", "torchao")
+    clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
     large_resident, large = latest(offload, "B", "resident", "gemini-auto")
     four_fsdp2, four = latest(
         sharded, "8b", "fsdp2", "gemini-auto@72GB", checkpointing=False, tokens_per_gpu=4096
@@ -116,10 +116,20 @@ def table() -> str:
         "| what, and the budget | hardware | Gemini | beside it | speed | kept |",
         "|---|---|---|---|---|---|",
         bits(),
-        against(f"{model(ours)}, 24 GB", ours, "all on the GPU", resident, offload),
-        against(f"{model(clipped)}, clipped, 24 GB", clipped, "FSDP2 offload", fsdp2, offload),
-        against(f"{model(large)}, 24 GB", large, "all on the GPU", large_resident, offload),
-        against(f"{model(four)}, 72 GB", four, "FSDP2", four_fsdp2, sharded),
+        against(
+            f"{model(ours)}, 24 GB",
+            ours,
+            {"all on the GPU": resident, "torchao, which has no masters": torchao},
+            peers,
+        ),
+        against(
+            f"{model(clipped)}, clipped, 24 GB",
+            clipped,
+            {"DeepSpeed ZeRO-2 offload": zero2},
+            peers,
+        ),
+        against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
+        against(f"{model(four)}, 72 GB", four, {"FSDP2": four_fsdp2}, sharded),
         row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", sharded),
     ]
     return "\n".join(rows) + "\n"
