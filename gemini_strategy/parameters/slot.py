@@ -548,8 +548,6 @@ class Slot(_C.Slot):
         zeros = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
         self.leave_state("it was dropped with its entry in optimizer.state; clone it to keep it")
         self.write_moments(zeros, zeros, 0)
-        if self.has_low:  # what the weight lacks was in it
-            self.write_master(self.read_weight().float())
         self.has_state = False
 
     def leave_state(self, why: str | None = None) -> None:
