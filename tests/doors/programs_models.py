@@ -127,12 +127,14 @@ class Loop:
             self.step()
 
     def ids(self, seed: int, n: int = 8) -> Tensor:
-        return torch.randint(2, 60, (2, n), generator=torch.Generator().manual_seed(seed))
+        return torch.randint(2, 60, (2, n), generator=torch.Generator().manual_seed(seed)).to(
+            self.run.device
+        )
 
     def cast(self) -> torch.autocast:
         is_mixed = (self.precision or "").endswith("-mixed") and not self.run.is_managed
         dtype = torch.float16 if self.precision == "16-mixed" else torch.bfloat16
-        return torch.autocast("cpu", dtype=dtype, enabled=is_mixed)
+        return torch.autocast(torch.device(self.run.device).type, dtype=dtype, enabled=is_mixed)
 
     def call(self, **inputs: Any) -> Any:
         if self.precision == "bf16-true" and not self.run.is_managed:
@@ -146,7 +148,7 @@ class Loop:
         if isinstance(self.model, BertForSequenceClassification):
             return self.call(input_ids=ids, labels=ids[:, 0] % 2).loss
         if isinstance(self.model, WhisperForConditionalGeneration):
-            sound = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))
+            sound = self.run.randn(2, 8, 16, seed=seed)
             return self.call(input_features=sound, labels=ids).loss
         return self.call(input_ids=ids, labels=ids).loss
 
