@@ -29,7 +29,7 @@ typedef struct gm_param {
     uint64_t arrival;  /* the pass in which the last gradient arrived */
     uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */
     /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
-     * NULL: nobody has written weights since. */
+     * NULL: nobody has written weights since, or they were bf16 whose low parts are all 0. */
     uint8_t *before;
 } gm_param;
 

@@ -35,7 +35,7 @@ def settled_low(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         return torch.where(is_rounding, low, weight.float())
     seen = getattr(p, "_gm_seen", None)
     if seen is not None and seen.shape == weight.shape and seen.device == weight.device:
-        low = low.masked_fill(seen.view(torch.int16) != weight.view(torch.int16), 0)
+        return low.masked_fill(seen.view(torch.int16) != weight.view(torch.int16), 0)
     # no weight has a master that is no number: such a remainder was another weight's
     return low.masked_fill(merge(weight, low).isnan(), 0)
 

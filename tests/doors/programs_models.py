@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 import torch.nn.functional as F
 import transformers
@@ -32,11 +32,6 @@ from programs import Run, door, left
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-
-
-def peft() -> Any:
-    """The package. Its quantizers may ask for the GPU, which the process that forks programs must not have used."""
-    return importlib.import_module("peft")
 
 
 def llama() -> nn.Module:
@@ -411,12 +406,12 @@ def _(loop: Loop) -> Any:
 
 
 def _lora() -> nn.Module:
-    return peft().get_peft_model(llama(), peft().LoraConfig(**LORA))
+    return peft.get_peft_model(llama(), peft.LoraConfig(**LORA))
 
 
 def _two() -> nn.Module:
     model = _lora()
-    model.add_adapter("b", peft().LoraConfig(**LORA | {"r": 2}))
+    model.add_adapter("b", peft.LoraConfig(**LORA | {"r": 2}))
     for name, p in model.named_parameters():
         p.requires_grad_("lora_" in name)
     return model
@@ -463,21 +458,21 @@ def _(loop: Loop) -> Any:
 
 
 def _saves() -> nn.Module:
-    return peft().get_peft_model(llama(), peft().LoraConfig(**LORA, modules_to_save=["lm_head"]))
+    return peft.get_peft_model(llama(), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
 
 
 @each("an adapter put back", _saves)
 def _(loop: Loop) -> Any:
     loop.step()
-    kept = {k: v.clone() for k, v in peft().get_peft_model_state_dict(loop.model).items()}
+    kept = {k: v.clone() for k, v in peft.get_peft_model_state_dict(loop.model).items()}
     out = [loop.step(), loop.step()]
-    peft().set_peft_model_state_dict(loop.model, kept)
+    peft.set_peft_model_state_dict(loop.model, kept)
     return [out, loop.step()]
 
 
 def _prompts() -> nn.Module:
-    how = peft().PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    return peft().get_peft_model(llama(), how)
+    how = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(llama(), how)
 
 
 @each("prompt tuning and generate", _prompts, "bf16-true")
