@@ -1,4 +1,4 @@
-"""Several GPUs: tokens per second of a Llama-shaped model, beside PyTorch's FSDP2 in the same command.
+"""Several GPUs, or one: tokens per second of a large model, beside PyTorch's FSDP2 in the same command.
 
     python benchmarks/bench_sharded.py --preset 8b --gpus 2 [--only fsdp2,gemini-auto@24GB] [--out FILE]
 
@@ -86,9 +86,30 @@ PRESETS = {
     "13b": Case(
         "13b: 13.0 G parameters, 24 GB per GPU", "llama-13b", _SMALL, checkpointing=("on",)
     ),
+    "18b": Case(
+        "18b: 18.1 G parameters, 24 GB per GPU",
+        "llama-18b",
+        _SMALL,
+        tokens=(16384,),
+        checkpointing=("on",),
+    ),
     "30b": Case(
         "30b: 32.5 G parameters, 24 GB per GPU", "llama-30b", _SMALL, checkpointing=("on",)
     ),
+    **{
+        f"gpt2-{size}": Case(
+            f"gpt2-{size}: the originals' GPT-2",
+            f"gpt2-{size}",
+            (run,),
+            length=length,
+            tokens=(4 * length, 16 * length),
+            checkpointing=("on",),
+        )
+        for size, run, length in (
+            *((size, "gemini-auto@32GB", 1024) for size in ("4b", "10b", "15b", "20b")),
+            ("tiny", "gemini-auto@500KB", 32),
+        )
+    },
     "tiny": Case(
         "tiny: 0.2 M parameters",
         "llama-tiny",

@@ -30,6 +30,7 @@ LLAMAS = {
     "llama-1b": LlamaShape(2048, 16, 32, 8, 8192),  # 1.50 G parameters
     "llama-8b": LlamaShape(4096, 32, 32, 8, 14336),  # 8.03 G
     "llama-13b": LlamaShape(5120, 40, 40, 40, 13824, 32000),  # 13.0 G
+    "llama-18b": LlamaShape(6144, 39, 48, 48, 16384, 32000),  # 18.1 G
     "llama-30b": LlamaShape(6656, 60, 52, 52, 17920, 32000),  # 32.5 G
     "llama-tiny": LlamaShape(64, 3, 4, 2, 128, 512),
 }
@@ -63,8 +64,8 @@ def meta_llama(shape: LlamaShape, length: int, checkpointing: bool, dtype: torch
 def draw(name: str, shape: torch.Size, device: torch.device) -> Tensor:
     """First values of a parameter, bf16."""
     values = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if len(shape) == 1:  # of a norm
-        return values.fill_(1.0)
+    if len(shape) == 1:  # of a norm, or a bias
+        return values.fill_(0.0 if name.endswith("bias") else 1.0)
     generator = torch.Generator(device).manual_seed(SEED + zlib.crc32(name.encode()))
     return values.normal_(0.0, 0.02, generator=generator)
 

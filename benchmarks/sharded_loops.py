@@ -1,7 +1,7 @@
 """One rank of a run of bench_sharded.py: `sharded_loops.py run.json RANK`.
 
-The ranks meet through a file that the specification names. Both loops train the same Llama-shaped model from the same
-bf16 values, each rank on batches of its own, with AdamW on fp32-precision masters and bf16 for compute and reduction.
+The ranks meet through a file that the specification names. Both loops train the same model from the same bf16 values,
+each rank on batches of its own, with AdamW on fp32-precision masters and bf16 for compute and reduction.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import LLAMAS, draw_on_demand, fill_sharded, meta_llama
+from llama import LLAMAS, LlamaShape, draw_on_demand, fill_sharded, meta_llama
 from loops import TIMELINE_STEPS, FullyShard, Gemini, Loop, keep, run, say_phase
 from measure import environment
-from models import Batches
+from models import Batches, build_model
 from overlap import overlap
+from shapes import SHAPES
 from torch import Tensor
 
 MIB = 1 << 20
@@ -41,13 +42,15 @@ class Ranked(Loop):
     def build(self) -> torch.nn.Module:
         spec = self.spec
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        shape = LLAMAS[spec["model"]]
-        return meta_llama(shape, spec["length"], spec["checkpointing"], self.dtype)
+        self.shape = LLAMAS.get(spec["model"]) or SHAPES[spec["model"]]
+        if isinstance(self.shape, LlamaShape):
+            return meta_llama(self.shape, spec["length"], spec["checkpointing"], self.dtype)
+        return build_model(self.shape, torch.device("meta"), self.device, self.dtype)
 
     def batches(self) -> Batches:
         spec = self.spec
         size = spec["sequences"], spec["length"], spec["micro_batches"]
-        return Batches(LLAMAS[spec["model"]], *size, self.device, self.rank)
+        return Batches(self.shape, *size, self.device, self.rank)
 
     def is_any(self, here: bool) -> bool:
         """Whether it is so on any rank; over gloo, on the host."""

@@ -230,9 +230,10 @@ def test_wrong_names_are_refused(bench: ModuleType, name: str, complaint: str) -
 
 def test_presets_are_whole(bench: ModuleType) -> None:
     import llama
+    import shapes
 
     for case in bench.PRESETS.values():
-        assert case.model in llama.LLAMAS
+        assert (case.model in llama.LLAMAS) != (case.model in shapes.SHAPES)
         assert all(tokens % case.length == 0 for tokens in case.tokens)
         for name in case.runs:
             bench.parse_run(name)
@@ -243,7 +244,9 @@ def test_presets_are_whole(bench: ModuleType) -> None:
     }
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-8b", 8.03), ("llama-1b", 1.50)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-18b", 18.06), ("llama-8b", 8.03), ("llama-1b", 1.50)]
+)
 def test_size_of_the_models(bench: ModuleType, name: str, billions: float) -> None:
     import llama
     import torch
@@ -349,3 +352,14 @@ def test_exposed_communication(bench: ModuleType) -> None:
         }
     )
     assert overlap(events[-2:], 2) is None
+
+
+def test_gpt2_on_one_rank(tmp_path: Path) -> None:
+    """The originals' models: tied embeddings and biases, drawn where they will lie."""
+    options = ("--preset", "gpt2-tiny", "--gpus", "1", "--tokens", "128")
+    done = drive(tmp_path, *options, "--steps", "1", "--warmup", "1", "--settling", "0")
+    assert done.returncode == 0, done.stderr
+    (line,) = json_lines(done.stdout)
+    assert line["model"] == "gpt2-tiny" and line["gpus"] == line["stats"]["shards"] == 1
+    assert line["losses"][0] == pytest.approx(math.log(512), abs=0.1)  # of small random weights
+    assert line["losses"][1] < line["losses"][0]
