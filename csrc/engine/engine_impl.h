@@ -441,16 +441,22 @@ size_t gm_saving_bytes(const gm_engine *engine, uint32_t chunk); /* of a copy */
 /* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
 gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
+/* Instead of keep, of a chunk that is wanted and whose update goes to its spare: waits for its home before, and after home
+ * and spare have changed places the writer has the spare, until it has written it. */
+bool gm_saving_wants(gm_engine *engine, uint32_t chunk);
+gm_status gm_saving_settle(gm_engine *engine, uint32_t chunk);
+void gm_saving_note_spare(gm_engine *engine, uint32_t chunk);
+bool gm_saving_has_spare(gm_engine *engine, uint32_t chunk);
 /* The same after the weight has changed on the device, as long as its chunk's state does not say so yet. */
 gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
-/* For the writer alone, without the engine's lock: a chunk with a copy, or GM_NO_CHUNK; and how it gets at one.  It waits
- * for the engine's lock as long as no chunk has a copy, and has to unlock it then. */
+/* For the writer alone, without the engine's lock: a chunk that is kept, or GM_NO_CHUNK; and how it gets at one.  It waits
+ * for the engine's lock as long as no chunk is kept, and has to unlock it then. */
 uint32_t gm_saving_next(gm_engine *engine);
 typedef enum gm_saving_way {
     GM_SAVING_LOCKED,
-    GM_SAVING_COPY,
-    GM_SAVING_OTHERS_FIRST, /* those with copies: somebody may wait for that with the lock */
+    GM_SAVING_KEPT,
+    GM_SAVING_OTHERS_FIRST, /* those that are kept: somebody may wait for that with the lock */
 } gm_saving_way;
 gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
                           const uint8_t **out_weights, const uint8_t **out_states);
@@ -571,6 +577,9 @@ bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task
 void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Instead of the task, *out true; else there is no result any more. */
 gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
+gm_status gm_speculation_flip(gm_engine *engine, uint32_t chunk); /* home and spare change places */
+/* Whether this task's bytes are in the spare already, or may be written there now. */
+bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);
 
 /* update.c */

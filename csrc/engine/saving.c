@@ -1,17 +1,19 @@
-/* saving.c - a checkpoint that is written while training goes on: a chunk that is still to be written is copied before
- * its weights or states change.
+/* saving.c - a checkpoint that is written while training goes on: a chunk that is still to be written is kept before
+ * its weights or states change.  It is copied, or an update leaves it where it is and writes to the chunk's spare.
  *
  * Invariants
- *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it has a copy of them as they were
- *      then: whatever changes them calls gm_saving_keep first.  So the writer, who reads a chunk under the engine's lock
- *      unless it has a copy, cannot see a later byte.
+ *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it is kept, as they were then:
+ *      whatever changes them calls gm_saving_keep first, or gm_saving_settle and, when home and spare have changed
+ *      places, gm_saving_note_spare.  So the writer, who reads a chunk under the engine's lock unless it is kept,
+ *      cannot see a later byte.  Who would write to a spare asks gm_saving_has_spare.
  *   2. Copies take no more than `limit` bytes, or one chunk's if that is larger, beside what gm_saving_keep_at_once
- *      makes.  Whoever wants to change another chunk waits until the writer has written one that has a copy.  It may
- *      hold the engine's lock: the writer needs that for no chunk that has a copy, and waits for no rank.
+ *      makes.  Whoever wants to change another chunk waits until the writer, who begins with these, has written one
+ *      that has a copy.  It may hold the engine's lock: the writer needs that for no chunk that is kept, and waits for
+ *      no rank.
  *   3. A unit or a tensor on the device may write weights before anybody is told.  Where their home still has the old
  *      bytes, these are copied.  Where it has not, the checkpoint fails by name, and from the next one on the chunk is
  *      copied at the beginning.
- *   4. Between gm_saving_end and the next begin nothing is due and there are no copies, but for one that a keeper is
+ *   4. Between gm_saving_end and the next begin nothing is due or kept, but for one that a keeper is
  *      making: it drops that itself.
  *
  * `lock` comes after the engine's lock; who holds it takes that only by trying.  The host waits in: gm_saving_keep. */
@@ -24,7 +26,8 @@
 typedef struct gm_saved {
     /* Huge pages, first touched by all workers: half a checkpoint may be copied in one step. */
     gm_arena *copy;
-    bool is_due;         /* the writer has not written all of it */
+    const uint8_t *weights, *states; /* what is kept, in `copy` or in the chunk's spare; or NULL */
+    bool is_due;                     /* the writer has not written all of it */
     bool was_read_dirty; /* from the device alone, while somebody used the weights there */
     bool is_unseen;      /* weights changed once before anybody was told: see invariant 3 */
 } saved;
@@ -75,7 +78,7 @@ gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n,
     return GM_OK;
 }
 
-static void drop_copy(gm_engine *engine, uint32_t chunk)
+static void drop_kept(gm_engine *engine, uint32_t chunk)
 {
     saved *s = &engine->saving.chunks[chunk];
     if (s->copy) {
@@ -83,13 +86,14 @@ static void drop_copy(gm_engine *engine, uint32_t chunk)
         gm_arena_free(s->copy);
         s->copy = NULL;
     }
+    s->weights = s->states = NULL;
     s->is_due = false;
 }
 
 void gm_saving_done(gm_engine *engine, uint32_t chunk)
 {
     pthread_mutex_lock(&engine->saving.lock);
-    drop_copy(engine, chunk);
+    drop_kept(engine, chunk);
     pthread_cond_broadcast(&engine->saving.changed);
     pthread_mutex_unlock(&engine->saving.lock);
 }
@@ -98,7 +102,7 @@ void gm_saving_end(gm_engine *engine, gm_saving_use *out)
 {
     pthread_mutex_lock(&engine->saving.lock);
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        drop_copy(engine, chunk);
+        drop_kept(engine, chunk);
         engine->saving.chunks[chunk].was_read_dirty = false;
     }
     if (out) {
@@ -130,21 +134,27 @@ static void fail(gm_engine *engine, uint32_t param, const char *why)
     }
 }
 
-/* Waits for room.  Whether the chunk is still due and has no copy: room is taken then. */
+/* With `lock`. */
+static bool is_wanted(const gm_engine *engine, uint32_t chunk)
+{
+    const saved *s = &engine->saving.chunks[chunk];
+    return s->is_due && !s->weights;
+}
+
+/* Waits for room.  Whether the chunk is still wanted: room is taken then. */
 static bool take_room(gm_engine *engine, uint32_t chunk, bool waits)
 {
     size_t bytes = gm_saving_bytes(engine, chunk);
     pthread_mutex_lock(&engine->saving.lock);
     bool has_waited = false;
-    const saved *s = &engine->saving.chunks[chunk];
-    while (waits && s->is_due && !s->copy && engine->saving.held > 0 &&
+    while (waits && is_wanted(engine, chunk) && engine->saving.held > 0 &&
            (bytes > engine->saving.limit || engine->saving.held > engine->saving.limit - bytes)) {
         has_waited = true;
         pthread_cond_wait(&engine->saving.changed, &engine->saving.lock);
     }
     engine->saving.used.n_waits += has_waited;
-    bool is_wanted = s->is_due && !s->copy && !engine->saving.failure[0];
-    if (is_wanted) {
+    bool is_taken = is_wanted(engine, chunk) && !engine->saving.failure[0];
+    if (is_taken) {
         engine->saving.held += bytes;
         engine->saving.used.copied += bytes;
         if (engine->saving.held > engine->saving.used.most) {
@@ -152,7 +162,7 @@ static bool take_room(gm_engine *engine, uint32_t chunk, bool waits)
         }
     }
     pthread_mutex_unlock(&engine->saving.lock);
-    return is_wanted;
+    return is_taken;
 }
 
 static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
@@ -186,6 +196,8 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
     }
     if (copy && status == GM_OK && s->is_due) {
         s->copy = copy;
+        s->weights = gm_arena_base(copy);
+        s->states = s->weights + state_offset(engine, chunk);
     } else { /* not due: the checkpoint has failed meanwhile */
         engine->saving.held -= gm_saving_bytes(engine, chunk);
         gm_arena_free(copy);
@@ -215,7 +227,7 @@ gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param)
         return gm_saving_keep(engine, chunk);
     }
     pthread_mutex_lock(&engine->saving.lock);
-    if ((s->is_due && !s->copy) || s->was_read_dirty) {
+    if (is_wanted(engine, chunk) || s->was_read_dirty) {
         fail(engine, param,
              "its module wrote it in place while the checkpoint was being written, and nobody has "
              "the bytes from before: save again (it is copied first from now on)");
@@ -229,6 +241,50 @@ bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk)
     return engine->saving.chunks[chunk].is_unseen && engine->saving.chunks[chunk].is_due;
 }
 
+/* ---- spares ---- */
+
+bool gm_saving_wants(gm_engine *engine, uint32_t chunk)
+{
+    if (!atomic_load(&engine->saving.is_on)) {
+        return false;
+    }
+    pthread_mutex_lock(&engine->saving.lock);
+    bool wants = is_wanted(engine, chunk) && !engine->saving.failure[0];
+    pthread_mutex_unlock(&engine->saving.lock);
+    return wants;
+}
+
+gm_status gm_saving_settle(gm_engine *engine, uint32_t chunk)
+{
+    gm_saving_note_read(engine, chunk);
+    GM_TRY(gm_chunks_write_back(engine->chunks, chunk, GM_STATE));
+    return gm_chunks_write_back(engine->chunks, chunk, GM_WEIGHT);
+}
+
+void gm_saving_note_spare(gm_engine *engine, uint32_t chunk)
+{
+    saved *s = &engine->saving.chunks[chunk];
+    pthread_mutex_lock(&engine->saving.lock);
+    if (is_wanted(engine, chunk)) { /* else it has been written meanwhile */
+        s->weights = gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT);
+        s->states = gm_chunks_spare(engine->chunks, chunk, GM_STATE);
+        pthread_cond_broadcast(&engine->saving.changed);
+    }
+    pthread_mutex_unlock(&engine->saving.lock);
+}
+
+bool gm_saving_has_spare(gm_engine *engine, uint32_t chunk)
+{
+    if (!atomic_load(&engine->saving.is_on)) {
+        return false;
+    }
+    const saved *s = &engine->saving.chunks[chunk];
+    pthread_mutex_lock(&engine->saving.lock);
+    bool has = s->weights && !s->copy;
+    pthread_mutex_unlock(&engine->saving.lock);
+    return has;
+}
+
 /* ---- the writer ---- */
 
 void gm_saving_note_read(gm_engine *engine, uint32_t chunk)
@@ -239,20 +295,22 @@ void gm_saving_note_read(gm_engine *engine, uint32_t chunk)
     }
 }
 
-/* With `lock`: the first chunk with a copy, or GM_NO_CHUNK. */
-static uint32_t first_copy(const gm_engine *engine)
+/* With `lock`: a chunk that is kept, or GM_NO_CHUNK.  Copies first: somebody may wait for their memory. */
+static uint32_t first_kept(const gm_engine *engine)
 {
-    uint32_t n = gm_layout_n_chunks(engine->layout), chunk = 0;
-    while (engine->saving.held > 0 && chunk < n && !engine->saving.chunks[chunk].copy) {
-        chunk++;
+    uint32_t first = GM_NO_CHUNK;
+    for (uint32_t chunk = gm_layout_n_chunks(engine->layout); chunk-- > 0;) {
+        const saved *s = &engine->saving.chunks[chunk];
+        bool is_better = s->copy || first == GM_NO_CHUNK || !engine->saving.chunks[first].copy;
+        first = s->weights && is_better ? chunk : first;
     }
-    return engine->saving.held > 0 && chunk < n ? chunk : GM_NO_CHUNK;
+    return first;
 }
 
 uint32_t gm_saving_next(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->saving.lock);
-    uint32_t chunk = first_copy(engine);
+    uint32_t chunk = first_kept(engine);
     pthread_mutex_unlock(&engine->saving.lock);
     return chunk;
 }
@@ -264,17 +322,17 @@ gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
     *out = GM_SAVING_OTHERS_FIRST;
     pthread_mutex_lock(&engine->saving.lock);
     for (bool is_decided = false; !is_decided;) {
-        const gm_arena *copy = engine->saving.chunks[chunk].copy;
+        const saved *s = &engine->saving.chunks[chunk];
         is_decided = true;
         if (engine->saving.failure[0]) {
             status = GM_FAIL(GM_ERR_STATE, "%s", engine->saving.failure);
-        } else if (copy) {
-            *out = GM_SAVING_COPY;
-            *out_weights = gm_arena_base(copy);
-            *out_states = *out_weights + state_offset(engine, chunk);
+        } else if (s->weights) {
+            *out = GM_SAVING_KEPT;
+            *out_weights = s->weights;
+            *out_states = s->states;
         } else if (pthread_mutex_trylock(&engine->lock) == 0) {
             *out = GM_SAVING_LOCKED;
-        } else if (first_copy(engine) == GM_NO_CHUNK) {
+        } else if (first_kept(engine) == GM_NO_CHUNK) {
             /* else who has the engine's lock may wait */
             pthread_cond_wait(&engine->saving.changed, &engine->saving.lock);
             is_decided = false;

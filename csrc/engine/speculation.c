@@ -156,7 +156,7 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
         const gm_adam_hyper *hyper = &updates[i].hyper;
         fires |= !(hyper->clip_factor >= 1 && hyper->clip_factor <= 1) || hyper->grad_divisor != 1;
     }
-    if (n_planned(engine) > 0 && (fires || !s->has_numbers)) {
+    if (n_planned(engine) > 0 && (fires || !s->has_numbers || atomic_load(&engine->saving.is_on))) {
         gm_window_spoil(engine); /* not the step that was planned */
     }
     bool is_quiet = s->has_norm && !fires;
@@ -210,7 +210,7 @@ static gm_status move_spares(gm_engine *engine)
         for (uint32_t other = 0; other < n && wants_spare(engine, chunk); other++) {
             if (gm_chunks_spare(engine->chunks, other, GM_WEIGHT) &&
                 !gm_plan_is_speculated(engine->room.plan, other) &&
-                is_alike(engine, chunk, other)) {
+                !gm_saving_has_spare(engine, other) && is_alike(engine, chunk, other)) {
                 engine->chunk_states[other].has_result = false;
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_STATE));
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_WEIGHT));
@@ -247,14 +247,28 @@ void gm_speculation_take_room(gm_engine *engine)
 
 /* ---- results ---- */
 
+/* Invariant 3. */
+static bool is_whole(const gm_engine *engine, uint32_t chunk, const gm_task *task)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        n += engine->params[engine->chunk_params[state->first_param + i]].part_numel > 0;
+    }
+    return n > 0 && n == task->n_ranges;
+}
+
 void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    state->is_numbered = state->task[GM_SPECULATED].n_ranges > 0;
-    for (uint32_t i = 0, n = 0; i < state->n_params; i++) { /* invariant 3 */
-        n += engine->params[engine->chunk_params[state->first_param + i]].part_numel > 0;
-        state->is_numbered &= i + 1 < state->n_params || n == state->task[GM_SPECULATED].n_ranges;
-    }
+    state->is_numbered = is_whole(engine, chunk, &state->task[GM_SPECULATED]);
+}
+
+static bool may_use_spare(const gm_engine *engine, uint32_t chunk)
+{
+    return gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT) &&
+           gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0 &&
+           !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE);
 }
 
 gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
@@ -265,10 +279,8 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
                   gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
                   !state->is_pending && !state->has_result && !atomic_load(&task->is_running);
     is_due = is_due && state->n_held == state->n_params &&
-             state->n_backwards == state->most_backwards &&
-             gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT) &&
-             gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0 &&
-             !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE);
+             state->n_backwards == state->most_backwards && may_use_spare(engine, chunk) &&
+             !gm_saving_has_spare(engine, chunk);
     return is_due ? task : NULL;
 }
 
@@ -305,6 +317,19 @@ bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task
            memcmp(made->ranges, task->ranges, task->n_ranges * sizeof *task->ranges) == 0;
 }
 
+bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task *task)
+{
+    bool is_resident = engine->room.plan && gm_plan_class(engine->room.plan, chunk) == GM_CLASS_R;
+    return gm_speculation_is_of(engine, chunk, task) ||
+           (!is_resident && may_use_spare(engine, chunk) && is_whole(engine, chunk, task));
+}
+
+gm_status gm_speculation_flip(gm_engine *engine, uint32_t chunk)
+{
+    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE, engine->call.stream));
+    return gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+}
+
 gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
@@ -312,11 +337,7 @@ gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *
     engine->speculation.n_taken += *out;
     engine->speculation.n_redone += state->has_result && !*out;
     state->has_result = false;
-    if (*out) {
-        GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE, engine->call.stream));
-        GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT, engine->call.stream));
-    }
-    return GM_OK;
+    return *out ? gm_speculation_flip(engine, chunk) : GM_OK;
 }
 
 void gm_speculation_drop(gm_engine *engine)

@@ -262,6 +262,14 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
     }
 }
 
+/* A checkpoint that is being written keeps the home as it is: the results go to the spare. */
+static gm_status update_apart(gm_engine *engine, uint32_t chunk, gm_task *task, bool is_on_device)
+{
+    GM_TRY(is_on_device ? gm_stage_speculate(engine, chunk, task)
+                        : speculate_at_home(engine, chunk, task));
+    return gm_speculation_flip(engine, chunk);
+}
+
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
@@ -276,12 +284,17 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     }
     forget_before(engine, state, task);
     bool is_on_device, is_taken = false;
-    gm_status status = gm_saving_keep(engine, chunk);
+    bool is_apart = gm_saving_wants(engine, chunk) && gm_speculation_fits(engine, chunk, task);
+    gm_status status = is_apart ? gm_saving_settle(engine, chunk) : gm_saving_keep(engine, chunk);
     status = status == GM_OK ? gm_speculation_take(engine, chunk, task, &is_taken) : status;
     status = status == GM_OK && !is_taken ? bring_to_device(engine, chunk, &is_on_device) : status;
     if (status == GM_OK && !is_taken) {
-        status = is_on_device ? update_on_device(engine, chunk, task)
-                              : update_at_home(engine, chunk, task);
+        status = is_apart       ? update_apart(engine, chunk, task, is_on_device)
+                 : is_on_device ? update_on_device(engine, chunk, task)
+                                : update_at_home(engine, chunk, task);
+    }
+    if (status == GM_OK && is_apart) {
+        gm_saving_note_spare(engine, chunk);
     }
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
