@@ -7,15 +7,19 @@ nothing was speculated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread, Timer
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+import gemini_strategy as gs
+from gemini_strategy.checkpoint import background
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -26,6 +30,7 @@ from helpers.reference import (
     managed,
     plain,
 )
+from helpers.saving import Gate, contents
 from helpers.scenario import budgeted
 from helpers.zoo import CASES, mlp_case
 
@@ -277,7 +282,7 @@ def _clamp(run: Plain) -> None:
 def _write_weight(run: Plain) -> None:
     p = _one(run)
     with torch.no_grad():
-        p.fill_(3.0)
+        p.neg_()
     if run.engine is None:  # under an engine the master follows by itself
         run.optimizer.state[p]["remainder"].zero_()
 
@@ -411,6 +416,232 @@ def test_closing_before_the_step() -> None:
     run.engine.close()
     for name, value in run.model.state_dict().items():
         assert torch.equal(value.to(masters[name].dtype), masters[name]), name
+
+
+# ---- checkpoints that are written beside it ------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def _beside(
+    runs: tuple[Plain, Managed],
+    folder: Path,
+    gate: Gate,
+    act: Callable[[], object],
+    pieces: int = 0,
+) -> int:
+    """What `act` makes a background save copy, which has the bits of the call; `pieces` are written before it."""
+    engine = runs[1].engine
+    torch.manual_seed(5)
+    engine.save(folder / "front")
+    torch.manual_seed(5)
+    gate.close()
+    saving = engine.save(folder / "back", background=True)
+    gate.reached.acquire()
+    gate.let(pieces)
+    act()
+    assert not saving.done
+    gate.open()
+    saving.wait()
+    assert contents(folder / "back") == contents(folder / "front")
+    return saving.copied_bytes
+
+
+def _without_spares(run: Managed) -> tuple[int, int]:
+    """Bytes of all chunks that have no spare: at least, and at most, as spares are whole pages."""
+    info = run.engine._runtime.core.plan_info()
+    width = 4 if run.recipe.precision == "32-true" else 2
+    least = sum(info["bytes_of_class"].values()) // width * 12 - info["spare_bytes"]
+    return least, least + 8192 * info["n_speculated"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("clip", [QUIET, FIRES], ids=["quiet", "fires"])
+@pytest.mark.parametrize("rates", list(MACHINES))
+def test_a_save_copies_no_chunk_that_has_a_spare(
+    rates: str,
+    clip: float,
+    precision: str,
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An update goes to the spare, whether it was speculated or is made again; the old home is what is written."""
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
+    recipe = Recipe(precision=precision, clip=QUIET)
+    want, run = both = _planned(recipe, share=0.3)
+    for pieces, first in ((0, 3), (3, 6)):  # a second time with spares that the first one had
+        clips = [clip, QUIET, FIRES] if first == 3 else [QUIET, clip, QUIET]
+
+        def act(clips: list[float | None] = clips, first: int = first) -> None:
+            _steps(both, clips, first)
+            _ = run.outcome()  # everything is issued
+
+        least, most = _without_spares(run)
+        copied = _beside(both, tmp_path, gate, act, pieces)
+        assert (pieces > 0 or least <= copied) and copied <= most
+    _steps(both, [QUIET, QUIET], 9)
+    before = counts(run)
+    _steps(both, [QUIET], 11)
+    assert counts(run).taken > before.taken  # the spares are there again
+    _finish(run, want)
+
+
+def test_a_save_copies_nothing_where_all_chunks_have_spares(tmp_path: Path, gate: Gate) -> None:
+    want = plain(CASE.build, RECIPE)
+    run = managed(CASE.build, RECIPE, placement_policy="cpu", chunk_size=4096)
+    n = _steps((want, run), [QUIET] * 3, 0)
+    info = run.engine._runtime.core.plan_info()
+    assert info["n_speculated"] == run.engine.stats()["chunks"]
+    assert _beside((want, run), tmp_path, gate, lambda: _steps((want, run), [QUIET] * 3, n)) == 0
+    _finish(run, want)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _error(run: Plain) -> None:
+    """In the middle of a backward: what has arrived was speculated already."""
+
+    def stop(_: Any) -> None:
+        raise _Stop
+
+    layers = [m for m in run.model.modules() if isinstance(m, nn.Linear)]
+    hook = layers[1].register_forward_hook(
+        lambda module, args, out: out.register_hook(stop) and None
+    )
+    with pytest.raises(_Stop):
+        _other_gradients(run)
+    hook.remove()
+    run.zero_grad()
+    _backward(run, 80)
+
+
+@pytest.mark.parametrize("rates", ["host", "device"])
+@pytest.mark.parametrize("what", [*CHANGES, "error"])
+def test_a_change_beside_a_save(
+    what: str, rates: str, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the step whose updates go to the spares, and before the next one, which finds them taken."""
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
+    want, run = _planned(share=0.3)
+
+    def act() -> None:
+        for step in (3, 4):
+            for each in (want, run):
+                _backward(each, step)
+                (_error if what == "error" else CHANGES[what][0])(each)
+                each.finish()
+            _ = run.outcome()
+
+    _beside((want, run), tmp_path, gate, act, pieces=2)
+    if what != "no numbers":
+        _steps((want, run), [QUIET, QUIET], 5)
+    _finish(run, want)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_that_change_beside_a_save(
+    seed: int, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spare that the writer has is nobody else's, whatever plans speculate meanwhile."""
+    draw = random.Random(seed)
+    monkeypatch.setenv("GEMINI_CHAOS", str(61 + seed))
+    monkeypatch.setenv("GEMINI_RATES", list(MACHINES.values())[seed % 3])
+    first = managed(CASE.build, RECIPE, chunk_size=4096)
+    homes = int(first.engine.stats()["host_bytes"])
+    first.engine.close()
+    want, run = both = _planned(share=0.5, host_budget=homes + 150_000)
+    core, budget = run.engine._runtime.core, run.engine.stats()["device_budget_bytes"]
+    n = 3
+
+    def act() -> None:
+        nonlocal n
+        for _ in range(8):
+            core.set_external_bytes(draw.randrange(budget // 2))
+            n = _steps(both, draw.choice([[QUIET] * 2, [QUIET, FIRES], [FIRES] * 4]), n)
+            if draw.random() < 0.5:
+                gate.let(1)
+
+    for _ in range(3):
+        _beside(both, tmp_path, gate, act, pieces=draw.randrange(4))
+    _finish(run, want)
+
+
+NEXT: dict[str, Callable[[gs.Engine, Path], Any]] = {
+    "save": lambda engine, folder: engine.save(folder / "next", background=True).wait(),
+    "load": lambda engine, folder: engine.load(folder / "front"),
+    "close": lambda engine, folder: engine.close(),
+}
+
+
+@pytest.mark.parametrize("what", NEXT)
+def test_what_comes_next_waits_for_the_spares(what: str, tmp_path: Path, gate: Gate) -> None:
+    want, run = both = _planned()
+    run.engine.save(tmp_path / "front")
+    saving = run.engine.save(tmp_path / "back", background=True)
+    gate.reached.acquire()
+    _steps(both, [QUIET], 3)
+    Timer(0.05, gate.open).start()
+    NEXT[what](run.engine, tmp_path)
+    assert saving.done and contents(tmp_path / "back") == contents(tmp_path / "front")
+    if what == "save":
+        assert contents(tmp_path / "next") != contents(tmp_path / "front")
+        _steps(both, [QUIET, QUIET], 4)
+        _finish(run, want)
+    run.engine.close()
+
+
+def test_a_failed_save_gives_the_spares_back(tmp_path: Path, gate: Gate) -> None:
+    want, run = both = _planned()
+    saving = run.engine.save(tmp_path / "back", background=True)
+    gate.reached.acquire()
+    _steps(both, [QUIET], 3)
+    gate.open(OSError(28, "No space left on device"))
+    with pytest.raises(gs.GeminiError, match="No space left"):
+        saving.wait()
+    gate.open()
+    before = counts(run)
+    _steps(both, [QUIET, QUIET], 4)
+    assert counts(run).taken > before.taken
+    _finish(run, want)
+
+
+def test_a_step_waits_for_copies_and_not_for_spares(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for more than one copy: the writer writes what has one before what is in spares."""
+    monkeypatch.setattr(background, "_SHARE", 0.0)
+    want, run = both = _planned()
+    n_chunks = run.engine.stats()["chunks"]
+    n_without = n_chunks - run.engine._runtime.core.plan_info()["n_speculated"]
+    saving = run.engine.save(tmp_path / "back", background=True)
+    n_pieces = 0
+    ended = Event()
+
+    def write_on() -> None:
+        nonlocal n_pieces
+        while not ended.wait(0.02):
+            if gate.reached.acquire(blocking=False):
+                gate.allow(1)
+                n_pieces += 1
+
+    helper = Thread(target=write_on)
+    helper.start()
+    _steps(both, [QUIET], 3)
+    _ = run.outcome()
+    ended.set()
+    helper.join()
+    gate.open()
+    saving.wait()
+    assert 0 < saving.waits < n_without < n_chunks / 2
+    _finish(run, want)
 
 
 # ---- several ranks -------------------------------------------------------------------------------
