@@ -7,11 +7,14 @@ and once in the background while the next steps run. The line that is written ha
     save_seconds       of the call that waits for the disk; save_host_bytes: how far it raised the resident set
     call_seconds       of the call in the background; beside_seconds: of the steps while the writer ran
     stall_seconds      what the call and all those steps took more than as many steps without a save
-    written_seconds    from that call until the checkpoint had its name; copied and most: bytes of chunks
+    written_seconds    from that call until the checkpoint had its name; beside_host_bytes: as save_host_bytes
+    copied and most    bytes of chunks that had no spare; spare_bytes: of those that had one, in whole pages
     same               whether both folders have the same tensors, by their checksums
     load_seconds       of engine.load; load_host_bytes
+    loaded_same        whether the masters are those of the call then
 
-The folder needs room for one checkpoint, 12 bytes per parameter.
+Spares are there with --clip and a --max-norm that no step reaches. The folder needs room for one checkpoint, 12 bytes
+per parameter.
 """
 
 from __future__ import annotations
@@ -58,6 +61,15 @@ def raised(work: Callable[[], Any]) -> tuple[float, int]:
     return time.perf_counter() - begin, own_peak_rss() - before
 
 
+def masters(engine: Any) -> dict[str, int]:
+    """Of each fp32 master its bits, added up."""
+    return {
+        name: int(value.view(torch.int32).sum(dtype=torch.int64))
+        for name, value in engine.model_state_dict().items()
+        if value.dtype == torch.float32
+    }
+
+
 def parse_arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(
@@ -73,12 +85,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--max-norm", type=float, default=1e6)
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Writes one line of JSON; 1 if the two checkpoints differ."""
+    """Writes one line of JSON; 1 if the two checkpoints differ, or what was loaded."""
     args = parse_arguments()
     device = torch.device(args.device)
     spec = vars(args) | {"micro_batches": 1}
@@ -110,17 +123,27 @@ def main() -> int:
     first = checksums(target)
     size = sum(file.stat().st_size for file in target.iterdir())
     shutil.rmtree(target)
-    begin = time.perf_counter()
-    saving = engine.save(target, background=True)
-    call = time.perf_counter() - begin
-    beside = [step()]
-    while not saving.done:
+    before, spares = masters(engine), engine.stats()["spare_bytes"]
+    calls: list[float] = []
+    beside: list[float] = []
+    saves: list[Any] = []
+
+    def save_beside() -> None:
+        begin = time.perf_counter()
+        saves.append(engine.save(target, background=True))
+        calls.append(time.perf_counter() - begin)
         beside.append(step())
-    saving.wait()
-    written = time.perf_counter() - begin
+        while not saves[0].done:
+            beside.append(step())
+        saves[0].wait()
+
+    written, beside_bytes = raised(save_beside)
+    saving, call = saves[0], calls[0]
     print(f"saved in the background in {written:.1f} s", flush=True)
     same = checksums(target) == first
     load_seconds, load_bytes = raised(lambda: engine.load(target))
+    print(f"loaded in {load_seconds:.1f} s", flush=True)
+    loaded_same = masters(engine) == before
     shutil.rmtree(target)
     stats = engine.stats()
     line = {
@@ -135,19 +158,22 @@ def main() -> int:
         "beside_seconds": beside,
         "stall_seconds": call + sum(beside) - len(beside) * usual,
         "written_seconds": written,
+        "beside_host_bytes": beside_bytes,
+        "spare_bytes": spares,
         "copied": saving.copied_bytes,
         "most": saving.most_bytes,
         "waits": saving.waits,
         "same": same,
         "load_seconds": load_seconds,
         "load_host_bytes": load_bytes,
+        "loaded_same": loaded_same,
         "host_bytes": stats["host_bytes"],
         "chunks": stats["chunks"],
         "environment": environment(device),
     }
     engine.close()
     keep_line(line, args.out)
-    return 0 if same else 1
+    return 0 if same and loaded_same else 1
 
 
 if __name__ == "__main__":
