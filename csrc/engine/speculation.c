@@ -19,7 +19,8 @@
  *   5. A step is speculated only if the last one asked for the norm and did not clip.  A loop that does not ask, or has
  *      a loss scale, gets no spares.  Plans that speculate come with the first step, if it did not clip, or after some
  *      such in a row, and go again after some others: each time it takes twice as many.
- *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated.
+ *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated,
+ *      nor one whose spare a checkpoint is still to be written from (saving.c).
  *   7. The step drops what it does not want, and what has not begun on the host by then does not run.
  *   8. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
  *      so ranks need not agree on which they have. */
