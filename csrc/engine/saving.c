@@ -16,7 +16,7 @@
  *   4. Between gm_saving_end and the next begin nothing is due or kept, but for one that a keeper is
  *      making: it drops that itself.
  *
- * `lock` comes after the engine's lock; who holds it takes that only by trying.  The host waits in: gm_saving_keep. */
+ * `lock` comes after the engine's lock; who holds it takes that only by trying.  The host waits in: gm_saving_keep, gm_saving_settle. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
