@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.reference import Managed, Plain, assert_same_outcome, drive, managed, plain
+from helpers.saving import contents
 from helpers.zoo import Case
 from test_gpu_exact import MIB, _deterministic
 from test_planned_gpu import CASE, assert_planned, budget_of, recipe_of
@@ -71,3 +74,28 @@ def test_bits_whether_the_clip_fires(
         assert_same_outcome(run.outcome(), want.outcome())
         assert info["n_speculated"] > 0
         assert counts["taken"] > 0 and counts["redone"] > 0
+
+
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_a_save_beside_spares(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the call, also where homes are what the device copies to."""
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[machine])
+    recipe = recipe_of(QUIET, 14)
+    want = plain(CASE.build, recipe)
+    drive(want, CASE, 14)
+    run = managed(CASE.build, recipe, device_budget=budget_of(0.35), chunk_size=2 * MIB)
+    with contextlib.closing(run.engine):
+        drive(run, CASE, 8)
+        spares = run.engine.stats()["spare_bytes"]
+        torch.manual_seed(5)
+        run.engine.save(tmp_path / "front")
+        torch.manual_seed(5)
+        saving = run.engine.save(tmp_path / "back", background=True)
+        drive(run, CASE, 6, first=8)
+        saving.wait()
+        print(machine, spares, saving.copied_bytes)
+        assert spares > 0
+        assert contents(tmp_path / "back") == contents(tmp_path / "front")
+        assert_same_outcome(run.outcome(), want.outcome())
