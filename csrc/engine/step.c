@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { PATIENCE = 2 }; /* steps in a row that go another way than the plan until it is changed */
+
 static int compare_updates(const void *a, const void *b)
 {
     uint32_t left = ((const gm_update *)a)->param, right = ((const gm_update *)b)->param;
@@ -26,6 +28,23 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
         GM_TRY(gm_adam_scalars_init(&updates[i].hyper, &scalars));
     }
     return GM_OK;
+}
+
+/* What the last steps did decides whether updates are planned inside the backward.  A loop that keeps changing its way
+ * gets ever fewer plans.  Ranks make the same calls, so they find the same. */
+static void follow_loop(gm_engine *engine)
+{
+    gm_steps *s = &engine->step;
+    s->n_others = s->is_announced == s->wants_immediate ? 0 : s->n_others + 1;
+    s->patience = s->patience ? s->patience : PATIENCE;
+    bool is_changed = s->n_others >= s->patience;
+    if (is_changed || s->n_calls == 1) { /* no plan is changed by the first */
+        s->wants_immediate = s->is_announced;
+        s->n_others = 0;
+    }
+    s->patience *= is_changed ? 2 : 1;
+    gm_room_want_plan(engine, is_changed && !engine->arrive.has_repeats);
+    s->is_announced = false;
 }
 
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
@@ -104,6 +123,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
         if (status == GM_OK) {
             gm_pass_end(engine);
             gm_speculation_note_step(engine, sorted, n);
+            follow_loop(engine);
             gm_status planned =
                 gm_planner_run(engine); /* without one the engine goes on, on demand */
             if (engine->ranks.stream && planned != GM_OK) {
@@ -127,7 +147,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     GM_TRY(sort_updates(updates, n, &sorted));
     gm_status status = gm_call_begin(engine);
     if (status == GM_OK) {
-        engine->step.wants_immediate = !engine->arrive.has_repeats;
+        engine->step.is_announced = true;
         /* An update does not touch what tensors show. */
         bool is_apart = engine->shown == GM_GATHERED;
         status = is_apart ? gm_watch_poll(engine) : GM_OK;
@@ -136,7 +156,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
         /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
         const gm_plan *plan =
             engine->ranks.stream ? engine->weights.collectives : engine->room.plan;
-        *out = plan && engine->step.n > 0 && engine->step.wants_immediate && !has_watched &&
+        *out = plan && engine->step.n > 0 && !engine->arrive.has_repeats && !has_watched &&
                !engine->update.is_armed;
         *out = *out && status == GM_OK;
         if (*out) {
