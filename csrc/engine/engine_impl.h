@@ -234,9 +234,9 @@ typedef struct gm_units {
 
 typedef struct gm_steps {
     uint64_t n;
-    uint64_t n_calls;     /* the same on all ranks, armed or not: for labels */
-    bool wants_immediate; /* plans have updates inside the backward */
-    bool is_announced;    /* the coming step is the end of its backward */
+    uint64_t n_calls;            /* the same on all ranks, armed or not: for labels */
+    bool wants_immediate;        /* plans have updates inside the backward */
+    bool is_announced;           /* the coming step is the end of its backward */
     unsigned n_others, patience; /* steps in a row that were not as planned; that change the plan */
 } gm_steps;
 
