@@ -55,6 +55,7 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
     } else {
         GM_TRY(
             gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+        GM_TRY(gm_clip_note_issued(engine));
         engine->step.n++;
     }
     GM_TRY(gm_update_prepare(engine, updates, n, false));
@@ -103,7 +104,17 @@ static gm_status check_not_used_up(const gm_engine *engine, const gm_update *upd
     return GM_OK;
 }
 
-gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+/* What comes of a clip that nobody has seen is for the step that it was made for. */
+static gm_status check_clip(const gm_engine *engine, bool is_late)
+{
+    bool is_its = engine->clip.step == engine->step.n + 1;
+    return !is_late || (is_its && !engine->update.is_armed)
+               ? GM_OK
+               : GM_FAIL(GM_ERR_STATE, "the last clip was not for this step");
+}
+
+static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, bool is_late,
+                      gm_stream stream)
 {
     gm_update *sorted;
     GM_TRY(check_updates(engine, updates, n, true));
@@ -111,6 +122,8 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     gm_status status = gm_call_begin_on(engine, stream);
     if (status == GM_OK) { /* nothing is written before these have passed */
         status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? check_clip(engine, is_late) : status;
+        engine->step.is_late = is_late;
         status = status == GM_OK ? gm_gradient_reduce_all(engine) : status;
         engine->step.n_calls++;
         status = status == GM_OK ? gm_watch_poll(engine) : status;
@@ -139,6 +152,17 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     return status;
 }
 
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+{
+    return step(engine, updates, n, false, stream);
+}
+
+gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, uint32_t n,
+                                 gm_stream stream)
+{
+    return step(engine, updates, n, true, stream);
+}
+
 gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
 {
     gm_update *sorted;
@@ -161,6 +185,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
         *out = *out && status == GM_OK;
         if (*out) {
             status = gm_update_issue_all(engine);
+            status = status == GM_OK ? gm_clip_note_issued(engine) : status;
             engine->step.n++;
             status = status == GM_OK ? gm_update_prepare(engine, sorted, n, true) : status;
             if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */
