@@ -106,7 +106,7 @@ class Runtime(Uncopied, Reporting):
         # Gradients that a clip has shortened, and by which factor. The step multiplies by the way; here they are what
         # they were, until somebody uses them after it (_shorten). Whoever reads them finds the product.
         self._clipped: dict[Slot, float] = {}
-        # Those of the last clip of which nobody has seen what came of it (clip_grad_norm_); is_late: nor has its step been.
+        # Those of the last clip, if nobody has seen what came of it (_clip_late); is_late: nor has its step been.
         self._late: set[Slot] = set()
         self._is_late = False
         self._in_backward = False

@@ -765,7 +765,7 @@ def test_a_loop_that_begins_to_say_step_and_ends(clip: float | None) -> None:
     for step, says in enumerate(ways):
         for each in (want, run):
             each.recipe = replace(each.recipe, clip=None if says else clip)
-        run.backward = (lambda loss, says=says: run.engine.backward(loss, step=says))
+        run.backward = lambda loss, says=says: run.engine.backward(loss, step=says)
         before = immediate(run)
         for each in (want, run):
             drive(each, CASE, 1, first=step)
