@@ -172,6 +172,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     gm_status status = gm_call_begin(engine);
     if (status == GM_OK) {
         engine->step.is_announced = true;
+        engine->step.is_late = false;
         /* An update does not touch what tensors show. */
         bool is_apart = engine->shown == GM_GATHERED;
         status = is_apart ? gm_watch_poll(engine) : GM_OK;
