@@ -117,7 +117,7 @@ typedef struct gm_clip_args {
     size_t n;
     double max_norm;
     gm_clip *out;
-    float *norm;  /* NULL: nobody wants it */
+    float *norm; /* NULL: nobody wants it */
 } gm_clip_args;
 
 void gm_clip_host(const gm_clip_args *args);

@@ -271,9 +271,13 @@ def test_no_wait_in_a_step_that_clips(
     run.engine.close()
 
 
-def test_what_was_taken_is_taken_back_behind_it() -> None:
+@pytest.mark.parametrize("rates", list(MACHINES))
+def test_what_was_taken_is_taken_back_behind_it(
+    rates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole forward is issued before anybody knows that the clip has fired."""
-    want, run = _planned()
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
+    want, run = _planned(share=0.3)
     before = counts(run)
     _steps((want, run), [FIRES] * 4, 3)
     _steps((want, run), [QUIET], 7)
