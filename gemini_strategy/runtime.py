@@ -101,11 +101,14 @@ class Runtime(Uncopied, Reporting):
         self.precision_plan = settings.precision
         self.closed = False
         self.settings = settings
-        self.clip_factor = 1.0
-        self._sumsq: tuple[list[int], tuple[float, int]] | None = None  # of which slots
+        self._clip_factor = 1.0
+        self._sumsq: tuple[list[int], tuple[float, int] | None] | None = None  # of which slots
         # Gradients that a clip has shortened, and by which factor. The step multiplies by the way; here they are what
         # they were, until somebody uses them after it (_shorten). Whoever reads them finds the product.
-        self.clipped: dict[Slot, float] = {}
+        self._clipped: dict[Slot, float] = {}
+        # Those of the last clip, if nobody has seen what came of it (_clip_late); is_late: nor has its step been.
+        self._late: set[Slot] = set()
+        self._is_late = False
         self._in_backward = False
         self.steps = self.skipped_steps = 0
         self._wants_numbers = (
@@ -288,7 +291,7 @@ class Runtime(Uncopied, Reporting):
     def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
         is_asked = self.step_in_backward.waits or self.step_in_backward.used
-        is_asked = is_asked or self.lent or self.clipped
+        is_asked = is_asked or self.lent or self._clipped or self._late
         is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
         is_asked = is_asked or self._wants_numbers
         self.takes_plainly = self.scaler is None and not is_asked
@@ -354,8 +357,43 @@ class Runtime(Uncopied, Reporting):
 
     def forget_clip(self, slot: Slot) -> None:
         """Its gradient is another, or gone: no clip has shortened it."""
-        if self.clipped.pop(slot, None) is not None and not self.clipped:
+        was_clipped = slot in self._late or slot in self._clipped
+        self._late.discard(slot)
+        self._clipped.pop(slot, None)
+        if was_clipped and not self._clipped and not self._late:
             self.choose_way()
+
+    @property
+    def clipped(self) -> dict[Slot, float]:
+        """By which factors clips have shortened gradients that are still there. May wait for the last one."""
+        self._settle_clip()
+        return self._clipped
+
+    @property
+    def clip_factor(self) -> float:
+        """What the coming step multiplies gradients by. May wait for it."""
+        self._settle_clip()
+        return self._clip_factor
+
+    @clip_factor.setter
+    def clip_factor(self, factor: float) -> None:
+        self._clip_factor, self._is_late = factor, False
+
+    def _settle_clip(self) -> None:
+        """Somebody wants to know what a clip came to."""
+        if not self._late and not self._is_late:
+            return
+        factor = self.core.clip_factor()
+        late, self._late = self._late, set()
+        if self._is_late:
+            self.clip_factor = factor
+        self._note_clip(late, factor)
+
+    def _note_clip(self, slots: Iterable[Slot], factor: float) -> None:
+        for slot in slots if factor != 1.0 else ():
+            self._clipped[slot] = factor
+            slot.given.refresh("grad")
+        self.choose_way()
 
     def check_open(self) -> None:
         if self.closed:
@@ -431,15 +469,21 @@ class Runtime(Uncopied, Reporting):
         finally:
             self._in_backward = False
 
-    def _measure_grads(self) -> tuple[float, int]:
-        """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
+    def _to_measure(self) -> list[Slot]:
+        """What has a gradient for the next step, as it will be stepped."""
         self.check_open()
         self.collect()
         slots = self._to_step()
         self.step_in_backward.check_read(slots)
         self._shorten(slots)
+        return slots
+
+    def _measure_grads(self) -> tuple[float, int]:
+        """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
+        slots = self._to_measure()
         ids = sorted(slot.id for slot in slots)
-        fields = {"is_known": self._sumsq is not None and self._sumsq[0] == ids}
+        known = self._sumsq
+        fields = {"is_known": known is not None and known[0] == ids and known[1] is not None}
         everyone = agreement.check_step(self, "gradient norm", slots, fields)
         if not all(own["is_known"] for own in everyone):
             self._sumsq = ids, self.core.grad_sumsq(ids, self.stream())
@@ -447,7 +491,7 @@ class Runtime(Uncopied, Reporting):
 
     def _shorten(self, slots: Iterable[Slot]) -> None:
         """Before these gradients are used: a clip whose step is over is in them, as in torch."""
-        if self.clipped and self.clip_factor == 1.0:
+        if not self._is_late and self._clip_factor == 1.0 and self.clipped:
             for slot in slots:
                 if slot in self.clipped:
                     slot.clip_grad()
@@ -466,6 +510,10 @@ class Runtime(Uncopied, Reporting):
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm!r} must not be negative")
         self._check_unclipped("clip_grad_norm_()")
+        if self.scaler is None and self.ranks.size == 1 and not error_if_nonfinite:
+            late = self._clip_late(float(max_norm))
+            if late is not None:
+                return late
         norm = self.grad_norm()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -475,11 +523,22 @@ class Runtime(Uncopied, Reporting):
         if self.scaler is None or math.isfinite(norm):
             self.clip_factor = clip_coefficient(norm, float(max_norm))
         if self.clip_factor != 1.0:
-            for slot in self._to_step():
-                self.clipped[slot] = self.clip_factor
-                slot.given.refresh("grad")
-            self.choose_way()
+            self._note_clip(self._to_step(), self.clip_factor)
         return torch.tensor(norm, dtype=torch.float32)
+
+    def _clip_late(self, max_norm: float) -> torch.Tensor | None:
+        """Clips without waiting for the norm, where that is possible: it, as the stream will have it."""
+        slots = self._to_measure()
+        if not slots or self.lent:
+            return None
+        norm = torch.empty((), dtype=torch.float32, device=self.device)
+        ids = sorted(slot.id for slot in slots)
+        if not self.core.clip(ids, max_norm, norm.data_ptr(), self.stream()):
+            return None
+        self._sumsq = ids, None
+        self._late, self._is_late = set(slots), True
+        self.choose_way()
+        return norm
 
     def clip_grad_value_(self, value: float) -> None:
         """See Engine.clip_grad_value_."""
@@ -539,10 +598,11 @@ class Runtime(Uncopied, Reporting):
                 self.note_step(self.core.stats())
                 return loss
         self.settle()
+        is_late = self._is_late  # the core has the factor, and these have not
         updates = [self._update(slot, group, divisor) for slot, group in work]
         self.step_in_backward.check_step(updates)
         self._refresh_memory()
-        self._run_step(updates)
+        self._run_step(updates, is_late)
         self.step_in_backward.done(slot for slot, _ in work)
         for slot, group in work:
             if slot.count_update():
@@ -572,10 +632,11 @@ class Runtime(Uncopied, Reporting):
                     "optimizer over what is trained now, and manage() the model again"
                 )
 
-    def _run_step(self, updates: list[tuple[Any, ...]]) -> None:
+    def _run_step(self, updates: list[tuple[Any, ...]], is_late: bool) -> None:
+        step = self.core.step_clipped if is_late else self.core.step
         try:
             with self.ranks.explaining():
-                self.core.step(updates, self.stream())
+                step(updates, self.stream())
         except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
             self.ranks.abort(f"optimizer step: {error}")
             raise
@@ -583,7 +644,7 @@ class Runtime(Uncopied, Reporting):
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
         numbers = (*managed.hyperparameters(group), slot.adam_step + 1, *managed.mode(group))
-        return (slot.id, *numbers, divisor, self.clip_factor)
+        return (slot.id, *numbers, divisor, 1.0 if self._is_late else self._clip_factor)
 
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
         self.check_open()

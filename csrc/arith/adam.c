@@ -162,7 +162,9 @@ static void run_items(void *context, size_t begin, size_t end)
         size_t from = first > base ? first - base : 0;
         size_t to = last - base < length ? last - base : length;
         if (from < to) {
-            run_span(job, &range->scalars, range->begin + from, range->begin + to);
+            gm_adam_scalars scalars = range->scalars;
+            scalars.grad_scale = args->grad_scale ? *args->grad_scale : scalars.grad_scale;
+            run_span(job, &scalars, range->begin + from, range->begin + to);
         }
         base += length;
     }

@@ -74,6 +74,7 @@ typedef struct gm_adam_args {
     const gm_adam_range *ranges; /* (n_ranges,) host memory, also for CUDA        */
     size_t n_ranges;             /* elements outside every range are untouched            */
     const gm_adam_from *from;    /* NULL: in place.  On the host alone */
+    const float *grad_scale;     /* NULL: that of the ranges; else read, instead, when it runs */
 } gm_adam_args;
 
 /* dst = src, or dst = dst + src: converted to fp32, added in fp32, rounded to nearest even to
@@ -104,6 +105,22 @@ typedef struct gm_sumsq {
 void gm_sumsq_merge(gm_sumsq *into, const gm_sumsq *from); /* normalizes both carries as needed */
 /* The sum rounded once to double (nearest even); NaN if n_nan, else +inf if n_inf. */
 double gm_sumsq_value(const gm_sumsq *sum);
+
+/* What clipping by the norm comes to, as torch.nn.utils.clip_grad_norm_ has it, in double. */
+typedef struct gm_clip {
+    double factor; /* min(1, max_norm / (norm + 1e-6)); NaN for a norm that is NaN */
+    float scale;   /* the same, as gm_adam_scalars has it without a divisor */
+} gm_clip;
+
+typedef struct gm_clip_args {
+    const gm_sumsq *sums; /* (n,) to be added */
+    size_t n;
+    double max_norm;
+    gm_clip *out;
+    float *norm; /* NULL: nobody wants it */
+} gm_clip_args;
+
+void gm_clip_host(const gm_clip_args *args);
 
 /* ---- host implementations; pool may be NULL ---- */
 /* "scalar", "avx2" or "avx512": the best this processor has, or what GEMINI_ISA forces

@@ -13,62 +13,29 @@
 #include <string.h>
 
 #include "arith/adam_impl.h"
+#include "arith/clip.h"
 #include "arith/format.h"
 #include "arith/sumsq_impl.h"
 
-#define LOW32       UINT64_C(0xffffffff)
 #define ITEM        GM_SUMSQ_BLOCK
 #define GRAIN_ITEMS 16
 
-/* Adds limbs of any size to limbs of any size; see invariant 1. */
-static void add_limbs(uint64_t *into, const uint64_t *from)
-{
-    uint64_t carry = 0;
-    for (int i = 0; i < GM_SUMSQ_LIMBS; i++) {
-        uint64_t low = (into[i] & LOW32) + (from[i] & LOW32) + (carry & LOW32);
-        uint64_t high = (into[i] >> 32) + (from[i] >> 32) + (carry >> 32) + (low >> 32);
-        bool last = i + 1 == GM_SUMSQ_LIMBS;
-        into[i] = last ? (high << 32) | (low & LOW32) : low & LOW32;
-        carry = high;
-    }
-}
-
 void gm_sumsq_merge(gm_sumsq *into, const gm_sumsq *from)
 {
-    add_limbs(into->limb, from->limb);
+    gm_add_limbs(into->limb, from->limb);
     into->n_inf += from->n_inf;
     into->n_nan += from->n_nan;
 }
 
+/* Apart, so that nothing of them is computed outside the environment. */
 static __attribute__((noinline)) double round_limbs(const gm_sumsq *sum)
 {
-    uint64_t limb[GM_SUMSQ_LIMBS];
-    const uint64_t zero[GM_SUMSQ_LIMBS] = {0};
-    memcpy(limb, sum->limb, sizeof limb);
-    add_limbs(limb, zero);
-    int top = GM_SUMSQ_LIMBS - 1;
-    while (top > 0 && limb[top] == 0) {
-        top--;
-    }
-    if (top < 2) {
-        /* at most 64 bits: the conversion rounds once, to nearest even */
-        return ldexp((double)((limb[1] << 32) | limb[0]), GM_SUMSQ_LEAST);
-    }
-    /* 65 bits or more: 64 of them, the highest set, go to `head`, the others to one sticky bit */
-    GM_ASSERT(limb[top] <= LOW32);
-    int shift = __builtin_clzll(limb[top]) - 32;
-    uint64_t head = (limb[top] << 32) | limb[top - 1];
-    uint64_t next = limb[top - 2];
-    if (shift > 0) {
-        head = (head << shift) | (next >> (32 - shift));
-        next = (next << shift) & LOW32;
-    }
-    bool sticky = next != 0;
-    for (int i = 0; i < top - 2; i++) {
-        sticky |= limb[i] != 0;
-    }
-    /* 64 bits to 53: the eleven low bits decide; a sticky bit below them only breaks ties */
-    return ldexp((double)(head | (sticky ? 1u : 0u)), 32 * (top - 1) - shift + GM_SUMSQ_LEAST);
+    return gm_round_limbs(sum->limb);
+}
+
+static __attribute__((noinline)) void clip_of(const gm_sumsq *sum, const gm_clip_args *args)
+{
+    gm_clip_of(sum, args);
 }
 
 double gm_sumsq_value(const gm_sumsq *sum)
@@ -84,6 +51,18 @@ double gm_sumsq_value(const gm_sumsq *sum)
     double value = round_limbs(sum);
     gm_fenv_leave(&saved);
     return value;
+}
+
+void gm_clip_host(const gm_clip_args *args)
+{
+    gm_sumsq all = {{0}, 0, 0};
+    for (size_t i = 0; i < args->n; i++) {
+        gm_sumsq_merge(&all, &args->sums[i]);
+    }
+    fenv_t saved;
+    gm_fenv_enter(&saved);
+    clip_of(&all, args);
+    gm_fenv_leave(&saved);
 }
 
 typedef struct sumsq_job {

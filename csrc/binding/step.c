@@ -28,6 +28,41 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
     return Py_BuildValue("dK", gm_sumsq_value(&sum), (unsigned long long)(sum.n_inf + sum.n_nan));
 }
 
+/* clip(params, max_norm, address of the norm, stream) -> bool */
+static PyObject *core_clip(core *self, PyObject *args)
+{
+    PyObject *sequence;
+    unsigned long long stream, norm;
+    double max_norm;
+    size_t n;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine || !PyArg_ParseTuple(args, "OdKK", &sequence, &max_norm, &norm, &stream)) {
+        return NULL;
+    }
+    uint32_t *ids = gm_py_ids(sequence, &n);
+    if (!ids) {
+        return NULL;
+    }
+    gm_status status;
+    bool is_done;
+    GM_WITHOUT_GIL(engine, status = gm_engine_clip(engine, ids, (uint32_t)n, max_norm,
+                                                   (float *)(uintptr_t)norm, stream, &is_done));
+    free(ids);
+    return status == GM_OK ? PyBool_FromLong(is_done) : gm_py_raise(status);
+}
+
+static PyObject *core_clip_factor(core *self, PyObject *Py_UNUSED(unused))
+{
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    gm_status status;
+    gm_clip clip;
+    GM_WITHOUT_GIL(engine, status = gm_engine_clip_wait(engine, &clip));
+    return status == GM_OK ? PyFloat_FromDouble(clip.factor) : gm_py_raise(status);
+}
+
 /* (param, lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, grad_divisor, clip_factor) */
 static int parse_update(PyObject *item, void *out)
 {
@@ -61,7 +96,10 @@ static gm_update *parse_updates(PyObject *args, const char *format, uint32_t *ou
     return updates;
 }
 
-static PyObject *core_step(core *self, PyObject *args)
+typedef gm_status step_fn(gm_engine *engine, const gm_update *updates, uint32_t n,
+                          gm_stream stream);
+
+static PyObject *run_step(core *self, PyObject *args, step_fn *step)
 {
     uint32_t n;
     unsigned long long stream;
@@ -71,9 +109,19 @@ static PyObject *core_step(core *self, PyObject *args)
         return NULL;
     }
     gm_status status;
-    GM_WITHOUT_GIL(engine, status = gm_engine_step(engine, updates, n, stream));
+    GM_WITHOUT_GIL(engine, status = step(engine, updates, n, stream));
     free(updates);
     return gm_py_finish(status);
+}
+
+static PyObject *core_step(core *self, PyObject *args)
+{
+    return run_step(self, args, gm_engine_step);
+}
+
+static PyObject *core_step_clipped(core *self, PyObject *args)
+{
+    return run_step(self, args, gm_engine_step_clipped);
 }
 
 static PyObject *core_arm(core *self, PyObject *args)
@@ -135,6 +183,7 @@ static PyObject *core_stats(core *self, PyObject *Py_UNUSED(unused))
         {"plan_breaks", s.n_breaks},
         {"deviations", s.n_deviations},
         {"replay_waits", s.n_replay_waits},
+        {"host_waits", s.n_host_waits},
         {"traces", s.n_traces},
         {"pending_updates", s.n_pending},
         {"immediate_updates", s.n_immediate},
@@ -205,7 +254,11 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef gm_py_step_methods[] = {
     GM_PY_METHOD("grad_sumsq", core_grad_sumsq, METH_VARARGS,
                  "grad_sumsq(params, stream) -> (sum of squares as a float, non-finite elements)"),
+    GM_PY_METHOD("clip", core_clip, METH_VARARGS,
+                 "clip(params, max_norm, address of the norm, stream) -> bool"),
+    GM_PY_METHOD("clip_factor", core_clip_factor, METH_NOARGS, "clip_factor() -> float"),
     GM_PY_METHOD("step", core_step, METH_VARARGS, "step(updates, stream)"),
+    GM_PY_METHOD("step_clipped", core_step_clipped, METH_VARARGS, "step_clipped(updates, stream)"),
     GM_PY_METHOD("arm", core_arm, METH_VARARGS, "arm(updates) -> bool"),
     GM_PY_METHOD("wants_numbers", core_wants_numbers, METH_FASTCALL, "wants_numbers() -> bool"),
     GM_PY_METHOD("announce", core_announce, METH_VARARGS, "announce(updates)"),

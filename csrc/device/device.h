@@ -52,6 +52,8 @@ typedef struct gm_device_ops {
     gm_status (*event_record)(gm_device *dev, gm_event event, gm_stream stream);
     gm_status (*event_wait)(gm_device *dev, gm_event event, gm_stream stream); /* stream waits */
     gm_status (*event_sync)(gm_device *dev, gm_event event);                   /* host waits */
+    /* Whether it has come, without waiting; what comes before it is then seen by the host.  It may still say no. */
+    gm_status (*event_query)(gm_device *dev, gm_event event, bool *out);
     /* Seconds between two timed events that both were recorded; the host waits for the later one. */
     gm_status (*event_elapsed)(gm_device *dev, gm_event start, gm_event end, double *seconds);
 
@@ -76,6 +78,9 @@ typedef struct gm_device_ops {
     /* *sum is device memory (sizeof(gm_sumsq) bytes, 16-byte aligned), added to. */
     gm_status (*sumsq)(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
                        gm_sumsq *sum, gm_stream s);
+
+    /* gm_clip_host on device memory. */
+    gm_status (*clip)(gm_device *dev, const gm_clip_args *args, gm_stream s);
 
     /* Host memory that copies use: registers (pins) a region; no-op on the host device. */
     gm_status (*pin)(gm_device *dev, void *base, size_t bytes);

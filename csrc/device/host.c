@@ -442,6 +442,12 @@ static gm_status host_event_sync(gm_device *base, gm_event event)
     return check_event(as_host(base), event);
 }
 
+static gm_status host_event_query(gm_device *base, gm_event event, bool *out)
+{
+    *out = true;
+    return check_event(as_host(base), event);
+}
+
 static gm_status host_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds)
 {
     host_device *dev = as_host(base);
@@ -550,6 +556,14 @@ static gm_status host_sumsq(gm_device *base, const void *data, gm_dtype dtype, s
     return GM_OK;
 }
 
+static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream s)
+{
+    (void)s;
+    GM_TRY(check_owner(as_host(base)));
+    gm_clip_host(args);
+    return GM_OK;
+}
+
 /* ---- the device itself ---- */
 
 static gm_status host_pin(gm_device *base, void *region, size_t bytes)
@@ -607,6 +621,7 @@ static const gm_device_ops host_ops = {
     .event_record = host_event_record,
     .event_wait = host_event_wait,
     .event_sync = host_event_sync,
+    .event_query = host_event_query,
     .event_elapsed = host_event_elapsed,
     .host_call = host_host_call,
     .copy_h2d = host_copy_h2d,
@@ -616,6 +631,7 @@ static const gm_device_ops host_ops = {
     .adam = host_adam,
     .grad_add = host_grad_add,
     .sumsq = host_sumsq,
+    .clip = host_clip,
     .pin = host_pin,
     .unpin = host_unpin,
     .memory = host_memory,

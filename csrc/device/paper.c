@@ -122,6 +122,12 @@ static gm_status paper_event_sync(gm_device *dev, gm_event event)
     return paper_stream_sync(dev, event);
 }
 
+static gm_status paper_event_query(gm_device *dev, gm_event event, bool *out)
+{
+    *out = true;
+    return paper_event_sync(dev, event);
+}
+
 static gm_status paper_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
 {
     const paper_device *self = as_paper(dev);
@@ -192,6 +198,12 @@ static gm_status paper_sumsq(gm_device *dev, const void *data, gm_dtype dtype, s
     return paper_stream_sync(dev, s);
 }
 
+static gm_status paper_clip(gm_device *dev, const gm_clip_args *args, gm_stream s)
+{
+    (void)args;
+    return paper_stream_sync(dev, s);
+}
+
 static gm_status paper_pin(gm_device *dev, void *base, size_t bytes)
 {
     (void)dev;
@@ -232,6 +244,7 @@ static const gm_device_ops paper_ops = {
     .event_record = paper_event_record,
     .event_wait = paper_event_wait,
     .event_sync = paper_event_sync,
+    .event_query = paper_event_query,
     .event_elapsed = paper_event_elapsed,
     .host_call = paper_host_call,
     .copy_h2d = paper_copy_h2d,
@@ -241,6 +254,7 @@ static const gm_device_ops paper_ops = {
     .adam = paper_adam,
     .grad_add = paper_grad_add,
     .sumsq = paper_sumsq,
+    .clip = paper_clip,
     .pin = paper_pin,
     .unpin = paper_unpin,
     .memory = paper_memory,

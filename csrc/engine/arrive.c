@@ -1,6 +1,6 @@
 /* arrive.c - gradients as they arrive from autograd, updates inside the backward that brings them, and their exact norm.
  *
- * The host may wait in: gm_engine_sumsq. */
+ * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait. */
 #include "engine/engine_impl.h"
 
 #include <string.h>
@@ -144,7 +144,21 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
     GM_TRY(device->ops->fill(device, (uintptr_t)sum, 0, sizeof *sum, stream));
     GM_TRY(device->ops->sumsq(device, data, dtype, p->part_numel, sum, stream));
     p->has_sum = true;
+    p->is_sum_zero = false;
     return gm_chunks_end_read(engine->chunks, chunk, GM_GRAD, stream);
+}
+
+static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *params, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        if (engine->params[params[i]].is_used_up) {
+            return GM_FAIL(
+                GM_ERR_STATE,
+                "gradients were used up by the update inside backward(step=True); a norm "
+                "needs backward(loss) without it");
+        }
+    }
+    return GM_OK;
 }
 
 static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
@@ -154,6 +168,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
     memset(out, 0, sizeof *out);
     engine->arrive.wants_sums = true;
     gm_speculation_note_norm(engine);
+    GM_TRY(check_not_used_up(engine, params, n));
     GM_TRY(gm_gradient_reduce_all(engine));
     if (device->is_paper) { /* no gradient has bytes */
         return GM_OK;
@@ -161,12 +176,6 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
     bool has_sums = false;
     for (uint32_t i = 0; i < n; i++) {
         gm_param *p = &engine->params[params[i]];
-        if (p->is_used_up) {
-            return GM_FAIL(
-                GM_ERR_STATE,
-                "gradients were used up by the update inside backward(step=True); a norm "
-                "needs backward(loss) without it");
-        }
         if (!p->is_held || p->part_numel == 0) {
             continue;
         }
@@ -177,6 +186,7 @@ static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm
         }
         has_sums |= p->has_sum;
     }
+    engine->arrive.n_waits += has_sums;
     if (has_sums && !device->is_host) {
         GM_TRY(device->ops->copy_d2h(device, engine->sums.home, (uintptr_t)engine->sums.there,
                                      engine->n_params * sizeof *engine->sums.there, stream));
@@ -211,4 +221,73 @@ gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n,
     }
     GM_TRY(gm_call_begin(engine));
     return gm_call_end(engine, sumsq(engine, params, n, out, stream));
+}
+
+/* ---- the norm without waiting ---- */
+
+/* All sums there count, so those of what is not asked for are made 0. */
+static gm_status bring_sum(gm_engine *engine, uint32_t id, bool is_wanted, gm_stream stream)
+{
+    gm_param *p = &engine->params[id];
+    if (p->has_sum) {
+        GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, GM_GRAD, stream));
+    } else if (is_wanted) {
+        return sum_on_device(engine, p, stream);
+    }
+    if (is_wanted || p->is_sum_zero) {
+        return GM_OK;
+    }
+    p->has_sum = false;
+    p->is_sum_zero = true;
+    return engine->device->ops->fill(engine->device, (uintptr_t)&engine->sums.there[id], 0,
+                                     sizeof(gm_sumsq), stream);
+}
+
+static gm_status clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
+                      float *norm, gm_stream stream, bool *out)
+{
+    engine->arrive.wants_sums = true;
+    GM_TRY(check_not_used_up(engine, params, n));
+    *out = !engine->device->is_paper && !gm_has_ranks(engine);
+    for (uint32_t i = 0; i < n; i++) { /* what is at home takes a wait to sum */
+        const gm_param *p = &engine->params[params[i]];
+        *out &= p->is_held && p->part_numel > 0 &&
+                (p->has_sum || gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD));
+    }
+    uint32_t next = 0;
+    for (uint32_t id = 0; *out && id < engine->n_params; id++) {
+        bool is_wanted = next < n && params[next] == id;
+        next += is_wanted;
+        GM_TRY(bring_sum(engine, id, is_wanted, stream));
+    }
+    GM_ASSERT(!*out || next == n);
+    if (*out) {
+        gm_speculation_note_norm(engine);
+    }
+    return *out ? gm_clip_issue(engine, max_norm, norm, stream) : GM_OK;
+}
+
+gm_status gm_engine_clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
+                         float *norm, gm_stream stream, bool *out)
+{
+    *out = false;
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(gm_engine_check_param(engine, params[i]));
+        if (i > 0 && params[i] <= params[i - 1]) {
+            return GM_FAIL(GM_ERR_ARG, "parameter %u is not behind parameter %u", params[i],
+                           params[i - 1]);
+        }
+    }
+    GM_TRY(gm_call_begin(engine));
+    return gm_call_end(engine, clip(engine, params, n, max_norm, norm, stream, out));
+}
+
+gm_status gm_engine_clip_wait(gm_engine *engine, gm_clip *out)
+{
+    GM_TRY(gm_call_begin(engine));
+    gm_status status =
+        engine->clip.step > 0
+            ? gm_clip_wait(engine, engine->clip.step, out)
+            : GM_FAIL(GM_ERR_STATE, "there has been no clip that could be waited for");
+    return gm_call_end(engine, status);
 }

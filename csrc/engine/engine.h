@@ -80,6 +80,7 @@ typedef struct gm_engine_stats {
     double host_adam_seconds;   /* of updates on the host, so far */
     uint64_t n_plans, n_breaks; /* adopted; left because of memory or a pass that was not planned */
     uint64_t n_deviations;      /* passes that left their trace */
+    uint64_t n_host_waits;      /* and mappings, so far, wherever */
     uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
     uint32_t n_traces, n_pending;
     uint64_t n_immediate;  /* updates of chunks inside a backward */
@@ -138,6 +139,11 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
 /* Exact sum of squares of the gradients present among params[0..n), of all ranks: a collective. */
 gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
                           gm_stream stream);
+/* Clips by the norm of these (sorted), in the coming step, without waiting; norm: device memory that gets it, in the order
+ * of `stream`, or NULL.  *out is false, and nothing has happened, where that takes a wait or a collective. */
+gm_status gm_engine_clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
+                         float *norm, gm_stream stream, bool *out);
+gm_status gm_engine_clip_wait(gm_engine *engine, gm_clip *out); /* what came of the last one */
 
 typedef struct gm_update {
     uint32_t param;
@@ -147,6 +153,10 @@ typedef struct gm_update {
  * device; whoever needs the result is ordered behind it.  An error in the middle closes the engine: every later
  * call returns it. */
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
+/* The same; gradients are multiplied by the factor of the last gm_engine_clip, which was for this step, instead of the
+ * factors of the updates, which are 1. */
+gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, uint32_t n,
+                                 gm_stream stream);
 /* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
  * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
  * gm_engine_step with the same updates; or, when no step comes, gm_engine_disarm: it closes the engine if weights have

@@ -25,6 +25,7 @@ typedef struct gm_param {
     bool is_held;      /* GM_GRAD holds it, or what came of it before this pass */
     bool is_unreduced; /* GM_UNREDUCED holds one of this pass */
     bool has_sum;      /* sums[] holds the sum of squares of that gradient */
+    bool is_sum_zero;  /* sums[] holds 0, which counts in no norm */
     bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
     uint64_t arrival;  /* the pass in which the last gradient arrived */
     uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */
@@ -55,6 +56,9 @@ typedef struct gm_task {
     size_t n_ranges;
     atomic_bool is_running; /* issued as a host call that has not ended */
     atomic_bool is_dropped; /* nobody wants its result any more: if it has not begun it need not */
+    bool
+        is_late; /* its gradients are multiplied by the step's clip (clip.c), which nobody had seen */
+    bool is_redo; /* it has nothing to do if that did not fire */
 } gm_task;
 
 typedef struct gm_chunk_state {
@@ -109,6 +113,15 @@ typedef struct gm_tick_timer {
     bool has_result;
 } gm_tick_timer;
 
+/* See clip.c.  By turn: of even steps and of odd ones. */
+typedef struct gm_clips {
+    gm_stream stream;
+    gm_event there[2], home[2], used[2][2]; /* used: on the device, on the host */
+    bool has_word[2], is_used[2];
+    uint64_t step; /* that the last one was for; 0: there has been none */
+    uint64_t n_waits;
+} gm_clips;
+
 typedef struct gm_ranks {
     gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
     uint32_t n_shards, rank, n_replicas;
@@ -148,6 +161,8 @@ typedef struct gm_room {
     void *outside_context;
     gm_plan *plan; /* followed; NULL: on demand */
     bool wants_plan;
+    char refusal[512]; /* see gm_engine_refusal */
+    bool is_settled;   /* the homes that the plan does not need have gone */
     uint64_t n_plans, n_breaks;
 } gm_room;
 
@@ -157,6 +172,7 @@ typedef struct gm_updates {
     bool is_armed;
     gm_stream stream, host_stream;
     atomic_ullong host_ns, host_params; /* of updates on the host, so far */
+    atomic_ullong n_late;               /* that took back what a speculation had done, so far */
     atomic_int async_status;
 } gm_updates;
 
@@ -234,8 +250,11 @@ typedef struct gm_units {
 
 typedef struct gm_steps {
     uint64_t n;
-    uint64_t n_calls; /* the same on all ranks, armed or not: for labels */
-    bool wants_immediate;
+    uint64_t n_calls;            /* the same on all ranks, armed or not: for labels */
+    bool wants_immediate;        /* plans have updates inside the backward */
+    bool is_late;                /* the last one takes its factor from clip.c */
+    bool is_announced;           /* the coming step is the end of its backward */
+    unsigned n_others, patience; /* steps in a row that were not as planned; that change the plan */
 } gm_steps;
 
 enum { GM_MOST_SPARE_ARENAS = 8 };
@@ -247,6 +266,8 @@ typedef struct gm_speculation {
     size_t bytes;                       /* of these */
     double seconds;                     /* that taking and pinning them took */
     bool has_limit, is_wanted;          /* plans may speculate */
+    bool is_open;                       /* whether the last step clipped is not known yet */
+    bool had_numbers;                   /* it was announced */
     bool has_norm, has_numbers;         /* since the last step: asked for, announced */
     unsigned n_quiet, n_loud;           /* steps in a row that asked and did not clip; others */
     unsigned patience;                  /* so many of them change is_wanted */
@@ -254,6 +275,7 @@ typedef struct gm_speculation {
 } gm_speculation;
 
 typedef struct gm_arrivals {
+    uint64_t n_waits;             /* for a norm */
     bool wants_sums, has_repeats; /* of gradients, for their norm; a gradient came in parts */
 } gm_arrivals;
 
@@ -287,6 +309,7 @@ struct gm_engine {
     /* Named as the files. */
     gm_sums sums;
     gm_tick_timer timer;
+    gm_clips clip;
     gm_ranks ranks;
     gm_window window;
     struct gm_stage *stage; /* NULL: no chunk's states are streamed */
@@ -349,9 +372,16 @@ enum { GM_STAGING_BYTES = 16 << 20 };
 /* Behind the sums of parameters, for numbers that ranks tell each other (ranks.c): as many more gm_sumsq. */
 enum { GM_RANKS_SUMS = 8 };
 
+enum { GM_CLIP_SUMS = 4 }; /* and behind those, for the words of clip.c */
+
+static inline size_t gm_sums_clip(const gm_engine *engine)
+{
+    return (size_t)engine->n_params + 1 + GM_RANKS_SUMS;
+}
+
 static inline size_t gm_sums_bytes(const gm_engine *engine)
 {
-    return ((size_t)engine->n_params + 1 + GM_RANKS_SUMS) * sizeof(gm_sumsq);
+    return (gm_sums_clip(engine) + GM_CLIP_SUMS) * sizeof(gm_sumsq);
 }
 
 /* From here down every file calls what is above it, and nothing below. */
@@ -462,6 +492,18 @@ gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
                           const uint8_t **out_weights, const uint8_t **out_states);
 void gm_saving_note_read(gm_engine *engine, uint32_t chunk); /* with the engine's lock */
 
+/* clip.c */
+gm_status gm_clip_new(gm_engine *engine);
+void gm_clip_free(gm_engine *engine);
+/* For the coming step, of all sums there; norm: device memory, or NULL. */
+gm_status gm_clip_issue(gm_engine *engine, double max_norm, float *norm, gm_stream stream);
+gm_status gm_clip_note_issued(gm_engine *engine); /* all updates of the last step have been */
+/* Without waiting: the factor of the step's clip has come home. */
+bool gm_clip_is_known(gm_engine *engine, uint64_t step, float *out_scale);
+gm_status gm_clip_wait(gm_engine *engine, uint64_t step, gm_clip *out);
+/* Work that `stream` gets from now on may read the factor of the last step at *out, on the device or at home. */
+gm_status gm_clip_order(gm_engine *engine, bool is_at_home, gm_stream stream, const float **out);
+
 /* stage.c */
 gm_status gm_stage_new(gm_engine *engine); /* on the placement's stage; anew after each adoption */
 void gm_stage_free(gm_engine *engine);
@@ -481,6 +523,8 @@ void gm_window_end_asking(gm_engine *engine); /* its plan is made, or there is n
 /* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
 double gm_window_rate(const gm_engine *engine);
 bool gm_window_has_verdict(const gm_engine *engine); /* there is something to judge */
+bool gm_window_is_provisional(
+    const gm_engine *engine); /* there is no plan, or another may follow soon */
 /* What a window has shown (0 seconds: nothing) decides.  True: a plan should be made anew. */
 bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless);
 /* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
@@ -551,6 +595,7 @@ void gm_room_want_plan(gm_engine *engine, bool wants); /* after this step, if an
 void gm_room_end_wish(gm_engine *engine);
 void gm_room_follow(gm_engine *engine, gm_plan *plan);   /* whose places have been adopted */
 void gm_room_set_plan(gm_engine *engine, gm_plan *plan); /* with the same places; or NULL */
+void gm_room_note_settled(gm_engine *engine);
 size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* On demand from here on, with what is resident and the whole budget; waits. */
 gm_status gm_room_drop_plan(gm_engine *engine);
@@ -563,7 +608,7 @@ void gm_speculation_free(gm_engine *engine); /* nothing runs any more, and the t
 size_t gm_speculation_budget(const gm_engine *engine); /* bytes of spares that a plan may take */
 /* Of the device, that the driver will take to pin what a plan may take and has not yet. */
 size_t gm_speculation_device_bytes(const gm_engine *engine);
-bool gm_speculation_wants_numbers(const gm_engine *engine); /* of the coming step */
+bool gm_speculation_wants_numbers(gm_engine *engine); /* of the coming step */
 void gm_speculation_note_numbers(gm_engine *engine);
 void gm_speculation_note_norm(gm_engine *engine);
 void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n);
@@ -576,8 +621,8 @@ bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk); /* of the
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Instead of the task, *out true; else there is no result any more. */
-gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
-gm_status gm_speculation_flip(gm_engine *engine, uint32_t chunk); /* home and spare change places */
+void gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
+void gm_speculation_flip(gm_engine *engine, uint32_t chunk); /* home and spare change places */
 /* Whether this task's bytes are in the spare already, or may be written there now. */
 bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);

@@ -87,6 +87,7 @@ static gm_status put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype 
         args.dst = (void *)(gm_chunks_address(chunks, chunk, GM_GRAD) + offset);
         GM_TRY(device->ops->grad_add(device, &args, sum, stream));
         p->has_sum = sum != NULL;
+        p->is_sum_zero &= sum == NULL;
         return gm_chunks_end_write(chunks, chunk, GM_GRAD, stream);
     }
     args.dst = gm_chunks_home(chunks, chunk, GM_GRAD) + offset;

@@ -31,6 +31,9 @@ static void engine_free(gm_engine *engine)
         (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
         (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
     }
+    if (engine->clip.stream) { /* it copies words home, and has tasks, too */
+        (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
+    }
     gm_chunks_free(engine->chunks);
     if (engine->weights.collectives != engine->room.plan) {
         gm_plan_free(engine->weights.collectives);
@@ -43,6 +46,7 @@ static void engine_free(gm_engine *engine)
     gm_timer_free(engine);
     gm_pass_free(engine);
     gm_update_free(engine);
+    gm_clip_free(engine);
     gm_sums_free(engine);
     gm_saving_free(engine);
     gm_ranks_free(engine);
@@ -73,6 +77,7 @@ void gm_engine_finish_updates(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
+    (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     gm_saving_unlock(engine);
 }
 
@@ -288,6 +293,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     GM_TRY_GOTO(status, fail, gm_saving_new(engine));
     GM_TRY_GOTO(status, fail, make_chunks(engine, options));
     GM_TRY_GOTO(status, fail, gm_ranks_new(engine));
+    GM_TRY_GOTO(status, fail, gm_clip_new(engine));
     GM_TRY_GOTO(status, fail, gm_update_new(engine));
     GM_TRY_GOTO(status, fail, gm_unit_new(engine));
     GM_TRY_GOTO(status, fail, gm_pass_new(engine));

@@ -16,8 +16,8 @@
  *   3. Only chunks all of whose parameters have numbers are speculated: what is not updated would be missing in a spare.
  *   4. How many backwards bring a chunk's gradient is learnt from the steps before.  One that comes after a result changes
  *      the gradient's version; from then on that backward is waited for.
- *   5. A step is speculated only if the last one asked for the norm and did not clip.  A loop that does not ask, or has
- *      a loss scale, gets no spares.  Plans that speculate come with the first step, if it did not clip, or after some
+ *   5. A step is speculated unless the last one is known to have clipped, or did not ask for the norm.  A loop that does
+ *      not ask, or has a loss scale, gets no spares.  Plans that speculate come with the first step, if it did not clip, or after some
  *      such in a row, and go again after some others: each time it takes twice as many.
  *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated,
  *      nor one whose spare a checkpoint is still to be written from (saving.c).
@@ -52,12 +52,14 @@ static size_t spare_bytes(const gm_engine *engine, uint32_t chunk)
 
 /* ---- whether to ---- */
 
+/* Beside all homes, those that are still to come too: on paper none has a place. */
 static gm_status find_available(const gm_engine *engine, size_t homes, size_t *out)
 {
+    size_t all = engine->device->host_bytes;
     if (!engine->device->is_paper) {
-        return gm_host_available(out);
+        GM_TRY(gm_host_available(&all));
+        homes -= gm_arena_bytes(engine->arena);
     }
-    size_t all = engine->device->host_bytes; /* in which the homes on paper take no place */
     *out = all > homes ? all - homes : 0;
     return GM_OK;
 }
@@ -66,7 +68,7 @@ static gm_status find_available(const gm_engine *engine, size_t homes, size_t *o
 static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    size_t available, homes = gm_arena_bytes(engine->arena);
+    size_t available, homes = gm_arena_reserved(engine->arena);
     if (!s->has_limit) {
         s->has_limit = true;
         if (engine->policy == GM_POLICY_CUDA ||
@@ -102,9 +104,32 @@ static uint32_t n_planned(const gm_engine *engine)
     return engine->room.plan ? gm_plan_get_info(engine->room.plan)->n_speculated : 0;
 }
 
-bool gm_speculation_wants_numbers(const gm_engine *engine)
+static void count_step(gm_engine *engine, bool has_norm, bool fires)
 {
-    return n_planned(engine) > 0 && engine->speculation.n_quiet > 0 &&
+    gm_speculation *s = &engine->speculation;
+    bool is_saving = atomic_load(&engine->saving.is_on);
+    if (n_planned(engine) > 0 && (fires || !s->had_numbers || is_saving)) {
+        gm_window_spoil(engine); /* not the step that was planned */
+    }
+    s->n_quiet = has_norm && !fires ? s->n_quiet + 1 : 0;
+    s->n_loud = has_norm && !fires ? 0 : s->n_loud + 1;
+}
+
+/* The last step counts once its factor has come home; nobody waits for it, so one that is a whole step late never does. */
+static void settle(gm_engine *engine, uint64_t step)
+{
+    float scale;
+    if (engine->speculation.is_open && gm_clip_is_known(engine, step, &scale)) {
+        engine->speculation.is_open = false;
+        count_step(engine, true, !(scale >= 1 && scale <= 1));
+    }
+}
+
+bool gm_speculation_wants_numbers(gm_engine *engine)
+{
+    settle(engine, engine->step.n);
+    return n_planned(engine) > 0 &&
+           (engine->speculation.n_quiet > 0 || engine->speculation.is_open) &&
            !engine->arrive.has_repeats && !engine->step.wants_immediate;
 }
 
@@ -153,16 +178,16 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
 {
     gm_speculation *s = &engine->speculation;
     bool fires = false;
+    settle(engine, engine->step.n - 1);
     for (uint32_t i = 0; i < n; i++) { /* a loss scale, or a factor that is no number, fires, too */
         const gm_adam_hyper *hyper = &updates[i].hyper;
         fires |= !(hyper->clip_factor >= 1 && hyper->clip_factor <= 1) || hyper->grad_divisor != 1;
     }
-    if (n_planned(engine) > 0 && (fires || !s->has_numbers || atomic_load(&engine->saving.is_on))) {
-        gm_window_spoil(engine); /* not the step that was planned */
+    s->is_open = engine->step.is_late;
+    s->had_numbers = s->has_numbers;
+    if (!s->is_open) {
+        count_step(engine, s->has_norm, fires);
     }
-    bool is_quiet = s->has_norm && !fires;
-    s->n_quiet = is_quiet ? s->n_quiet + 1 : 0;
-    s->n_loud = is_quiet ? 0 : s->n_loud + 1;
     s->has_norm = s->has_numbers = false;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_numbered = false;
@@ -325,20 +350,22 @@ bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task 
            (!is_resident && may_use_spare(engine, chunk) && is_whole(engine, chunk, task));
 }
 
-gm_status gm_speculation_flip(gm_engine *engine, uint32_t chunk)
+void gm_speculation_flip(gm_engine *engine, uint32_t chunk)
 {
-    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE, engine->call.stream));
-    return gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+    gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
+    gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
 }
 
-gm_status gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
+void gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
     *out = gm_speculation_is_of(engine, chunk, task);
     engine->speculation.n_taken += *out;
     engine->speculation.n_redone += state->has_result && !*out;
     state->has_result = false;
-    return *out ? gm_speculation_flip(engine, chunk) : GM_OK;
+    if (*out) {
+        gm_speculation_flip(engine, chunk);
+    }
 }
 
 void gm_speculation_drop(gm_engine *engine)

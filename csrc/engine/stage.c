@@ -114,6 +114,7 @@ enum { WEIGHT, LOW, M, V, N_ARRAYS };
 typedef struct pass_through {
     uint32_t chunk;
     const gm_task *task;
+    const float *grad_scale;          /* NULL: that of the task */
     bool is_speculation, has_weights; /* which are on the device */
 } pass_through;
 
@@ -206,6 +207,7 @@ static gm_status update_slice(gm_engine *engine, const pass_through *p, uint64_t
         .grad = (const void *)(grad + begin * gm_dtype_bytes(grad_dtype)),
         .ranges = stage->ranges,
         .n_ranges = n_ranges,
+        .grad_scale = p->grad_scale,
     };
     uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk,
                                        GM_STATE, gm_state_shape_of(spec, n).total, update);
@@ -241,7 +243,11 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, out));
     GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
-    GM_TRY(update_slices(engine, &(pass_through){.chunk = chunk, .task = task}));
+    pass_through p = {.chunk = chunk, .task = task};
+    if (task->is_late) { /* states may come in before the factor is known: they do not wait for it */
+        GM_TRY(gm_clip_order(engine, false, update, &p.grad_scale));
+    }
+    GM_TRY(update_slices(engine, &p));
     GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, update));
     GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, update));
     /* Each slice was read in before it went out: the last copy home is the last access to the home. */

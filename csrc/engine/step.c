@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { PATIENCE = 2 }; /* steps in a row that go another way than the plan until it is changed */
+
 static int compare_updates(const void *a, const void *b)
 {
     uint32_t left = ((const gm_update *)a)->param, right = ((const gm_update *)b)->param;
@@ -28,6 +30,23 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
     return GM_OK;
 }
 
+/* What the last steps did decides whether updates are planned inside the backward.  A loop that keeps changing its way
+ * gets ever fewer plans.  Ranks make the same calls, so they find the same. */
+static void follow_loop(gm_engine *engine)
+{
+    gm_steps *s = &engine->step;
+    s->n_others = s->is_announced == s->wants_immediate ? 0 : s->n_others + 1;
+    s->patience = s->patience ? s->patience : PATIENCE;
+    bool is_changed = s->n_others >= s->patience;
+    if (is_changed || s->n_calls == 1) { /* no plan is changed by the first */
+        s->wants_immediate = s->is_announced;
+        s->n_others = 0;
+    }
+    s->patience *= is_changed ? 2 : 1;
+    gm_room_want_plan(engine, is_changed && !engine->arrive.has_repeats);
+    s->is_announced = false;
+}
+
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     if (engine->update.is_armed) {
@@ -36,6 +55,7 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
     } else {
         GM_TRY(
             gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+        GM_TRY(gm_clip_note_issued(engine));
         engine->step.n++;
     }
     GM_TRY(gm_update_prepare(engine, updates, n, false));
@@ -84,7 +104,17 @@ static gm_status check_not_used_up(const gm_engine *engine, const gm_update *upd
     return GM_OK;
 }
 
-gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+/* What comes of a clip that nobody has seen is for the step that it was made for. */
+static gm_status check_clip(const gm_engine *engine, bool is_late)
+{
+    bool is_its = engine->clip.step == engine->step.n + 1;
+    return !is_late || (is_its && !engine->update.is_armed)
+               ? GM_OK
+               : GM_FAIL(GM_ERR_STATE, "the last clip was not for this step");
+}
+
+static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, bool is_late,
+                      gm_stream stream)
 {
     gm_update *sorted;
     GM_TRY(check_updates(engine, updates, n, true));
@@ -92,6 +122,8 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     gm_status status = gm_call_begin_on(engine, stream);
     if (status == GM_OK) { /* nothing is written before these have passed */
         status = check_not_used_up(engine, sorted, n);
+        status = status == GM_OK ? check_clip(engine, is_late) : status;
+        engine->step.is_late = is_late;
         status = status == GM_OK ? gm_gradient_reduce_all(engine) : status;
         engine->step.n_calls++;
         status = status == GM_OK ? gm_watch_poll(engine) : status;
@@ -104,6 +136,7 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
         if (status == GM_OK) {
             gm_pass_end(engine);
             gm_speculation_note_step(engine, sorted, n);
+            follow_loop(engine);
             gm_status planned =
                 gm_planner_run(engine); /* without one the engine goes on, on demand */
             if (engine->ranks.stream && planned != GM_OK) {
@@ -119,6 +152,17 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
     return status;
 }
 
+gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream)
+{
+    return step(engine, updates, n, false, stream);
+}
+
+gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, uint32_t n,
+                                 gm_stream stream)
+{
+    return step(engine, updates, n, true, stream);
+}
+
 gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
 {
     gm_update *sorted;
@@ -127,7 +171,8 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     GM_TRY(sort_updates(updates, n, &sorted));
     gm_status status = gm_call_begin(engine);
     if (status == GM_OK) {
-        engine->step.wants_immediate = !engine->arrive.has_repeats;
+        engine->step.is_announced = true;
+        engine->step.is_late = false;
         /* An update does not touch what tensors show. */
         bool is_apart = engine->shown == GM_GATHERED;
         status = is_apart ? gm_watch_poll(engine) : GM_OK;
@@ -136,11 +181,12 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
         /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
         const gm_plan *plan =
             engine->ranks.stream ? engine->weights.collectives : engine->room.plan;
-        *out = plan && engine->step.n > 0 && engine->step.wants_immediate && !has_watched &&
+        *out = plan && engine->step.n > 0 && !engine->arrive.has_repeats && !has_watched &&
                !engine->update.is_armed;
         *out = *out && status == GM_OK;
         if (*out) {
             status = gm_update_issue_all(engine);
+            status = status == GM_OK ? gm_clip_note_issued(engine) : status;
             engine->step.n++;
             status = status == GM_OK ? gm_update_prepare(engine, sorted, n, true) : status;
             if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */

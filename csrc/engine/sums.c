@@ -13,7 +13,8 @@ gm_status gm_sums_new(gm_engine *engine)
     }
     if (device->is_host) {
         engine->sums.there = engine->sums.home;
-        return GM_OK;
+        return device->ops->pin(device, &engine->sums.home[gm_sums_clip(engine)],
+                                GM_CLIP_SUMS * sizeof(gm_sumsq));
     }
     size_t n = gm_round_up(bytes, device->block_bytes) / device->block_bytes;
     uintptr_t address;
@@ -39,6 +40,9 @@ void gm_sums_place_home(gm_engine *engine, void *home)
 void gm_sums_free(gm_engine *engine)
 {
     gm_device *device = engine->device;
+    if (device && device->is_host && engine->sums.there) {
+        device->ops->unpin(device, &engine->sums.home[gm_sums_clip(engine)]);
+    }
     if (device && (device->is_host || device->is_paper)) {
         free(engine->sums.home);
     }

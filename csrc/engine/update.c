@@ -4,10 +4,14 @@
  * Invariants
  *   1. A chunk with a pending update is updated before anything reads its weights or states, or writes its gradient.
  *   2. A task is rewritten only when its last run has ended.
- *   3. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
+ *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's fence, and only there: what
+ *      speculation has made is taken as if no clip fired, and a call behind it steps again, from the old homes, which
+ *      are the spares now, to the new ones, if one did.  Whoever uses the new homes comes behind that call.
+ *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
  *      new weights where the gradient of the old ones is meant.  If it happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (beside a save, for the factor of a
+ * clip), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -22,6 +26,7 @@ gm_status gm_update_new(gm_engine *engine)
 {
     atomic_init(&engine->update.host_ns, 0);
     atomic_init(&engine->update.host_params, 0);
+    atomic_init(&engine->update.n_late, 0);
     atomic_init(&engine->update.async_status, GM_OK);
     engine->update.ranges = calloc(3 * (size_t)engine->n_params + 1, sizeof *engine->update.ranges);
     if (!engine->update.ranges) {
@@ -71,6 +76,21 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
     };
 }
 
+/* From the home to the spare, or back. */
+static void set_out_of_place(gm_engine *engine, uint32_t chunk, gm_task *task, bool is_to_spare)
+{
+    uint8_t *pieces[2][2];
+    uint8_t *grad = gm_chunks_home(engine->chunks, chunk, GM_GRAD);
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        pieces[!is_to_spare][piece] = gm_chunks_home(engine->chunks, chunk, (gm_piece)piece);
+        pieces[is_to_spare][piece] = gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece);
+    }
+    set_arrays(engine, chunk, task, pieces[0][GM_WEIGHT], pieces[0][GM_STATE], grad);
+    task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
+    set_arrays(engine, chunk, task, pieces[1][GM_WEIGHT], pieces[1][GM_STATE], grad);
+    task->args.from = &task->from;
+}
+
 static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
@@ -81,6 +101,7 @@ static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *tas
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
+    GM_TRY(task->is_late ? gm_clip_order(engine, false, stream, &task->args.grad_scale) : GM_OK);
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
@@ -109,10 +130,12 @@ static void run_host_task(void *context)
 {
     gm_task *task = context;
     gm_engine *engine = task->engine;
-    if (atomic_load(&task->is_dropped)) {
+    float scale = task->is_redo ? *task->args.grad_scale : 0;
+    if (atomic_load(&task->is_dropped) || (scale >= 1 && scale <= 1)) {
         atomic_store(&task->is_running, false);
         return;
     }
+    atomic_fetch_add(&engine->update.n_late, task->is_redo);
     double began = gm_seconds();
     gm_status status = gm_adam_host(&task->args, engine->workers);
     atomic_fetch_add(&engine->update.host_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
@@ -142,9 +165,11 @@ static void note_task(gm_engine *engine, uint32_t chunk, bool is_speculation, gm
     }
 }
 
-static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task)
+static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task, gm_stream stream)
 {
-    gm_stream stream = engine->update.host_stream;
+    if (task->args.grad_scale) {
+        gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
+    }
     atomic_store(&task->is_running, true);
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
@@ -169,14 +194,41 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
     set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
                gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
+    GM_TRY(task->is_late ? gm_clip_order(engine, true, stream, &task->args.grad_scale) : GM_OK);
     note_task(engine, chunk, false, stream);
-    GM_TRY(call_host(engine, chunk, task));
+    GM_TRY(call_host(engine, chunk, task, stream));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
     GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
     GM_TRY(gm_chunks_discard(chunks, chunk, GM_STATE)); /* stale; with a placement it is free */
     GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
+}
+
+/* Invariant 3.  The result has just been taken. */
+static gm_status redo_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_chunks *chunks = engine->chunks;
+    gm_stream stream = engine->clip.stream; /* not behind the speculations of other chunks */
+    GM_TRY(gm_chunks_send_home(chunks, chunk, GM_GRAD));
+    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        GM_TRY(gm_chunks_begin_spare_read(chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_begin_home_write(chunks, chunk, (gm_piece)piece, stream));
+        gm_note_access(engine->device, gm_chunks_spare(chunks, chunk, (gm_piece)piece),
+                       gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), false, stream);
+    }
+    set_out_of_place(engine, chunk, task, false);
+    GM_TRY(gm_clip_order(engine, true, stream, &task->args.grad_scale));
+    task->is_redo = true;
+    note_task(engine, chunk, false, stream);
+    GM_TRY(call_host(engine, chunk, task, stream));
+    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        GM_TRY(gm_chunks_end_spare_read(chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_end_home_write(chunks, chunk, (gm_piece)piece, stream));
+    }
+    return GM_OK;
 }
 
 static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
@@ -189,14 +241,9 @@ static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *t
     }
     GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_WEIGHT, stream));
     GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_STATE, stream));
-    set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
-               gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
-    task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
-    set_arrays(engine, chunk, task, gm_chunks_spare(chunks, chunk, GM_WEIGHT),
-               gm_chunks_spare(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
-    task->args.from = &task->from;
+    set_out_of_place(engine, chunk, task, true);
     note_task(engine, chunk, true, stream);
-    GM_TRY(call_host(engine, chunk, task));
+    GM_TRY(call_host(engine, chunk, task, stream));
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_end_home_read(chunks, chunk, (gm_piece)piece, stream));
     }
@@ -262,12 +309,40 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
     }
 }
 
+/* The step's factor has come home meanwhile, or is waited for: the task is one like any other. */
+static gm_status settle(gm_engine *engine, gm_task *task, bool waits)
+{
+    gm_clip clip = {0};
+    if (!task->is_late) {
+        return GM_OK;
+    }
+    if (waits) {
+        GM_TRY(gm_clip_wait(engine, engine->step.n, &clip));
+    }
+    if (waits || gm_clip_is_known(engine, engine->step.n, &clip.scale)) {
+        task->is_late = false;
+        for (size_t i = 0; i < task->n_ranges; i++) {
+            task->ranges[i].scalars.grad_scale = clip.scale;
+        }
+    }
+    return GM_OK;
+}
+
+/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody has seen. */
+static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    GM_TRY(task->is_late ? redo_at_home(engine, chunk, task) : GM_OK);
+    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
+    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+}
+
 /* A checkpoint that is being written keeps the home as it is: the results go to the spare. */
 static gm_status update_apart(gm_engine *engine, uint32_t chunk, gm_task *task, bool is_on_device)
 {
     GM_TRY(is_on_device ? gm_stage_speculate(engine, chunk, task)
                         : speculate_at_home(engine, chunk, task));
-    return gm_speculation_flip(engine, chunk);
+    gm_speculation_flip(engine, chunk);
+    return take_result(engine, chunk, task);
 }
 
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
@@ -284,10 +359,17 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     }
     forget_before(engine, state, task);
     bool is_on_device, is_taken = false;
-    bool is_apart = gm_saving_wants(engine, chunk) && gm_speculation_fits(engine, chunk, task);
-    gm_status status = is_apart ? gm_saving_settle(engine, chunk) : gm_saving_keep(engine, chunk);
-    status = status == GM_OK ? gm_speculation_take(engine, chunk, task, &is_taken) : status;
-    status = status == GM_OK && !is_taken ? bring_to_device(engine, chunk, &is_on_device) : status;
+    bool is_saved = gm_saving_wants(engine, chunk);
+    gm_status status = settle(engine, task, is_saved);
+    bool is_apart = is_saved && gm_speculation_fits(engine, chunk, task);
+    if (status == GM_OK) {
+        status = is_apart ? gm_saving_settle(engine, chunk) : gm_saving_keep(engine, chunk);
+    }
+    if (status == GM_OK) {
+        gm_speculation_take(engine, chunk, task, &is_taken);
+        status = is_taken ? take_result(engine, chunk, task)
+                          : bring_to_device(engine, chunk, &is_on_device);
+    }
     if (status == GM_OK && !is_taken) {
         status = is_apart       ? update_apart(engine, chunk, task, is_on_device)
                  : is_on_device ? update_on_device(engine, chunk, task)
@@ -381,6 +463,8 @@ static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
         GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_STATE));
     }
     task->n_ranges = 0;
+    task->is_late = engine->step.is_late;
+    task->is_redo = false;
     *out = task;
     return GM_OK;
 }
@@ -472,5 +556,6 @@ void gm_update_forget_all(gm_engine *engine)
     engine->update.n_pending = 0;
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
+    (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     atomic_store(&engine->update.async_status, GM_OK); /* also of what ended just now */
 }

@@ -9,6 +9,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
     gm_chunks_stats stats;
     gm_chunks_get_stats(engine->chunks, &stats);
     uint32_t n = gm_layout_n_chunks(engine->layout);
+    uint64_t n_late = atomic_load(&engine->update.n_late);
     *out = (gm_engine_stats){
         .fetches = stats.fetches,
         .evictions = stats.evictions,
@@ -22,8 +23,8 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .host_bytes = gm_arena_bytes(engine->arena) + engine->speculation.bytes,
         .spare_bytes = engine->speculation.bytes,
         .n_speculated = engine->speculation.n_made,
-        .n_taken = engine->speculation.n_taken,
-        .n_redone = engine->speculation.n_redone,
+        .n_taken = engine->speculation.n_taken - n_late,
+        .n_redone = engine->speculation.n_redone + n_late,
         .n_chunks = n,
         .rank = engine->ranks.rank,
         .n_shards = engine->ranks.n_shards,
@@ -39,6 +40,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .n_breaks = engine->room.n_breaks,
         .n_deviations = engine->pass.n_deviations,
         .n_replay_waits = engine->pass.n_replay_waits,
+        .n_host_waits = gm_engine_count_waits(engine),
         .n_traces = gm_book_n_traces(engine->pass.book),
         .n_pending = engine->update.n_pending,
         .n_leases_walked = engine->watch.n_walked,

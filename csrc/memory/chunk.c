@@ -416,7 +416,18 @@ gm_status gm_chunks_end_spare_write(gm_chunks *chunks, uint32_t id, gm_piece kin
     return set_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_homed, stream, false);
 }
 
-gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+gm_status gm_chunks_begin_spare_read(gm_chunks *chunks, uint32_t id, gm_piece kind,
+                                     gm_stream stream)
+{
+    return wait_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_homed, stream);
+}
+
+gm_status gm_chunks_end_spare_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+{
+    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_used, stream, false);
+}
+
+void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(p->spare && p->state != DIRTY);
@@ -429,7 +440,6 @@ gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind, gm
     p->spare_homed = homed;
     p->spare_used = home_used;
     p->version++;
-    return gm_chunks_home_written(chunks, id, kind, stream);
 }
 
 /* ---- the host's own access ---- */

@@ -128,9 +128,14 @@ gm_status gm_chunks_begin_spare_write(gm_chunks *chunks, uint32_t id, gm_piece p
                                       gm_stream stream);
 gm_status gm_chunks_end_spare_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
                                     gm_stream stream);
+/* The same, reads it. */
+gm_status gm_chunks_begin_spare_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                     gm_stream stream);
+gm_status gm_chunks_end_spare_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
+                                   gm_stream stream);
 /* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from here on.  A resident
- * copy is refreshed, as gm_chunks_home_written has it. */
-gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
+ * copy is stale then: home_written. */
+void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- the host's own access; it may wait ---- */
 

@@ -7,6 +7,7 @@
  *     gpu_device --fault    a kernel reads what is not mapped, and a host call follows it */
 #define _POSIX_C_SOURCE 200809L
 
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -351,8 +352,13 @@ static void check_adam_case(gm_device *dev, gm_dtype format, gm_dtype grad_dtype
     gm_adam_range used[CAPACITY]; /* the device may not look at ranges after the call */
     memcpy(used, ranges, sizeof used);
     args.ranges = used;
+    const float scale = 0.37f;
+    memory scale_there = memory_new(dev, sizeof scale);
+    put(dev, scale_there.addr, &scale, sizeof scale);
+    args.grad_scale = adamw ? NULL : (const float *)scale_there.addr;
     CHECK_OK(dev->ops->adam(dev, &args, 0));
     memset(used, 0xff, sizeof used);
+    args.grad_scale = adamw ? NULL : &scale;
     args.ranges = ranges;
     args.weight = twin_host(&weight);
     args.low = low_bytes ? twin_host(&low) : NULL;
@@ -366,6 +372,7 @@ static void check_adam_case(gm_device *dev, gm_dtype format, gm_dtype grad_dtype
         twin_check(dev, twins[i], names[i]);
         twin_free(dev, twins[i]);
     }
+    memory_free(dev, &scale_there);
 }
 
 static void check_adam(gm_device *dev)
@@ -502,6 +509,44 @@ static void check_sumsq(gm_device *dev)
     check_refused(dev->ops->sumsq(dev, (void *)sum.addr, GM_F32, 1, (gm_sumsq *)(sum.addr + 8), 0),
                   GM_ERR_ARG, "16-byte");
     memory_free(dev, &sum);
+}
+
+/* The factor of a clip, of sums with all kinds of limbs; and Adam that reads it. */
+static void check_clip(gm_device *dev)
+{
+    enum { MOST = 700 };
+    static gm_sumsq sums[MOST];
+    static const size_t counts[] = {0, 1, 2, 31, MOST};
+    memory there = memory_new(dev, sizeof sums);
+    memory out = memory_new(dev, sizeof(gm_clip) + sizeof(float));
+    for (int kind = 0; kind < N_KINDS; kind++) {
+        for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+            const size_t n = counts[c];
+            gm_clip expected, found;
+            float norm, shown;
+            for (size_t i = 0; i < n; i++) {
+                float values[64];
+                memset(&sums[i], 0, sizeof sums[i]);
+                fill(values, GM_F32, 64, kind);
+                gm_sumsq_host(values, GM_F32, 64, &sums[i], NULL);
+            }
+            put(dev, there.addr, sums, sizeof sums);
+            gm_clip_args args = {sums, n, 1.5, &expected, &norm};
+            gm_clip_host(&args);
+            args.sums = (const gm_sumsq *)there.addr;
+            args.out = (gm_clip *)out.addr;
+            args.norm = (float *)(out.addr + sizeof(gm_clip));
+            CHECK_OK(dev->ops->clip(dev, &args, 0));
+            get(dev, &found, out.addr, sizeof found);
+            get(dev, &shown, out.addr + sizeof(gm_clip), sizeof shown);
+            CHECK(isnan(expected.factor) ? isnan(found.factor) && isnan(found.scale)
+                                         : memcmp(&found.factor, &expected.factor, 8) == 0 &&
+                                               memcmp(&found.scale, &expected.scale, 4) == 0);
+            CHECK(memcmp(&shown, &norm, sizeof norm) == 0);
+        }
+    }
+    memory_free(dev, &there);
+    memory_free(dev, &out);
 }
 
 /* Long enough that every thread empties its band on the way, not only at the end. */
@@ -856,6 +901,8 @@ int main(int argc, char **argv)
     puts("grad_add: ok");
     check_sumsq(dev);
     puts("sumsq: ok");
+    check_clip(dev);
+    puts("clip: ok");
     check_torch_alloc(dev);
     puts("torch_alloc: ok");
     dev->ops->free(dev);

@@ -158,6 +158,37 @@ static void check_rounding(void)
     CHECK(gm_sumsq_value(&(gm_sumsq){.limb = {1}}) == 0x1p-298);
 }
 
+/* The factor of a clip is torch's formula, in double, of the sum of all sums. */
+static void check_clip(void)
+{
+    gm_sumsq sums[3] = {sum_of(data, GM_F32, 1000, "scalar", NULL),
+                        sum_of(data, GM_F32, 7, "scalar", NULL),
+                        {.n_inf = 0}};
+    gm_sumsq all = sums[0];
+    gm_sumsq_merge(&all, &sums[1]);
+    const double norm = sqrt(gm_sumsq_value(&all)), limits[] = {0, norm / 3, norm, 2 * norm};
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+        gm_clip clip;
+        float shown;
+        gm_clip_host(&(gm_clip_args){sums, 3, limits[i], &clip, &shown});
+        double factor = limits[i] / (norm + 1e-6);
+        factor = factor > 1 ? 1 : factor;
+        CHECK(clip.factor == factor && clip.scale == (float)factor && shown == (float)norm);
+    }
+    gm_clip clip;
+    float shown;
+    sums[2].n_inf = 1;
+    gm_clip_host(&(gm_clip_args){sums, 3, 1, &clip, &shown});
+    CHECK(clip.factor == 0 && clip.scale == 0 && isinf(shown));
+    sums[1].n_nan = 1;
+    gm_clip_host(&(gm_clip_args){sums, 3, 1, &clip, &shown});
+    uint32_t bits;
+    memcpy(&bits, &shown, sizeof bits);
+    CHECK(isnan(clip.factor) && isnan(clip.scale) && bits == 0x7fc00000u);
+    gm_clip_host(&(gm_clip_args){NULL, 0, 1, &clip, NULL});
+    CHECK(clip.factor == 1 && clip.scale == 1);
+}
+
 int main(void)
 {
     gm_workers *pool;
@@ -167,6 +198,8 @@ int main(void)
     check_non_finite();
     check_pending_carries();
     check_rounding();
+    fill_f32(100, 30);
+    check_clip();
     gm_workers_free(pool);
     printf("test_sumsq: ok\n");
     return 0;

@@ -294,7 +294,8 @@ class Managed(Plain):
         skipped = self.engine.stats()["skipped_steps"] - before
         self.skipped += skipped
         if norm is not None and not skipped:
-            assert norm.dtype == torch.float32 and norm.dim() == 0 and norm.device.type == "cpu"
+            assert norm.dtype == torch.float32 and norm.dim() == 0
+            assert norm.device in (torch.device("cpu"), self.engine.device)
             self.norms.append(norm.clone())
         if self.scaler is not None:
             self.scales.append(self.scaler.scale)
@@ -325,7 +326,7 @@ def _outcome(
         exp_avg_sq={i: state[i]["exp_avg_sq"].detach().cpu().clone() for i in counts},
         counts=counts,
         losses=list(run.losses),
-        norms=list(run.norms),
+        norms=[norm.cpu() for norm in run.norms],
         scales=list(run.scales),
         skipped=run.skipped,
     )

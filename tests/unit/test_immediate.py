@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -745,3 +746,32 @@ def test_closing_before_the_step_gives_weights_and_gradients_back() -> None:
     for got, expected in zip(run.model.parameters(), want.model.parameters(), strict=True):
         assert_same_bits(got.detach(), expected.detach())
         assert_same_bits(got.grad, expected.grad)
+
+
+# ---- the schedule follows the loop ---------------------------------------------------------------
+
+
+def _when(run: Managed) -> str:
+    return str(run.engine._runtime.core.plan_info()["when"])
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["plain", "clips"])
+def test_a_loop_that_begins_to_say_step_and_ends(clip: float | None) -> None:
+    """What the last steps did decides; one that is other than those around it changes no plan."""
+    want = plain(CASE.build, replace(RECIPE, clip=clip))
+    run = budgeted(CASE, want.recipe, 0.5, chunk_size=4096)
+    ways = [False] * 4 + [True] + [False] * 2 + [True] * 4 + [False] * 6
+    found = []
+    for step, says in enumerate(ways):
+        for each in (want, run):
+            each.recipe = replace(each.recipe, clip=None if says else clip)
+        run.backward = lambda loss, says=says: run.engine.backward(loss, step=says)
+        before = immediate(run)
+        for each in (want, run):
+            drive(each, CASE, 1, first=step)
+        found.append(_when(run))
+        assert (immediate(run) > before) == says
+    assert found[:7] == ["deferred"] * 7
+    assert found[9:11] == ["immediate"] * 2
+    assert found[-1] == "deferred"
+    _finish(run, want)

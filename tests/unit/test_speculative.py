@@ -23,6 +23,7 @@ from helpers.reference import (
     Managed,
     Plain,
     Recipe,
+    assert_same_bits,
     assert_same_outcome,
     drive,
     managed,
@@ -63,12 +64,23 @@ def counts(run: Managed) -> Counts:
     return Counts(*(int(stats[f"{what}_updates"]) for what in ("speculated", "taken", "redone")))
 
 
-def _steps(runs: tuple[Plain, ...], clips: list[float | None], first: int, case: Any = CASE) -> int:
-    """One step for each of these limits of the norm; the number of the next step."""
+def _steps(
+    runs: tuple[Plain, ...],
+    clips: list[float | None],
+    first: int,
+    case: Any = CASE,
+    waits: bool = False,
+) -> int:
+    """One step for each of these limits of the norm; the number of the next step.
+
+    `waits`: after each step it is known whether its clip fired; else that comes to light when it does.
+    """
     for step, clip in enumerate(clips, first):
         for run in runs:
             run.recipe = replace(run.recipe, clip=clip)
             drive(run, case, 1, first=step)
+            if waits and run.engine is not None:
+                run.engine._runtime.core.clip_factor()
     return first + len(clips)
 
 
@@ -106,13 +118,14 @@ def test_clips_that_fire_and_do_not(
     want = plain(CASE.build, recipe)
     run = budgeted(CASE, recipe, 0.3, chunk_size=4096)
     both = (want, run)
-    n = _steps(both, [QUIET] * 4, 0)
+    n = _steps(both, [QUIET], 0)  # a first step measures at home
+    n = _steps(both, [QUIET] * 3, n, waits=True)
     before = counts(run)
     assert before.taken > 0 and before.redone == 0
-    n = _steps(both, [FIRES], n)
+    n = _steps(both, [FIRES], n, waits=True)
     fired = counts(run)
     assert fired.made > before.made
-    n = _steps(both, [FIRES, FIRES, QUIET], n)
+    n = _steps(both, [FIRES, FIRES, QUIET], n, waits=True)
     assert counts(run).made == fired.made  # nothing is begun for nothing
     assert counts(run).redone > 0  # at the next step, or before, where somebody needed the bytes
     n = _steps(both, [QUIET, FIRES, QUIET, QUIET], n)
@@ -172,12 +185,12 @@ def test_a_loop_that_begins_to_fire_and_ends() -> None:
     """Plans change with it, and ever more seldom."""
     want, run = _planned()
     both = (want, run)
-    n = _steps(both, [FIRES] * 6, 3)
+    n = _steps(both, [FIRES] * 6, 3, waits=True)
     assert run.engine._runtime.core.plan_info()["n_speculated"] == 0
     before = counts(run)
-    n = _steps(both, [QUIET] * 7, n)
+    n = _steps(both, [QUIET] * 7, n, waits=True)
     assert run.engine._runtime.core.plan_info()["n_speculated"] == 0
-    n = _steps(both, [QUIET] * 3, n)
+    n = _steps(both, [QUIET] * 3, n, waits=True)
     assert run.engine._runtime.core.plan_info()["n_speculated"] > 0
     assert counts(run).taken > before.taken
     _finish(run, want)
@@ -229,6 +242,92 @@ def test_fp16_is_not_speculated() -> None:
     _steps((want, run), [QUIET] * 5, 0)
     assert counts(run) == (0, 0, 0) and run.engine.stats()["spare_bytes"] == 0
     assert run.engine._runtime.core.plan_info()["n_speculated"] == 0
+    _finish(run, want)
+
+
+# ---- nobody waits for the norm -------------------------------------------------------------------
+
+
+def _waits(run: Managed) -> int:
+    return int(run.engine._runtime.core.stats()["host_waits"])
+
+
+@pytest.mark.parametrize("chaos", [None, *range(4)])
+@pytest.mark.parametrize("rates", list(MACHINES))
+def test_no_wait_in_a_step_that_clips(
+    rates: str, chaos: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned steps, whether the clip fires or not: forward, backward, norm, step."""
+    monkeypatch.delenv("GEMINI_CHAOS")
+    if chaos is not None:
+        monkeypatch.setenv("GEMINI_CHAOS", str(50 + chaos))
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
+    want, run = (plain(CASE.build, RECIPE), budgeted(CASE, RECIPE, 0.3, chunk_size=4096))
+    n = _steps((want, run), [QUIET] * 12, 0)  # windows in which steps are timed end with waits
+    before, speculated = _waits(run), counts(run)
+    _steps((want, run), [QUIET, QUIET, FIRES, QUIET, FIRES, FIRES, QUIET, QUIET], n)
+    assert _waits(run) == before
+    assert counts(run).taken > speculated.taken and counts(run).redone > speculated.redone
+    run.engine._runtime.core.check()
+    assert chaos is None or run.engine._runtime.core.chaos_faults() == (0, "")
+    assert_same_outcome(run.outcome(), want.outcome())
+    run.engine.close()
+
+
+@pytest.mark.parametrize("rates", list(MACHINES))
+def test_what_was_taken_is_taken_back_behind_it(
+    rates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole forward is issued before anybody knows that the clip has fired."""
+    monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
+    want, run = _planned(share=0.3)
+    before = counts(run)
+    _steps((want, run), [FIRES] * 4, 3)
+    _steps((want, run), [QUIET], 7)
+    found = counts(run)
+    assert found.redone > before.redone
+    _finish(run, want)
+
+
+@pytest.mark.parametrize("what", ["reads the gradients", "reads the norm", "saves", "closes"])
+@pytest.mark.parametrize("limit", [QUIET, FIRES])
+def test_what_comes_between_clip_and_step(limit: float, what: str, tmp_path: Path) -> None:
+    want, run = _planned()
+    for each in (want, run):
+        _backward(each, 3)
+    before = want.outcome()
+    norm = run.engine.clip_grad_norm_(limit)
+    if what == "reads the gradients":
+        shown = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        factor = run.engine._runtime.core.clip_factor()
+        assert (factor < 1) == (limit == FIRES)
+        for name, p in want.model.named_parameters():
+            assert torch.equal(shown[name], p.grad * factor), name
+    elif what == "saves":
+        run.engine.save(tmp_path / "checkpoint")
+    elif what == "closes":
+        run.engine.close()
+        for name, value in run.model.state_dict().items():
+            assert torch.equal(value.to(before.weights[name].dtype), before.weights[name]), name
+        return
+    assert_same_bits(norm, want._clip(limit, 1.0), "norm")
+    for each in (want, run):
+        each.optimizer.step()
+        each.zero_grad()
+    _steps((want, run), [QUIET, FIRES, QUIET], 4)
+    _finish(run, want)
+
+
+def test_a_clip_without_a_step() -> None:
+    """Its factor is of no step: neither of the next one, nor of that after it."""
+    want, run = _planned()
+    for factor in (1.0, 3.0):
+        _backward(run, 3, factor)
+        run.engine.clip_grad_norm_(FIRES)
+        run.zero_grad()
+    run.losses.clear()
+    want.losses.clear()
+    _steps((want, run), [None, QUIET, None, FIRES, QUIET], 4)
     _finish(run, want)
 
 

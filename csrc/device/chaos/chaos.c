@@ -152,6 +152,9 @@ static gm_status chaos_adam(gm_device *base, const gm_adam_args *args, gm_stream
         }
         op->adam.ranges = op->ranges;
         status = add_adam_uses(op);
+        status = status == GM_OK && args->grad_scale
+                     ? gm_chaos_add_use(op, args->grad_scale, sizeof *args->grad_scale, false)
+                     : status;
     }
     return issue(gm_chaos_self(base), op, status, s);
 }
@@ -183,6 +186,16 @@ static gm_status chaos_sumsq(gm_device *base, const void *data, gm_dtype dtype, 
     op->sum = sum;
     gm_status status = gm_chaos_add_use(op, data, numel * gm_dtype_bytes(dtype), false);
     status = status == GM_OK ? gm_chaos_add_use(op, sum, sizeof *sum, true) : status;
+    return issue(gm_chaos_self(base), op, status, s);
+}
+
+static gm_status chaos_clip(gm_device *base, const gm_clip_args *args, gm_stream s)
+{
+    gm_chaos_op *op;
+    GM_TRY(new_op(base, GM_CHAOS_CLIP, &op));
+    op->clip = *args;
+    gm_status status = gm_chaos_add_use(op, args->sums, args->n * sizeof *args->sums, false);
+    status = status == GM_OK ? gm_chaos_add_use(op, args->out, sizeof *args->out, true) : status;
     return issue(gm_chaos_self(base), op, status, s);
 }
 
@@ -301,6 +314,7 @@ static const gm_device_ops chaos_ops = {
     .event_record = gm_chaos_event_record,
     .event_wait = gm_chaos_event_wait,
     .event_sync = gm_chaos_event_sync,
+    .event_query = gm_chaos_event_query,
     .event_elapsed = gm_chaos_event_elapsed,
     .host_call = chaos_host_call,
     .copy_h2d = chaos_copy_h2d,
@@ -310,6 +324,7 @@ static const gm_device_ops chaos_ops = {
     .adam = chaos_adam,
     .grad_add = chaos_grad_add,
     .sumsq = chaos_sumsq,
+    .clip = chaos_clip,
     .pin = gm_chaos_pin,
     .unpin = gm_chaos_unpin,
     .note_access = chaos_note_access,

@@ -106,6 +106,7 @@ void gm_chaos_event_free(gm_device *base, gm_event handle);
 gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stream);
 gm_status gm_chaos_event_wait(gm_device *base, gm_event handle, gm_stream stream);
 gm_status gm_chaos_event_sync(gm_device *base, gm_event handle);
+gm_status gm_chaos_event_query(gm_device *base, gm_event handle, bool *out);
 gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds);
 
 #endif

@@ -170,6 +170,7 @@ static gm_status run_on(gm_device *inner, gm_chaos_op *op)
     case GM_CHAOS_GRAD_ADD: return ops->grad_add(inner, &op->grad_add, op->sum, 0);
     case GM_CHAOS_SUMSQ:
         return ops->sumsq(inner, (const void *)op->src, op->dtype, op->numel, op->sum, 0);
+    case GM_CHAOS_CLIP: return ops->clip(inner, &op->clip, 0);
     case GM_CHAOS_HOST_CALL: return ops->host_call(inner, op->fn, op->context, 0);
     case GM_CHAOS_RECORD: gm_chaos_reach(op->mark); return GM_OK;
     case GM_CHAOS_FOREIGN:
@@ -234,6 +235,11 @@ static bool run_any(gm_chaos_device *dev)
         gm_chaos_run(dev, take_first(dev, queue));
     }
     return queue != NULL;
+}
+
+bool gm_chaos_draw(gm_chaos_device *dev, uint64_t n)
+{
+    return random_bits(dev) % n == 0;
 }
 
 void gm_chaos_wander(gm_chaos_device *dev)

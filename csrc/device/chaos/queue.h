@@ -40,6 +40,7 @@ typedef enum gm_chaos_kind {
     GM_CHAOS_ADAM,
     GM_CHAOS_GRAD_ADD,
     GM_CHAOS_SUMSQ,
+    GM_CHAOS_CLIP,
     GM_CHAOS_HOST_CALL,
     GM_CHAOS_FOREIGN, /* work of others on stream 0, done by them */
     GM_CHAOS_RECORD,  /* from here on: no bytes are used */
@@ -64,6 +65,7 @@ typedef struct gm_chaos_op {
     gm_adam_args adam;
     gm_adam_range *ranges; /* owned: a copy of the caller's */
     gm_grad_add_args grad_add;
+    gm_clip_args clip;
     void (*fn)(void *context);
     void *context;
     gm_chaos_mark *mark; /* owned reference, of GM_CHAOS_RECORD and GM_CHAOS_WAIT */
@@ -100,6 +102,7 @@ void gm_chaos_insert_early(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos
 /* The first failure is what every later wait of the host gives. */
 void gm_chaos_keep_failure(gm_chaos_device *dev, gm_status status);
 void gm_chaos_run(gm_chaos_device *dev, gm_chaos_op *op); /* frees it */
+bool gm_chaos_draw(gm_chaos_device *dev, uint64_t n);     /* one in n is true */
 void gm_chaos_wander(gm_chaos_device *dev);               /* runs some ready work, often none */
 void gm_chaos_run_until(gm_chaos_device *dev, const gm_chaos_mark *mark);
 void gm_chaos_run_queue(gm_chaos_device *dev, gm_chaos_queue *queue); /* until it is empty */

@@ -200,6 +200,24 @@ gm_status gm_chaos_event_sync(gm_device *base, gm_event handle)
     return first_failure(dev);
 }
 
+/* Of what has come, and the host has not waited for, it says so now and then. */
+gm_status gm_chaos_event_query(gm_device *base, gm_event handle, bool *out)
+{
+    gm_chaos_device *dev = gm_chaos_self(base);
+    gm_chaos_event *event;
+    *out = false;
+    GM_TRY(gm_chaos_check_owner(dev));
+    GM_TRY(find_event(dev, handle, &event));
+    gm_chaos_wander(dev);
+    gm_chaos_mark *mark = event->latest;
+    *out = !mark || gm_clock_covers(gm_chaos_host_clock(dev), &mark->clock) ||
+           (mark->is_reached && gm_chaos_draw(dev, 4));
+    if (*out && mark) {
+        gm_clock_join(gm_chaos_host_clock(dev), &mark->clock);
+    }
+    return first_failure(dev);
+}
+
 gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds)
 {
     gm_chaos_device *dev = gm_chaos_self(base);

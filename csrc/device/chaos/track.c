@@ -14,17 +14,12 @@
 enum { FORGET_SPANS = 1024 };
 
 static const char *const kind_names[GM_CHAOS_N_KINDS] = {
-    [GM_CHAOS_COPY_H2D] = "copy_h2d",
-    [GM_CHAOS_COPY_D2H] = "copy_d2h",
-    [GM_CHAOS_COPY_D2D] = "copy_d2d",
-    [GM_CHAOS_FILL] = "fill",
-    [GM_CHAOS_ADAM] = "adam",
-    [GM_CHAOS_GRAD_ADD] = "grad_add",
-    [GM_CHAOS_SUMSQ] = "sumsq",
-    [GM_CHAOS_HOST_CALL] = "host_call",
-    [GM_CHAOS_FOREIGN] = "noted access",
-    [GM_CHAOS_RECORD] = "event_record",
-    [GM_CHAOS_WAIT] = "event_wait",
+    [GM_CHAOS_COPY_H2D] = "copy_h2d",   [GM_CHAOS_COPY_D2H] = "copy_d2h",
+    [GM_CHAOS_COPY_D2D] = "copy_d2d",   [GM_CHAOS_FILL] = "fill",
+    [GM_CHAOS_ADAM] = "adam",           [GM_CHAOS_GRAD_ADD] = "grad_add",
+    [GM_CHAOS_SUMSQ] = "sumsq",         [GM_CHAOS_CLIP] = "clip",
+    [GM_CHAOS_HOST_CALL] = "host_call", [GM_CHAOS_FOREIGN] = "noted access",
+    [GM_CHAOS_RECORD] = "event_record", [GM_CHAOS_WAIT] = "event_wait",
 };
 
 /* ---- address ranges ---- */

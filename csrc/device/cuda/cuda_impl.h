@@ -75,6 +75,7 @@ void gm_cuda_event_free(gm_device *dev, gm_event event);
 gm_status gm_cuda_event_record(gm_device *dev, gm_event event, gm_stream stream);
 gm_status gm_cuda_event_wait(gm_device *dev, gm_event event, gm_stream stream);
 gm_status gm_cuda_event_sync(gm_device *dev, gm_event event);
+gm_status gm_cuda_event_query(gm_device *dev, gm_event event, bool *out);
 gm_status gm_cuda_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds);
 gm_status gm_cuda_host_call(gm_device *dev, void (*fn)(void *context), void *context,
                             gm_stream stream);
@@ -88,5 +89,6 @@ gm_status gm_cuda_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sums
                            gm_stream s);
 gm_status gm_cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
                         gm_sumsq *sum, gm_stream s);
+gm_status gm_cuda_clip(gm_device *dev, const gm_clip_args *args, gm_stream s);
 
 #endif

@@ -26,6 +26,7 @@ struct gm_kernels {
     CUfunction grad_add[N_DTYPES][N_DTYPES]; /* by dst, src */
     CUfunction grad_add_sumsq[N_DTYPES][N_DTYPES];
     CUfunction sumsq[N_DTYPES];
+    CUfunction clip;
     uint32_t sumsq_blocks, grad_sum_blocks; /* as many as run at once */
 };
 
@@ -82,6 +83,7 @@ static gm_status load(gm_kernels *k)
         (void)snprintf(name, sizeof name, "gm_sumsq_%s", dtypes[dst]);
         GM_TRY(get_function(k, name, &k->sumsq[dst]));
     }
+    GM_TRY(get_function(k, "gm_clip_norm", &k->clip));
     k->sumsq_blocks = GM_SUMSQ_BLOCKS_PER_SM * (uint32_t)n_multiprocessors;
     k->grad_sum_blocks = GM_GRAD_SUM_BLOCKS_PER_SM * (uint32_t)n_multiprocessors;
     return GM_OK;
@@ -231,8 +233,12 @@ gm_status gm_kernels_adam(gm_kernels *k, const gm_adam_args *args, CUstream stre
         return GM_OK;
     }
     GM_TRY(check_adam(args));
-    gm_adam_batch batch = {
-        .weight = args->weight, .low = args->low, .m = args->m, .v = args->v, .grad = args->grad};
+    gm_adam_batch batch = {.weight = args->weight,
+                           .low = args->low,
+                           .m = args->m,
+                           .v = args->v,
+                           .grad = args->grad,
+                           .grad_scale = args->grad_scale};
     for (size_t i = 0; i < args->n_ranges; i++) {
         if (args->ranges[i].begin == args->ranges[i].end) {
             continue;
@@ -338,6 +344,14 @@ gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size
     size_t wanted = (batch.n_vectors + GM_SUMSQ_BLOCK_VECTORS - 1) / GM_SUMSQ_BLOCK_VECTORS;
     uint32_t n_blocks = wanted < k->sumsq_blocks ? (uint32_t)wanted : k->sumsq_blocks;
     return launch(k, k->sumsq[dtype], n_blocks ? n_blocks : 1, &batch, stream);
+}
+
+gm_status gm_kernels_clip(gm_kernels *k, const gm_clip_args *args, CUstream stream)
+{
+    GM_TRY(check_sum("clip", args->sums));
+    GM_TRY(check_pointer("clip: out", args->out, sizeof(double)));
+    gm_clip_args copy = *args;
+    return launch(k, k->clip, 1, &copy, stream);
 }
 
 #else

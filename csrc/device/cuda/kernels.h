@@ -16,5 +16,6 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_su
                               CUstream stream);
 gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size_t numel,
                            gm_sumsq *sum, CUstream stream);
+gm_status gm_kernels_clip(gm_kernels *k, const gm_clip_args *args, CUstream stream);
 
 #endif

@@ -78,6 +78,20 @@ gm_status gm_cuda_event_sync(gm_device *dev, gm_event event)
     IN_CONTEXT(d, CHECK(d->api->cuEventSynchronize(gm_cuda_event(event))));
 }
 
+static gm_status event_query(cuda_device *d, CUevent event, bool *out)
+{
+    CUresult result = d->api->cuEventQuery(event);
+    *out = result == CUDA_SUCCESS;
+    return result == CUDA_ERROR_NOT_READY ? GM_OK : gm_cuda_check(result, "cuEventQuery");
+}
+
+gm_status gm_cuda_event_query(gm_device *dev, gm_event event, bool *out)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    *out = false;
+    IN_CONTEXT(d, event_query(d, gm_cuda_event(event), out));
+}
+
 static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, double *seconds)
 {
     float milliseconds = 0;
@@ -177,6 +191,12 @@ gm_status gm_cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t
 {
     cuda_device *d = gm_cuda_self(dev);
     IN_CONTEXT(d, gm_kernels_sumsq(d->kernels, data, dtype, numel, sum, gm_cuda_stream(s)));
+}
+
+gm_status gm_cuda_clip(gm_device *dev, const gm_clip_args *args, gm_stream s)
+{
+    cuda_device *d = gm_cuda_self(dev);
+    IN_CONTEXT(d, gm_kernels_clip(d->kernels, args, gm_cuda_stream(s)));
 }
 
 #else

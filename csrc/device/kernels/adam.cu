@@ -141,7 +141,10 @@ template <typename Format, typename Grad>
 static __device__ __forceinline__ void adam(const gm_adam_batch &batch)
 {
     const gm_adam_piece &piece = batch.piece[find_piece(batch, blockIdx.x)];
-    const gm_adam_scalars s = piece.scalars;
+    gm_adam_scalars s = piece.scalars;
+    if (batch.grad_scale) {
+        s.grad_scale = *batch.grad_scale;
+    }
     const arrays<Format, Grad> a = {(typename Format::Weight *)batch.weight,
                                     (typename Format::Low *)batch.low, (uint32_t *)batch.m,
                                     (uint32_t *)batch.v, (const typename Grad::Bits *)batch.grad};

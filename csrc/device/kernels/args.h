@@ -38,6 +38,7 @@ typedef struct gm_adam_batch {
     void *weight, *low;
     float *m, *v;
     const void *grad;
+    const float *grad_scale; /* NULL: that of the pieces */
     uint32_t n_pieces, n_tiles;
     gm_adam_piece piece[GM_ADAM_PIECES];
 } gm_adam_batch;
