@@ -148,6 +148,8 @@ typedef struct gm_room {
     void *outside_context;
     gm_plan *plan; /* followed; NULL: on demand */
     bool wants_plan;
+    char refusal[512]; /* see gm_engine_refusal */
+    bool is_settled;   /* the homes that the plan does not need have gone */
     uint64_t n_plans, n_breaks;
 } gm_room;
 
@@ -475,6 +477,8 @@ void gm_window_end_asking(gm_engine *engine); /* its plan is made, or there is n
 /* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
 double gm_window_rate(const gm_engine *engine);
 bool gm_window_has_verdict(const gm_engine *engine); /* there is something to judge */
+bool gm_window_is_provisional(
+    const gm_engine *engine); /* there is no plan, or another may follow soon */
 /* What a window has shown (0 seconds: nothing) decides.  True: a plan should be made anew. */
 bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless);
 /* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
@@ -545,6 +549,7 @@ void gm_room_want_plan(gm_engine *engine, bool wants); /* after this step, if an
 void gm_room_end_wish(gm_engine *engine);
 void gm_room_follow(gm_engine *engine, gm_plan *plan);   /* whose places have been adopted */
 void gm_room_set_plan(gm_engine *engine, gm_plan *plan); /* with the same places; or NULL */
+void gm_room_note_settled(gm_engine *engine);
 size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* On demand from here on, with what is resident and the whole budget; waits. */
 gm_status gm_room_drop_plan(gm_engine *engine);

@@ -51,12 +51,14 @@ static size_t spare_bytes(const gm_engine *engine, uint32_t chunk)
 
 /* ---- whether to ---- */
 
+/* Beside all homes, those that are still to come too: on paper none has a place. */
 static gm_status find_available(const gm_engine *engine, size_t homes, size_t *out)
 {
+    size_t all = engine->device->host_bytes;
     if (!engine->device->is_paper) {
-        return gm_host_available(out);
+        GM_TRY(gm_host_available(&all));
+        homes -= gm_arena_bytes(engine->arena);
     }
-    size_t all = engine->device->host_bytes; /* in which the homes on paper take no place */
     *out = all > homes ? all - homes : 0;
     return GM_OK;
 }
@@ -65,7 +67,7 @@ static gm_status find_available(const gm_engine *engine, size_t homes, size_t *o
 static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    size_t available, homes = gm_arena_bytes(engine->arena);
+    size_t available, homes = gm_arena_reserved(engine->arena);
     if (!s->has_limit) {
         s->has_limit = true;
         if (engine->policy == GM_POLICY_CUDA ||
