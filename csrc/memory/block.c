@@ -1,9 +1,9 @@
 /* block.c - the blocks behind the chunk table, their mapping, and the pool that serves on demand.  The placement of a
  * plan is in place.c, invariants are in chunk.c.
  *
- * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed every
- * range that still shows it is poisoned.  What tensors show, which are made only on mapped addresses, is poisoned before
- * it is mapped first: so it always shows something.  Mapping is what the pool costs (docs/log.md): a piece that comes back
+ * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed no range
+ * may show it any more.  What tensors show, which are made only on mapped addresses, is poisoned then, and before it is
+ * mapped first: so it always shows something.  Mapping is what the pool costs (docs/log.md): a piece that comes back
  * gets the blocks that it still shows, if it can, and a transient piece, which comes and goes within a pass, gets fresh
  * ones as long as the limit allows.
  *
@@ -30,12 +30,14 @@ gm_status gm_block_map(gm_chunks *chunks, piece *p)
 
 static gm_status poison_piece(gm_chunks *chunks, piece *p)
 {
+    const gm_device_ops *ops = chunks->device->ops;
+    bool is_shown = gm_piece_index(chunks, p) % GM_N_PIECES == gm_shown_piece(chunks);
     chunks->stats.n_maps++;
     p->is_mapped = false;
-    return chunks->device->ops->poison(chunks->device, p->address, p->n_blocks);
+    return (is_shown ? ops->poison : ops->unmap)(chunks->device, p->address, p->n_blocks);
 }
 
-/* Every range that shows a block from an earlier residence shows poison, before the block is destroyed. */
+/* No range shows the block from an earlier residence any more: it will be destroyed. */
 static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
 {
     for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
