@@ -177,6 +177,8 @@ class Runtime(Uncopied, Reporting):
         tables = arguments["unit_params"], arguments["unit_begin"]
         agreement.check_model(self, registration.slots, tables)
         external = self.memory.external_bytes(0)
+        if settings.policy == "auto":  # looks at what fits beside the model that is there
+            external += self.memory.torch_bytes()
         self.core = _C.Core(
             **arguments,
             threads=settings.threads,
@@ -189,9 +191,10 @@ class Runtime(Uncopied, Reporting):
         name, trains = type(self.model).__name__, self.optimizer is not None
         self.memory.join(self.core, name, budget, registration.floor_bytes(), trains)
         if budget >= 0:
-            spare = registration.check_floor(budget, budget - self.memory.external_bytes(0))
+            held = self.core.stats()["device_bytes"]  # where everything fits it is there already
+            spare = registration.check_floor(budget, budget - self.memory.external_bytes(held))
             self.memory.reserve = min(self.memory.first_reserve_bytes(budget), spare)
-            self.core.set_external_bytes(self.memory.external_bytes(0))
+            self.core.set_external_bytes(self.memory.external_bytes(held))
 
     def _refresh_memory(self) -> None:
         """Before a step, which may plan: what others hold on the device now."""

@@ -20,6 +20,21 @@ GM_PY_CALL(shed, 1, bool, PyBool_FromLong, gm_engine_shed(engine, (size_t)v[0]))
 GM_PY_CALL(reserve, 1, bool, PyBool_FromLong, gm_engine_reserve(engine, (size_t)v[0]))
 GM_PY_CALL_STATUS(forget_outside, 0, gm_engine_forget_outside(engine))
 
+/* refusal(): why the last of these two gave less than it was asked for, where the host is the reason. */
+static PyObject *core_refusal(core *self, PyObject *unused)
+{
+    (void)unused;
+    gm_engine *engine = gm_py_engine_of(self);
+    if (!engine) {
+        return NULL;
+    }
+    char text[512];
+    Py_BEGIN_ALLOW_THREADS
+    gm_engine_refusal(engine, text, sizeof text);
+    Py_END_ALLOW_THREADS
+    return PyUnicode_FromString(text);
+}
+
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
 {
     return is_full ? gm_engine_shed(context, bytes) : gm_engine_reserve(context, bytes);
@@ -66,6 +81,7 @@ PyMethodDef gm_py_room_methods[] = {
                  "set_external_bytes(bytes)"),
     GM_PY_METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
     GM_PY_METHOD("answer_for_torch", core_answer, METH_O, "answer_for_torch(bool)"),
+    GM_PY_METHOD("refusal", core_refusal, METH_NOARGS, "refusal() -> str"),
     GM_PY_METHOD("shed", core_shed, METH_FASTCALL, "shed(bytes) -> bool"),
     GM_PY_METHOD("forget_outside", core_forget_outside, METH_FASTCALL, "forget_outside()"),
     {NULL, NULL, 0, NULL},

@@ -1,8 +1,8 @@
 /* hostmem.c - how much host memory there is, and the arena.
  *
- * 1. An arena touches memory only after gm_host_available() has covered all of it.
- * 2. Every page of an arena is present when gm_arena_new returns: the engine never waits for the
- *    kernel to find one, and a machine that cannot give them fails here, not amid a step. */
+ * 1. An arena touches memory only after gm_host_available() has covered all that is asked for.
+ * 2. Every page of an extent is present when gm_arena_hold returns: the engine never waits for the
+ *    kernel to find one, and a machine that cannot give them fails here, not amid a copy. */
 #define _GNU_SOURCE /* MADV_* */
 #include "device/hostmem.h"
 
@@ -101,36 +101,40 @@ gm_status gm_host_available(size_t *out_bytes)
 enum { HUGE_PAGE_BYTES = 2 << 20 };
 
 struct gm_arena {
-    char *base; /* NULL if bytes == 0; a multiple of HUGE_PAGE_BYTES */
-    size_t bytes;
+    char *base; /* NULL if bytes == 0; a multiple of HUGE_PAGE_BYTES unless on paper */
+    size_t bytes, held_bytes;
     pid_t owner;       /* only there is the region mapped */
-    gm_device *device; /* that has it pinned; NULL: none */
+    gm_device *device; /* that has what is held pinned; NULL: none */
+    gm_extent *held;   /* (n_held,) */
+    size_t n_held, held_capacity;
 };
 
 typedef struct touch_job {
-    gm_arena *arena;
+    char *begin, *end;
     atomic_int error; /* errno of a span that failed */
 } touch_job;
 
-/* Makes the pages of huge-page-sized units [begin, end) present; they stay zero.  A call for each: with one for a whole
- * span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20 (docs/log.md, 2026-11-24). */
+/* Makes the pages of [begin, end) present, by units that end at multiples of the huge page size; they stay zero.  A call
+ * for each: with one for a whole span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20
+ * (docs/log.md, 2026-11-24). */
 static void touch_span(void *context, size_t begin, size_t end)
 {
     touch_job *job = context;
-    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE), bytes = job->arena->bytes;
+    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    char *first = job->begin - (uintptr_t)job->begin % HUGE_PAGE_BYTES;
     for (size_t i = begin; i < end; i++) {
-        char *at = job->arena->base + i * HUGE_PAGE_BYTES;
-        size_t left = bytes - i * HUGE_PAGE_BYTES;
-        size_t n = left < HUGE_PAGE_BYTES ? left : HUGE_PAGE_BYTES;
-        if (madvise(at, n, MADV_POPULATE_WRITE) == 0) {
+        char *at = first + i * HUGE_PAGE_BYTES, *after = at + HUGE_PAGE_BYTES;
+        at = at < job->begin ? job->begin : at;
+        after = after < job->end ? after : job->end;
+        if (madvise(at, (size_t)(after - at), MADV_POPULATE_WRITE) == 0) {
             continue;
         }
         if (errno != EINVAL && errno != ENOSYS) {
             atomic_store(&job->error, errno);
             return;
         }
-        for (size_t k = 0; k < n; k += page_bytes) {
-            *(volatile char *)(at + k) = 0;
+        for (; at < after; at += page_bytes) {
+            *(volatile char *)at = 0;
         }
     }
 }
@@ -139,8 +143,9 @@ static void touch_span(void *context, size_t begin, size_t end)
 static gm_status map_region(gm_arena *arena, size_t bytes)
 {
     size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    bool is_paper = arena->device && arena->device->is_paper;
     size_t mapped_bytes = gm_round_up(bytes, page_bytes) + HUGE_PAGE_BYTES;
-    char *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
+    char *mapped = mmap(NULL, mapped_bytes, is_paper ? PROT_NONE : PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) {
         return GM_FAIL(GM_ERR_NOMEM,
@@ -167,80 +172,129 @@ static gm_status map_region(gm_arena *arena, size_t bytes)
     return GM_OK;
 }
 
-static gm_status fill_arena(gm_arena *arena, size_t bytes, gm_workers *pool)
+static gm_status check_available(size_t bytes)
 {
     size_t available;
     GM_TRY(gm_host_available(&available));
-    if (bytes > available) {
-        return GM_FAIL(
-            GM_ERR_NOMEM,
-            "host memory: %s wanted, %s available on this machine or in its cgroup; free or "
-            "allow more host memory, or keep more on the device "
-            "(placement_policy=\"cuda\" keeps all)",
-            gm_wanted(bytes).text, gm_there(available).text);
+    return bytes <= available ? GM_OK
+                              : GM_FAIL(GM_ERR_NOMEM,
+                                        "host memory: %s wanted, %s available on this machine or "
+                                        "in its cgroup; free or "
+                                        "allow more host memory, or keep more on the device "
+                                        "(placement_policy=\"cuda\" keeps all)",
+                                        gm_wanted(bytes).text, gm_there(available).text);
+}
+
+gm_status gm_arena_reserve(gm_device *device, size_t bytes, gm_arena **out)
+{
+    gm_arena *arena;
+    GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
+    arena->owner = getpid();
+    arena->device = device;
+    gm_status status = bytes > 0 ? map_region(arena, bytes) : GM_OK;
+    if (status != GM_OK) {
+        gm_arena_free(arena);
+        return status;
     }
-    GM_TRY(map_region(arena, bytes));
-    touch_job job = {.arena = arena};
-    gm_workers_for(pool, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES, 1, touch_span, &job);
+    *out = arena;
+    return GM_OK;
+}
+
+/* Pages back to the kernel; they read as zeros again. */
+static void give_back(gm_arena *arena, const gm_extent *extent)
+{
+    if (!arena->device || !arena->device->is_paper) {
+        size_t bytes = gm_round_up(extent->bytes, (size_t)sysconf(_SC_PAGESIZE));
+        (void)madvise(arena->base + extent->offset, bytes, MADV_DONTNEED);
+    }
+}
+
+static gm_status hold_one(gm_arena *arena, const gm_extent *extent, gm_workers *pool)
+{
+    char *at = arena->base + extent->offset;
+    touch_job job = {.begin = at, .end = at + extent->bytes};
+    if (!arena->device || !arena->device->is_paper) {
+        size_t first = extent->offset / HUGE_PAGE_BYTES;
+        size_t after =
+            gm_round_up(extent->offset + extent->bytes, HUGE_PAGE_BYTES) / HUGE_PAGE_BYTES;
+        gm_workers_for(pool, after - first, 1, touch_span, &job);
+    }
     int error = atomic_load(&job.error);
+    gm_status status = GM_OK;
     if (error) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "host memory: %s wanted, %s seemed available, but the kernel says: %s",
-                       gm_wanted(bytes).text, gm_there(available).text, strerror(error));
+        status = GM_FAIL(GM_ERR_NOMEM,
+                         "host memory: %s wanted, which seemed available, but the kernel says: %s",
+                         gm_wanted(extent->bytes).text, strerror(error));
+    } else if (arena->device) {
+        status = arena->device->ops->pin(arena->device, at, extent->bytes);
     }
+    if (status != GM_OK) {
+        give_back(arena, extent);
+        return status;
+    }
+    arena->held[arena->n_held++] = *extent;
+    arena->held_bytes += extent->bytes;
+    return GM_OK;
+}
+
+gm_status gm_arena_hold(gm_arena *arena, const gm_extent *extents, size_t n, gm_workers *pool)
+{
+    size_t bytes = 0, n_before = arena->n_held;
+    for (size_t i = 0; i < n; i++) {
+        bytes += extents[i].bytes;
+    }
+    if (!arena->device || !arena->device->is_paper) {
+        GM_TRY(check_available(bytes)); /* 1 */
+    }
+    gm_status status = GM_OK;
+    for (size_t i = 0; status == GM_OK && i < n; i++) {
+        status = extents[i].bytes == 0 ? GM_OK
+                                       : GM_GROW(arena->held, arena->n_held, arena->held_capacity,
+                                                 "host memory: no room for a table of %zu extents");
+        status =
+            status == GM_OK && extents[i].bytes > 0 ? hold_one(arena, &extents[i], pool) : status;
+    }
+    while (status != GM_OK && arena->n_held > n_before) {
+        gm_arena_drop(arena, arena->held[arena->n_held - 1].offset);
+    }
+    return status;
+}
+
+void gm_arena_drop(gm_arena *arena, size_t offset)
+{
+    size_t i = arena->n_held;
+    while (i > 0 && arena->held[i - 1].offset != offset) {
+        i--;
+    }
+    GM_ASSERT(i > 0);
+    gm_extent extent = arena->held[i - 1];
+    arena->held[i - 1] = arena->held[--arena->n_held];
+    arena->held_bytes -= extent.bytes;
+    if (arena->device) {
+        arena->device->ops->unpin(arena->device, arena->base + offset);
+    }
+    give_back(arena, &extent);
+}
+
+gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out)
+{
+    gm_arena *arena;
+    if (!device || !device->is_paper) {
+        GM_TRY(check_available(bytes)); /* before there are so many addresses */
+    }
+    GM_TRY(gm_arena_reserve(device, bytes, &arena));
+    gm_status status = gm_arena_hold(arena, &(gm_extent){0, bytes}, 1, pool);
+    if (status != GM_OK) {
+        gm_arena_free(arena);
+        return status;
+    }
+    *out = arena;
     return GM_OK;
 }
 
 gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
 {
-    gm_arena *arena;
-    GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
-    arena->owner = getpid();
-    if (bytes > 0) {
-        gm_status status = fill_arena(arena, bytes, pool);
-        if (status != GM_OK) {
-            gm_arena_free(arena);
-            return status;
-        }
-    }
-    *out = arena;
-    return GM_OK;
-}
-
-static gm_status new_on_paper(size_t bytes, gm_arena **out)
-{
-    gm_arena *arena;
-    GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
-    arena->owner = getpid();
-    arena->bytes = bytes;
-    if (bytes > 0) {
-        void *mapped = mmap(NULL, gm_round_up(bytes, (size_t)sysconf(_SC_PAGESIZE)), PROT_NONE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (mapped == MAP_FAILED) {
-            free(arena);
-            return GM_FAIL(GM_ERR_NOMEM,
-                           "host memory: the address space has no room for %zu bytes: %s "
-                           "(ulimit -v?)",
-                           bytes, strerror(errno));
-        }
-        arena->base = mapped;
-    }
-    *out = arena;
-    return GM_OK;
-}
-
-gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out)
-{
-    gm_arena *arena = NULL;
-    GM_TRY(device->is_paper ? new_on_paper(bytes, &arena) : gm_arena_new(bytes, pool, &arena));
-    gm_status status = bytes > 0 ? device->ops->pin(device, arena->base, bytes) : GM_OK;
-    if (status != GM_OK) {
-        gm_arena_free(arena);
-        return status;
-    }
-    arena->device = bytes > 0 ? device : NULL;
-    *out = arena;
-    return GM_OK;
+    return gm_arena_new_for(NULL, bytes, pool, out);
 }
 
 void gm_arena_free(gm_arena *arena)
@@ -248,12 +302,13 @@ void gm_arena_free(gm_arena *arena)
     if (!arena) {
         return;
     }
-    if (arena->device) {
-        arena->device->ops->unpin(arena->device, arena->base);
+    for (size_t i = 0; arena->device && i < arena->n_held; i++) {
+        arena->device->ops->unpin(arena->device, arena->base + arena->held[i].offset);
     }
     if (arena->base && arena->owner == getpid()) {
         munmap(arena->base, gm_round_up(arena->bytes, (size_t)sysconf(_SC_PAGESIZE)));
     }
+    free(arena->held);
     free(arena);
 }
 
@@ -264,5 +319,10 @@ void *gm_arena_base(const gm_arena *arena)
 
 size_t gm_arena_bytes(const gm_arena *arena)
 {
-    return arena ? arena->bytes : 0;
+    return arena ? arena->held_bytes : 0;
+}
+
+size_t gm_arena_reserved(const gm_arena *arena)
+{
+    return arena->bytes;
 }

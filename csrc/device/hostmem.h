@@ -1,7 +1,7 @@
 /* hostmem.h - the host arena: one region that holds every chunk's home on the host.
  *
- * mmap + MADV_HUGEPAGE + parallel first touch; a device then registers (pins) the region.
- * Exact sizes, no power-of-two rounding.  Freed as a whole.
+ * mmap + MADV_HUGEPAGE + parallel first touch; a device then registers (pins) what is there.
+ * Exact sizes, no power-of-two rounding.  Made and freed as a whole, or reserved, and held part by part.
  * A forked child does not have the region: nothing is copied for it, and pinned pages stay put. */
 #ifndef GM_HOSTMEM_H
 #define GM_HOSTMEM_H
@@ -24,8 +24,19 @@ gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out);
 /* The same, pinned for the copies of a device, which outlives it; GM_ERR_NOMEM also where that cannot be.  For a device on
  * paper: addresses alone, which nobody may use, with no limit but the address space's. */
 gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out);
+/* Address space for a device's copies, in which nothing is there yet. */
+gm_status gm_arena_reserve(gm_device *device, size_t bytes, gm_arena **out);
+/* [offset, offset + bytes) of it; apart from the end of the arena, whole pages. */
+typedef struct gm_extent {
+    size_t offset, bytes;
+} gm_extent;
+/* The extents, of which nothing is there, are from now on: zeros, and pinned one by one.  GM_ERR_NOMEM: none is. */
+gm_status gm_arena_hold(gm_arena *arena, const gm_extent *extents, size_t n, gm_workers *pool);
+/* One that is held goes back, with its bytes; nothing may use it. */
+void gm_arena_drop(gm_arena *arena, size_t offset);
 void gm_arena_free(gm_arena *arena); /* NULL is fine */
 void *gm_arena_base(const gm_arena *arena);
-size_t gm_arena_bytes(const gm_arena *arena); /* NULL: 0 */
+size_t gm_arena_bytes(const gm_arena *arena);    /* that are there; NULL: 0 */
+size_t gm_arena_reserved(const gm_arena *arena); /* and what may come */
 
 #endif

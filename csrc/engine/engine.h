@@ -237,6 +237,8 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes);
 /* The device has no room although the budget has: gives up to `bytes` of blocks back to it, and takes no more until
  * the next plan, which sees what there is.  false: nothing could be given. */
 bool gm_engine_shed(gm_engine *engine, size_t bytes);
+/* Why chunks could not leave the device the last time: the host has no memory for their homes.  "": they could. */
+void gm_engine_refusal(gm_engine *engine, char *text, size_t size);
 /* Others of this process now hold what they need and no more: what they held before counts no longer in plans. */
 gm_status gm_engine_forget_outside(gm_engine *engine);
 /* As gm_engine_forget_outside, and the budget has more room than the plan was made for: another plan is made. */

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { SLICE = 4 << 20 }; /* elements of a master on their way to the device */
+
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field)
 {
     const gm_chunk_shape *chunk = gm_layout_chunk(engine->layout, p->place.chunk);
@@ -124,38 +126,64 @@ void gm_field_forget_before(gm_param *p)
     p->before = NULL;
 }
 
+/* Elements [first, first + n) of the part, from masters: weights and low parts. */
+static gm_status put_master(gm_engine *engine, const gm_param *p, uint64_t first, uint64_t n,
+                            const float *src, gm_stream stream)
+{
+    gm_chunks *chunks = engine->chunks;
+    uint32_t chunk = p->place.chunk;
+    gm_slice to = slice_of(engine, p, GM_FIELD_WEIGHT, first, n);
+    gm_slice rest = slice_of(engine, p, GM_FIELD_MASTER, first, n);
+    if (gm_chunks_home(chunks, chunk, GM_WEIGHT) && p->spec.has_low &&
+        !gm_chunks_is_resident(chunks, chunk, GM_WEIGHT) &&
+        !gm_chunks_is_resident(chunks, chunk, GM_STATE)) { /* as at start-up: no detour */
+        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_WEIGHT));
+        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_STATE));
+        gm_split_host(p->spec.format, src, gm_chunks_home(chunks, chunk, GM_WEIGHT) + to.offset,
+                      gm_chunks_home(chunks, chunk, GM_STATE) + rest.offset, n, engine->workers);
+        return GM_OK;
+    }
+    uint8_t *weight, *low;
+    uint64_t most = n < SLICE ? n : SLICE, done = 0;
+    GM_TRY(scratch_new(p, most, &weight, &low));
+    gm_status status = GM_OK;
+    for (; status == GM_OK && done < n; done += most) {
+        uint64_t now = n - done < most ? n - done : most;
+        gm_split_host(p->spec.format, src + done, weight, low, now, engine->workers);
+        to = slice_of(engine, p, GM_FIELD_WEIGHT, first + done, now);
+        status = gm_chunks_write(chunks, chunk, to.piece, to.offset, to.bytes, weight, stream);
+        if (status == GM_OK && p->spec.has_low) {
+            rest = slice_of(engine, p, GM_FIELD_MASTER, first + done, now);
+            status =
+                gm_chunks_write(chunks, chunk, rest.piece, rest.offset, rest.bytes, low, stream);
+        }
+    }
+    free(weight);
+    free(low);
+    return status;
+}
+
 /* src: whole.  Of a sharded parameter the whole weight is rounded only where it is shown. */
 static gm_status write_master(gm_engine *engine, gm_param *p, const float *src, gm_stream stream)
 {
     gm_field_forget_before(p);
-    gm_chunks *chunks = engine->chunks;
-    uint32_t chunk = p->place.chunk;
-    uint8_t *home = gm_chunks_home(chunks, chunk, GM_WEIGHT);
     bool is_shown = engine->shown == GM_GATHERED &&
-                    (gm_chunks_is_resident(chunks, chunk, GM_GATHERED) || is_spilled(engine, p));
-    if (home && p->spec.has_low && !is_shown && !gm_chunks_is_resident(chunks, chunk, GM_WEIGHT) &&
-        !gm_chunks_is_resident(chunks, chunk, GM_STATE)) { /* as at start-up: no detour */
-        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_WEIGHT));
-        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_STATE));
-        gm_split_host(p->spec.format, src + p->part_first,
-                      home + gm_field_slice(engine, p, GM_FIELD_WEIGHT).offset,
-                      gm_chunks_home(chunks, chunk, GM_STATE) +
-                          gm_field_slice(engine, p, GM_FIELD_MASTER).offset,
-                      p->part_numel, engine->workers);
-        return GM_OK;
+                    (gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GATHERED) ||
+                     is_spilled(engine, p));
+    if (!is_shown) {
+        return put_master(engine, p, 0, p->part_numel, src + p->part_first, stream);
     }
     uint8_t *weight, *low;
-    uint64_t first = is_shown ? 0 : p->part_first;
-    uint64_t n = is_shown ? p->spec.numel : p->part_numel, skip = p->part_first - first;
-    GM_TRY(scratch_new(p, n, &weight, &low));
-    gm_split_host(p->spec.format, src + first, weight, low, n, engine->workers);
+    uint64_t skip = p->part_first;
+    GM_TRY(scratch_new(p, p->spec.numel, &weight, &low));
+    gm_split_host(p->spec.format, src, weight, low, p->spec.numel, engine->workers);
     gm_status status =
         write_slice(engine, p, GM_FIELD_WEIGHT, weight + skip * p->spec.weight_bytes, stream);
     if (status == GM_OK && p->spec.has_low) {
         status =
             write_slice(engine, p, GM_FIELD_MASTER, low + skip * gm_low_bytes(&p->spec), stream);
     }
-    status = status == GM_OK && is_shown ? show(engine, p, weight, stream) : status;
+    status = status == GM_OK ? show(engine, p, weight, stream) : status;
     free(weight);
     free(low);
     return status;
@@ -250,25 +278,12 @@ gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const v
 gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first, uint64_t n,
                         const void *src, gm_stream stream)
 {
-    gm_chunks *chunks = engine->chunks;
-    uint32_t chunk = p->place.chunk;
+    if (field == GM_FIELD_MASTER) {
+        gm_field_forget_before(p);
+        return put_master(engine, p, first, n, src, stream);
+    }
     gm_slice s = slice_of(engine, p, field, first, n);
-    if (field != GM_FIELD_MASTER) {
-        return gm_chunks_write(chunks, chunk, s.piece, s.offset, s.bytes, src, stream);
-    }
-    gm_field_forget_before(p);
-    uint8_t *weight, *low;
-    GM_TRY(scratch_new(p, n, &weight, &low));
-    gm_split_host(p->spec.format, src, weight, low, n, engine->workers);
-    gm_slice to = slice_of(engine, p, GM_FIELD_WEIGHT, first, n);
-    gm_status status =
-        gm_chunks_write(chunks, chunk, to.piece, to.offset, to.bytes, weight, stream);
-    if (status == GM_OK && p->spec.has_low) {
-        status = gm_chunks_write(chunks, chunk, s.piece, s.offset, s.bytes, low, stream);
-    }
-    free(weight);
-    free(low);
-    return status;
+    return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src, stream);
 }
 
 gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old, const void *weight,

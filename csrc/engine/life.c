@@ -169,26 +169,55 @@ static gm_status index_units(gm_engine *engine, const gm_engine_options *options
     return GM_OK;
 }
 
-/* The homes, pinned, with a staging area behind them; checked against the host budget before allocating. */
-static gm_status make_arena(gm_engine *engine, size_t home_bytes, size_t host_budget)
+/* Addresses for homes, and a staging area behind them. */
+static gm_status make_arena(gm_engine *engine, size_t home_bytes)
 {
     size_t sums = gm_sums_bytes(engine);
     size_t staging = engine->device->is_host ? 0 : GM_STAGING_BYTES + sums;
-    if (home_bytes > host_budget) {
-        return GM_FAIL(
-            GM_ERR_NOMEM,
-            "HOST: %s wanted for weights, states and gradients, host_budget is %s: raise "
-            "host_budget, or freeze parameters",
-            gm_wanted(home_bytes).text, gm_there(host_budget).text);
-    }
     double began = gm_seconds();
-    GM_TRY(gm_arena_new_for(engine->device, home_bytes + staging, engine->workers, &engine->arena));
+    GM_TRY(gm_arena_reserve(engine->device, home_bytes + staging, &engine->arena));
+    GM_TRY(gm_arena_hold(engine->arena, &(gm_extent){home_bytes, staging}, 1, engine->workers));
     engine->arena_seconds = gm_seconds() - began;
     if (staging) {
         engine->staging = (uint8_t *)gm_arena_base(engine->arena) + home_bytes;
         gm_sums_place_home(engine, engine->staging + GM_STAGING_BYTES);
     }
     return GM_OK;
+}
+
+/* Blocks for everything that stays on the device, and with several ranks for a quarter of the weights and gradients that
+ * are whole there for a moment: one module's are what a pass cannot do without. */
+static size_t bytes_wanted(const gm_engine *engine)
+{
+    size_t own = engine->inputs.slack_bytes, whole = 0;
+    for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+        for (int piece = 0; piece < GM_N_PIECES; piece++) {
+            size_t bytes = gm_engine_piece_blocks(engine, id, (gm_piece)piece);
+            own += piece < GM_N_OWN_PIECES ? bytes : 0;
+            whole += piece < GM_N_OWN_PIECES ? 0 : bytes;
+        }
+    }
+    return own + whole / 4;
+}
+
+/* Chunks that all fit begin on the device, and get homes when one of them has to go.  Else they begin at home. */
+static gm_status give_places(gm_engine *engine)
+{
+    size_t free_bytes = SIZE_MAX, total_bytes, limit = gm_room_limit(engine);
+    size_t wanted = bytes_wanted(engine);
+    if (!engine->device->is_host) {
+        GM_TRY(engine->device->ops->memory(engine->device, &free_bytes, &total_bytes));
+    }
+    bool is_all_here = engine->policy == GM_POLICY_AUTO && engine->inputs.state_share >= 1 &&
+                       wanted <= limit && wanted <= free_bytes;
+    if (!is_all_here && engine->policy != GM_POLICY_CUDA) {
+        return gm_chunks_give_homes(engine->chunks);
+    }
+    gm_status status = GM_OK;
+    for (uint32_t id = 0; status == GM_OK && id < gm_layout_n_chunks(engine->layout); id++) {
+        status = gm_chunks_make_resident(engine->chunks, id);
+    }
+    return status == GM_ERR_NOMEM && is_all_here ? gm_chunks_give_homes(engine->chunks) : status;
 }
 
 static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options)
@@ -219,20 +248,19 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
     GM_TRY_GOTO(
         status, done,
         make_arena(engine,
-                   has_homes ? gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n) : 0,
-                   options->host_budget));
+                   has_homes ? gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])bytes, n) : 0));
     gm_chunks_options chunk_options = {
         .device = engine->device,
         .n_chunks = n,
         .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes,
         .has_homes = has_homes,
-        .homes = has_homes ? gm_arena_base(engine->arena) : NULL,
+        .homes = engine->arena,
+        .home_limit = options->host_budget,
+        .workers = engine->workers,
         .device_limit = limit,
     };
     GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));
-    for (uint32_t id = 0; !has_homes && id < n; id++) {
-        GM_TRY_GOTO(status, done, gm_chunks_make_resident(engine->chunks, id));
-    }
+    status = give_places(engine);
 done:
     free(bytes);
     return status;

@@ -43,22 +43,13 @@ static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
            gm_plan_get_info(engine->room.plan)->hash == gm_plan_get_info(plan)->hash;
 }
 
-gm_status gm_planner_run(gm_engine *engine)
+static gm_status run_alone(gm_engine *engine)
 {
-    gm_room_lift_limit(engine); /* a plan looks for itself at what the device has */
-    gm_room_want_plan(engine, gm_timer_resolve(engine)); /* of the first steps only */
-    gm_window_watch(engine);
-    if (engine->ranks.stream) {
-        gm_status planned = gm_planner_ranks_run(engine);
-        gm_inputs_forget_runs(engine);
-        return planned;
-    }
     if (gm_window_has_verdict(engine)) {
         gm_room_want_plan(engine, gm_window_judge(engine, engine->window.seconds,
                                                   engine->window.seen, engine->window.is_hopeless));
     }
     if (!engine->room.wants_plan || engine->inputs.runs.n == 0 || engine->window.rates.h2d <= 0) {
-        gm_inputs_forget_runs(engine);
         return GM_OK;
     }
     gm_plan *plan = NULL;
@@ -70,7 +61,6 @@ gm_status gm_planner_run(gm_engine *engine)
 #ifdef GM_DEBUG
     GM_ASSERT(status != GM_OK || gm_plan_check(plan, &in.plan) == GM_OK);
 #endif
-    gm_inputs_forget_runs(engine);
     if (status == GM_OK && has_same_plan(engine, plan)) {
         gm_plan_free(engine->room.plan); /* same places and operations, newer predictions */
         gm_room_set_plan(engine, plan);
@@ -93,4 +83,24 @@ gm_status gm_planner_run(gm_engine *engine)
     gm_window_end_asking(engine); /* also where there is no such plan */
     gm_inputs_free(&in);
     return status;
+}
+
+/* The plan is there to stay: what it keeps on the device needs no homes. */
+static gm_status settle(gm_engine *engine)
+{
+    if (!engine->room.plan || engine->room.is_settled || gm_window_is_provisional(engine)) {
+        return GM_OK;
+    }
+    gm_room_note_settled(engine);
+    return gm_chunks_drop_homes(engine->chunks, engine->room.plan);
+}
+
+gm_status gm_planner_run(gm_engine *engine)
+{
+    gm_room_lift_limit(engine); /* a plan looks for itself at what the device has */
+    gm_room_want_plan(engine, gm_timer_resolve(engine)); /* of the first steps only */
+    gm_window_watch(engine);
+    gm_status status = engine->ranks.stream ? gm_planner_ranks_run(engine) : run_alone(engine);
+    gm_inputs_forget_runs(engine);
+    return status == GM_OK ? settle(engine) : status;
 }

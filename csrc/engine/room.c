@@ -4,6 +4,8 @@
  * Invariant 7 of engine.c is kept here and by the plan. */
 #include "engine/engine_impl.h"
 
+#include <stdio.h>
+
 void gm_room_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->room.budget = options->device_budget;
@@ -35,8 +37,14 @@ void gm_room_set_plan(gm_engine *engine, gm_plan *plan)
 void gm_room_follow(gm_engine *engine, gm_plan *plan)
 {
     engine->room.plan = plan;
+    engine->room.is_settled = false;
     engine->room.n_plans++;
     gm_window_start(engine);
+}
+
+void gm_room_note_settled(gm_engine *engine)
+{
+    engine->room.is_settled = true;
 }
 
 size_t gm_room_limit(const gm_engine *engine)
@@ -100,6 +108,21 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
     return status;
 }
 
+/* What stays on the device has its bytes: whoever has asked for the room goes without. */
+static bool note_refusal(gm_engine *engine, gm_status status)
+{
+    snprintf(engine->room.refusal, sizeof engine->room.refusal, "%s",
+             status == GM_OK ? "" : gm_last_error());
+    return status == GM_OK;
+}
+
+void gm_engine_refusal(gm_engine *engine, char *text, size_t size)
+{
+    pthread_mutex_lock(&engine->lock);
+    snprintf(text, size, "%s", engine->room.refusal);
+    gm_saving_unlock(engine);
+}
+
 bool gm_engine_reserve(gm_engine *engine, size_t bytes)
 {
     pthread_mutex_lock(&engine->lock);
@@ -111,8 +134,9 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
         if (stats.device_bytes > limit - bytes) { /* the plan asks too much */
             (void)leave_plan(engine);
         }
-        has_room = gm_chunks_set_limit(engine->chunks, limit - bytes, &held) == GM_OK &&
-                   held <= limit - bytes;
+        has_room =
+            note_refusal(engine, gm_chunks_set_limit(engine->chunks, limit - bytes, &held)) &&
+            held <= limit - bytes;
     }
     gm_saving_unlock(engine);
     return has_room;
@@ -125,8 +149,10 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     gm_chunks_get_stats(engine->chunks, &stats);
     size_t before = stats.device_bytes, held = before;
     engine->room.shed_limit = before > bytes ? before - bytes : 0;
-    bool is_done = leave_plan(engine) == GM_OK &&
-                   gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held) == GM_OK;
+    gm_status status = leave_plan(engine);
+    status = status == GM_OK ? gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held)
+                             : status;
+    bool is_done = note_refusal(engine, status);
     engine->room.shed_limit = held;
     gm_saving_unlock(engine);
     return is_done && held < before;

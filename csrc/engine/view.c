@@ -19,7 +19,8 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .device_bytes = stats.device_bytes,
         .device_peak_bytes = stats.device_peak_bytes,
         .device_budget_bytes = engine->room.budget,
-        .host_pin_seconds = engine->arena_seconds + engine->speculation.seconds,
+        .host_pin_seconds =
+            engine->arena_seconds + stats.home_seconds + engine->speculation.seconds,
         .host_bytes = gm_arena_bytes(engine->arena) + engine->speculation.bytes,
         .spare_bytes = engine->speculation.bytes,
         .n_speculated = engine->speculation.n_made,
@@ -46,8 +47,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
         .n_leases_walked = engine->watch.n_walked,
         .outside_peak_bytes = engine->inputs.outside_peak_bytes,
         .is_planned = engine->room.plan != NULL,
-        .is_provisional = !engine->room.plan || engine->room.wants_plan ||
-                          (engine->window.is_tuned && !engine->window.tuner.is_done),
+        .is_provisional = gm_window_is_provisional(engine),
     };
     for (uint32_t id = 0; id < n; id++) {
         out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);

@@ -124,6 +124,12 @@ bool gm_window_has_verdict(const gm_engine *engine)
            (window->is_hopeless && !window->has_said_so && !engine->window.tuner.is_done);
 }
 
+bool gm_window_is_provisional(const gm_engine *engine)
+{
+    return !engine->room.plan || engine->room.wants_plan ||
+           (engine->window.is_tuned && !engine->window.tuner.is_done);
+}
+
 bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless)
 {
     engine->window.seconds = 0;

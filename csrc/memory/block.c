@@ -1,8 +1,11 @@
 /* block.c - the blocks behind the chunk table, their mapping, and the pool that serves on demand.  The placement of a
  * plan is in place.c, invariants are in chunk.c.
  *
- * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed every
- * range that still shows it is poisoned.  So a range always shows something.
+ * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed no range
+ * may show it any more.  What tensors show, which are made only on mapped addresses, is poisoned then, and before it is
+ * mapped first: so it always shows something.  Mapping is what the pool costs (docs/log.md): a piece that comes back
+ * gets the blocks that it still shows, if it can, and a transient piece, which comes and goes within a pass, gets fresh
+ * ones as long as the limit allows.
  *
  * The host waits in: eviction without a placement. */
 #include "memory/chunk_impl.h"
@@ -27,12 +30,14 @@ gm_status gm_block_map(gm_chunks *chunks, piece *p)
 
 static gm_status poison_piece(gm_chunks *chunks, piece *p)
 {
+    const gm_device_ops *ops = chunks->device->ops;
+    bool is_shown = gm_piece_index(chunks, p) % GM_N_PIECES == gm_shown_piece(chunks);
     chunks->stats.n_maps++;
     p->is_mapped = false;
-    return chunks->device->ops->poison(chunks->device, p->address, p->n_blocks);
+    return (is_shown ? ops->poison : ops->unmap)(chunks->device, p->address, p->n_blocks);
 }
 
-/* Every range that shows a block from an earlier residence shows poison, before the block is destroyed. */
+/* No range shows the block from an earlier residence any more: it will be destroyed. */
 static gm_status forget_stale(gm_chunks *chunks, uint32_t index)
 {
     for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
@@ -68,10 +73,10 @@ gm_status gm_block_grow(gm_chunks *chunks)
     double began = gm_seconds();
     GM_TRY(chunks->device->ops->block_new(chunks->device, &block));
     chunks->stats.mapping_seconds += gm_seconds() - began;
-    GM_ASSERT(chunks->n_blocks < chunks->capacity && gm_block_may_grow(chunks)); /* invariant 3 */
+    GM_ASSERT(gm_block_may_grow(chunks)); /* invariant 3 */
     uint32_t index = chunks->n_holes ? chunks->holes[--chunks->n_holes] : chunks->n_indices++;
     chunks->blocks[index] = block;
-    chunks->free_blocks[chunks->n_free++] = index;
+    gm_block_push(chunks, index);
     chunks->n_blocks++;
     size_t bytes = (size_t)chunks->n_blocks * chunks->device->block_bytes;
     if (bytes > chunks->stats.device_peak_bytes) {
@@ -80,9 +85,21 @@ gm_status gm_block_grow(gm_chunks *chunks)
     return GM_OK;
 }
 
+void gm_block_push(gm_chunks *chunks, uint32_t index)
+{
+    chunks->free_at[index] = chunks->n_free;
+    chunks->free_blocks[chunks->n_free++] = index;
+}
+
+uint32_t gm_block_pop(gm_chunks *chunks)
+{
+    return chunks->free_blocks[--chunks->n_free];
+}
+
 bool gm_block_may_grow(const gm_chunks *chunks)
 {
-    return ((size_t)chunks->n_blocks + 1) * chunks->device->block_bytes <= chunks->limit;
+    return chunks->n_blocks < chunks->capacity &&
+           ((size_t)chunks->n_blocks + 1) * chunks->device->block_bytes <= chunks->limit;
 }
 
 /* ---- the pool ---- */
@@ -90,7 +107,7 @@ bool gm_block_may_grow(const gm_chunks *chunks)
 static void give_blocks_back(gm_chunks *chunks, const piece *p)
 {
     for (uint32_t b = p->n_blocks; b-- > 0;) {
-        chunks->free_blocks[chunks->n_free++] = p->blocks[b];
+        gm_block_push(chunks, p->blocks[b]);
     }
 }
 
@@ -131,7 +148,7 @@ gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
 gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    bool is_possible = gm_is_transient(kind) || (chunks->has_homes && chunks->has_placement);
+    bool is_possible = gm_is_transient(kind) || (p->home && chunks->has_placement);
     if (!gm_is_resident(p) || p->pins > 0 || !is_possible) {
         return GM_OK;
     }
@@ -173,9 +190,32 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)
     return GM_OK;
 }
 
-/* n blocks for one piece, by creating or by evicting. */
-static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
+bool gm_block_take_shown(gm_chunks *chunks, const piece *p)
 {
+    bool is_free = p->is_mapped;
+    for (uint32_t b = 0; is_free && b < p->n_blocks; b++) {
+        uint32_t at = chunks->free_at[p->blocks[b]];
+        is_free = at < chunks->n_free && chunks->free_blocks[at] == p->blocks[b];
+    }
+    for (uint32_t b = 0; is_free && b < p->n_blocks;
+         b++) { /* the top of the stack takes its place */
+        uint32_t at = chunks->free_at[p->blocks[b]], top = gm_block_pop(chunks);
+        chunks->free_blocks[at] = top;
+        chunks->free_at[top] = at;
+    }
+    return is_free;
+}
+
+/* n blocks for one piece, by creating or by evicting. */
+static gm_status take_blocks(gm_chunks *chunks, uint32_t n, bool is_fresh, uint32_t *out)
+{
+    gm_status grown = GM_OK;
+    for (uint32_t b = 0; is_fresh && b < n && grown == GM_OK && gm_block_may_grow(chunks); b++) {
+        grown = gm_block_grow(chunks);
+    }
+    if (grown != GM_OK && grown != GM_ERR_NOMEM) {
+        return grown;
+    }
     while (chunks->n_free < n) {
         if (gm_block_may_grow(chunks)) {
             gm_status status = gm_block_grow(chunks);
@@ -208,7 +248,7 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, uint32_t *out)
         }
     }
     for (uint32_t b = 0; b < n; b++) {
-        out[b] = chunks->free_blocks[--chunks->n_free];
+        out[b] = gm_block_pop(chunks);
     }
     return GM_OK;
 }
@@ -217,8 +257,11 @@ gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind)
 {
     bool is_filled = !gm_is_transient(kind); /* who claims a transient piece writes all of it */
     gm_device *device = chunks->device;
-    GM_TRY(take_blocks(chunks, p->n_blocks, p->blocks));
-    gm_status status = gm_block_map(chunks, p);
+    gm_status status = GM_OK;
+    if (!gm_block_take_shown(chunks, p)) {
+        GM_TRY(take_blocks(chunks, p->n_blocks, !is_filled, p->blocks));
+        status = gm_block_map(chunks, p);
+    }
     if (status == GM_OK && is_filled && !p->home) { /* it starts as zeros, as an arena does */
         status = device->ops->fill(device, p->address, 0, (size_t)p->n_blocks * device->block_bytes,
                                    chunks->in[kind]);

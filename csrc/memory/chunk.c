@@ -29,17 +29,6 @@ void gm_piece_move(piece *p, piece_state to)
     p->state = to;
 }
 
-size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n_chunks)
-{
-    size_t total = 0;
-    for (uint32_t id = 0; id < n_chunks; id++) {
-        for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
-            total += gm_round_up(piece_bytes[id][kind], 4096);
-        }
-    }
-    return total;
-}
-
 /* ---- reading the table ---- */
 
 uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece kind)
@@ -251,6 +240,7 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     if (!chunks->has_homes) {
         return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
     }
+    GM_TRY(gm_home_give(chunks, id, id + 1)); /* nothing has changed if there are none */
     gm_stream stream = chunks->out[kind];
     /* Its users may be writers (a unit that changes its weights): the copy comes after them too. */
     GM_TRY(wait_fence(chunks, &p->used, stream));

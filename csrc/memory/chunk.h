@@ -1,7 +1,8 @@
 /* chunk.h - the chunk table: where the bytes of each chunk are, and moving them between DEVICE and HOST.
  *
  * A chunk has three pieces: its weights, its optimizer states, its gradient.  A piece has one device
- * address range for life and, unless the table was made without homes, one home on the host.
+ * address range for life and, unless the table was made without homes, one home on the host.  A chunk has homes for all
+ * its pieces or for none: without, all are on the device.  It gets them when the first piece is to go home.
  *
  *             fetch                 note_write
  *     HOME ----------> CLEAN ---------------------> DIRTY     HOME   only the home holds the bytes
@@ -26,6 +27,7 @@
 #include "base/base.h"
 #include "base/workers.h"
 #include "device/device.h"
+#include "device/hostmem.h"
 #include "plan/layout.h"
 #include "plan/plan.h"
 #include "memory/timeline.h"
@@ -37,7 +39,9 @@ typedef struct gm_chunks_options {
     uint32_t n_chunks;
     const size_t (*piece_bytes)[GM_N_PIECES]; /* (n_chunks,) bytes of each piece; 0 = none */
     bool has_homes;                           /* false: all pieces stay resident */
-    uint8_t *homes;      /* the arena, gm_chunks_home_bytes() long; NULL: all resident */
+    gm_arena *homes; /* begins with gm_chunks_home_bytes() that nobody holds; NULL: all resident */
+    size_t home_limit;   /* bytes of homes */
+    gm_workers *workers; /* that touch them first */
     size_t device_limit; /* bytes of blocks */
 } gm_chunks_options;
 
@@ -48,9 +52,11 @@ typedef struct gm_chunks_stats {
     double mapping_seconds;        /* of the host: making, mapping and giving back blocks */
     size_t device_bytes, device_peak_bytes; /* of blocks */
     uint32_t n_blocks;
+    size_t home_bytes;   /* that are held */
+    double home_seconds; /* of the host: touching and pinning them */
 } gm_chunks_stats;
 
-/* Bytes of arena that the pieces' homes take. */
+/* Bytes of arena that all homes take. */
 size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n_chunks);
 
 gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out);
@@ -141,7 +147,7 @@ void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* Makes the home current and readable. */
 gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* The home; current only unless gm_chunks_is_dirty().  NULL without homes. */
+/* The home; current only unless gm_chunks_is_dirty().  NULL without. */
 uint8_t *gm_chunks_home(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* Makes the home current and waits for copies from it, so that the host may rewrite it. */
 gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
@@ -159,6 +165,12 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t
 gm_status gm_chunks_sync(gm_chunks *chunks); /* waits for everything that was issued on pieces */
 
 /* ---- memory ---- */
+
+/* All chunks have homes from now on, for good; GM_ERR_NOMEM has the bytes that lack, and nothing has changed. */
+gm_status gm_chunks_give_homes(gm_chunks *chunks);
+/* Homes that came later, of chunks that the adopted plan keeps on the device, go back, but where spares are or have been
+ * beside them.  Fetches what is not there yet, and waits. */
+gm_status gm_chunks_drop_homes(gm_chunks *chunks, const gm_plan *plan);
 
 /* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends this). */
 gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id);

@@ -37,7 +37,8 @@ typedef struct piece {
     uint64_t last_use;
     size_t bytes;
     uintptr_t address;
-    uint8_t *home;
+    uint8_t *home;    /* NULL: none, the piece is resident */
+    size_t home_from; /* where the arena has a place for it */
     fence filled, used, homed, home_used;
     uint64_t version; /* changes with whatever may have changed the piece's bytes */
     uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
@@ -50,7 +51,9 @@ struct gm_chunks {
     piece *pieces;          /* (n_chunks, GM_N_PIECES) */
     uint32_t *piece_blocks; /* (capacity,) their blocks[], one behind the other */
     bool *is_all_resident;  /* (n_chunks,) */
-    bool has_homes, has_placement;
+    bool has_homes, keeps_homes, has_placement;
+    gm_arena *homes;
+    gm_workers *workers;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up no other. */
@@ -58,13 +61,14 @@ struct gm_chunks {
 
     gm_block *blocks;      /* (capacity,) handles */
     uint32_t *free_blocks; /* (capacity,) stack of indices; unused under a placement */
+    uint32_t *free_at;     /* (capacity,) where in it an index would be */
     uint32_t *holes;       /* (capacity,) stack of indices whose block was destroyed */
     gm_block *scratch;     /* (capacity,) handles for one map call */
     uintptr_t stage;       /* range of stage_capacity blocks for states in passing */
     uint32_t stage_capacity, stage_blocks; /* blocks mapped there now */
     uint32_t *owners; /* (capacity,) under a placement: the piece that took the block last */
     uint32_t capacity, n_blocks, n_free, n_holes, n_indices;
-    size_t limit;
+    size_t limit, home_limit;
     uint64_t clock;
     gm_chunks_stats stats;
     gm_timeline *timeline; /* NULL: off */
@@ -115,12 +119,23 @@ gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 
+/* home.c */
+size_t gm_home_after(size_t from, const size_t *piece_bytes, int n);
+/* As gm_chunks_give_homes(), of [begin, end). */
+gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end);
+/* Nothing uses the chunk's homes, and its pieces are resident. */
+void gm_home_drop(gm_chunks *chunks, uint32_t id);
+
 /* block.c */
 extern const gm_log_kind gm_log_of_fetch[GM_N_OWN_PIECES];
 /* The range shows blocks[]. */
 gm_status gm_block_map(gm_chunks *chunks, piece *p);
+void gm_block_push(gm_chunks *chunks, uint32_t index); /* onto the free ones */
+uint32_t gm_block_pop(gm_chunks *chunks);
 bool gm_block_may_grow(const gm_chunks *chunks);
 gm_status gm_block_grow(gm_chunks *chunks); /* one free block more */
+/* The piece, which is not resident, takes the blocks that its range still shows, if all are free. */
+bool gm_block_take_shown(gm_chunks *chunks, const piece *p);
 /* Gives the memory of one free block back to the device. */
 gm_status gm_block_shrink(gm_chunks *chunks);
 /* Evicts the piece that is needed last: the least recently used weights of a chunk that is not all resident;

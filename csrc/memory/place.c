@@ -60,7 +60,7 @@ gm_status gm_chunks_leave_placement(gm_chunks *chunks)
     chunks->n_free = 0;
     for (uint32_t i = chunks->n_indices; i-- > 0;) {
         if (chunks->blocks[i] && chunks->owners[i] == GM_NO_OWNER) {
-            chunks->free_blocks[chunks->n_free++] = i;
+            gm_block_push(chunks, i);
         }
     }
     return GM_OK;
@@ -88,7 +88,8 @@ static gm_status evict_others(gm_chunks *chunks, const gm_plan *plan)
     return GM_OK;
 }
 
-/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, the rest are free or new ones. */
+/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, others that will stay take those that they
+ * show, the rest are free or new ones. */
 static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t *physical,
                                uint32_t n)
 {
@@ -99,7 +100,10 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            for (uint32_t b = 0; is_kept(p, place) && b < p->n_blocks; b++) {
+            bool has_own =
+                is_kept(p, place) || (place->is_resident && p->n_blocks > 0 && !gm_is_resident(p) &&
+                                      gm_block_take_shown(chunks, p));
+            for (uint32_t b = 0; has_own && b < p->n_blocks; b++) {
                 physical[place->base + (place->offset + b) % place->length] = p->blocks[b];
             }
         }
@@ -117,7 +121,7 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
             }
             GM_TRY(gm_block_grow(chunks));
         }
-        physical[i] = chunks->free_blocks[--chunks->n_free];
+        physical[i] = gm_block_pop(chunks);
     }
     return GM_OK;
 }

@@ -1,6 +1,6 @@
 /* residence.c - having a piece on the device: pinned, fetched ahead, or claimed for writing; and how much may be there.
  *
- * The host waits in: gm_chunks_set_limit, and in eviction without a placement. */
+ * The host waits in: gm_chunks_set_limit, gm_chunks_drop_homes, and in eviction without a placement. */
 #include <stdio.h>
 
 #include "memory/chunk_impl.h"
@@ -23,7 +23,7 @@ static gm_status make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool 
         GM_TRY(gm_block_make_resident(chunks, p, kind));
     }
     chunks->stats.fetches += p->n_blocks > 0 && is_fetched;
-    gm_piece_move(p, chunks->has_homes && is_fetched ? CLEAN : DIRTY);
+    gm_piece_move(p, p->home && is_fetched ? CLEAN : DIRTY);
     return GM_OK;
 }
 
@@ -68,6 +68,35 @@ gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stre
 }
 
 /* ---- limits ---- */
+
+/* All pieces stay on the device, and the homes are where they were made. */
+static bool may_lose_homes(const gm_chunks *chunks, const gm_plan *plan, uint32_t id)
+{
+    bool is_kept = !chunks->keeps_homes;
+    for (int kind = 0; is_kept && kind < GM_N_OWN_PIECES; kind++) {
+        const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+        const uint8_t *made = (const uint8_t *)gm_arena_base(chunks->homes) + p->home_from;
+        is_kept &= p->home == made && !p->spare &&
+                   (p->n_blocks == 0 || gm_plan_place(plan, id, (gm_piece)kind)->is_resident);
+    }
+    return is_kept;
+}
+
+gm_status gm_chunks_drop_homes(gm_chunks *chunks, const gm_plan *plan)
+{
+    GM_ASSERT(chunks->has_placement);
+    for (uint32_t id = 0; chunks->has_homes && id < chunks->n_chunks; id++) {
+        bool is_kept = may_lose_homes(chunks, plan, id);
+        for (int kind = 0; is_kept && kind < GM_N_OWN_PIECES; kind++) {
+            GM_TRY(gm_chunks_prefetch(chunks, id, (gm_piece)kind, &is_kept));
+            GM_TRY(gm_piece_wait_idle(chunks, gm_piece_at(chunks, id, (gm_piece)kind)));
+        }
+        if (is_kept) {
+            gm_home_drop(chunks, id);
+        }
+    }
+    return GM_OK;
+}
 
 gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id)
 {

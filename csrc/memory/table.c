@@ -20,7 +20,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
 {
     gm_device *device = chunks->device;
     size_t block_bytes = device->block_bytes, blocks_needed = 0;
-    uint8_t *home = options->homes;
+    size_t home = 0;
     for (int kind = 0; kind < GM_N_PIECES; kind++) {
         for (uint32_t id = 0; id < chunks->n_chunks; id++) {
             chunks->span_bytes[kind] += gm_round_up(options->piece_bytes[id][kind], block_bytes);
@@ -43,14 +43,14 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             p->bytes = options->piece_bytes[id][kind];
             p->n_blocks = (uint32_t)(gm_round_up(p->bytes, block_bytes) / block_bytes);
-            if (options->has_homes && !gm_is_transient((gm_piece)kind)) {
-                p->home = home;
-                home += gm_round_up(p->bytes, 4096);
+            if (!gm_is_transient((gm_piece)kind)) {
+                p->home_from = gm_home_after(home, options->piece_bytes[id], kind);
             }
             p->blocks = blocks;
             blocks += p->n_blocks;
             GM_TRY(make_fences(device, p));
         }
+        home = gm_home_after(home, options->piece_bytes[id], GM_N_OWN_PIECES);
     }
     for (int kind = 0; kind < GM_N_PIECES; kind++) {
         uintptr_t address = chunks->span[kind];
@@ -58,7 +58,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             p->address = address;
             address += (size_t)p->n_blocks * block_bytes;
-            if (p->n_blocks > 0) { /* torch makes tensors only on mapped addresses */
+            if (p->n_blocks > 0 && kind == (int)gm_shown_piece(chunks)) { /* see block.c */
                 GM_TRY(device->ops->poison(device, p->address, p->n_blocks));
             }
         }
@@ -91,6 +91,9 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     chunks->device = options->device;
     chunks->n_chunks = options->n_chunks;
     chunks->has_homes = options->has_homes;
+    chunks->homes = options->homes;
+    chunks->home_limit = options->home_limit;
+    chunks->workers = options->workers;
     chunks->limit = options->device_limit;
     size_t n = options->n_chunks ? options->n_chunks : 1;
     chunks->pieces = calloc(n * GM_N_PIECES, sizeof *chunks->pieces);
@@ -103,11 +106,12 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     n = chunks->capacity ? chunks->capacity : 1;
     chunks->blocks = calloc(n, sizeof *chunks->blocks);
     chunks->free_blocks = calloc(n, sizeof *chunks->free_blocks);
+    chunks->free_at = calloc(n, sizeof *chunks->free_at);
     chunks->holes = calloc(n, sizeof *chunks->holes);
     chunks->scratch = calloc(n, sizeof *chunks->scratch);
     chunks->owners = calloc(n, sizeof *chunks->owners);
-    if (!chunks->blocks || !chunks->free_blocks || !chunks->holes || !chunks->scratch ||
-        !chunks->owners) {
+    if (!chunks->blocks || !chunks->free_blocks || !chunks->free_at || !chunks->holes ||
+        !chunks->scratch || !chunks->owners) {
         status = GM_FAIL(GM_ERR_NOMEM, "HOST: block table of %zu blocks", n);
         goto fail;
     }
@@ -180,6 +184,7 @@ void gm_chunks_free(gm_chunks *chunks)
     free(chunks->is_all_resident);
     free(chunks->blocks);
     free(chunks->free_blocks);
+    free(chunks->free_at);
     free(chunks->holes);
     free(chunks->scratch);
     free(chunks->owners);
@@ -188,9 +193,12 @@ void gm_chunks_free(gm_chunks *chunks)
 
 /* ---- the checker ---- */
 
-static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t id)
+static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t id, gm_piece kind)
 {
     if (!gm_is_resident(p)) {
+        if (chunks->has_homes && !p->home && p->bytes > 0 && !gm_is_transient(kind)) {
+            return GM_FAIL(GM_ERR_STATE, "home.c: chunk %u is neither resident nor at home", id);
+        }
         return p->pins == 0
                    ? GM_OK
                    : GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is pinned but not resident", id);
@@ -198,7 +206,7 @@ static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t i
     if (p->n_blocks > 0 && !p->is_mapped) {
         return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped", id);
     }
-    if (p->state == CLEAN && !chunks->has_homes && p->n_blocks > 0) {
+    if (p->state == CLEAN && !p->home && p->n_blocks > 0) {
         return GM_FAIL(GM_ERR_STATE, "invariant 5: chunk %u is clean without a home", id);
     }
     for (uint32_t b = 0; b < p->n_blocks; b++) {
@@ -239,7 +247,8 @@ gm_status gm_chunks_check(const gm_chunks *chunks)
 {
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
-            GM_TRY(check_piece(chunks, gm_piece_at(chunks, id, (gm_piece)kind), id));
+            GM_TRY(
+                check_piece(chunks, gm_piece_at(chunks, id, (gm_piece)kind), id, (gm_piece)kind));
         }
     }
     if (chunks->n_blocks + chunks->n_holes != chunks->n_indices) {

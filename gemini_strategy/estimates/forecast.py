@@ -236,11 +236,16 @@ class _Forecaster:
         """Why these budgets cannot work; [] if they can."""
         found = []
         unlimited = replace(settings, host_budget=-1)
-        if settings.host_budget >= 0 and settings.policy != "cuda":
-            with_homes = self.try_budget(replace(unlimited, device_budget=_plenty(settings)))
+        if (
+            settings.host_budget >= 0
+            and settings.policy != "cuda"
+            and isinstance(self.try_budget(settings), str)
+        ):
+            at_home = replace(settings, policy="cpu", device_budget=_plenty(settings))
+            with_homes = self.try_budget(replace(at_home, host_budget=-1))
             wanted = 0 if isinstance(with_homes, str) else int(with_homes.stats["host_bytes"])
             if wanted > settings.host_budget:
-                text = self.try_budget(replace(settings, device_budget=_plenty(settings)))
+                text = self.try_budget(at_home)
                 assert isinstance(text, str)
                 found.append(Refusal("host", wanted - settings.host_budget, wanted, text))
         if settings.device_budget >= 0:

@@ -227,7 +227,7 @@ def plan_on_paper(
     core = _C.Core(
         **settings.core_arguments(paper.registration, n_ranks),
         threads=1,
-        external_bytes=0,
+        external_bytes=context_bytes(0, n_ranks) + DRIVER_RESERVE if is_cuda else 0,
         slack_bytes=slack(budget) if has_limit else 0,
         is_paper=True,
         host_bytes=_host_bytes(settings, machine),

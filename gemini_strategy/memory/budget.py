@@ -71,7 +71,7 @@ class DeviceMemory:
         self._on = _open(device) if device.type == "cuda" else None
 
     def join(self, core: Any, name: str, budget: int, least: int, trains: bool) -> None:
-        """The engine has its core, and holds no chunk yet: it gets its part of the device.
+        """The engine has its core: it gets its part of the device.
 
         Args:
             name: of its model, for errors.
@@ -105,6 +105,10 @@ class DeviceMemory:
         with contextlib.suppress(GeminiError):
             return int(self.core.stats()["device_bytes"])
         return 0
+
+    def torch_bytes(self) -> int:
+        """What torch holds; of that a core knows nothing before it has joined."""
+        return 0 if self._on is None else self._on.torch.bytes()
 
     def external_bytes(self, chunk_bytes: int) -> int:
         """Device memory in use that is neither chunks nor torch's pool, with room for the driver, in bytes.
@@ -165,11 +169,13 @@ class DeviceMemory:
             return
         others = self._on.parts()
         beside = f", parts of other models {size_text(others)}" if others else ""
+        why = lead.core.refusal()
+        stuck = f" Chunks that could not leave the device: {why}." if why else ""
         error.add_note(
             f"gemini: within device_budget, {size_text(lead.budget)}, chunks of parameters hold "
             f"{size_text(lead.held_bytes())}{beside} and torch {size_text(self._on.torch.bytes())}, activations and "
             "what the loop keeps, beside the driver's and others' memory. Fewer tokens at a time, activation "
-            "checkpointing or a larger device_budget make room"
+            f"checkpointing or a larger device_budget make room.{stuck}"
         )
 
 

@@ -378,17 +378,20 @@ class Slot(_C.Slot):
     def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
         """The first bytes: from rank 0's parameter, with the rest that cast_model_ has kept."""
         ranks, core = self.engine.ranks, self.engine.core
-        field = _MASTER
-        if not self.is_float:
-            field, plain = _WEIGHT, self._ordered(values, self.dtype)
-        elif low is None:
-            plain = self._ordered(values, torch.float32)
-        else:
-            plain = self._ordered(merge(values.to("cpu"), low.to("cpu")), torch.float32)
-        if ranks.size > 1:
-            plain = plain.clone() if plain.data_ptr() == values.data_ptr() else plain
-            ranks.share(order.flat(plain), *self.part(), f"first values of {self.name}")
-        core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+        field, dtype = (_MASTER, torch.float32) if self.is_float else (_WEIGHT, self.dtype)
+        if low is not None:
+            values = merge(values.to("cpu"), low.to("cpu"))
+        if ranks.size == 1:
+            plain = self._ordered(values, dtype)
+            core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+            return
+        plain = self._ordered(values, values.dtype)  # what goes over the wire has no bit too many
+        if ranks.rank and plain.data_ptr() == values.data_ptr():
+            plain = torch.empty_like(plain)
+        plain, (first, n) = order.flat(plain), self.part()
+        ranks.share(plain, first, n, f"first values of {self.name}")
+        own = plain[first : first + n].to(dtype)
+        core.fill(self.id, field, first, n, own.data_ptr(), self.engine.stream())
 
     def fill_part(self, first: int, values: torch.Tensor) -> None:
         """The first bytes, part by part: flat `values` of the elements from `first` on, in the order of memory."""

@@ -17,7 +17,7 @@ static uint64_t next(uint64_t bound)
 typedef struct world {
     gm_device *device;
     gm_chunks *chunks;
-    uint8_t *homes;
+    gm_arena *homes;
     size_t bytes[N_CHUNKS][GM_N_PIECES];
     uint8_t shadow[N_CHUNKS][GM_N_PIECES][MAX_BYTES]; /* what every piece must hold */
     uint32_t pins[N_CHUNKS];                          /* of the weight pieces */
@@ -121,17 +121,26 @@ static void test_against_shadow(void)
         }
     }
     size_t home_bytes = gm_chunks_home_bytes((const size_t (*)[GM_N_PIECES])w->bytes, N_CHUNKS);
-    w->homes = aligned_alloc(4096, home_bytes);
-    memset(w->homes, 0, home_bytes);
+    CHECK(gm_arena_reserve(w->device, home_bytes, &w->homes) == GM_OK);
     gm_chunks_options options = {
         .device = w->device,
         .n_chunks = N_CHUNKS,
         .piece_bytes = (const size_t (*)[GM_N_PIECES])w->bytes,
         .has_homes = true,
         .homes = w->homes,
-        .device_limit = 30 * 4096,
+        .home_limit = home_bytes,
+        .device_limit = 200 * 4096,
     };
     CHECK(gm_chunks_new(&options, &w->chunks) == GM_OK);
+    for (uint32_t id = 0; id < N_CHUNKS; id++) {
+        CHECK(gm_chunks_make_resident(w->chunks, id) == GM_OK);
+    }
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(w->chunks, &stats);
+    CHECK(stats.home_bytes == 0 && gm_arena_bytes(w->homes) == 0);
+    CHECK(gm_chunks_set_limit(w->chunks, 30 * 4096, NULL) == GM_OK);
+    gm_chunks_get_stats(w->chunks, &stats);
+    CHECK(stats.home_bytes > 0 && stats.home_bytes == gm_arena_bytes(w->homes));
     for (int i = 0; i < N_STEPS; i++) {
         step(w);
     }
@@ -146,13 +155,95 @@ static void test_against_shadow(void)
     gm_chunks_weight_span(w->chunks, &begin, &end);
     CHECK(gm_chunks_at(w->chunks, begin - 1) == UINT32_MAX &&
           gm_chunks_at(w->chunks, end) == UINT32_MAX);
-    gm_chunks_stats stats;
     gm_chunks_get_stats(w->chunks, &stats);
     CHECK(stats.fetches > 100 && stats.evictions > 100);
     gm_chunks_free(w->chunks);
+    gm_arena_free(w->homes);
     w->device->ops->free(w->device);
-    free(w->homes);
     free(w);
+}
+
+/* Three chunks on the device, and room for two homes: the third stays where it is, with its bytes. */
+static void test_home_limit(void)
+{
+    gm_device *device;
+    gm_arena *homes;
+    gm_chunks *chunks;
+    CHECK(gm_device_host_new(4096, NULL, &device) == GM_OK);
+    const size_t bytes[3][GM_N_PIECES] = {
+        {8192, 8192, 4096}, {8192, 8192, 4096}, {8192, 8192, 4096}};
+    size_t all = gm_chunks_home_bytes(bytes, 3);
+    CHECK(gm_arena_reserve(device, all, &homes) == GM_OK);
+    gm_chunks_options options = {.device = device,
+                                 .n_chunks = 3,
+                                 .piece_bytes = bytes,
+                                 .has_homes = true,
+                                 .homes = homes,
+                                 .home_limit = all * 2 / 3,
+                                 .device_limit = all};
+    CHECK(gm_chunks_new(&options, &chunks) == GM_OK);
+    uint8_t data[8192], copy[8192];
+    for (uint32_t id = 0; id < 3; id++) {
+        CHECK(gm_chunks_make_resident(chunks, id) == GM_OK);
+        memset(data, (int)id + 1, sizeof data);
+        CHECK(gm_chunks_write(chunks, id, GM_STATE, 0, sizeof data, data, 0) == GM_OK);
+    }
+    CHECK(gm_chunks_set_limit(chunks, 4096, NULL) == GM_ERR_NOMEM);
+    CHECK(strstr(gm_last_error(), "HOST") && strstr(gm_last_error(), "host_budget"));
+    CHECK(gm_arena_bytes(homes) == all * 2 / 3);
+    CHECK(gm_chunks_check(chunks) == GM_OK);
+    for (uint32_t id = 0; id < 3; id++) {
+        memset(data, (int)id + 1, sizeof data);
+        CHECK(gm_chunks_read(chunks, id, GM_STATE, 0, sizeof copy, copy, NULL) == GM_OK);
+        CHECK(memcmp(copy, data, sizeof copy) == 0);
+        CHECK(gm_chunks_is_resident(chunks, id, GM_STATE) == (id == 0)); /* the last go first */
+    }
+    gm_chunks_free(chunks);
+    gm_arena_free(homes);
+    device->ops->free(device);
+}
+
+static uint64_t n_maps(const gm_chunks *chunks)
+{
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(chunks, &stats);
+    return stats.n_maps;
+}
+
+/* Gathered weights that come and go twice, as in a forward and its backward, are mapped once: also where each goes before
+ * the next comes.  Where the limit has room for one alone they show the same blocks, and no more are there. */
+static void test_blocks_that_are_shown(void)
+{
+    enum { N = 4 };
+    gm_device *device;
+    gm_chunks *chunks;
+    CHECK(gm_device_host_new(4096, NULL, &device) == GM_OK);
+    size_t bytes[N][GM_N_PIECES] = {0};
+    for (int id = 0; id < N; id++) {
+        bytes[id][GM_GATHERED] = 8192;
+    }
+    gm_chunks_options options = {.device = device,
+                                 .n_chunks = N,
+                                 .device_limit = N * 8192,
+                                 .piece_bytes = (const size_t (*)[GM_N_PIECES])bytes};
+    CHECK(gm_chunks_new(&options, &chunks) == GM_OK);
+    for (int limit = N; limit >= 1; limit -= N - 1) {
+        CHECK(gm_chunks_set_limit(chunks, (size_t)limit * 8192, NULL) == GM_OK);
+        uint64_t before = n_maps(chunks);
+        for (uint32_t i = 0; i < 2 * N; i++) {
+            bool is_here;
+            CHECK(gm_chunks_claim(chunks, i % N, GM_GATHERED, 0, &is_here) == GM_OK && is_here);
+            memset((void *)gm_chunks_address(chunks, i % N, GM_GATHERED), (int)i, 8192);
+            CHECK(gm_chunks_check(chunks) == GM_OK);
+            CHECK(gm_chunks_discard(chunks, i % N, GM_GATHERED) == GM_OK);
+        }
+        CHECK(n_maps(chunks) - before == (limit == 1 ? N - 1 : N)); /* one shows its own still */
+        gm_chunks_stats stats;
+        gm_chunks_get_stats(chunks, &stats);
+        CHECK(stats.device_bytes == (size_t)limit * 8192);
+    }
+    gm_chunks_free(chunks);
+    device->ops->free(device);
 }
 
 static void test_without_homes(void)
@@ -182,6 +273,8 @@ int main(void)
 {
     test_against_shadow();
     test_without_homes();
+    test_home_limit();
+    test_blocks_that_are_shown();
     puts("chunk: 6000 random steps against a shadow, invariants after each");
     return 0;
 }

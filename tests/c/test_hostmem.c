@@ -103,6 +103,30 @@ static void check_arena(gm_workers *pool, size_t bytes)
     gm_arena_free(arena);
 }
 
+/* Parts of an arena come and go, in any order; what is there again reads as zeros, and its neighbours have kept theirs. */
+static void check_parts(gm_workers *pool)
+{
+    gm_arena *arena;
+    const gm_extent parts[] = {{8192, 4 << 20}, {8192 + (4 << 20), 4096}, {16 << 20, 12345}};
+    CHECK_OK(gm_arena_reserve(NULL, (16 << 20) + 12345, &arena));
+    CHECK(gm_arena_bytes(arena) == 0 && gm_arena_reserved(arena) == (16 << 20) + 12345);
+    CHECK_OK(gm_arena_hold(arena, parts, 3, pool));
+    CHECK(gm_arena_bytes(arena) == (4 << 20) + 4096 + 12345);
+    unsigned char *base = gm_arena_base(arena);
+    for (int i = 0; i < 3; i++) {
+        memset(base + parts[i].offset, i + 1, parts[i].bytes);
+    }
+    gm_arena_drop(arena, parts[1].offset);
+    CHECK(gm_arena_bytes(arena) == (4 << 20) + 12345);
+    CHECK(base[parts[1].offset] == 0 && base[parts[1].offset - 1] == 1 && base[16 << 20] == 3);
+    CHECK_OK(gm_arena_hold(arena, &parts[1], 1, pool));
+    CHECK(base[parts[1].offset] == 0);
+    gm_extent large = {9 << 20, SIZE_MAX / 2};
+    CHECK(gm_arena_hold(arena, &large, 1, pool) == GM_ERR_NOMEM);
+    CHECK(gm_arena_bytes(arena) == (4 << 20) + 4096 + 12345);
+    gm_arena_free(arena);
+}
+
 #ifndef __SANITIZE_ADDRESS__ /* whose own memory about the arena the calling thread touches */
 /* Page faults of the calling thread while it makes an arena. */
 static long faults_of_arena(gm_workers *pool)
@@ -208,6 +232,8 @@ int main(void)
     CHECK_OK(gm_workers_new_on(mask, n_mask, 0, &bound));
     check_arena(bound, 1);
     check_arena(bound, 33333333);
+    check_parts(bound);
+    check_parts(NULL);
     gm_workers_free(bound);
     free(mask);
 

@@ -76,16 +76,20 @@ def test_a_chunk_with_a_part_of_its_gradients() -> None:
 
 
 def test_pieces_say_which_side_is_right() -> None:
-    model, optimizer, engine = case()
+    model, optimizer, engine = case(placement_policy="cpu")
     for found in engine.chunk_states():
         assert dict(found.pieces) == {"weight": "HOME", "state": "HOME", "grad": "HOME"}
+    engine.close()
+    model, optimizer, engine = case()
+    for found in engine.chunk_states():  # without a budget all fits, and nothing has a home
+        assert dict(found.pieces) == {"weight": "DIRTY", "state": "DIRTY", "grad": "DIRTY"}
     for _ in range(2):
         model(torch.ones(1, 64)).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         model(torch.ones(1, 64))
-    # Without a budget all is updated where it is, and nothing goes home.
+    # All is updated where it is, and nothing goes home.
     assert all(found.pieces["weight"] == "DIRTY" for found in engine.chunk_states())
     engine.close()
 

@@ -307,7 +307,8 @@ def test_a_run_of_eight_billion_parameters_on_four_h200(monkeypatch: pytest.Monk
         device_budget=run["budget"],
     )
     assert result.stats["layout_hash"] == run["stats"]["layout_hash"]
-    assert result.host_bytes == run["stats"]["host_bytes"]
+    # Since that run what is all on the device has no homes: staging and sums are left.
+    assert result.host_bytes < 32 << 20 < run["stats"]["host_bytes"]
     assert abs(result.planned_peak_bytes / run["device_peak_bytes"] - 1) < 0.002
     assert abs(result.device_peak_bytes / run["device_peak_bytes"] - 1) < 0.02
     # The time of compute is too short by more, of which the ranks are no part: collectives run under it.
@@ -324,7 +325,10 @@ def test_links_are_what_collectives_get() -> None:
 
 @pytest.mark.parametrize(
     ("budgets", "what"),
-    [({"host_budget": "100kB"}, "host"), ({"device_budget": "20kB"}, "device")],
+    [
+        ({"host_budget": "100kB", "device_budget": "1MB"}, "host"),
+        ({"device_budget": "20kB"}, "device"),
+    ],
 )
 def test_a_budget_that_cannot_work_says_what_lacks(budgets: dict[str, str], what: str) -> None:
     arguments: dict[str, Any] = {"device": "cpu", "gpu": machine(), "precision": "bf16-true"}
@@ -335,9 +339,9 @@ def test_a_budget_that_cannot_work_says_what_lacks(budgets: dict[str, str], what
     assert refusal.missing == refusal.enough - (100_000 if what == "host" else 20_000)
     assert f"raise {what}_budget to" in str(result)
     option = f"{what}_budget"
-    assert gs.estimate(llama(), INPUTS, **arguments, **{option: refusal.enough}).fits
+    assert gs.estimate(llama(), INPUTS, **arguments, **budgets | {option: refusal.enough}).fits
     less = int(refusal.enough * 0.97)
-    assert not gs.estimate(llama(), INPUTS, **arguments, **{option: less}).fits
+    assert not gs.estimate(llama(), INPUTS, **arguments, **budgets | {option: less}).fits
 
 
 def test_more_memory_never_takes_longer() -> None:

@@ -329,7 +329,8 @@ def test_weights_that_a_module_writes_itself(
                 outcomes.append("refused")
             gate.close()
         assert outcomes[1:] == ["right", "right"]
-        assert outcomes[0] == "right" or (precision, policy) == ("32-true", "cuda")
+        has_home = policy == "cpu"  # all fits: only there the old bytes are somewhere else
+        assert outcomes[0] == "right" or (precision == "32-true" and not has_home)
 
 
 # ---- handles, errors and ends --------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_a_loop_that_begins_to_fire_and_ends() -> None:
 
 @pytest.mark.parametrize("spare", [0, 100_000])
 def test_spares_are_within_the_budget_of_the_host(spare: int) -> None:
-    first = managed(CASE.build, RECIPE, chunk_size=4096)
+    first = managed(CASE.build, RECIPE, chunk_size=4096, placement_policy="cpu")
     homes = int(first.engine.stats()["host_bytes"])
     first.engine.close()
     want = plain(CASE.build, RECIPE)
