@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 from collections.abc import Callable
@@ -128,6 +129,25 @@ def _(run: Run) -> Any:
     kept = a.weight.data.clone()
     a.weight.data.copy_(b.weight.data)
     b.weight.data.copy_(kept)
+    return [out, run.step(2)]
+
+
+@in_each("states dropped in every way", served=True)
+def _(run: Run) -> Any:
+    out, state, layers = run.step(2), run.optimizer.state, run.model.layers
+    state.pop(layers[0].weight)
+    del state[layers[1].weight]
+    state[layers[2].weight].clear()
+    state[layers[3].weight] = {}
+    moments = {k: state[layers[4].weight][k].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
+    state[layers[4].weight] = moments
+    with torch.no_grad():
+        layers[0].weight.mul_(1.01)
+        layers[0].weight[0] /= 1.01
+    out += run.step(2)
+    run.optimizer.state.clear()
+    out += run.step(1)
+    run.optimizer.state = collections.defaultdict(dict)
     return [out, run.step(2)]
 
 
