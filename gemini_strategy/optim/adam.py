@@ -147,8 +147,9 @@ class HybridAdam(torch.optim.Optimizer):
     and, for bf16 parameters, `remainder` (int16: master bits = (bf16 bits << 16) + remainder), for
     fp16 parameters, `master` (fp32). Where a weight is another one at a step than the last step left, somebody
     wrote it, and it is its own master; where it was written and is the same again, its master stays. Beside a bf16
-    parameter a copy of it is kept to see that. `state.clear()` resets moments and steps: masters stay. A loaded `remainder` belongs to the weights of the next step, in
-    whichever order model and optimizer are loaded: what else is written to them before it keeps it.
+    parameter a copy of it is kept to see that. `state.clear()` resets moments and steps: masters stay.
+    A loaded `remainder` belongs to the weights of the next step, in whichever order model and optimizer are loaded:
+    what else is written to them before it keeps it.
 
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer.

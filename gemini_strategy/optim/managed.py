@@ -307,9 +307,9 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
             parameter = slot.parameter
             for key, value in optimizer.state.get(parameter, {}).items():
                 if key != "step":
-                    optimizer.state[parameter][key] = value.to(slot.original_device)
+                    optimizer.state[parameter][key] = value.to(parameter.device)
             if hasattr(parameter, "_gm_low"):
-                parameter._gm_low = parameter._gm_low.to(slot.original_device)
+                parameter._gm_low = parameter._gm_low.to(parameter.device)
             if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
                 note_seen(parameter)
         if isinstance(optimizer, HybridAdam):

@@ -340,6 +340,7 @@ def _(loop: Loop) -> Any:
     out = [loop.step()]
     if loop.run.engine is not None:
         loop.run.engine.close()
+    loop.model.to(loop.run.device)  # it came from the host
     loop.model.resize_token_embeddings(70, mean_resizing=False)
     again = Loop(loop.run, loop.model, loop.precision)
     return [out, again.step(), again.step()]
