@@ -499,6 +499,8 @@ class HybridAdam(torch.optim.Optimizer):
                 for key, value in entry.items():
                     if isinstance(value, _Held):
                         entry[key] = self._loaded(p, key, value.tensor)
+                    elif key == "step":  # older torch has a number
+                        entry[key] = self._loaded(p, key, torch.tensor(float(value)))
 
         first = self.register_load_state_dict_pre_hook(_hold)
         last = self.register_load_state_dict_post_hook(release, prepend=True)

@@ -107,7 +107,10 @@ class _Managed:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._gm_plain_copy({}, torch.device("cpu")).__reduce_ex__(protocol)
+        plain = self._gm_plain_copy({}, torch.device("cpu"))
+        if not self._gm_slot.is_raw:  # else it has them
+            plain.__dict__.update({k: v for k, v in vars(self).items() if k != "_gm_slot"})
+        return plain.__reduce_ex__(protocol)
 
     def _gm_quantized_copy(self, values: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """The same class on `values`, with copies of all that it keeps."""

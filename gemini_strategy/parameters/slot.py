@@ -156,8 +156,9 @@ class Slot(_C.Slot):
     def make_shown(self) -> tuple[int, torch.Tensor, torch.Tensor, int, int]:
         """(shown_lease, shown, inside, shown_storage, shown_count), with the chunk pinned."""
         lease = self.engine.core.lease(self.id)
-        shown = self.blob(lease)
-        inside = gate.inside(shown)
+        with _torch.DisableFuncTorch():  # it outlives the transform that runs now
+            shown = self.blob(lease)
+            inside = gate.inside(shown)
         storage = _torch.storage_address(shown)
         return lease, shown, inside, storage, _torch.storage_use_count(storage)
 
