@@ -215,6 +215,8 @@ def _sent(values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
     except torch.OutOfMemoryError as error:
         text = f"the model is on the host, since it does not fit where manage() found it: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
+        for slot in values:
+            slot.original_device = torch.device("cpu")
         return values
 
 

@@ -151,6 +151,52 @@ def _(run: Run) -> Any:
     return [out, run.step(2)]
 
 
+def _by_copies(run: Run, states: list[dict[str, Tensor]]) -> None:
+    for p, state in zip(_params(run), states, strict=True):
+        for key, value in state.items():
+            run.optimizer.state[p][key].copy_(value)
+
+
+def _by_assignment(run: Run, states: list[dict[str, Tensor]]) -> None:
+    run.optimizer.state = collections.defaultdict(
+        dict, zip(_params(run), copy.deepcopy(states), strict=True)
+    )
+
+
+for _first in ("weights", "states"):
+    for _by in (_by_copies, _by_assignment):
+
+        @in_each(f"restored by hand{_by.__name__.replace('_', ' ')}, {_first} first", BF16)
+        def _(run: Run, first: str = _first, by: Any = _by) -> Any:
+            out = run.step(2)
+            weights = [p.detach().clone() for p in _params(run)]
+            states = [
+                {k: v.clone() for k, v in run.optimizer.state[p].items()} for p in _params(run)
+            ]
+            out += run.step(1)
+            for what in ("weights", "states") if first == "weights" else ("states", "weights"):
+                if what == "states":
+                    by(run, states)
+                    continue
+                with torch.no_grad():
+                    for p, w in zip(_params(run), weights, strict=True):
+                        p.copy_(w)
+            return [out, run.step(2)]
+
+
+@in_each("weights copied back after load_state_dict of the optimizer", BF16)
+def _(run: Run) -> Any:
+    out = run.step(2)
+    weights = [p.detach().clone() for p in _params(run)]
+    state = copy.deepcopy(run.optimizer.state_dict())
+    out += run.step(1)
+    run.optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for p, w in zip(_params(run), weights, strict=True):
+            p.copy_(w)
+    return [out, run.step(2)]
+
+
 @in_each("masks after each step and rewinding", ("32-true", "bf16-true"))
 def _(run: Run) -> Any:
     first = copy.deepcopy(run.model.state_dict())
