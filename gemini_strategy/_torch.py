@@ -57,6 +57,7 @@ def _in_code(path: str) -> str:
 TensorBase: Any = _private("torch._C.TensorBase")
 make_subclass = _private("torch.Tensor._make_subclass")
 make_wrapper_subclass = _private("torch.Tensor._make_wrapper_subclass")
+DisableFuncTorch: Any = _private("torch._C._DisableFuncTorch")
 swap_tensor_impl = _private("torch._C._swap_tensor_impl")
 has_storage = _private("torch._C._has_storage")
 storage_address = _private("torch._C._storage_address")

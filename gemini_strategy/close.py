@@ -208,6 +208,18 @@ def _read_grads(engine: Runtime) -> dict[Slot, torch.Tensor]:
     return grads
 
 
+def _sent(values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+    """The values where manage() found them; all of them on the host if they have no room there."""
+    try:
+        return {slot: value.to(slot.original_device) for slot, value in values.items()}
+    except torch.OutOfMemoryError as error:
+        text = f"the model is on the host, since it does not fit where manage() found it: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        for slot in values:
+            slot.original_device = torch.device("cpu")
+        return values
+
+
 def give_back(
     engine: Runtime, values: dict[Slot, torch.Tensor], grads: dict[Slot, torch.Tensor]
 ) -> None:
@@ -230,10 +242,10 @@ def give_back(
     engine.core.close()
     engine.ranks.close()
     engine.memory.close()
-    for slot in values:
+    for slot, value in _sent(values).items():
         parameter = slot.parameter
         with _torch.DisableTorchFunctionSubclass():
-            parameter.data = parameter.data.to(slot.original_device)
+            parameter.data = value
         for alias in slot.aliases:
             alias.data = parameter.data
         if slot in grads:

@@ -139,5 +139,7 @@ void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *
  * that the master equals the new weight exactly. */
 void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
                        size_t numel);
+/* The same for low parts that were given for weights of their own: reset where they cannot be the master's of `weight`. */
+void gm_fit_low_host(gm_dtype format, const void *weight, void *low, size_t numel);
 
 #endif

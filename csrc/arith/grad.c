@@ -173,3 +173,17 @@ void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weig
         }
     }
 }
+
+void gm_fit_low_host(gm_dtype format, const void *weight, void *low, size_t numel)
+{
+    const uint16_t *is = weight;
+    GM_ASSERT(format != GM_F32);
+    for (size_t i = 0; i < numel; i++) {
+        if (format == GM_BF16) {
+            int16_t *lo = (int16_t *)low + i;
+            *lo = gm_bits_are_nan(gm_merge_bf16(is[i], *lo)) ? 0 : *lo;
+        } else if (gm_bits_to_f16(gm_f32_bits(((float *)low)[i])) != is[i]) {
+            ((float *)low)[i] = gm_f32_from_bits(gm_f16_to_bits(is[i]));
+        }
+    }
+}

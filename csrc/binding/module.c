@@ -39,11 +39,9 @@ static int add_enumerations(PyObject *module)
         [GM_F32] = "float32", [GM_BF16] = "bfloat16", [GM_F16] = "float16"};
     static const char *const policies[] = {
         [GM_POLICY_AUTO] = "auto", [GM_POLICY_CPU] = "cpu", [GM_POLICY_CUDA] = "cuda"};
-    static const char *const fields[] = {[GM_FIELD_WEIGHT] = "weight",
-                                         [GM_FIELD_MASTER] = "master",
-                                         [GM_FIELD_M] = "exp_avg",
-                                         [GM_FIELD_V] = "exp_avg_sq",
-                                         [GM_FIELD_GRAD] = "gradient"};
+    static const char *const fields[] = {[GM_FIELD_WEIGHT] = "weight", [GM_FIELD_MASTER] = "master",
+                                         [GM_FIELD_M] = "exp_avg",     [GM_FIELD_V] = "exp_avg_sq",
+                                         [GM_FIELD_GRAD] = "gradient", [GM_FIELD_LOW] = "low"};
     return gm_py_add_numbers(module, "FORMATS", formats, sizeof formats / sizeof *formats) < 0 ||
                    gm_py_add_numbers(module, "POLICIES", policies,
                                      sizeof policies / sizeof *policies) < 0 ||

@@ -8,9 +8,12 @@ static gm_status check_field(const gm_engine *engine, uint32_t id, gm_field fiel
 {
     const gm_param *p = &engine->params[id];
     bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
-    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad)) {
+    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad) ||
+        (field == GM_FIELD_LOW && !p->spec.has_low)) {
         return GM_FAIL(GM_ERR_STATE, "%s has no %s", gm_engine_name(engine, id),
-                       is_moment ? "moments" : "gradient");
+                       is_moment               ? "moments"
+                       : field == GM_FIELD_LOW ? "low part"
+                                               : "gradient");
     }
     return GM_OK;
 }

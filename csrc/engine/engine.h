@@ -61,7 +61,8 @@ typedef enum gm_field {
     GM_FIELD_MASTER,
     GM_FIELD_M,
     GM_FIELD_V,
-    GM_FIELD_GRAD
+    GM_FIELD_GRAD,
+    GM_FIELD_LOW /* what a 16-bit weight lacks to be its master: of whatever weight the next update finds */
 } gm_field;
 
 typedef struct gm_engine_stats {

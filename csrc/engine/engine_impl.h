@@ -32,6 +32,8 @@ typedef struct gm_param {
     /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
      * NULL: nobody has written weights since, or they were bf16 whose low parts are all 0. */
     uint8_t *before;
+    bool
+        is_low_given; /* low parts were written since: they go with any weight whose master they can be */
 } gm_param;
 
 struct gm_lease {

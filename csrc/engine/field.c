@@ -19,6 +19,7 @@ gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field fie
     case GM_FIELD_M: return (gm_slice){GM_STATE, shape.m + 4 * offset, 4 * numel};
     case GM_FIELD_V: return (gm_slice){GM_STATE, shape.v + 4 * offset, 4 * numel};
     case GM_FIELD_GRAD: return (gm_slice){GM_GRAD, grad_bytes * offset, grad_bytes * numel};
+    case GM_FIELD_LOW:
     case GM_FIELD_MASTER: /* the low part of it */
         return (gm_slice){GM_STATE, gm_low_bytes(&p->spec) * offset,
                           gm_low_bytes(&p->spec) * numel};
@@ -124,6 +125,7 @@ void gm_field_forget_before(gm_param *p)
 {
     free(p->before);
     p->before = NULL;
+    p->is_low_given = false;
 }
 
 /* Elements [first, first + n) of the part, from masters: weights and low parts. */
@@ -236,8 +238,40 @@ gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, co
                        (unsigned long long)p->part_numel);
     }
     memcpy(low, p->before + p->part_numel * p->spec.weight_bytes, low_bytes);
-    gm_reconcile_host(p->spec.format, p->before, weight, low, p->part_numel);
+    if (p->is_low_given) {
+        gm_fit_low_host(p->spec.format, weight, low, p->part_numel);
+    } else {
+        gm_reconcile_host(p->spec.format, p->before, weight, low, p->part_numel);
+    }
     gm_status status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
+    free(low);
+    return status;
+}
+
+static gm_status write_low(gm_engine *engine, gm_param *p, const void *part, gm_stream stream)
+{
+    size_t weight_bytes = p->part_numel * p->spec.weight_bytes;
+    size_t low_bytes = p->part_numel * gm_low_bytes(&p->spec);
+    uint8_t *before = malloc(weight_bytes + low_bytes + 1), *low = malloc(low_bytes + 1);
+    gm_status status = before && low
+                           ? read_slice(engine, p, GM_FIELD_WEIGHT, 0, p->part_numel, before)
+                           : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of low parts", low_bytes);
+    if (status == GM_OK) {
+        memcpy(before + weight_bytes, part, low_bytes);
+        memcpy(low, part, low_bytes);
+        gm_fit_low_host(p->spec.format, before, low, p->part_numel);
+        status = write_slice(engine, p, GM_FIELD_MASTER, low, stream);
+    }
+    if (status == GM_OK) {
+        gm_field_forget_before(p);
+        p->is_low_given = true;
+        if (memcmp(low, part, low_bytes) !=
+            0) { /* another weight, which is to come, may have them */
+            p->before = before;
+            before = NULL;
+        }
+    }
+    free(before);
     free(low);
     return status;
 }
@@ -262,6 +296,7 @@ static gm_status write_weight(gm_engine *engine, gm_param *p, const void *src, g
 size_t gm_field_width(const gm_engine *engine, const gm_param *p, gm_field field)
 {
     return field == GM_FIELD_WEIGHT ? p->spec.weight_bytes
+           : field == GM_FIELD_LOW  ? gm_low_bytes(&p->spec)
            : field == GM_FIELD_GRAD ? gm_dtype_bytes(gm_grad_dtype(engine, &p->spec))
                                     : 4;
 }
@@ -272,6 +307,7 @@ gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const v
     const void *part = (const uint8_t *)src + p->part_first * gm_field_width(engine, p, field);
     return field == GM_FIELD_MASTER   ? write_master(engine, p, src, stream)
            : field == GM_FIELD_WEIGHT ? write_weight(engine, p, src, stream)
+           : field == GM_FIELD_LOW    ? write_low(engine, p, part, stream)
                                       : write_slice(engine, p, field, part, stream);
 }
 

@@ -301,7 +301,7 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
 {
     for (uint32_t i = 0; i < state->n_params; i++) {
         gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
-        for (size_t j = 0; p->before && j < task->n_ranges; j++) {
+        for (size_t j = 0; (p->before || p->is_low_given) && j < task->n_ranges; j++) {
             if (task->ranges[j].begin == p->part_offset) {
                 gm_field_forget_before(p);
             }

@@ -264,7 +264,7 @@ class _Loading:
             done(field.part_bytes)
         if "model" in self._parts:
             for slot in runtime.slots:
-                slot.loaded = slot.low = None
+                slot.is_whole = False
                 slot.note_change()
             with torch.no_grad():
                 for name, buffer in self._model.tensors.items():

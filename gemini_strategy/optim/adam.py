@@ -8,14 +8,15 @@ Invariants
  1. A step checks every gradient before it changes any parameter: a refused step changes nothing.
  2. State tensors lie in memory in the order of their parameter: one pass over addresses fits all.
  3. The fp32 rest of a half-precision parameter exists once: in `optimizer.state` after the first
-    step, in the attribute `_gm_low` of the parameter before it.
+    step, in the attribute `_gm_low` of the parameter before it. It is the weight's, not the entry's: of an entry that
+    was taken out of `optimizer.state` the optimizer still has it (`_gm_lows`), and the next update takes it up.
  4. A half-precision weight that is not the one that the last step (or the cast) left was written, and
     is its own master: `low.settled_low`. An fp16 master shows it. Of a bf16 parameter the attribute
-    `_gm_seen` has what was left; without it, as after load_state_dict, the remainder is the weight's.
+    `_gm_seen` has what was left; without it, as where a remainder was loaded or written, that is the weight's.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -146,8 +147,9 @@ class HybridAdam(torch.optim.Optimizer):
     and, for bf16 parameters, `remainder` (int16: master bits = (bf16 bits << 16) + remainder), for
     fp16 parameters, `master` (fp32). Where a weight is another one at a step than the last step left, somebody
     wrote it, and it is its own master; where it was written and is the same again, its master stays. Beside a bf16
-    parameter a copy of it is kept to see that. A loaded `remainder` belongs to the weights of the next step, in
-    whichever order model and optimizer are loaded: what else is written to them before it keeps it.
+    parameter a copy of it is kept to see that. `state.clear()` resets moments and steps: masters stay.
+    A `remainder` that is loaded, or written, belongs to the weights of the next step, in whichever order weights and
+    states are restored: what else is written to them before it keeps it.
 
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer.
@@ -168,6 +170,8 @@ class HybridAdam(torch.optim.Optimizer):
     # class attributes, so that copies and unpickled optimizers have them
     _gm_clip_factor = 1.0
     _gm_clipped: Mapping[Tensor, int] = {}
+    # by parameter, the rest in `state` and its version: another one was put there since
+    _gm_lows: MutableMapping[Tensor, tuple[Tensor, int]]
 
     def __init__(
         self,
@@ -187,10 +191,14 @@ class HybridAdam(torch.optim.Optimizer):
             "adamw_mode": adamw_mode,
             "bias_correction": bias_correction,
         }
+        self._gm_lows = WeakTensorKeyDictionary()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_gm_lows" not in self.__dict__:  # a copy, or unpickled
+            self._gm_lows = WeakTensorKeyDictionary()
+            self._note_lows()
         for group in self.param_groups:
             self._complete_group(group)
 
@@ -306,17 +314,25 @@ class HybridAdam(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
         if p.dtype in _LOW and _LOW[p.dtype][0] not in state:
             key, dtype = _LOW[p.dtype]
-            low = getattr(p, "_gm_low", None)
+            low = getattr(p, "_gm_low", self._gm_lows.get(p, (None, 0))[0])
             if low is None or low.dtype != dtype or low.shape != p.shape:
                 # the master is the weight itself: a remainder of 0, or an fp32 copy
                 low = torch.zeros_like(p) if dtype is torch.int16 else p
             state[key] = _ordered_like(low.detach(), p.detach(), dtype)
+        elif p.dtype in _LOW:
+            self._look(p, state[_LOW[p.dtype][0]])
         if hasattr(p, "_gm_low"):
             del p._gm_low
         for key, value in state.items():
             if key != "step":
                 state[key] = _ordered_like(value, p.detach())
         return state
+
+    def _look(self, p: Tensor, low: Tensor) -> None:
+        """What somebody has put into `state` is of the weight of now."""
+        known, version = self._gm_lows.get(p, (None, 0))
+        if known is not low or low._version != version:
+            p.__dict__.pop("_gm_seen", None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_divisor: float = 1.0) -> Any:
@@ -399,6 +415,8 @@ class HybridAdam(torch.optim.Optimizer):
         if weight is not plain:
             plain.copy_(weight)
         note_seen(p)
+        if low is not None:
+            self._gm_lows[p] = low, low._version
         state["step"] += 1
         # autograd notices when a graph that was built before this step is used after it
         torch.autograd.graph.increment_version(p)
@@ -466,6 +484,7 @@ class HybridAdam(torch.optim.Optimizer):
             key = _LOW[p.dtype][0] if p.dtype in _LOW else None
             entry = result["state"].get(index, {})
             if key in entry:
+                self._look(p, entry[key])
                 low = settled_low(p, entry[key])  # the state keeps its own: a write may be undone
                 if not torch.equal(low, entry[key]):
                     result["state"][index] = {**entry, key: low}
@@ -490,6 +509,8 @@ class HybridAdam(torch.optim.Optimizer):
                 for key, value in entry.items():
                     if isinstance(value, _Held):
                         entry[key] = self._loaded(p, key, value.tensor)
+                    elif key == "step":  # older torch has a number
+                        entry[key] = self._loaded(p, key, torch.tensor(float(value)))
 
         first = self.register_load_state_dict_pre_hook(_hold)
         last = self.register_load_state_dict_post_hook(release, prepend=True)
@@ -508,6 +529,14 @@ class HybridAdam(torch.optim.Optimizer):
             key = _LOW[p.dtype][0] if p.dtype in _LOW else None
             if key in entry and key not in self.state.get(p, {}):
                 p._gm_low = entry[key]
+        self._note_lows()
+
+    def _note_lows(self) -> None:
+        """What `state` has of weights is theirs, whatever becomes of their entries."""
+        for p, entry in self.state.items():
+            if p.dtype in _LOW and _LOW[p.dtype][0] in entry:
+                low = entry[_LOW[p.dtype][0]]
+                self._gm_lows[p] = low, low._version
 
     @staticmethod
     def _loaded(p: Tensor, key: str, value: Tensor) -> Tensor:

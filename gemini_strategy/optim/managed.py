@@ -217,13 +217,22 @@ def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Weights may have been written since the optimizer's last step: their masters follow, as in its next one."""
+    """Weights may have been written since the optimizer's last step: their masters follow, as in its next one.
+
+    What is in no entry any more goes to its parameter.
+    """
+    for parameter, (low, _) in getattr(optimizer, "_gm_lows", {}).items():
+        if not optimizer.state.get(parameter):
+            parameter._gm_low = low
     for parameter, state in optimizer.state.items():
         low = state.get("remainder")
         is_its = low is not None and parameter.dtype is torch.bfloat16 and low.dtype is torch.int16
         if is_its and low.shape == parameter.shape:
-            low.copy_(settled_low(parameter, low))
-            note_seen(parameter)
+            if isinstance(optimizer, HybridAdam):
+                optimizer._look(parameter, low)
+            if hasattr(parameter, "_gm_seen"):  # else its weight may come yet
+                low.copy_(settled_low(parameter, low))
+                note_seen(parameter)
 
 
 def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
@@ -236,8 +245,10 @@ def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
         elif "exp_avg" in state:
             states[parameter].assign(_with_true_low(slot, state), is_copied=True)
     for slot in engine.slots:
-        slot.loaded = slot.low = None
+        slot.is_whole = slot.is_settled = False
     del optimizer.__dict__["state"]
+    if isinstance(optimizer, HybridAdam):
+        optimizer._gm_lows = type(optimizer._gm_lows)()
     optimizer._gm_state = states
     optimizer._gm_engine = engine
     _swap_class(optimizer, _managed_class(type(optimizer)))
@@ -304,6 +315,8 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
                 parameter._gm_low = parameter._gm_low.to(slot.original_device)
             if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
                 note_seen(parameter)
+        if isinstance(optimizer, HybridAdam):
+            optimizer._note_lows()
     except torch.OutOfMemoryError as error:
         text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -30,12 +30,13 @@ def split_low(weight: torch.Tensor, master: torch.Tensor) -> tuple[str, torch.Te
 def settled_low(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """`low` of the weight of now: where somebody wrote it, it is its own master (optim/adam.py, invariant 4)."""
     weight = p.detach()
+    low = low.to(weight.device)  # the model may have been moved since
     if p.dtype is torch.float16:
         is_rounding = low.to(torch.float16).view(torch.int16) == weight.view(torch.int16)
         return torch.where(is_rounding, low, weight.float())
     seen = getattr(p, "_gm_seen", None)
-    if seen is not None and seen.shape == weight.shape and seen.device == weight.device:
-        return low.masked_fill(seen.view(torch.int16) != weight.view(torch.int16), 0)
+    if seen is not None and seen.shape == weight.shape:
+        return low.masked_fill(seen.to(weight).view(torch.int16) != weight.view(torch.int16), 0)
     # no weight has a master that is no number: such a remainder was another weight's
     return low.masked_fill(merge(weight, low).isnan(), 0)
 

@@ -96,11 +96,21 @@ class _Managed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self._gm_plain_copy(memo)
+            try:
+                memo[id(self)] = self._gm_plain_copy(memo, self.device)
+            except torch.OutOfMemoryError as error:
+                error.add_note(
+                    f"gemini: a copy of {self._gm_slot.name} lies on its device, as torch's do. For a copy on the host "
+                    "pickle and unpickle the model, or load model.state_dict() into another one"
+                )
+                raise
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._gm_plain_copy({}).__reduce_ex__(protocol)
+        plain = self._gm_plain_copy({}, torch.device("cpu"))
+        if not self._gm_slot.is_raw:  # else it has them
+            plain.__dict__.update({k: v for k, v in vars(self).items() if k != "_gm_slot"})
+        return plain.__reduce_ex__(protocol)
 
     def _gm_quantized_copy(self, values: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """The same class on `values`, with copies of all that it keeps."""
@@ -112,10 +122,11 @@ class _Managed:
         plain.__dict__.update(copy.deepcopy(own, memo))
         return plain
 
-    def _gm_plain_copy(self, memo: dict[int, Any]) -> torch.Tensor:
+    def _gm_plain_copy(self, memo: dict[int, Any], device: torch.device) -> torch.Tensor:
         """An ordinary, unmanaged parameter with the values that are shown."""
         slot = self._gm_slot
-        values = slot.read_master().to(self.dtype) if slot.shows_master else slot.read_weight()
+        values = slot.read_master() if slot.shows_master else slot.read_weight()
+        values = values.to(device, self.dtype)
         if slot.is_raw and isinstance(self, nn.Parameter):
             return self._gm_quantized_copy(values, memo)
         return (

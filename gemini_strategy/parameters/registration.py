@@ -386,7 +386,7 @@ class Registration:
         low = parameter.__dict__.pop("_gm_low", None)
         if low is not None:
             low = settled_low(parameter, low)  # weights may have been written since the cast
-        parameter.__dict__.pop("_gm_seen", None)
+        slot.is_settled = parameter.__dict__.pop("_gm_seen", None) is not None
         if not loading.has(parameter):
             with _torch.DisableTorchFunctionSubclass():
                 slot.fill(parameter.detach(), low)

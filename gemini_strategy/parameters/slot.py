@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "Slot", "checked_step"]
 
 FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
-_NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient")
-_WEIGHT, _MASTER, _M, _V, _GRAD = (_C.FIELDS[name] for name in _NAMES)
+_NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient", "low")
+_WEIGHT, _MASTER, _M, _V, _GRAD, _LOW = (_C.FIELDS[name] for name in _NAMES)
 _KEYS = {_WEIGHT: "weight", _MASTER: "weight", _M: "exp_avg", _V: "exp_avg_sq", _GRAD: "grad"}
 _MOMENTS = {"exp_avg": _M, "exp_avg_sq": _V}
 _PART = 1 << 20  # elements that are written at once
@@ -61,8 +61,8 @@ class Slot(_C.Slot):
         "has_moments",
         "has_state",
         "is_raw",
-        "loaded",
-        "low",
+        "is_settled",
+        "is_whole",
         "n_same",
         "name",
         "names",
@@ -98,8 +98,10 @@ class Slot(_C.Slot):
         self.step_count, self.step_tensor = 0, None  # see adam_step
         self.state_changes = 0
         self.given = Given(self)
-        self.loaded: str | None = None  # since the last update: "weight", "master", "low" or "both"
-        self.low: torch.Tensor | None = None  # loaded before the weight that it belongs to
+        self.is_whole = False  # since the last update a whole master was loaded
+        self.is_settled = (
+            False  # in manage(): low parts of the optimizer's are of the weights of now
+        )
         self.n_same = 0  # writes of what was there
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.inside = self.absent = None
@@ -156,8 +158,9 @@ class Slot(_C.Slot):
     def make_shown(self) -> tuple[int, torch.Tensor, torch.Tensor, int, int]:
         """(shown_lease, shown, inside, shown_storage, shown_count), with the chunk pinned."""
         lease = self.engine.core.lease(self.id)
-        shown = self.blob(lease)
-        inside = gate.inside(shown)
+        with _torch.DisableFuncTorch():  # it outlives the transform that runs now
+            shown = self.blob(lease)
+            inside = gate.inside(shown)
         storage = _torch.storage_address(shown)
         return lease, shown, inside, storage, _torch.storage_use_count(storage)
 
@@ -343,7 +346,7 @@ class Slot(_C.Slot):
             self._write_moment(_MOMENTS[key], values, self.adam_step)
             self.note_state_change()
         else:
-            self.set_low(values.to("cpu").contiguous())
+            self.write_low(values)
 
     def lack(self, root: int | None = None) -> tuple[str, torch.Tensor, bool]:
         """(key, what the weight lacks to be its master, whether that is anything)."""
@@ -536,7 +539,7 @@ class Slot(_C.Slot):
             self.step_count += 1
         else:
             self.adam_step += 1
-        self.loaded = self.low = None
+        self.is_whole = False
         self.note_state_change()
         is_first, self.has_state = not self.has_state, True
         return is_first
@@ -561,51 +564,34 @@ class Slot(_C.Slot):
 
     def load_low(self, low: torch.Tensor) -> None:
         """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
-        if self.loaded == "master":
-            return  # the weight came whole
-        low = low.detach().to("cpu", copy=True).contiguous()
-        is_whole = self.set_low(low)
-        self.low = None if is_whole or self.loaded == "weight" else low
-        self.loaded = "both" if self.loaded == "weight" else "low"
+        if self.is_settled:
+            self.write_master(merge(self.read_weight(), low.detach().to("cpu")))
+        elif not self.is_whole:
+            self.write_low(low)
 
-    def set_low(self, low: torch.Tensor) -> bool:
-        """The weight stays: where it is not the rounding of its master with `low`, it lacks nothing then.
-
-        Gives whether that is so nowhere.
-        """
-        weight = self.read_weight()
-        master = low if low.dtype is torch.float32 else merge(weight, low)
-        fits = self.rounded(master).view(torch.int16) == weight.view(torch.int16)
-        self.write_master(torch.where(fits, master, weight.float()))
-        return bool(fits.all())
+    def write_low(self, low: torch.Tensor) -> None:
+        """What the weight that the next update finds lacks to be its master."""
+        self.engine.settle()
+        plain = self._ordered(low, low.dtype)
+        self.engine.written.note(self, "low part", plain)
+        self.engine.core.write(self.id, _LOW, plain.data_ptr(), self.engine.stream())
+        self.note_state_change()
 
     def load_weight(self, value: torch.Tensor) -> torch.Tensor:
         """Takes a weight of a state dict, and gives its rounding.
 
-        fp32 is the master. 16 bits go with a low part that was loaded before them; else they are a write like any
-        other: where they are another weight than now they are its master, elsewhere the master stays.
+        fp32 is the master. 16 bits are a write like any other: they are their own master where nothing was loaded for
+        them and they are another weight than the last update has left.
         """
         self.engine.settle()
         value = value.detach().to("cpu", copy=True).contiguous()
-        if value.dtype is not self.dtype:
+        self.is_whole = value.dtype is not self.dtype
+        if self.is_whole:
             self.write_master(value)
-            self.loaded, self.low = "master", None
             return self.rounded(value)
-        weight = self.read_own(False)
-        own = slice(self.part()[0], sum(self.part()))
-        if self.loaded == "low":
-            low = split_low(weight, self.read_own(True))[1] if self.low is None else self.low
-            field, plain = _MASTER, self._ordered(merge(value, low), torch.float32)
-            self.loaded = "both"
-        else:
-            field, plain = _WEIGHT, self._ordered(value, self.dtype)
-            is_same = value.view(torch.int16) == weight.view(torch.int16)
-            same = order.flat(order.ordered(is_same, self.strides))[own]
-            if self.loaded is None or not bool(same.all()):
-                self.loaded = "weight"  # what came with its low before is gone
-        self.low = None
+        plain = self._ordered(value, self.dtype)
         self.engine.written.note(self, "loaded weight", value)
-        self.engine.core.write(self.id, field, plain.data_ptr(), self.engine.stream())
+        self.engine.core.write(self.id, _WEIGHT, plain.data_ptr(), self.engine.stream())
         self.note_change()
         return value
 

@@ -219,6 +219,13 @@ def _(loop: Loop) -> Any:
     return out
 
 
+@each("states dropped", gpt2, "16-mixed")
+def _(loop: Loop) -> Any:
+    out = [loop.step() for _ in range(3)]
+    loop.optimizer.state.clear()
+    return [out, loop.step(), loop.optimizer.state.pop(loop.model.lm_head.weight) and loop.step()]
+
+
 @each("overflow of the loss scale", gpt2, "16-mixed", scale=2.0**30)
 def _(loop: Loop) -> Any:
     return [loop.step() for _ in range(18)]
@@ -333,6 +340,7 @@ def _(loop: Loop) -> Any:
     out = [loop.step()]
     if loop.run.engine is not None:
         loop.run.engine.close()
+    loop.model.to(loop.run.device)  # it came from the host
     loop.model.resize_token_embeddings(70, mean_resizing=False)
     again = Loop(loop.run, loop.model, loop.precision)
     return [out, again.step(), again.step()]

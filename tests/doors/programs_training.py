@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 from collections.abc import Callable
@@ -128,6 +129,71 @@ def _(run: Run) -> Any:
     kept = a.weight.data.clone()
     a.weight.data.copy_(b.weight.data)
     b.weight.data.copy_(kept)
+    return [out, run.step(2)]
+
+
+@in_each("states dropped in every way", served=True)
+def _(run: Run) -> Any:
+    out, state, layers = run.step(2), run.optimizer.state, run.model.layers
+    state.pop(layers[0].weight)
+    del state[layers[1].weight]
+    state[layers[2].weight].clear()
+    state[layers[3].weight] = {}
+    moments = {k: state[layers[4].weight][k].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
+    state[layers[4].weight] = moments
+    with torch.no_grad():
+        layers[0].weight.mul_(1.01)
+        layers[0].weight[0] /= 1.01
+    out += run.step(2)
+    run.optimizer.state.clear()
+    out += run.step(1)
+    run.optimizer.state = collections.defaultdict(dict)
+    return [out, run.step(2)]
+
+
+def _by_copies(run: Run, states: list[dict[str, Tensor]]) -> None:
+    for p, state in zip(_params(run), states, strict=True):
+        for key, value in state.items():
+            run.optimizer.state[p][key].copy_(value)
+
+
+def _by_assignment(run: Run, states: list[dict[str, Tensor]]) -> None:
+    run.optimizer.state = collections.defaultdict(
+        dict, zip(_params(run), copy.deepcopy(states), strict=True)
+    )
+
+
+for _first in ("weights", "states"):
+    for _by in (_by_copies, _by_assignment):
+
+        @in_each(f"restored by hand{_by.__name__.replace('_', ' ')}, {_first} first", BF16)
+        def _(run: Run, first: str = _first, by: Any = _by) -> Any:
+            out = run.step(2)
+            weights = [p.detach().clone() for p in _params(run)]
+            states = [
+                {k: v.clone() for k, v in run.optimizer.state[p].items()} for p in _params(run)
+            ]
+            out += run.step(1)
+            for what in ("weights", "states") if first == "weights" else ("states", "weights"):
+                if what == "states":
+                    by(run, states)
+                    continue
+                with torch.no_grad():
+                    for p, w in zip(_params(run), weights, strict=True):
+                        p.copy_(w)
+            return [out, run.step(2)]
+
+
+@in_each("weights copied back after load_state_dict of the optimizer", BF16)
+def _(run: Run) -> Any:
+    out = run.step(2)
+    weights = [p.detach().clone() for p in _params(run)]
+    state = copy.deepcopy(run.optimizer.state_dict())
+    out += run.step(1)
+    run.optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for p, w in zip(_params(run), weights, strict=True):
+            p.copy_(w)
     return [out, run.step(2)]
 
 

@@ -20,10 +20,8 @@ from walk import doors, judge
 pytestmark = pytest.mark.gpu
 
 AT_ONCE = 24
-# They take a weight as an array or by its address, or call what torch has for the CPU alone; torch's fusion copies the
-# layer, which is on the host then, and multiplies it by what is on the GPU.
+# They take a weight as an array or by its address, or call what torch has for the CPU alone.
 HOST_ONLY = {
-    "after/fused batch norm into linear",
     "kept/array of an embedding with max_norm",
     "own optimizer/Adagrad, fused",
     "write/ctypes memset",

@@ -7,7 +7,9 @@ torch, in this process or in another one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -222,6 +224,68 @@ def test_out_of_memory_and_on() -> None:
         assert_same_outcome(run.outcome(), want)
         # what the attempt took has been given back
         assert run.engine._runtime.memory._on.torch.bytes() < 128 * MIB
+
+
+@pytest.mark.parametrize("came_from", ["cuda", "cpu"])
+def test_copies_lie_with_the_model_and_a_closed_model_where_it_came_from(came_from: str) -> None:
+    recipe = recipe_of(None, FEW)
+    model = CASE.build().to(came_from)
+    optimizer = gs.HybridAdam(model.parameters())
+    engine = gs.manage(
+        model,
+        optimizer,
+        device="cuda",
+        precision=recipe.precision,
+        device_budget=budget_of(0.5),
+        chunk_size=2 * MIB,
+    )
+    ids = tokens(0).to("cuda")
+    for _ in range(3):
+        engine.backward(loss_of(model, ids))
+        optimizer.step()
+        optimizer.zero_grad()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    copied, host = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with engine.masters():
+        masters = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(copied.eval()(ids), model.eval()(ids))
+    engine.close()
+    for other, place in ((copied, "cuda"), (host, "cpu"), (model, came_from)):
+        for name, p in other.named_parameters():
+            assert p.device.type == place
+            assert torch.equal(p.cpu(), want[name])
+    assert all(p.device.type == "cpu" for p in masters.parameters())
+    for p in model.parameters():
+        assert optimizer.state[p]["exp_avg"].device.type == came_from
+
+
+def test_a_deep_copy_that_does_not_fit() -> None:
+    """torch's own error with the way out, the budget holds, and training goes on with the same bits."""
+    recipe = recipe_of(None, FEW)
+    reference = plain(CASE.build, recipe)
+    for number in range(FEW):
+        step(reference, number)
+    want = reference.outcome()
+    del reference
+    _release()
+    budget = budget_of(0.5)
+    run = managed(CASE.build, recipe, device_budget=budget, chunk_size=2 * MIB)
+    with contextlib.closing(run.engine):
+        for number in range(4):
+            step(run, number)
+        copies: list[nn.Module] = []
+        with _peak(0.005) as peak, pytest.raises(torch.OutOfMemoryError) as caught:
+            while True:
+                assert len(copies) < 1000
+                copies.append(copy.deepcopy(run.model))
+        assert any("on the host" in note for note in caught.value.__notes__)
+        del caught
+        copies.clear()
+        assert peak[0] <= budget
+        for number in range(4, FEW):
+            step(run, number)
+        assert_same_outcome(run.outcome(), want)
 
 
 def test_below_the_floor() -> None:

@@ -249,6 +249,7 @@ class Plain:
             p.data.copy_(values)
             if low is not None:
                 low.copy_(values)
+        self.optimizer._note_lows()
         note_seen(p)
 
     def master(self, p: nn.Parameter) -> Tensor:

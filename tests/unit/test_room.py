@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from pathlib import Path
@@ -209,4 +210,57 @@ def test_a_refusal_of_torch_says_what_fills_the_budget(monkeypatch: pytest.Monke
         f"within device_budget, 64.00 kB, chunks of parameters hold {held}, parts of other models 1.500 kB and torch "
         "43.21 kB" in note
     )
+    engine.close()
+
+
+class Full:
+    """`Tensor.to` of a device that has no room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+        self.to, self.device = torch.Tensor.to, device
+        monkeypatch.setattr(torch.Tensor, "to", lambda *args, **how: self.move(*args, **how))
+
+    def move(self, tensor: Tensor, where: object, *more: object, **how: object) -> Tensor:
+        if where is self.device:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.to(tensor, where, *more, **how)
+
+
+def test_a_closed_model_that_has_no_room_is_whole_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    optimizer = gs.HybridAdam(model.parameters())
+    engine = gs.manage(model, optimizer, device="cpu", precision="bf16-true")
+    engine.backward(engine.model(torch.ones(2, 32)).sum())
+    optimizer.step()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    elsewhere = torch.device("meta")  # stands for a device that is full now
+    for slot in engine._runtime.slots[2:]:
+        slot.original_device = elsewhere
+    with monkeypatch.context() as patch:
+        Full(patch, elsewhere)
+        with pytest.warns(RuntimeWarning, match="the model is on the host, since it does not fit"):
+            engine.close()
+    for name, p in model.named_parameters():
+        assert p.device.type == "cpu"
+        assert torch.equal(p, want[name])
+        assert p.grad is None or p.grad.device.type == "cpu"
+        assert optimizer.state[p]["exp_avg"].device.type == "cpu"
+    model(torch.ones(2, 32, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+
+
+def test_a_deep_copy_without_room_says_how_to_copy_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    engine = gs.manage(model, device="cpu")
+    with monkeypatch.context() as patch:
+        full = Full(patch, torch.device("cpu"))
+        patch.setattr(type(model[0].weight), "device", property(lambda p: full.device))
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            copy.deepcopy(model)
+    assert any("0.weight" in n and "on the host" in n for n in caught.value.__notes__)
+    assert torch.equal(copy.deepcopy(model)[0].weight, model[0].weight)
     engine.close()
