@@ -689,10 +689,6 @@ static PyType_Spec net_spec = {
 
 int gm_py_net_init(PyObject *module)
 {
-    gm_py_net_type = (PyTypeObject *)PyType_FromSpec(&net_spec);
-    if (!gm_py_net_type || gm_py_saved_init() < 0 ||
-        PyModule_AddObjectRef(module, "Net", (PyObject *)gm_py_net_type) < 0) {
-        return -1;
-    }
-    return 0;
+    gm_py_net_type = gm_py_add_type(module, &net_spec);
+    return gm_py_net_type ? gm_py_saved_init() : -1;
 }
