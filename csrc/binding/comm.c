@@ -349,12 +349,6 @@ static PyObject *finish_new(comm *self, gm_status status, gm_comm *made)
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(
-    comm_host_doc,
-    "comm_host(exchange, close, rank, size) -> Comm\n\n"
-    "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the\n"
-    "first, receives the second, and raises where it cannot, naming the rank; close()\n"
-    "ends it, any number of times.");
 static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *exchange, *close;
@@ -381,9 +375,6 @@ static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
     return finish_new(self, status, made);
 }
 
-PyDoc_STRVAR(comm_nccl_id_doc, "comm_nccl_id(path) -> bytes\n\n"
-                               "What rank 0 makes for all ranks.  path: a libnccl.so.2 to open if\n"
-                               "none is loaded, or None.");
 static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *path;
@@ -401,8 +392,6 @@ static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBytes_FromStringAndSize((const char *)id, sizeof id);
 }
 
-PyDoc_STRVAR(comm_nccl_doc, "comm_nccl(path, ordinal, id, rank, size, timeout) -> Comm\n\n"
-                            "Returns when all ranks have come, raises after timeout seconds.");
 static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *path, *id;
@@ -430,8 +419,6 @@ static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
     return finish_new(self, status, made);
 }
 
-PyDoc_STRVAR(comm_paper_doc, "comm_paper(size) -> Comm\n\n"
-                             "Rank 0 of `size` that all do the same, for a Core on paper alone.");
 static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int size;
@@ -493,10 +480,16 @@ static PyType_Spec comm_spec = {
 };
 
 static PyMethodDef module_methods[] = {
-    {"comm_host", comm_host, METH_VARARGS, comm_host_doc},
-    {"comm_nccl_id", comm_nccl_id, METH_VARARGS, comm_nccl_id_doc},
-    {"comm_nccl", comm_nccl, METH_VARARGS, comm_nccl_doc},
-    {"comm_paper", comm_paper, METH_VARARGS, comm_paper_doc},
+    {"comm_host", comm_host, METH_VARARGS,
+     "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the first, "
+     "receives the second, and raises where it cannot, naming the rank; close() ends it, any "
+     "number of times."},
+    {"comm_nccl_id", comm_nccl_id, METH_VARARGS,
+     "What rank 0 makes for all ranks.  path: a libnccl.so.2 to open if none is loaded, or None."},
+    {"comm_nccl", comm_nccl, METH_VARARGS,
+     "Returns when all ranks have come, raises after timeout seconds."},
+    {"comm_paper", comm_paper, METH_VARARGS,
+     "Rank 0 of `size` that all do the same, for a Core on paper alone."},
     {NULL, NULL, 0, NULL},
 };
 
