@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 
 TESTS = Path(__file__).resolve().parents[1]
 RATES = "h2d=55e9,d2h=54e9"
-MANY = 16  # jobs of one process, from which on they shall cost less: see helpers/huge_pages.py
+MANY = 64  # jobs of one process, from which on they shall cost less: see helpers/huge_pages.py
 # torch's optimizers import torch._dynamo when the first is made, and a save torch.distributed.checkpoint: each takes a
 # second.
 PRELOADED = (
