@@ -23,17 +23,21 @@ from loops import Gemini, Hybrid, Loop, run
 from shapes import SHAPES
 
 
+def adapted(base: torch.nn.Module, rank: int) -> Any:
+    """The model with adapters of this rank on every linear layer of its blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    names = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=rank, lora_alpha=16, target_modules=names)
+    return get_peft_model(base, adapters).to(torch.bfloat16)
+
+
 class Adapted(Loop):
-    """The model with adapters of `--rank` on every linear layer of its blocks."""
+    """Trains the adapters of a frozen model."""
 
     def build(self) -> Any:
-        from peft import LoraConfig, get_peft_model
-
-        names = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
-        base = super().build()
-        torch.manual_seed(0)
-        adapters = LoraConfig(r=self.spec["rank"], lora_alpha=16, target_modules=names)
-        return get_peft_model(base, adapters).to(torch.bfloat16)
+        return adapted(super().build(), self.spec["rank"])
 
     def report(self) -> dict[str, Any]:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)

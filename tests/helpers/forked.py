@@ -122,7 +122,7 @@ def _parent(environment: dict[str, str], modules: tuple[str, ...]) -> _Server:
             env=environment,
         )
         assert process.stdin is not None and process.stdout is not None
-        atexit.register(process.wait)
+        atexit.register(process.wait, 60.0)
         made = _Server(process.stdin, process.stdout)
     _parents[key] = made
     return made
