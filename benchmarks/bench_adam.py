@@ -7,7 +7,7 @@ reads weight 2, low 2, m 4, v 4, gradient 2 and writes all but the gradient: 26 
 plain copy moves as many bytes, half read and half written, on the same threads ("copy": from one
 array to another; "in_place": read and written where it is, as an update does it). All work on
 memory larger than the caches, on huge pages, and the best of several rounds counts. With --device
-cuda the update runs on the device, and its bits are compared with the host's.
+cuda the update runs on the device; tests/gpu/test_kernels.py compares its bits with the host's.
 """
 
 import argparse
@@ -46,15 +46,13 @@ def huge_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
 class State:
     """Weight, low part, moments and gradient of `numel` parameters, with ordinary values."""
 
-    def __init__(self, fmt: str, grad: str, numel: int, device: torch.device, seed: int = 0):
-        make = huge_tensor if device.type == "cpu" else None
-
+    def __init__(self, fmt: str, grad: str, numel: int, device: torch.device):
         def empty(dtype: torch.dtype) -> torch.Tensor:
-            if make is not None:
-                return make(numel, dtype)
+            if device.type == "cpu":
+                return huge_tensor(numel, dtype)
             return torch.zeros(numel, dtype=dtype, device=device)
 
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
         self.format, self.grad_dtype = FORMATS[fmt][0], FORMATS[grad][0]
         self.numel = numel
         self.weight = empty(FORMATS[fmt][1]).normal_(0.0, 0.02, generator=generator)
@@ -64,11 +62,6 @@ class State:
             self.low.copy_(self.weight)
         self.m, self.v = empty(torch.float32), empty(torch.float32)
         self.grad = empty(FORMATS[grad][1]).normal_(0.0, 1e-3, generator=generator)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What an update writes."""
-        low = [] if self.low is None else [self.low]
-        return [self.weight, *low, self.m, self.v]
 
     def addresses(self) -> tuple[int, ...]:
         """Arguments of _C.adam_host up to the ranges."""
@@ -177,58 +170,8 @@ def report(
     keep_line(line, None)
 
 
-def special_state(fmt: str, grad: str, numel: int, device: torch.device) -> State:
-    """A state of random bits: denormals, infinities, NaNs and ties included; half is ordinary."""
-    state = State(fmt, grad, numel, device)
-    generator = torch.Generator().manual_seed(1)
-    for tensor in [*state.tensors(), state.grad]:
-        half = numel // 2
-        kind = torch.int32 if tensor.element_size() == 4 else torch.int16
-        info = torch.iinfo(kind)
-        bits = torch.randint(
-            info.min, info.max + 1, (half,), generator=generator, dtype=torch.int64
-        )
-        tensor.view(kind)[:half].copy_(bits.to(kind))
-    state.v[: numel // 4].abs_()
-    return state
-
-
-def equal_bits(fmt: str, grad: str, device: torch.device, numel: int = 4 << 20) -> bool:
-    """Whether three updates on the device and on the host give the same bits."""
-    host = special_state(fmt, grad, numel, torch.device("cpu"))
-    other = State(fmt, grad, numel, device)
-    other.grad.copy_(host.grad)
-    for ours, theirs in zip(host.tensors(), other.tensors(), strict=True):
-        theirs.copy_(ours)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    for step in (1, 2, 3):
-        _C.adam_host(*host.addresses(), host.ranges(step))
-        _C.adam_cuda(device.index, stream, *other.addresses(), other.ranges(step))
-    same = True
-    for ours, theirs in zip(host.tensors(), other.tensors(), strict=True):
-        kind = torch.int32 if ours.element_size() == 4 else torch.int16
-        same &= torch.equal(ours.view(kind), theirs.cpu().view(kind))
-    return same
-
-
-def equal_sums(grad: str, device: torch.device, numel: int = 4 << 20) -> bool:
-    """Whether the device's exact sum of squares has the host's value, finite and not."""
-    same = True
-    stream = torch.cuda.current_stream(device).cuda_stream
-    for make in (State, special_state):
-        host = make(grad, grad, numel, torch.device("cpu")).grad
-        other = host.to(device)
-        total = torch.zeros(len(_C.sumsq_merge(None, None)), dtype=torch.uint8, device=device)
-        dtype = FORMATS[grad][0]
-        _C.sumsq_cuda(device.index, stream, other.data_ptr(), dtype, numel, total.data_ptr())
-        ours = _C.sumsq_merge(None, _C.sumsq_host(host.data_ptr(), dtype, numel, None))
-        read = total.cpu()
-        same &= ours == _C.sumsq_merge(None, _C.sumsq_read(read.data_ptr()))
-    return same
-
-
 def bench_cuda(args: argparse.Namespace) -> None:
-    """The kernel and a device-to-device copy, timed with events; then the comparison of bits."""
+    """The kernel and a device-to-device copy, timed with events."""
     device = torch.device("cuda", torch.cuda.current_device())
     numel = args.parameters or 512 << 20
     moved = bytes_per_parameter(args.format, args.grad) * numel
@@ -258,21 +201,7 @@ def bench_cuda(args: argparse.Namespace) -> None:
     seconds, copy_seconds = update_seconds(), plain_copy_seconds()
     hardware = {"device": torch.cuda.get_device_name(device)}
     report(args, "copy", numel, moved, copy_seconds, copy_seconds, hardware)
-    same = equal_bits(args.format, args.grad, device)
-    sums = equal_sums(args.grad, device)
-    report(
-        args,
-        "cuda",
-        numel,
-        moved,
-        seconds,
-        copy_seconds,
-        hardware,
-        bits_equal_host=same,
-        sumsq_equal_host=sums,
-    )
-    if not (same and sums):
-        raise SystemExit("the device's bits differ from the host's")
+    report(args, "cuda", numel, moved, seconds, copy_seconds, hardware)
 
 
 def main() -> None:

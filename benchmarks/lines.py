@@ -178,22 +178,13 @@ def show_lines(title: str, columns: Sequence[Column], lines: list[dict[str, Any]
 
 
 def show_rows(title: str, columns: Sequence[str], rows: list[list[str]]) -> None:
-    """A table by rich where there is rich, else columns of text."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(row[i]) for row in [list(columns), *rows]) for i in range(len(columns))]
-        for row in [[title], list(columns), *rows]:
-            text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-            print(text.rstrip(), file=sys.stderr)
-        return
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, no_wrap=column == "run")
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True, width=None if sys.stderr.isatty() else 160).print(table)
+    """A table, in columns of text."""
+    everything = [list(columns), *rows]
+    widths = [max(map(len, cells)) for cells in zip(*everything, strict=True)]
+    print(title, file=sys.stderr)
+    for row in everything:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(text.rstrip(), file=sys.stderr)
 
 
 def show_errors(lines: list[dict[str, Any]]) -> None:

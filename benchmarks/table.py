@@ -83,7 +83,7 @@ def against(what: str, ours: Run, others: dict[str, Run], file: str) -> str:
 
 
 def bits() -> str:
-    """All runs under a budget of benchmarks/check_bits.py have the hashes of the unmanaged ones."""
+    """All runs under a budget have the hashes of the unmanaged ones, as in test_planned_gpu.py today."""
     file = "bits_h200.jsonl"
     everything = lines(file)
     runs = [run for run in everything if "kind" in run]

@@ -97,6 +97,21 @@ gm_status gm_grow(void *array, size_t n, size_t *capacity, size_t bytes_each, co
     return GM_OK;
 }
 
+size_t gm_up_to(const void *table, size_t n, size_t bytes_each, uintptr_t address)
+{
+    size_t low = 0, high = n;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (*(const uintptr_t *)(const void *)((const char *)table + middle * bytes_each) <=
+            address) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
 double gm_seconds(void)
 {
     struct timespec now;

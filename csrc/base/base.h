@@ -67,6 +67,10 @@ void gm_assert_failed(const char *condition, const char *file, int line);
 gm_status gm_new(void *out, size_t bytes, const char *text);
 gm_status gm_grow(void *array, size_t n, size_t *capacity, size_t bytes_each, const char *text);
 
+/* How many elements of a table begin at or below `address`: each has where it begins as its first member (uintptr_t), and
+ * they ascend. */
+size_t gm_up_to(const void *table, size_t n, size_t bytes_each, uintptr_t address);
+
 /* Seconds of a clock that only goes forward. */
 double gm_seconds(void);
 

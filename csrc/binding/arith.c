@@ -71,7 +71,6 @@ static gm_device *cuda_device(int ordinal)
     return cuda_devices[ordinal];
 }
 
-PyDoc_STRVAR(isa_name_doc, "isa_name() -> str\n\nThe instruction set that host arithmetic uses.");
 static PyObject *isa_name(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     const char *name;
@@ -79,10 +78,6 @@ static PyObject *isa_name(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unuse
     return status == GM_OK ? PyUnicode_FromString(name) : gm_py_raise(status);
 }
 
-PyDoc_STRVAR(
-    isa_force_doc,
-    "isa_force(name: str | None) -> None\n\n"
-    "Forces \"scalar\", \"avx2\" or \"avx512\"; None chooses anew (GEMINI_ISA, else the best).");
 static PyObject *isa_force(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *name;
@@ -92,10 +87,6 @@ static PyObject *isa_force(PyObject *Py_UNUSED(module), PyObject *args)
     return gm_py_finish(gm_isa_force(name));
 }
 
-PyDoc_STRVAR(adam_scalars_doc,
-             "adam_scalars(lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, "
-             "grad_divisor, clip_factor) -> bytes\n\n"
-             "Hyperparameters to the fp32 scalars of one update, opaque.");
 static PyObject *adam_scalars(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_adam_hyper hyper;
@@ -156,10 +147,6 @@ static PyObject *update(gm_adam_args *adam, PyObject *ranges, gm_device *device,
     return gm_py_finish(status);
 }
 
-PyDoc_STRVAR(
-    adam_host_doc,
-    "adam_host(weight_format, grad_dtype, weight, low, m, v, grad, ranges) -> None\n\n"
-    "One update of host arrays given by address; ranges: sequence of (begin, end, scalars).");
 static PyObject *adam_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_adam_args adam = {0};
@@ -174,11 +161,6 @@ static PyObject *adam_host(PyObject *Py_UNUSED(module), PyObject *args)
     return update(&adam, sequence, NULL, 0);
 }
 
-PyDoc_STRVAR(
-    adam_cuda_doc,
-    "adam_cuda(ordinal, stream, weight_format, grad_dtype, weight, low, m, v, grad, ranges) -> "
-    "None\n\n"
-    "The same on a CUDA device, asynchronously, on a CUstream given as an integer.");
 static PyObject *adam_cuda(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_adam_args adam = {0};
@@ -197,11 +179,6 @@ static PyObject *adam_cuda(PyObject *Py_UNUSED(module), PyObject *args)
     return device ? update(&adam, sequence, device, stream) : NULL;
 }
 
-PyDoc_STRVAR(
-    grad_add_host_doc,
-    "grad_add_host(dst, dst_dtype, src, src_dtype, numel, accumulate, divisor=1.0) -> None\n\n"
-    "dst = src / divisor, or dst += src / divisor when accumulate, on host arrays given by "
-    "address.");
 static PyObject *grad_add_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_grad_add_args add = {.divisor = 1};
@@ -250,10 +227,6 @@ static int to_sum(PyObject *object, void *out)
     return 1;
 }
 
-PyDoc_STRVAR(
-    sumsq_host_doc,
-    "sumsq_host(data, dtype, numel, total: bytes | None) -> bytes\n\n"
-    "`total` (None: the empty sum) plus the exact squares of a host array given by address.");
 static PyObject *sumsq_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     void *data;
@@ -274,10 +247,6 @@ static PyObject *sumsq_host(PyObject *Py_UNUSED(module), PyObject *args)
     return sum_to_bytes(&sum);
 }
 
-PyDoc_STRVAR(sumsq_cuda_doc,
-             "sumsq_cuda(ordinal, stream, data, dtype, numel, total) -> None\n\n"
-             "Adds to a sum in device memory (its address, 16-byte aligned; as many bytes\n"
-             "as sumsq_merge(None, None) has), asynchronously.");
 static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int ordinal;
@@ -300,9 +269,6 @@ static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
     return gm_py_finish(status);
 }
 
-PyDoc_STRVAR(
-    sumsq_merge_doc,
-    "sumsq_merge(a: bytes | None, b: bytes | None) -> bytes\n\nThe sum of two sums, exact.");
 static PyObject *sumsq_merge(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_sumsq a, b;
@@ -313,9 +279,6 @@ static PyObject *sumsq_merge(PyObject *Py_UNUSED(module), PyObject *args)
     return sum_to_bytes(&a);
 }
 
-PyDoc_STRVAR(sumsq_value_doc,
-             "sumsq_value(total: bytes) -> float\n\n"
-             "The sum rounded once to double; nan or inf if such elements were seen.");
 static PyObject *sumsq_value(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_sumsq sum;
@@ -325,7 +288,6 @@ static PyObject *sumsq_value(PyObject *Py_UNUSED(module), PyObject *args)
     return PyFloat_FromDouble(gm_sumsq_value(&sum));
 }
 
-PyDoc_STRVAR(sumsq_read_doc, "sumsq_read(address) -> bytes\n\nCopies a sum out of host memory.");
 static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
 {
     void *address;
@@ -339,64 +301,64 @@ static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
     return sum_to_bytes(address);
 }
 
-/* What both ways between masters and weights are called with.  NULL with an exception set. */
-static gm_workers *parse_parts(PyObject *args, gm_dtype *format, void *parts[3], size_t *numel)
+/* Of host arrays, both ways between masters and what a model has of them. */
+static PyObject *convert(PyObject *args, bool splits)
 {
-    return PyArg_ParseTuple(args, "O&O&O&O&O&", to_dtype, format, to_address, &parts[0], to_address,
-                            &parts[1], to_address, &parts[2], to_size, numel)
-               ? gm_py_workers()
-               : NULL;
+    gm_dtype format;
+    void *a, *b, *c;
+    size_t numel;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&", to_dtype, &format, to_address, &a, to_address, &b,
+                          to_address, &c, to_size, &numel)) {
+        return NULL;
+    }
+    gm_workers *pool = gm_py_workers();
+    if (!pool) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    if (splits) {
+        gm_split_host(format, a, b, c, numel, pool);
+    } else {
+        gm_merge_host(format, a, b, c, numel, pool);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(split_host_doc,
-             "split_host(weight_format, master, weight, low, numel) -> None\n\n"
-             "fp32 masters to weights and low parts (arith.h), on host arrays given by address.");
 static PyObject *split_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    gm_dtype format;
-    void *parts[3];
-    size_t numel;
-    gm_workers *pool = parse_parts(args, &format, parts, &numel);
-    if (!pool) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    gm_split_host(format, parts[0], parts[1], parts[2], numel, pool);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return convert(args, true);
 }
 
-PyDoc_STRVAR(merge_host_doc,
-             "merge_host(weight_format, weight, low, master, numel) -> None\n\n"
-             "Weights and low parts to fp32 masters, exact, on host arrays given by address.");
 static PyObject *merge_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    gm_dtype format;
-    void *parts[3];
-    size_t numel;
-    gm_workers *pool = parse_parts(args, &format, parts, &numel);
-    if (!pool) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    gm_merge_host(format, parts[0], parts[1], parts[2], numel, pool);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return convert(args, false);
 }
 
+/* _C.pyi has the arguments; arrays are given by their addresses. */
 PyMethodDef gm_py_arith_methods[] = {
-    {"isa_name", isa_name, METH_NOARGS, isa_name_doc},
-    {"isa_force", isa_force, METH_VARARGS, isa_force_doc},
-    {"adam_scalars", adam_scalars, METH_VARARGS, adam_scalars_doc},
-    {"adam_host", adam_host, METH_VARARGS, adam_host_doc},
-    {"adam_cuda", adam_cuda, METH_VARARGS, adam_cuda_doc},
-    {"grad_add_host", grad_add_host, METH_VARARGS, grad_add_host_doc},
-    {"sumsq_host", sumsq_host, METH_VARARGS, sumsq_host_doc},
-    {"sumsq_cuda", sumsq_cuda, METH_VARARGS, sumsq_cuda_doc},
-    {"sumsq_merge", sumsq_merge, METH_VARARGS, sumsq_merge_doc},
-    {"sumsq_value", sumsq_value, METH_VARARGS, sumsq_value_doc},
-    {"sumsq_read", sumsq_read, METH_VARARGS, sumsq_read_doc},
-    {"split_host", split_host, METH_VARARGS, split_host_doc},
-    {"merge_host", merge_host, METH_VARARGS, merge_host_doc},
+    {"isa_name", isa_name, METH_NOARGS, "The instruction set that host arithmetic uses."},
+    {"isa_force", isa_force, METH_VARARGS,
+     "Forces \"scalar\", \"avx2\" or \"avx512\"; None chooses anew (GEMINI_ISA, else the best)."},
+    {"adam_scalars", adam_scalars, METH_VARARGS,
+     "Hyperparameters to the fp32 scalars of one update, opaque."},
+    {"adam_host", adam_host, METH_VARARGS, "One update of host arrays."},
+    {"adam_cuda", adam_cuda, METH_VARARGS,
+     "The same on a CUDA device, asynchronously, on a CUstream given as an integer."},
+    {"grad_add_host", grad_add_host, METH_VARARGS,
+     "dst = src / divisor, or dst += src / divisor when accumulate, of host arrays."},
+    {"sumsq_host", sumsq_host, METH_VARARGS,
+     "`total` (None: the empty sum) plus the exact squares of a host array."},
+    {"sumsq_cuda", sumsq_cuda, METH_VARARGS,
+     "Adds, asynchronously, to a sum in device memory: its address, 16-byte aligned; as many bytes "
+     "as sumsq_merge(None, None) has."},
+    {"sumsq_merge", sumsq_merge, METH_VARARGS, "The sum of two sums, exact."},
+    {"sumsq_value", sumsq_value, METH_VARARGS,
+     "The sum rounded once to double; nan or inf if such elements were seen."},
+    {"sumsq_read", sumsq_read, METH_VARARGS, "Copies a sum out of host memory."},
+    {"split_host", split_host, METH_VARARGS,
+     "fp32 masters to weights and low parts (arith.h), of host arrays."},
+    {"merge_host", merge_host, METH_VARARGS,
+     "Weights and low parts to fp32 masters, exact, of host arrays."},
     {NULL, NULL, 0, NULL},
 };

@@ -186,61 +186,28 @@ static PyObject *end(comm *self, gm_status status)
         return end(self, status);  \
     } while (0)
 
-static PyObject *comm_all_gather(comm *self, PyObject *args)
-{
-    unsigned long long address, stream;
-    Py_ssize_t shard_bytes;
-    if (!PyArg_ParseTuple(args, "KnK:all_gather", &address, &shard_bytes, &stream)) {
-        return NULL;
+/* A method that takes numbers, v[], one for each K of `format`. */
+#define COMM_CALL(name, format, call)                                                       \
+    static PyObject *comm_##name(comm *self, PyObject *args)                                \
+    {                                                                                       \
+        unsigned long long v[5];                                                            \
+        if (!PyArg_ParseTuple(args, format ":" #name, &v[0], &v[1], &v[2], &v[3], &v[4])) { \
+            return NULL;                                                                    \
+        }                                                                                   \
+        RETURN_CALL(self, c, call);                                                         \
     }
-    RETURN_CALL(self, c, gm_comm_all_gather(c, (uintptr_t)address, (size_t)shard_bytes, stream));
-}
 
-static PyObject *comm_reduce_scatter(comm *self, PyObject *args)
-{
-    unsigned long long address, stream;
-    Py_ssize_t shard_count;
-    int dtype;
-    if (!PyArg_ParseTuple(args, "KniK:reduce_scatter", &address, &shard_count, &dtype, &stream)) {
-        return NULL;
-    }
-    RETURN_CALL(self, c,
-                gm_comm_reduce_scatter(c, (uintptr_t)address, (size_t)shard_count,
-                                       (gm_comm_dtype)dtype, stream));
-}
-
-static PyObject *comm_all_reduce(comm *self, PyObject *args)
-{
-    unsigned long long address, stream;
-    Py_ssize_t count;
-    int dtype, op;
-    if (!PyArg_ParseTuple(args, "KniiK:all_reduce", &address, &count, &dtype, &op, &stream)) {
-        return NULL;
-    }
-    RETURN_CALL(self, c,
-                gm_comm_all_reduce(c, (uintptr_t)address, (size_t)count, (gm_comm_dtype)dtype,
-                                   (gm_comm_op)op, stream));
-}
-
-static PyObject *comm_agree(comm *self, PyObject *args)
-{
-    unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "K:agree", &stream)) {
-        return NULL;
-    }
-    RETURN_CALL(self, c, gm_comm_agree(c, stream));
-}
+COMM_CALL(all_gather, "KKK", gm_comm_all_gather(c, (uintptr_t)v[0], (size_t)v[1], v[2]))
+COMM_CALL(reduce_scatter, "KKKK",
+          gm_comm_reduce_scatter(c, (uintptr_t)v[0], (size_t)v[1], (gm_comm_dtype)v[2], v[3]))
+COMM_CALL(all_reduce, "KKKKK",
+          gm_comm_all_reduce(c, (uintptr_t)v[0], (size_t)v[1], (gm_comm_dtype)v[2],
+                             (gm_comm_op)v[3], v[4]))
+COMM_CALL(agree, "K", gm_comm_agree(c, v[0]))
 
 /* ---- words ---- */
 
-static PyObject *comm_label(comm *self, PyObject *args)
-{
-    unsigned long long label;
-    if (!PyArg_ParseTuple(args, "K:label", &label)) {
-        return NULL;
-    }
-    RETURN_CALL(self, c, (gm_comm_label(c, label), GM_OK));
-}
+COMM_CALL(label, "K", (gm_comm_label(c, v[0]), GM_OK))
 
 static PyObject *comm_name_ranks(comm *self, PyObject *args)
 {
@@ -382,12 +349,6 @@ static PyObject *finish_new(comm *self, gm_status status, gm_comm *made)
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(
-    comm_host_doc,
-    "comm_host(exchange, close, rank, size) -> Comm\n\n"
-    "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the\n"
-    "first, receives the second, and raises where it cannot, naming the rank; close()\n"
-    "ends it, any number of times.");
 static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *exchange, *close;
@@ -414,9 +375,6 @@ static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
     return finish_new(self, status, made);
 }
 
-PyDoc_STRVAR(comm_nccl_id_doc, "comm_nccl_id(path) -> bytes\n\n"
-                               "What rank 0 makes for all ranks.  path: a libnccl.so.2 to open if\n"
-                               "none is loaded, or None.");
 static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *path;
@@ -434,8 +392,6 @@ static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBytes_FromStringAndSize((const char *)id, sizeof id);
 }
 
-PyDoc_STRVAR(comm_nccl_doc, "comm_nccl(path, ordinal, id, rank, size, timeout) -> Comm\n\n"
-                            "Returns when all ranks have come, raises after timeout seconds.");
 static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *path, *id;
@@ -463,8 +419,6 @@ static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
     return finish_new(self, status, made);
 }
 
-PyDoc_STRVAR(comm_paper_doc, "comm_paper(size) -> Comm\n\n"
-                             "Rank 0 of `size` that all do the same, for a Core on paper alone.");
 static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int size;
@@ -526,18 +480,21 @@ static PyType_Spec comm_spec = {
 };
 
 static PyMethodDef module_methods[] = {
-    {"comm_host", comm_host, METH_VARARGS, comm_host_doc},
-    {"comm_nccl_id", comm_nccl_id, METH_VARARGS, comm_nccl_id_doc},
-    {"comm_nccl", comm_nccl, METH_VARARGS, comm_nccl_doc},
-    {"comm_paper", comm_paper, METH_VARARGS, comm_paper_doc},
+    {"comm_host", comm_host, METH_VARARGS,
+     "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the first, "
+     "receives the second, and raises where it cannot, naming the rank; close() ends it, any "
+     "number of times."},
+    {"comm_nccl_id", comm_nccl_id, METH_VARARGS,
+     "What rank 0 makes for all ranks.  path: a libnccl.so.2 to open if none is loaded, or None."},
+    {"comm_nccl", comm_nccl, METH_VARARGS,
+     "Returns when all ranks have come, raises after timeout seconds."},
+    {"comm_paper", comm_paper, METH_VARARGS,
+     "Rank 0 of `size` that all do the same, for a Core on paper alone."},
     {NULL, NULL, 0, NULL},
 };
 
 int gm_py_comm_init(PyObject *module)
 {
-    comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec); /* for the life of the process */
-    if (!comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)comm_type) < 0) {
-        return -1;
-    }
-    return PyModule_AddFunctions(module, module_methods);
+    comm_type = gm_py_add_type(module, &comm_spec);
+    return comm_type ? PyModule_AddFunctions(module, module_methods) : -1;
 }

@@ -60,6 +60,8 @@ typedef struct gm_py_figure {
 int gm_py_put(PyObject *dict, const char *key, PyObject *value);
 int gm_py_put_counts(PyObject *dict, const gm_py_count *counts, size_t n);
 int gm_py_put_figures(PyObject *dict, const gm_py_figure *figures, size_t n);
+/* Makes a type that lives as long as the process, and adds it under its name; NULL with an exception set on failure. */
+PyTypeObject *gm_py_add_type(PyObject *module, PyType_Spec *spec);
 /* Adds a dict of these names, each with its place among them. */
 int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n);
 /* The object; NULL and no object where something has failed. */

@@ -518,13 +518,11 @@ static int add_methods(PyMethodDef *methods)
 
 int gm_py_engine_init(PyObject *module)
 {
-    gm_py_core_type = (PyTypeObject *)PyType_FromSpec(&core_spec); /* for the life of the process */
+    gm_py_core_type = gm_py_add_type(module, &core_spec);
     if (!gm_py_core_type || add_methods(gm_py_lease_methods) < 0 ||
         add_methods(gm_py_step_methods) < 0 || add_methods(gm_py_save_methods) < 0 ||
         add_methods(gm_py_room_methods) < 0 || add_methods(gm_py_paper_methods) < 0 ||
-        gm_py_paper_init(module) < 0 ||
-        PyModule_AddObjectRef(module, "Core", (PyObject *)gm_py_core_type) < 0 ||
-        PyModule_AddFunctions(module, module_methods) < 0) {
+        gm_py_paper_init(module) < 0 || PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;
     }
     return PyModule_AddIntConstant(module, "HOST_GRANULARITY", (long)gm_device_host_granularity());

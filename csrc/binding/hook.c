@@ -81,17 +81,14 @@ static int add_type(PyObject *module, const char *name, ternaryfunc call, const 
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
         .slots = parts,
     };
-    PyObject *type = PyType_FromSpec(&spec);
-    int result = type ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
-    Py_XDECREF(type);
-    return result;
+    return gm_py_add_type(module, &spec) ? 0 : -1;
 }
 
 int gm_py_hook_init(PyObject *module)
 {
-    int result = add_type(module, "gemini_strategy._C.EnterHook", (ternaryfunc)enter_call,
-                          "Enters a unit; base of hooks._Enter.");
-    return result < 0 ? result
-                      : add_type(module, "gemini_strategy._C.LeaveHook", (ternaryfunc)leave_call,
-                                 "Leaves it; base of hooks._Leave.");
+    return add_type(module, "gemini_strategy._C.EnterHook", (ternaryfunc)enter_call,
+                    "Enters a unit; base of hooks._Enter.") < 0
+               ? -1
+               : add_type(module, "gemini_strategy._C.LeaveHook", (ternaryfunc)leave_call,
+                          "Leaves it; base of hooks._Leave.");
 }

@@ -169,9 +169,6 @@ done:
     return result;
 }
 
-PyDoc_STRVAR(host_device_node_doc,
-             "host_device_node(pci_bus_id, root='') -> int\n\n"
-             "The NUMA node of a PCI device such as '0000:1b:00.0'; -1 where it is not known.");
 static PyObject *host_device_node(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *pci_bus_id, *root = "";
@@ -183,10 +180,6 @@ static PyObject *host_device_node(PyObject *Py_UNUSED(module), PyObject *args)
     return status == GM_OK ? PyLong_FromLong(node) : gm_py_raise(status);
 }
 
-PyDoc_STRVAR(host_split_doc,
-             "host_split(cores, ranks, rank) -> list[int]\n\n"
-             "The cores of ranks[rank].  cores: as host_topology gives them; ranks: for each rank\n"
-             "of this host the cores that it may use and the NUMA node of its GPU (-1: unknown).");
 static PyObject *host_split(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *core_list, *rank_list, *result = NULL;
@@ -218,11 +211,6 @@ done:
     return result;
 }
 
-PyDoc_STRVAR(host_threads_doc,
-             "host_threads(n_cores=0, quota=0.0) -> int\n\n"
-             "Threads worth running on n_cores cores under a quota of so many cores' time (0.0:\n"
-             "no limit).  n_cores 0: what this process runs by default, which is GEMINI_THREADS,\n"
-             "else as many as the cores that it may use under its own quota.");
 static PyObject *host_threads(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_ssize_t n_cores = 0;
@@ -242,10 +230,6 @@ static PyObject *host_threads(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(n);
 }
 
-PyDoc_STRVAR(host_use_doc,
-             "host_use(cores, threads) -> None\n\n"
-             "Pools of threads that are made from now on run on these cores only (none: on any),\n"
-             "with so many threads where no number is given (0: the default).");
 static PyObject *host_use(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *sequence;
@@ -284,9 +268,17 @@ PyMethodDef gm_py_host_methods[] = {
      "absent_range(bytes) -> int: an address from which so many read as NaN, and none can be "
      "written"},
     {"host_topology", host_topology, METH_VARARGS, host_topology_doc},
-    {"host_device_node", host_device_node, METH_VARARGS, host_device_node_doc},
-    {"host_split", host_split, METH_VARARGS, host_split_doc},
-    {"host_threads", host_threads, METH_VARARGS, host_threads_doc},
-    {"host_use", host_use, METH_VARARGS, host_use_doc},
+    {"host_device_node", host_device_node, METH_VARARGS,
+     "The NUMA node of a PCI device such as '0000:1b:00.0'; -1 where it is not known."},
+    {"host_split", host_split, METH_VARARGS,
+     "The cores of ranks[rank].  cores: as host_topology gives them; ranks: for each rank of this "
+     "host the cores that it may use and the NUMA node of its GPU (-1: unknown)."},
+    {"host_threads", host_threads, METH_VARARGS,
+     "Threads worth running on n_cores cores under a quota of so many cores' time (0.0: no limit). "
+     "n_cores 0: what this process runs by default, which is GEMINI_THREADS, else as many as the "
+     "cores that it may use under its own quota."},
+    {"host_use", host_use, METH_VARARGS,
+     "Pools of threads that are made from now on run on these cores only (none: on any), with so "
+     "many threads where no number is given (0: the default)."},
     {NULL, NULL, 0, NULL},
 };

@@ -77,16 +77,9 @@ static int changes_of(const gm_py_slot *slot, long long *out)
 /* Of the slots, the last that begins at or before `address`, which is within the weights. */
 static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
 {
-    size_t low = 0, high = (size_t)PyTuple_Size(net->slots);
-    while (high - low > 1) {
-        size_t middle = low + (high - low) / 2;
-        if (net->addresses[middle] <= address) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return (gm_py_slot *)PyTuple_GetItem(net->slots, (Py_ssize_t)low);
+    size_t n =
+        gm_up_to(net->addresses, (size_t)PyTuple_Size(net->slots), sizeof *net->addresses, address);
+    return (gm_py_slot *)PyTuple_GetItem(net->slots, n ? (Py_ssize_t)n - 1 : 0);
 }
 
 /* ---- nodes of backward ---- */
@@ -689,10 +682,6 @@ static PyType_Spec net_spec = {
 
 int gm_py_net_init(PyObject *module)
 {
-    gm_py_net_type = (PyTypeObject *)PyType_FromSpec(&net_spec);
-    if (!gm_py_net_type || gm_py_saved_init() < 0 ||
-        PyModule_AddObjectRef(module, "Net", (PyObject *)gm_py_net_type) < 0) {
-        return -1;
-    }
-    return 0;
+    gm_py_net_type = gm_py_add_type(module, &net_spec);
+    return gm_py_net_type ? gm_py_saved_init() : -1;
 }

@@ -15,7 +15,7 @@ typedef enum kind {
     ENTER,   /* unit, flags (GM_ENTER_*) */
     LEAVE,   /* unit */
     UNPACK,  /* parameter, node, task: a backward node unpacks what shows the parameter */
-    SETTLE,  /* node, task: what earlier nodes of the task have unpacked is done with */
+    UNPIN,   /* node, task: what earlier nodes of the task have unpacked is done with */
     SUSPEND, /* node: a hook of the user's runs in the node's unpacking (checkpointing) */
     RESUME,  /* node, task: it has ended */
     END,     /* task */
@@ -25,7 +25,7 @@ typedef enum kind {
     N_KINDS
 } kind;
 
-static const char *const kind_names[N_KINDS] = {"ENTER",  "LEAVE", "UNPACK", "SETTLE", "SUSPEND",
+static const char *const kind_names[N_KINDS] = {"ENTER",  "LEAVE", "UNPACK", "UNPIN",  "SUSPEND",
                                                 "RESUME", "END",   "GRAD",   "ELAPSE", "OUTSIDE"};
 
 /* What a hook has interrupted: the addresses come back when it has ended. */
@@ -113,7 +113,7 @@ static gm_status play(player *p, const long long *v)
         return v[1] < (long long)p->self->n_params
                    ? touch(p, gm_engine_address(p->engine, (uint32_t)v[1]), v[2], v[3])
                    : GM_FAIL(GM_ERR_ARG, "replay: parameter %lld does not exist", v[1]);
-    case SETTLE: return follow(p, v[1], v[2], &is_known);
+    case UNPIN: return follow(p, v[1], v[2], &is_known);
     case SUSPEND: return suspend(p, v[1]);
     case RESUME: return resume(p, v[1], v[2]);
     case END: return end_task(p, v[1]);

@@ -71,11 +71,6 @@ int gm_py_rates_parse(PyObject *sequence, gm_rates *out)
     return 0;
 }
 
-PyDoc_STRVAR(rates_measure_doc,
-             "rates_measure(ordinal, threads, block_bytes) -> dict[str, float]\n\n"
-             "Measures copies and Adam for about a second: h2d, d2h, h2d_both, d2h_both,\n"
-             "h2d_beside, d2h_beside in bytes/s; host_adam, host_adam_beside, device_adam in\n"
-             "parameters/s.  ordinal -1 is the host device; threads 0 takes the default.");
 static PyObject *rates_measure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int ordinal;
@@ -100,7 +95,9 @@ static PyObject *rates_measure(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"rates_measure", rates_measure, METH_VARARGS, rates_measure_doc},
+    {"rates_measure", rates_measure, METH_VARARGS,
+     "Measures copies (bytes/s) and Adam (parameters/s) for about a second, under the names of "
+     "RATES.  ordinal -1 is the host device; threads 0 takes the default."},
     {NULL, NULL, 0, NULL},
 };
 

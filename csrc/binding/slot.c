@@ -239,7 +239,6 @@ static PyType_Spec slot_spec = {
 
 int gm_py_slot_init(PyObject *module)
 {
-    gm_py_slot_type = (PyTypeObject *)PyType_FromSpec(&slot_spec);
-    return gm_py_slot_type ? PyModule_AddObjectRef(module, "Slot", (PyObject *)gm_py_slot_type)
-                           : -1;
+    gm_py_slot_type = gm_py_add_type(module, &slot_spec);
+    return gm_py_slot_type ? 0 : -1;
 }

@@ -176,7 +176,7 @@ static PyObject *core_stats(core *self, PyObject *Py_UNUSED(unused))
         {"weight_bytes", s.weight_bytes},
         {"chunks", s.n_chunks},
         {"blocks", s.n_blocks},
-        {"settled_chunks", s.n_with_states},
+        {"chunks_with_states", s.n_with_states},
         {"leases", s.n_leases},
         {"layout_hash", s.layout_hash},
         {"plans", s.n_plans},

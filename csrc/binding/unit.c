@@ -372,8 +372,5 @@ static PyType_Spec unit_spec = {
 
 int gm_py_unit_init(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&unit_spec);
-    int result = type ? PyModule_AddObjectRef(module, "Unit", type) : -1;
-    Py_XDECREF(type);
-    return result;
+    return gm_py_add_type(module, &unit_spec) ? 0 : -1;
 }

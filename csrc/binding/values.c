@@ -68,6 +68,12 @@ PyObject *gm_py_unless(PyObject *object, int failed)
     return object;
 }
 
+PyTypeObject *gm_py_add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
+    return type && PyModule_AddType(module, type) == 0 ? type : NULL;
+}
+
 int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n)
 {
     PyObject *dict = PyDict_New();

@@ -90,16 +90,7 @@ static gm_status check_owner(const host_device *dev)
 /* The number of ranges that begin at or below `addr`. */
 static size_t ranges_up_to(const host_device *dev, uintptr_t addr)
 {
-    size_t low = 0, high = dev->n_ranges;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (dev->ranges[middle].addr <= addr) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    return gm_up_to(dev->ranges, dev->n_ranges, sizeof *dev->ranges, addr);
 }
 
 /* MAP_FIXED replaces whatever is there, so nothing outside of our ranges may get that far. */

@@ -142,7 +142,7 @@ class _Recorder:
     def _enter(self, unit: int, module: nn.Module, args: Any) -> None:
         in_backward = _torch.current_node() is not None
         if in_backward:
-            self.note("SETTLE", _node_key(), _torch.current_task())
+            self.note("UNPIN", _node_key(), _torch.current_task())
         flags = (_IN_BACKWARD if in_backward else 0) | (_GRAD if torch.is_grad_enabled() else 0)
         self.note("ENTER", unit, flags)
         top = _torch.top_saved_tensors_hooks(True)
@@ -198,7 +198,7 @@ class _Recorder:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
-        self.note("SETTLE", _node_key(), _torch.current_task())
+        self.note("UNPIN", _node_key(), _torch.current_task())
         dtype = grad.dtype if grad.dtype in FORMATS else torch.float32
         self.note("GRAD", index, FORMATS[dtype])
         if index not in self.result.parameters and self._slots[index].has_moments:

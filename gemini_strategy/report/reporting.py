@@ -55,7 +55,7 @@ STATS: dict[str, tuple[str, ...]] = {
         "traces",
         "deviations",
         "replay_waits",
-        "settled_chunks",
+        "chunks_with_states",
         "pending_updates",
         "immediate_updates",
         "speculated_updates",

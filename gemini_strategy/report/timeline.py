@@ -81,22 +81,7 @@ class Recording:
 def record(
     engine: Any, path: str | Path, svg: str | Path | None = None, steps: int = 1
 ) -> Recording:
-    """Records the next `steps` optimizer steps, or the body of a `with` statement.
-
-    From one `step()` to the next, hence the passes of a step with what they hide: the updates of the step before
-    (deferred) or their own (immediate).
-
-    Args:
-        engine: has core.timeline_begin(capacity), core.timeline_end() -> entries, and the attribute `recording`.
-        path: where the Chrome trace is written (Perfetto, chrome://tracing).
-        svg: where the picture is written; None: nowhere.
-        steps: how many; ignored by `with`.
-
-    Raises:
-        ValueError: steps is less than 1.
-        FileNotFoundError: a file's folder does not exist.
-        GeminiError: a recording is under way.
-    """
+    """Engine.timeline of an engine's Runtime."""
     if steps < 1:
         raise ValueError(f"steps={steps!r} must be at least 1")
     if engine.recording is not None:

@@ -66,6 +66,14 @@ int main(void)
     CHECK(GM_FAIL(GM_ERR_STATE, "%s", wide) == GM_ERR_STATE);
     CHECK(strlen(gm_last_error()) >= 512 && strlen(gm_last_error()) < sizeof wide);
 
+    const struct {
+        uintptr_t begin;
+        int other;
+    } table[] = {{10, 1}, {20, 2}, {30, 3}};
+    CHECK(gm_up_to(table, 3, sizeof *table, 9) == 0 && gm_up_to(table, 3, sizeof *table, 10) == 1);
+    CHECK(gm_up_to(table, 3, sizeof *table, 29) == 2 && gm_up_to(table, 3, sizeof *table, 99) == 3);
+    CHECK(gm_up_to(NULL, 0, sizeof *table, 5) == 0);
+
     CHECK(gm_round_up(0, 512) == 0 && gm_round_up(1, 512) == 512 && gm_round_up(512, 512) == 512);
     CHECK(gm_dtype_bytes(GM_F32) == 4 && gm_dtype_bytes(GM_BF16) == 2 &&
           gm_dtype_bytes(GM_F16) == 2);

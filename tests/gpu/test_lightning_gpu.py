@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
+from helpers.lean import without_unused
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests" / "integration"
@@ -55,7 +56,7 @@ def test_script(
     size = len(places)
     prefix = (*TORCHRUN, f"--nproc-per-node={size}") if by_torchrun else ()
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (CASES, ROOT)))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (without_unused(tmp_path), CASES, ROOT)))
     environment["OMP_NUM_THREADS"] = "1"
     script = Path(__file__).with_name("lightning_gpu.py")
     done = subprocess.run(

@@ -200,6 +200,24 @@ def test_bits_and_peak(
             assert info["n_of_class"]["C2"] == run.engine.stats()["chunks"]
 
 
+@pytest.mark.parametrize("share", [0.6, 0.35])
+@pytest.mark.parametrize("clip", [0.35, None], ids=["deferred", "immediate"])
+def test_bits_at_size(share: float, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.34 billion parameters, whose chunks are as large as the engine chooses them."""
+    monkeypatch.setenv("GEMINI_RATES", SLOW_HOST)
+    case, recipe = transformer(width=1536, depth=12, recompute="plain"), recipe_of(clip, FEW)
+    reference = plain(case.build, recipe)
+    drive(reference, case, FEW)
+    want = reference.outcome()
+    del reference
+    budget = budget_of(share, case) + 512 * MIB  # a larger model has larger activations
+    run = managed(case.build, recipe, device_budget=budget)
+    with contextlib.closing(run.engine):
+        (drive if clip is not None else drive_immediate)(run, case, FEW)
+        assert_planned(run)
+        assert_same_outcome(run.outcome(), want)
+
+
 def test_every_class_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short runs, one after the other, until each class has been planned; the bits are those of one reference."""
     want = _reference(0.35, FEW)

@@ -1,16 +1,22 @@
 """A process of its own for each job, without the seconds that starting one takes.
 
-`Forks` starts one process that imports torch and the package and then only forks: each job runs in a fork of it, so a
+`Forks` has a process that has imported torch and the package and only forks: each job runs in a fork of it, so a
 crash, a patch of torch or an engine that is dead in one job does not reach another. The process starts no threads
 (OpenMP's pool among them), as a fork would lack them. A job is a function by name, its arguments are pickled, and with
-several ranks it runs once in each of as many forks. Run as a program, this file is that process.
+several ranks it runs once in each of as many forks.
 
 Unless told otherwise that process has trained a managed model once (helpers/warm.py), so that no fork pays for what the
 first engine of a process sets up.
+
+It is itself a fork. One process of each of ours has imported torch, and stays; a fork of that has trained, and forks of
+either have what else tests ask for. So what takes seconds happens once, however many files of tests want it. Run as a
+program, this file is the first of them.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -20,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -28,6 +35,7 @@ from typing import Any, BinaryIO
 
 TESTS = Path(__file__).resolve().parents[1]
 RATES = "h2d=55e9,d2h=54e9"
+MANY = 64  # jobs of one process, from which on they shall cost less: see helpers/huge_pages.py
 # torch's optimizers import torch._dynamo when the first is made, and a save torch.distributed.checkpoint: each takes a
 # second.
 PRELOADED = (
@@ -62,6 +70,64 @@ class Ended:
         return f"{how}\n{self.output}"
 
 
+class _Server:
+    """A process that takes requests: jobs, and to fork another such process."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        self._requests, self._answers = requests, answers
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def ask(self, *request: Any) -> Any:
+        """One at a time, whichever thread asks."""
+        with self._lock:
+            _send(self._requests, request)
+            return _receive(self._answers)
+
+    def fork(self, paths: list[str], modules: list[str], environment: dict[str, str]) -> _Server:
+        """Another one, which has imported these modules beside, with this environment."""
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [f"{folder}/requests", f"{folder}/answers"]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            self.ask(_FORK, pipes, paths, modules, environment)
+            return _Server(open(pipes[0], "wb"), open(pipes[1], "rb"))
+
+    def close(self) -> None:
+        """Ends it; returns when it has ended. Any number of times."""
+        if self._requests.closed:
+            return
+        self._requests.close()
+        select.select([self._answers], [], [], 10.0)  # what a job has left behind may have it, too
+        self._answers.close()
+
+
+# Servers to fork others from, by what they may see and what they have imported beside PRELOADED; they stay.
+_parents: dict[tuple[Any, ...], _Server] = {}
+_parents_lock = threading.Lock()
+
+
+def _parent(environment: dict[str, str], modules: tuple[str, ...]) -> _Server:
+    visible = environment.get("CUDA_VISIBLE_DEVICES") if Path("/dev/nvidia0").exists() else None
+    key = (os.getpid(), visible, *modules)
+    if key in _parents:
+        return _parents[key]
+    if modules:
+        made = _parent(environment, modules[:-1]).fork([], [modules[-1]], environment)
+    else:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "helpers.forked", *PRELOADED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        atexit.register(process.wait, 60.0)
+        made = _Server(process.stdin, process.stdout)
+    _parents[key] = made
+    return made
+
+
 class Forks:
     """The process that forks; one job at a time, from one thread."""
 
@@ -82,13 +148,11 @@ class Forks:
         }
         paths = [str(TESTS.parent), str(TESTS), *map(str, folders)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
-        modules = [*PRELOADED, *preload, *(["helpers.warm"] if has_had_engine else [])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.forked", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        own = [name for name in preload if any((f / f"{name}.py").exists() for f in folders)]
+        shared = tuple(name for name in preload if name not in own)
+        with _parents_lock:
+            parent = _parent(environment, ("helpers.warm",) * has_had_engine + shared)
+        self._server = parent.fork([str(folder) for folder in folders], own, environment)
 
     def run(
         self,
@@ -99,15 +163,11 @@ class Forks:
         environment: dict[str, str] | None = None,
     ) -> list[Ended]:
         """job ("module:function") with these arguments, after the number of its rank where there are several."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        _send(self._process.stdin, (job, args, ranks, timeout, environment or {}))
-        return _receive(self._process.stdout)
+        return self._server.ask(job, args, ranks, timeout, environment or {})
 
     def close(self) -> None:
         """Ends the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10.0)
+        self._server.close()
 
     def __enter__(self) -> Forks:
         return self
@@ -219,20 +279,55 @@ def _serve(job: str, args: tuple[Any, ...], ranks: int, timeout: float, env: dic
         return ended
 
 
-def _main() -> None:
-    channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does not print into the channel
-    for name in sys.argv[1:]:
+_FORK = "fork"  # in the place of a job
+
+
+def _begin(
+    pipes: list[str], paths: list[str], modules: list[str], environment: dict[str, str]
+) -> tuple[BinaryIO, BinaryIO]:
+    """In a fork that takes requests itself: where they come from and where answers go."""
+    requests, answers = open(pipes[0], "rb"), open(pipes[1], "wb")  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = paths
+    _import(modules)
+    return requests, answers
+
+
+def _import(modules: list[str]) -> None:
+    for name in modules:
         importlib.import_module(name)
     # A collection in a fork would walk all that was imported, and by that copy most of its pages.
     gc.collect()
     gc.freeze()
+
+
+def _main() -> None:
+    requests: BinaryIO = sys.stdin.buffer
+    answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints does not print into the channel
+    _import(sys.argv[1:])
+    n_jobs = 0
     while True:
         try:
-            request = _receive(sys.stdin.buffer)
+            job, *request = _receive(requests)
         except EOFError:
-            return
-        _send(channel, _serve(*request))
+            break
+        if job != _FORK:
+            n_jobs += 1
+            if n_jobs == MANY:
+                importlib.import_module("helpers.huge_pages")
+            _send(answers, _serve(job, *request))
+        elif os.fork():
+            _send(answers, None)
+        else:  # whoever waits for the others' ends shall not wait for this one
+            requests.close()
+            answers.close()
+            requests, answers = _begin(*request)
+    answers.close()
+    with contextlib.suppress(ChildProcessError):  # the processes that were forked end before it
+        while True:
+            os.wait()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ import torch.distributed as dist
 
 from helpers import forked
 
-PRELOADED = (*forked.PRELOADED, "pytest", "helpers.ranks", "helpers.zoo", "helpers.warm")
+PRELOADED = (
+    *forked.PRELOADED,
+    "pytest",
+    "helpers.ranks",
+    "helpers.zoo",
+    "helpers.warm",
+    "helpers.huge_pages",
+)
 LARGE = ("lightning.pytorch", "pytorch_lightning", "transformers")  # where the tests have them
 GROUP_TIMEOUT = 120.0  # of what the tests do not measure: the group's own start
 

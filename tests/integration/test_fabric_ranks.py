@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gemini_strategy as gs
 from fabric_case import make_fabric, ranked_fabric
 from gemini_strategy.lightning import fabric_strategy_class
+from helpers.lean import without_unused
 from helpers.ranks import run_ranks, values
 from lightning_case import (
     RANK_BATCH,
@@ -227,7 +228,7 @@ fabric.print("world size", fabric.world_size)
 def run_script(folder: Path, *words: str) -> tuple[int, str]:
     (folder / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = str(HERE.parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([without_unused(folder), str(HERE.parents[1])])
     done = subprocess.run(
         [sys.executable, "script.py", *words],
         cwd=folder,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
+from helpers.lean import without_unused
 from lightning_case import fit_reference, reference_weights, same, summable
 
 HERE = Path(__file__).parent
@@ -23,7 +24,8 @@ def launch(
 ) -> tuple[int, str]:
     """Exit code and the words of a script that has launched `size` ranks; none of them is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    paths = [without_unused(folder), str(HERE), str(HERE.parents[1])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["OMP_NUM_THREADS"] = "1"
     words = folder / "words"
     with words.open("w") as file:

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -265,10 +264,13 @@ def test_adapters_beside_a_run_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     """14 G frozen parameters under 24 GB: the first steps, on demand, fill the budget, and planned ones do not."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from bench_lora import adapted
+    from models import build_model
+    from shapes import SHAPES
 
     (line,) = (ROOT / "benchmarks/results/lora_h100.jsonl").read_text().splitlines()
     run, meta = json.loads(line), torch.device("meta")
-    model = adapted(SimpleNamespace(model=run["model"], rank=int(run["rank"])), meta, meta)
+    base = build_model(SHAPES[run["model"]], meta, meta, torch.bfloat16)
+    model = adapted(base, int(run["rank"]))
     ids = torch.empty((int(run["sequences"]), int(run["length"])), dtype=torch.long, device=meta)
     result = gs.estimate(
         model,

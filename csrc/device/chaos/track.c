@@ -26,16 +26,7 @@ static const char *const kind_names[GM_CHAOS_N_KINDS] = {
 
 static size_t ranges_up_to(const gm_chaos_device *dev, uintptr_t address)
 {
-    size_t low = 0, high = dev->n_ranges;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (dev->ranges[middle].address <= address) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    return gm_up_to(dev->ranges, dev->n_ranges, sizeof *dev->ranges, address);
 }
 
 gm_chaos_range *gm_chaos_range_at(gm_chaos_device *dev, uintptr_t address)

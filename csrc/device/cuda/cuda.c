@@ -55,16 +55,7 @@ void gm_cuda_leave(cuda_device *d, bool is_pushed)
 /* Index of the first range that begins after addr. */
 static size_t upper_range(const cuda_device *d, uintptr_t addr)
 {
-    size_t low = 0, high = d->n_ranges;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (d->ranges[middle].addr <= addr) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    return gm_up_to(d->ranges, d->n_ranges, sizeof *d->ranges, addr);
 }
 
 /* The range that holds all of [addr, addr + n_blocks * block_bytes). */
