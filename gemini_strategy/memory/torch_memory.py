@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -113,6 +114,7 @@ class TorchMemory:
         """Before a forward: invariant 2. True: as in tidy()."""
         if self._pool.refusals() == self._refusals:
             return False
+        gc.collect()  # copies of models, and frames of the error, may be cycles
         self._pool.trim()
         self._history.forget()
         self._refusals = self._pool.refusals()

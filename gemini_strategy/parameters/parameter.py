@@ -8,6 +8,7 @@ the engine holds.
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import torch
@@ -97,7 +98,11 @@ class _Managed:
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             try:
-                memo[id(self)] = self._gm_plain_copy(memo, self.device)
+                try:
+                    memo[id(self)] = self._gm_plain_copy(memo, self.device)
+                except torch.OutOfMemoryError:
+                    gc.collect()  # a model copied before is a cycle: it holds its own bound forward
+                    memo[id(self)] = self._gm_plain_copy(memo, self.device)
             except torch.OutOfMemoryError as error:
                 error.add_note(
                     f"gemini: a copy of {self._gm_slot.name} lies on its device, as torch's do. For a copy on the host "

@@ -25,6 +25,7 @@ def test_device_program():
         "adam",
         "grad_add",
         "sumsq",
+        "clip",
         "torch_alloc",
         "long sumsq",
     ]
