@@ -10,8 +10,7 @@
  *
  * A spare has fences of the same kind as a home, and the two change places with their memory.  Writing a spare comes
  * after both of its own, after filled, which may have read it when it was the home, and after homed: so that behind the
- * spare's last write there is no copy to the home either, and `homed` keeps its meaning when they change places.
- * Reading a spare comes after its homed. */
+ * spare's last write there is no copy to the home either, and `homed` keeps its meaning.  It is read after its homed. */
 #ifndef GM_CHUNK_IMPL_H
 #define GM_CHUNK_IMPL_H
 
