@@ -55,6 +55,7 @@ STATS: dict[str, tuple[str, ...]] = {
         "traces",
         "deviations",
         "replay_waits",
+        "host_waits",
         "chunks_with_states",
         "pending_updates",
         "immediate_updates",
