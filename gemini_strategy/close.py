@@ -249,7 +249,11 @@ def give_back(
         for alias in slot.aliases:
             alias.data = parameter.data
         if slot in grads:
-            parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)
+            try:
+                parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)
+            except torch.OutOfMemoryError as error:
+                text = f"the gradient of {slot.name} is dropped, since it does not fit: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
     for module in engine.model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and quantized.is_wrapper(parameter):

@@ -123,8 +123,8 @@ class Engine(Uncopied):
             error_if_nonfinite: raise on a non-finite norm (before anything is changed).
 
         Returns:
-            The total norm before clipping, a 0-dim fp32 tensor: on the engine's device where nobody has to wait for it
-            (one rank, a planned step, not "16-mixed"), else on the CPU.
+            The total norm before clipping, a 0-dim fp32 tensor on the engine's device. Nobody waits for it where it can
+            stay there (one rank, a planned step, not "16-mixed", no `error_if_nonfinite`).
 
         Raises:
             ValueError: another norm_type, or a negative max_norm.

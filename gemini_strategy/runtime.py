@@ -527,7 +527,7 @@ class Runtime(Uncopied, Reporting):
             self.clip_factor = clip_coefficient(norm, float(max_norm))
         if self.clip_factor != 1.0:
             self._note_clip(self._to_step(), self.clip_factor)
-        return torch.tensor(norm, dtype=torch.float32)
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_late(self, max_norm: float) -> torch.Tensor | None:
         """Clips without waiting for the norm, where that is possible: it, as the stream will have it."""

@@ -219,7 +219,7 @@ class GeminiAccelerator(Accelerator):
         """Clips all gradients of one model by their common norm, in the next step.
 
         Returns:
-            The norm before clipping, a 0-dim fp32 tensor on the CPU.
+            The norm before clipping, a 0-dim fp32 tensor on the engine's device.
 
         Raises:
             GeminiError: these are not all the parameters that the optimizer of one model has; or it is called between
@@ -230,7 +230,9 @@ class GeminiAccelerator(Accelerator):
         if engine is None:
             return super().clip_grad_norm_(given, max_norm, norm_type=norm_type)
         if max_norm == math.inf and norm_type == 2:
-            return torch.tensor(engine.grad_norm(), dtype=torch.float32)
+            return torch.tensor(
+                engine.grad_norm(), dtype=torch.float32, device=engine._runtime.device
+            )
         if not self.sync_gradients:
             raise GeminiError(
                 "accelerator.clip_grad_norm_ between the micro-batches of a step: Gemini clips the sum of a step's "

@@ -16,6 +16,7 @@ Invariants
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -194,11 +195,33 @@ class HybridAdam(torch.optim.Optimizer):
         self._gm_lows = WeakTensorKeyDictionary()
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: rests are of the weights of now, those of dropped entries too."""
+        state = super().__getstate__()
+        if not self._gm_lows:  # an engine has them, or nothing was stepped
+            return state
+        entries = {p: dict(entry) for p, entry in self.state.items()}
+        kept = {}
+        for p, (low, _) in self._gm_lows.items():
+            key = _LOW.get(p.dtype, ("", None))[0]
+            if entries.get(p, {}).get(key) is low:
+                self._look(p, low)
+                entries[p][key] = settled_low(p, low)
+            elif self._lacks(p, low):
+                kept[p] = settled_low(p, low)
+        return {**state, "state": defaultdict(dict, entries), "_gm_kept": kept}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        kept = state.pop("_gm_kept", None)
         super().__setstate__(state)
         if "_gm_lows" not in self.__dict__:  # a copy, or unpickled
             self._gm_lows = WeakTensorKeyDictionary()
             self._note_lows()
+            for p, low in (kept or {}).items():
+                p._gm_low = low
+            for p in (*self._gm_lows, *(kept or ())):
+                note_seen(p)
         for group in self.param_groups:
             self._complete_group(group)
 
@@ -327,6 +350,12 @@ class HybridAdam(torch.optim.Optimizer):
             if key != "step":
                 state[key] = _ordered_like(value, p.detach())
         return state
+
+    def _lacks(self, p: Tensor, low: Tensor) -> bool:
+        """Whether `low`, which the optimizer has kept, is what p's entry has no more."""
+        key, dtype = _LOW.get(p.dtype, (None, None))
+        is_missing = key not in self.state.get(p, {}) and not hasattr(p, "_gm_low")
+        return key is not None and is_missing and low.dtype is dtype and low.shape == p.shape
 
     def _look(self, p: Tensor, low: Tensor) -> None:
         """What somebody has put into `state` is of the weight of now."""

@@ -221,18 +221,21 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
     What is in no entry any more goes to its parameter.
     """
-    for parameter, (low, _) in getattr(optimizer, "_gm_lows", {}).items():
-        if not optimizer.state.get(parameter):
+    is_ours = isinstance(optimizer, HybridAdam)
+    for parameter, (low, _) in optimizer._gm_lows.items() if is_ours else ():
+        if optimizer._lacks(parameter, low):
             parameter._gm_low = low
     for parameter, state in optimizer.state.items():
         low = state.get("remainder")
         is_its = low is not None and parameter.dtype is torch.bfloat16 and low.dtype is torch.int16
         if is_its and low.shape == parameter.shape:
-            if isinstance(optimizer, HybridAdam):
+            if is_ours:
                 optimizer._look(parameter, low)
             if hasattr(parameter, "_gm_seen"):  # else its weight may come yet
                 low.copy_(settled_low(parameter, low))
                 note_seen(parameter)
+                if is_ours:
+                    optimizer._gm_lows[parameter] = low, low._version
 
 
 def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
@@ -305,6 +308,7 @@ def release(
 
 def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
     """What `release` has given back follows the parameters to their devices; what has no room stays on the host."""
+    slots = list(slots)
     try:
         for slot in slots:
             parameter = slot.parameter
@@ -313,13 +317,14 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
                     optimizer.state[parameter][key] = value.to(slot.original_device)
             if hasattr(parameter, "_gm_low"):
                 parameter._gm_low = parameter._gm_low.to(slot.original_device)
-            if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
-                note_seen(parameter)
-        if isinstance(optimizer, HybridAdam):
-            optimizer._note_lows()
     except torch.OutOfMemoryError as error:
         text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
+    for parameter in (slot.parameter for slot in slots):
+        if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
+            note_seen(parameter)
+    if isinstance(optimizer, HybridAdam):
+        optimizer._note_lows()
 
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:

@@ -44,4 +44,7 @@ def settled_low(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def note_seen(p: torch.Tensor) -> None:
     """The weight and its low part are of each other now; see optim/adam.py, invariant 4."""
     if p.dtype is torch.bfloat16:
-        p._gm_seen = p.detach().clone()
+        try:
+            p._gm_seen = p.detach().clone()
+        except torch.OutOfMemoryError:
+            p._gm_seen = p.detach().cpu()

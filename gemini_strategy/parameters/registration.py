@@ -386,7 +386,9 @@ class Registration:
         low = parameter.__dict__.pop("_gm_low", None)
         if low is not None:
             low = settled_low(parameter, low)  # weights may have been written since the cast
-        slot.is_settled = parameter.__dict__.pop("_gm_seen", None) is not None
+        was_seen = parameter.__dict__.pop("_gm_seen", None) is not None
+        # What the optimizer has of weights that it has stepped is not the file's.
+        slot.is_whole, slot.is_settled = was_seen and loading.has(parameter), was_seen
         if not loading.has(parameter):
             with _torch.DisableTorchFunctionSubclass():
                 slot.fill(parameter.detach(), low)

@@ -564,9 +564,11 @@ class Slot(_C.Slot):
 
     def load_low(self, low: torch.Tensor) -> None:
         """What the weight lacks to be its master, from a state whose weight has been loaded before, or comes after."""
+        if self.is_whole:
+            return
         if self.is_settled:
             self.write_master(merge(self.read_weight(), low.detach().to("cpu")))
-        elif not self.is_whole:
+        else:
             self.write_low(low)
 
     def write_low(self, low: torch.Tensor) -> None:

@@ -1,0 +1,153 @@
+"""What bf16 weights lack to be their masters, in HybridAdam: it survives copies, engines and dropped entries."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini_strategy as gs
+
+Pair = tuple[nn.Module, gs.HybridAdam]
+BUDGET = {"device_budget": "1MB", "device": "cpu"}
+
+
+def steps(pair: Pair, n: int = 3) -> Pair:
+    model, optimizer = pair
+    dtype = next(model.parameters()).dtype
+    for seed in range(n):
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return pair
+
+
+def trained() -> Pair:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).to(torch.bfloat16)
+    return steps((model, gs.HybridAdam(model.parameters(), lr=1e-2)))
+
+
+def masters(pair: Pair) -> list[torch.Tensor]:
+    """As a step that changes nothing finds them."""
+    model, optimizer = pair
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    steps(pair, 1)
+    return [
+        (p.detach().view(torch.int16).int() << 16) + optimizer.state[p]["remainder"]
+        for p in model.parameters()
+    ]
+
+
+def shown(engine: gs.Engine) -> list[torch.Tensor]:
+    with engine.masters():
+        return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@torch.no_grad()
+def write(pair: Pair) -> None:
+    pair[0][0].weight[1].fill_(3.0)
+
+
+def test_a_failed_manage_leaves_what_was_seen() -> None:
+    want, pair = trained(), trained()
+    with pytest.raises(gs.GeminiError):
+        gs.manage(*pair, device_budget="1KB", host_budget="1KB", device="cpu")
+    for each in (want, pair):
+        write(each)
+    assert_same(masters(pair), masters(want))
+
+
+def test_what_a_cast_keeps_is_newer() -> None:
+    model, optimizer = trained()
+    optimizer.state.clear()
+    model.float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.2345)
+    want = [p.detach().clone() for p in model.parameters()]
+    gs.cast_model_(model, "bf16-true")
+    engine = gs.manage(model, optimizer, precision="bf16-true", **BUDGET)
+    assert_same(shown(engine), want)
+    engine.close()
+
+
+def test_a_model_that_became_fp32_has_no_remainders() -> None:
+    model, optimizer = trained()
+    optimizer.state.clear()
+    model.float()
+    want = [p.detach().clone() for p in model.parameters()]
+    engine = gs.manage(model, optimizer, precision="bf16-mixed", **BUDGET)
+    assert_same(shown(engine), want)
+    engine.close()
+
+
+def test_remainders_alone_are_taken_out() -> None:
+    pair = trained()
+    want = [bits.view(torch.float32) for bits in masters(copy.deepcopy(pair))]
+    for p in pair[0].parameters():
+        del pair[1].state[p]["remainder"]
+    engine = gs.manage(*pair, precision="bf16-true", **BUDGET)
+    assert_same(shown(engine), want)
+    engine.close()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+CHANGES: dict[str, Callable[[Pair], Any]] = {
+    "nothing": lambda pair: None,
+    "written": write,
+    "cleared": lambda pair: pair[1].state.clear(),
+    "written and cleared": lambda pair: (write(pair), pair[1].state.clear()),
+    "popped": lambda pair: pair[1].state.pop(pair[0][0].weight),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("before", CHANGES)
+@pytest.mark.parametrize("after", ["nothing", "written"])
+def test_copies_have_the_same_masters(how: str, before: str, after: str) -> None:
+    pair = trained()
+    CHANGES[before](pair)
+    other = COPIES[how](pair)
+    for each in (pair, other):
+        CHANGES[after](each)
+    assert_same(masters(other), masters(pair))
+
+
+def test_a_copy_of_a_managed_pair_sees_writes() -> None:
+    pair = trained()
+    engine = gs.manage(*pair, precision="bf16-true", **BUDGET)
+    steps(pair)
+    other = copy.deepcopy(pair)
+    for each in (pair, other):
+        write(each)
+    engine.close()
+    assert_same(masters(other), masters(pair))
+
+
+def test_weights_from_a_file_beside_an_optimizer_that_has_stepped_others(tmp_path: Any) -> None:
+    """The remainders are of the weights before: the file's are their own masters."""
+    from safetensors.torch import save_file
+
+    model, optimizer = trained()
+    values = {k: torch.randn_like(v) for k, v in model.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    engine = gs.manage(
+        model, optimizer, precision="bf16-true", weights=tmp_path / "model.safetensors", **BUDGET
+    )
+    assert_same(shown(engine), [values[name].float() for name, _ in model.named_parameters()])
+    engine.close()
