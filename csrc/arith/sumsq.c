@@ -30,7 +30,10 @@ void gm_sumsq_merge(gm_sumsq *into, const gm_sumsq *from)
 /* Apart, so that nothing of them is computed outside the environment. */
 static __attribute__((noinline)) double round_limbs(const gm_sumsq *sum)
 {
-    return gm_round_limbs(sum->limb);
+    uint64_t limb[GM_SUMSQ_LIMBS] = {0};
+    gm_add_limbs(limb, sum->limb);
+    GM_ASSERT(limb[GM_SUMSQ_LIMBS - 1] <= GM_LOW32); /* invariant 1 */
+    return gm_round_limbs(limb);
 }
 
 static __attribute__((noinline)) void clip_of(const gm_sumsq *sum, const gm_clip_args *args)
