@@ -32,7 +32,7 @@ static __attribute__((noinline)) double round_limbs(const gm_sumsq *sum)
 {
     uint64_t limb[GM_SUMSQ_LIMBS] = {0};
     gm_add_limbs(limb, sum->limb);
-    GM_ASSERT(limb[GM_SUMSQ_LIMBS - 1] <= GM_LOW32); /* invariant 1 */
+    GM_ASSERT(limb[GM_SUMSQ_LIMBS - 1] <= GM_LOW32); /* the range above */
     return gm_round_limbs(limb);
 }
 
