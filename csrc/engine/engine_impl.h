@@ -265,10 +265,11 @@ typedef struct gm_speculation {
     size_t host_budget, limit; /* of the host in all; of spares, once has_limit */
     gm_arena *arenas[GM_MOST_SPARE_ARENAS];
     uint32_t n_arenas;
-    size_t bytes;                       /* of these */
-    double seconds;                     /* that taking and pinning them took */
-    bool has_limit, is_wanted;          /* plans may speculate */
-    bool is_open;                       /* whether the last step clipped is not known yet */
+    size_t bytes;              /* of these */
+    double seconds;            /* that taking and pinning them took */
+    bool has_limit, is_wanted; /* plans may speculate */
+    bool is_open;              /* whether open_step clipped is not known yet */
+    uint64_t open_step;
     bool had_numbers;                   /* it was announced */
     bool has_norm, has_numbers;         /* since the last step: asked for, announced */
     unsigned n_quiet, n_loud;           /* steps in a row that asked and did not clip; others */

@@ -28,7 +28,8 @@ static gm_status adopt(gm_engine *engine, gm_inputs *in, gm_plan *plan)
         }
         gm_plan_free(plan);
         (void)gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), NULL);
-        if (status != GM_ERR_NOMEM || i == GM_MOST_TRIES) {
+        if (status != GM_ERR_NOMEM || i == GM_MOST_TRIES ||
+            n_blocks == 0) { /* 0: the host's, maybe */
             return status;
         }
         size_t had = n_blocks * engine->device->block_bytes, has = gm_inputs_device_bytes(engine);

@@ -116,18 +116,19 @@ static void count_step(gm_engine *engine, bool has_norm, bool fires)
 }
 
 /* The last step counts once its factor has come home; nobody waits for it, so one that is a whole step late never does. */
-static void settle(gm_engine *engine, uint64_t step)
+static void settle(gm_engine *engine)
 {
+    gm_speculation *s = &engine->speculation;
     float scale;
-    if (engine->speculation.is_open && gm_clip_is_known(engine, step, &scale)) {
-        engine->speculation.is_open = false;
+    if (s->is_open && gm_clip_is_known(engine, s->open_step, &scale)) {
+        s->is_open = false;
         count_step(engine, true, !(scale >= 1 && scale <= 1));
     }
 }
 
 bool gm_speculation_wants_numbers(gm_engine *engine)
 {
-    settle(engine, engine->step.n);
+    settle(engine);
     return n_planned(engine) > 0 &&
            (engine->speculation.n_quiet > 0 || engine->speculation.is_open) &&
            !engine->arrive.has_repeats && !engine->step.wants_immediate;
@@ -178,12 +179,13 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
 {
     gm_speculation *s = &engine->speculation;
     bool fires = false;
-    settle(engine, engine->step.n - 1);
+    settle(engine);
     for (uint32_t i = 0; i < n; i++) { /* a loss scale, or a factor that is no number, fires, too */
         const gm_adam_hyper *hyper = &updates[i].hyper;
         fires |= !(hyper->clip_factor >= 1 && hyper->clip_factor <= 1) || hyper->grad_divisor != 1;
     }
     s->is_open = engine->step.is_late;
+    s->open_step = engine->step.n;
     s->had_numbers = s->has_numbers;
     if (!s->is_open) {
         count_step(engine, s->has_norm, fires);

@@ -342,6 +342,7 @@ static gm_status update_apart(gm_engine *engine, uint32_t chunk, gm_task *task, 
     GM_TRY(is_on_device ? gm_stage_speculate(engine, chunk, task)
                         : speculate_at_home(engine, chunk, task));
     gm_speculation_flip(engine, chunk);
+    gm_saving_note_spare(engine, chunk);
     return take_result(engine, chunk, task);
 }
 
@@ -367,6 +368,10 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     }
     if (status == GM_OK) {
         gm_speculation_take(engine, chunk, task, &is_taken);
+        if (is_taken &&
+            is_apart) { /* at once: what fails from here on leaves the writer its bytes */
+            gm_saving_note_spare(engine, chunk);
+        }
         status = is_taken ? take_result(engine, chunk, task)
                           : bring_to_device(engine, chunk, &is_on_device);
     }
@@ -374,9 +379,6 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
         status = is_apart       ? update_apart(engine, chunk, task, is_on_device)
                  : is_on_device ? update_on_device(engine, chunk, task)
                                 : update_at_home(engine, chunk, task);
-    }
-    if (status == GM_OK && is_apart) {
-        gm_saving_note_spare(engine, chunk);
     }
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
