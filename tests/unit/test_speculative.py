@@ -115,15 +115,19 @@ def test_clips_that_fire_and_do_not(
     """After a clip that fired the next step is not speculated; after one that did not it is."""
     monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
     recipe = Recipe(precision=precision, clip=QUIET)
-    want = plain(CASE.build, recipe)
-    run = budgeted(CASE, recipe, 0.3, chunk_size=4096)
-    both = (want, run)
-    n = _steps(both, [QUIET], 0)  # a first step measures at home
-    n = _steps(both, [QUIET] * 3, n, waits=True)
-    before = counts(run)
+    for _ in range(8):  # as in _planned: times that were measured may give a plan without spares
+        want = plain(CASE.build, recipe)
+        run = budgeted(CASE, recipe, 0.3, chunk_size=4096)
+        both = (want, run)
+        n = _steps(both, [QUIET], 0)  # a first step measures at home
+        n = _steps(both, [QUIET] * 3, n, waits=True)
+        before = counts(run)
+        n = _steps(both, [FIRES], n, waits=True)
+        fired = counts(run)
+        if fired.made > before.made:
+            break
+        run.engine.close()
     assert before.taken > 0 and before.redone == 0
-    n = _steps(both, [FIRES], n, waits=True)
-    fired = counts(run)
     assert fired.made > before.made
     n = _steps(both, [FIRES, FIRES, QUIET], n, waits=True)
     assert counts(run).made == fired.made  # nothing is begun for nothing
