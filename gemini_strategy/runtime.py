@@ -138,7 +138,6 @@ class Runtime(Uncopied, Reporting):
         self.scaler = scaler if is_half else None
         self.choose_way()
         original.on_restore(self._abandon)
-        self.memory = DeviceMemory(settings.device)
         self._make_core(registration)
         n_bytes = sum(slot.part_bytes for slot in self.slots)
         with progress("Gemini: taking the weights", n_bytes, ranks.rank) as done:
@@ -176,6 +175,9 @@ class Runtime(Uncopied, Reporting):
         self.chunk_bytes = arguments["chunk_bytes"]
         tables = arguments["unit_params"], arguments["unit_begin"]
         agreement.check_model(self, registration.slots, tables)
+        # What they take of the device, and what measuring them took, is known before anybody looks what is left.
+        communicators = self.ranks.communicators(self.device)
+        self.memory = DeviceMemory(settings.device)
         external = self.memory.external_bytes(0)
         if settings.policy == "auto":  # looks at what fits beside the model that is there
             external += self.memory.torch_bytes()
@@ -184,7 +186,7 @@ class Runtime(Uncopied, Reporting):
             threads=settings.threads,
             external_bytes=external,
             slack_bytes=self.memory.slack_bytes(settings.device_budget),
-            **self.ranks.communicators(self.device),
+            **communicators,
         )
         agreement.check_layout(self)
         budget = -1 if settings.policy == "cuda" else settings.device_budget
@@ -192,8 +194,8 @@ class Runtime(Uncopied, Reporting):
         self.memory.join(self.core, name, budget, registration.floor_bytes(), trains)
         if budget >= 0:
             held = self.core.stats()["device_bytes"]  # where everything fits it is there already
-            spare = registration.check_floor(budget, budget - self.memory.external_bytes(held))
-            self.memory.reserve = min(self.memory.first_reserve_bytes(budget), spare)
+            spare = registration.check_floor(budget, self.memory.left_bytes(budget, held))
+            self.memory.reserve = self.memory.first_reserve_bytes(budget, spare)
             self.core.set_external_bytes(self.memory.external_bytes(held))
 
     def _refresh_memory(self) -> None:

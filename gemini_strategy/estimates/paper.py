@@ -249,7 +249,7 @@ def plan_on_paper(
             available = budget - (outside or 0)
             spare = paper.registration.check_floor(budget, available)
             if is_cuda and outside is not None:
-                outside += min(first_reserve(budget), max(spare, 0))
+                outside += first_reserve(budget, spare)
         for _ in range(1 if micro_batches == 1 else _STEPS):
             _play(core, recorded, machine, outside, micro_batches, when)
             if is_cuda:

@@ -34,9 +34,14 @@ DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library h
 _FIRST_RESERVE = 384 << 20
 
 
-def first_reserve(device_budget: int) -> int:
-    """Bytes of more room for the driver until the first step is over; little where the budget is small."""
-    return max(0, min(_FIRST_RESERVE, device_budget // 32))
+def first_reserve(device_budget: int, spare: int | None = None) -> int:
+    """Bytes of more room for the driver until the first step is over; little where the budget is small.
+
+    Args:
+        spare: bytes that are left beside the largest module; activations need some of them, too.
+    """
+    most = min(_FIRST_RESERVE, device_budget // 32)
+    return max(0, most if spare is None else min(most, spare // 2))
 
 
 def slack(device_budget: int) -> int:
@@ -121,6 +126,11 @@ class DeviceMemory:
             return self._on.beside(chunk_bytes) + self.reserve
         return max(self.budget - self.part, 0)
 
+    def left_bytes(self, device_budget: int, chunk_bytes: int) -> int:
+        """What others, and torch, leave of the budget for chunks and for what torch still takes; may be negative."""
+        torch_bytes = self.torch_bytes() if self.part is None else 0
+        return device_budget - self.external_bytes(chunk_bytes) - torch_bytes
+
     def follow(self) -> bool:
         """The core has what external_bytes says from now on; False: it holds more, and cannot give that up."""
         with contextlib.suppress(GeminiError):
@@ -133,9 +143,10 @@ class DeviceMemory:
         with contextlib.suppress(GeminiError):
             self.core.answer_for_torch(yes)
 
-    def first_reserve_bytes(self, device_budget: int) -> int:
+    def first_reserve_bytes(self, device_budget: int, spare: int) -> int:
         """`first_reserve` for an engine that leads on a GPU."""
-        return 0 if self._on is None or self.part is not None else first_reserve(device_budget)
+        leads = self._on is not None and self.part is None
+        return first_reserve(device_budget, spare) if leads else 0
 
     def slack_bytes(self, device_budget: int) -> int:
         """`slack` where there is a GPU."""

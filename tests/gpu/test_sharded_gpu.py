@@ -24,6 +24,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gemini_strategy as gs
@@ -242,6 +243,26 @@ def used_beside(run: Managed, device: str) -> int:
     return total - free - run.engine._runtime.core.stats()["device_bytes"]
 
 
+@contextlib.contextmanager
+def told(run: Managed, policy: str, budget: int | None, beside: int) -> Iterator[None]:
+    """An error inside says what the device held at that time."""
+    try:
+        yield
+    except Exception as error:
+        runtime = run.engine._runtime
+        memory, chunks = runtime.memory, runtime.core.stats()["device_bytes"]
+        around = (
+            memory.external_bytes(chunks),
+            memory.torch_bytes(),
+            used_beside(run, run.recipe.device),
+        )
+        error.add_note(
+            f"policy {policy}, budget {budget}, beside {beside}; chunks {chunks}, around them, torch, used: {around}; "
+            f"refused: {runtime.core.refusal()!r}"
+        )
+        raise
+
+
 def train_real(rank: int, size: int, device: str) -> list[dict[str, Any]]:
     """The digests of each of RUNS; where one parts from the first, its first tensor that does is named."""
     where, found = prepare(rank, device), []
@@ -251,7 +272,10 @@ def train_real(rank: int, size: int, device: str) -> list[dict[str, Any]]:
     )
     state = state_bytes(case.build, recipe) / size
     for policy, share in RUNS:
-        budget = None if share is None else int(beside + SPARE[device] + share * state)
+        # One rank's GPU may have more of others than another's; the engine takes the least budget of all ranks.
+        most = torch.tensor(beside)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        budget = None if share is None else int(most.item() + SPARE[device] + share * state)
         run = managed(
             case.build,
             recipe,
@@ -260,7 +284,7 @@ def train_real(rank: int, size: int, device: str) -> list[dict[str, Any]]:
             chunk_size=CHUNK[device],
             timeout=PATIENT,
         )
-        with contextlib.closing(run.engine):
+        with contextlib.closing(run.engine), told(run, policy, budget, beside):
             drive(run, case, recipe.steps)
             stats = run.engine.stats()
             beside = max(beside, used_beside(run, device))

@@ -177,9 +177,8 @@ def test_the_one_that_trains_leads(machine: _Machine, is_reference_first: bool) 
     assert reference.memory.part == part
     reference.core.fill()
     assert reference.core.held == part < 2000 * MIB
-    assert policy.memory.first_reserve_bytes(budget) and not reference.memory.first_reserve_bytes(
-        budget
-    )
+    assert policy.memory.first_reserve_bytes(budget, budget)
+    assert not reference.memory.first_reserve_bytes(budget, budget)
     # Torch takes from the leader alone.
     _Torch.held = 1000 * MIB
     policy.core.reserve(0)
@@ -262,7 +261,7 @@ def test_who_is_garbage_has_nothing(machine: _Machine) -> None:
 def test_another_engine_leaves_the_reserve_of_a_first_step(machine: _Machine) -> None:
     budget = 24_000 * MIB
     policy = machine.join("Policy", budget, 40_000 * MIB, 100 * MIB, trains=True)
-    policy.memory.reserve = policy.memory.first_reserve_bytes(budget)
+    policy.memory.reserve = policy.memory.first_reserve_bytes(budget, budget)
     assert policy.memory.reserve == 384 * MIB
     reference = machine.join("Reference", budget, 2000 * MIB, 100 * MIB, trains=False)
     for one in (policy, reference):
@@ -369,14 +368,29 @@ def test_a_plan_follows_when_the_room_grows(trains: bool) -> None:
         assert torch.equal(states[name], value)
 
 
+def test_what_torch_holds_is_not_left_for_chunks(machine: _Machine) -> None:
+    """Nor does the reserve of the first step take what activations need: half of what is left is theirs."""
+    budget, least = 2000 * MIB, 100 * MIB
+    _Torch.held = 300 * MIB
+    one = machine.join("One", budget, 5000 * MIB, least, trains=True)
+    left = budget - DRIVER - DRIVER_RESERVE - 300 * MIB
+    assert one.memory.left_bytes(budget, 0) == left
+    assert one.memory.first_reserve_bytes(budget, left - least) == budget // 32
+    for spare in (10 * MIB, 1, 0, -MIB):
+        assert one.memory.first_reserve_bytes(budget, spare) == max(spare // 2, 0)
+    other = machine.join("Other", budget, 5000 * MIB, least, trains=False)
+    assert other.memory.left_bytes(budget, 0) == other.memory.part  # torch takes nothing of a part
+
+
 def test_the_host_device_has_no_parts() -> None:
     memory = DeviceMemory(torch.device("cpu"))
     memory.join(None, "One", 1000, 10, True)
     assert (
         memory.external_bytes(0)
-        == memory.first_reserve_bytes(1000)
+        == memory.first_reserve_bytes(1000, 1000)
         == memory.slack_bytes(1000)
         == 0
     )
+    assert memory.left_bytes(1000, 0) == 1000
     assert not (memory.tidy() or memory.recover() or memory.give_cached())
     memory.close()
