@@ -337,7 +337,8 @@ class HybridAdam(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
         if p.dtype in _LOW and _LOW[p.dtype][0] not in state:
             key, dtype = _LOW[p.dtype]
-            low = getattr(p, "_gm_low", self._gm_lows.get(p, (None, 0))[0])
+            low, _ = self._gm_lows.get(p, (None, 0))
+            low = getattr(p, "_gm_low", None if low is None else low.clone())  # it may be popped
             if low is None or low.dtype != dtype or low.shape != p.shape:
                 # the master is the weight itself: a remainder of 0, or an fp32 copy
                 low = torch.zeros_like(p) if dtype is torch.int16 else p

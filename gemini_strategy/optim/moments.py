@@ -76,6 +76,8 @@ class _Entry(_Shown):
             if key not in LOWS:
                 slot.given.become(key, value.to(slot.device, torch.float32))
                 slot.has_state = True
+            elif self._is_popped(value):
+                pass  # the engine has kept it, with what it knows of the weight that it belongs to
             elif key in self._keys and value.dtype is slot.dtype_of(key):
                 slot.given.become(key, value.to(slot.device), slot.load_low)
 
@@ -110,10 +112,18 @@ class _Entry(_Shown):
         """An ordinary dict with the values of now."""
         return {k: v.detach().clone() if k in self._keys else v for k, v in self.items()}
 
-    def drop(self) -> None:
+    def drop(self, taken: Mapping[Any, Any] | None = None) -> None:
+        """taken: what somebody has of it then, and may put back."""
         if self.is_live:
             self.slot.forget_state()
+            for key in _low_keys(self.slot) if taken else ():
+                self.slot.popped = weakref.ref(taken[key]), taken[key]._version
         self.is_dropped = True
+
+    def _is_popped(self, low: torch.Tensor) -> bool:
+        """It is put back as it was taken out, and no update or load has come in between."""
+        popped, version = self.slot.popped
+        return popped() is low and low._version == version and not self.slot.has_state
 
     def assign(self, values: Mapping[str, Any], is_copied: bool) -> None:
         """`optimizer.state[p] = values`: checked before."""
@@ -123,7 +133,7 @@ class _Entry(_Shown):
         if "exp_avg" in values and is_copied:
             load_entry(self.slot, values)
         elif "exp_avg" in values:
-            for key in (*MOMENTS, *LOWS, "step"):
+            for key in (*LOWS, *MOMENTS, "step"):  # see _is_popped
                 if key in values:
                     self[key] = values[key]
         elif self.is_live:
@@ -197,9 +207,12 @@ class States(_Shown, defaultdict[Any, Any]):
         if key not in self:
             return dict.pop(self, key, *default)
         entry = self[key]
-        entry = entry.taken() if isinstance(entry, _Entry) else entry
-        del self[key]
-        return entry
+        if not isinstance(entry, _Entry):
+            return dict.pop(self, key)
+        taken = entry.taken()
+        entry.drop(taken)
+        dict.__delitem__(self, key)
+        return taken
 
     def clear(self) -> None:
         for key in list(self):

@@ -68,6 +68,7 @@ class Slot(_C.Slot):
         "names",
         "original_device",
         "original_dtype",
+        "popped",
         "saved",
         "shape",
         "state_changes",
@@ -103,6 +104,8 @@ class Slot(_C.Slot):
             False  # in manage(): low parts of the optimizer's are of the weights of now
         )
         self.n_same = 0  # writes of what was there
+        # a weak reference to what it lacks in an entry that was popped from optimizer.state, and the version then
+        self.popped: tuple[Any, int] = ((lambda: None), 0)
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.inside = self.absent = None
 

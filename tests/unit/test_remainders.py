@@ -151,3 +151,57 @@ def test_weights_from_a_file_beside_an_optimizer_that_has_stepped_others(tmp_pat
     )
     assert_same(shown(engine), [values[name].float() for name, _ in model.named_parameters()])
     engine.close()
+
+
+# ---- entries that are taken out and put back -------------------------------------------------------
+
+
+def put_back(pair: Pair, between: Callable[[Pair], Any], how: str) -> None:
+    """The first weight's entry is out of `optimizer.state` while `between` runs."""
+    p, state = pair[0][0].weight, pair[1].state
+    if how == "popped":
+        entry = state.pop(p)
+        between(pair)
+        state[p] = entry
+    else:
+        entries = {key: state.pop(key) for key in list(state)}
+        between(pair)
+        pair[1].state = {**entries}
+
+
+@torch.no_grad()
+def load_other(pair: Pair) -> None:
+    """Another remainder comes, and then the old one again."""
+    p, state = pair[0][0].weight, pair[1].state
+    state[p] = {
+        "step": torch.tensor(2.0),
+        "exp_avg": torch.zeros_like(p, dtype=torch.float32),
+        "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
+        "remainder": torch.full_like(p, 77, dtype=torch.int16),
+    }
+
+
+BETWEEN: dict[str, Callable[[Pair], Any]] = {
+    "nothing": lambda pair: None,
+    "a write": write,
+    "a step": steps,
+    "a write, a step": lambda pair: (write(pair), steps(pair, 1)),
+    "a step, a write": lambda pair: (steps(pair, 1), write(pair)),
+    "another": load_other,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("how", ["popped", "replaced"])
+def test_an_entry_that_is_put_back_is_not_new(how: str, between: str) -> None:
+    """Its remainder is the one that the weight had, so a weight that was written meanwhile is its own master."""
+    want, pair = trained(), trained()
+    engine = gs.manage(*pair, precision="bf16-true", **BUDGET)
+    for each in (want, pair):
+        put_back(each, BETWEEN[between], how)
+        steps(each, 1)
+    assert_same([*pair[0].state_dict().values()], [*want[0].state_dict().values()])
+    for mine, its in zip(pair[0].parameters(), want[0].parameters(), strict=True):
+        for key, value in want[1].state[its].items():
+            assert torch.equal(pair[1].state[mine][key], value), key
+    engine.close()
