@@ -305,11 +305,17 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
         ]
         for number, group in enumerate(engine.optimizer.param_groups)
     }
-    fields["the clip factor"] = [engine.clip_factor]
+    fields["the limit"] = engine.clip_limit
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
     fields["shown"] = sum(1 << number for number in engine.core.leased())
     try:
         everyone = check_step(engine, what, present, fields)
+        # The norm has the same bits on all ranks, so equal limits are equal factors, for which nobody has to wait.
+        limits = {str(each.pop("the limit")) for each in everyone}
+        if len(limits) > 1:
+            factors = engine.ranks.gather("clip factors", engine.clip_factor)
+            for each, factor in zip(everyone, factors, strict=True):
+                each["the clip factor"] = [factor]
         shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])
         check_same(everyone)
     except GeminiError as error:

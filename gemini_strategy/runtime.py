@@ -71,6 +71,7 @@ class Runtime(Uncopied, Reporting):
         written: what this rank has written since the ranks compared it.
         memory: the device memory that is not in chunks.
         chunk_bytes: of weights, in a chunk at most, but for larger parameters.
+        clip_limit: the largest norm that the coming step allows, None without a clip.
         lent: slots of which memory was given away (parameters/loans.py).
         takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
             for which it has no place; thawed: those parameters.
@@ -101,14 +102,13 @@ class Runtime(Uncopied, Reporting):
         self.precision_plan = settings.precision
         self.closed = False
         self.settings = settings
-        self._clip_factor = 1.0
+        self.clip_factor = 1.0
         self._sumsq: tuple[list[int], tuple[float, int] | None] | None = None  # of which slots
         # Gradients that a clip has shortened, and by which factor. The step multiplies by the way; here they are what
         # they were, until somebody uses them after it (_shorten). Whoever reads them finds the product.
         self._clipped: dict[Slot, float] = {}
         # Those of the last clip, if nobody has seen what came of it (_clip_late); is_late: nor has its step been.
         self._late: set[Slot] = set()
-        self._is_late = False
         self._in_backward = False
         self.steps = self.skipped_steps = 0
         self._wants_numbers = (
@@ -382,7 +382,7 @@ class Runtime(Uncopied, Reporting):
 
     @clip_factor.setter
     def clip_factor(self, factor: float) -> None:
-        self._clip_factor, self._is_late = factor, False
+        self._clip_factor, self._is_late, self.clip_limit = factor, False, None
 
     def _settle_clip(self) -> None:
         """Somebody wants to know what a clip came to."""
@@ -391,7 +391,7 @@ class Runtime(Uncopied, Reporting):
         factor = self.core.clip_factor()
         late, self._late = self._late, set()
         if self._is_late:
-            self.clip_factor = factor
+            self._clip_factor, self._is_late = factor, False
         self._note_clip(late, factor)
 
     def _note_clip(self, slots: Iterable[Slot], factor: float) -> None:
@@ -515,10 +515,8 @@ class Runtime(Uncopied, Reporting):
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm!r} must not be negative")
         self._check_unclipped("clip_grad_norm_()")
-        if self.scaler is None and self.ranks.size == 1 and not error_if_nonfinite:
-            late = self._clip_late(float(max_norm))
-            if late is not None:
-                return late
+        if self.scaler is None and not error_if_nonfinite:
+            return self._clip_late(float(max_norm))
         norm = self.grad_norm()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -527,21 +525,26 @@ class Runtime(Uncopied, Reporting):
             )
         if self.scaler is None or math.isfinite(norm):
             self.clip_factor = clip_coefficient(norm, float(max_norm))
+            self.clip_limit = float(max_norm)
         if self.clip_factor != 1.0:
             self._note_clip(self._to_step(), self.clip_factor)
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
-    def _clip_late(self, max_norm: float) -> torch.Tensor | None:
-        """Clips without waiting for the norm, where that is possible: it, as the stream will have it."""
+    def _clip_late(self, max_norm: float) -> torch.Tensor:
+        """Clips without waiting for the norm: it, as the stream will have it.
+
+        All ranks do the same here, whatever each of them has to wait for.
+        """
         slots = self._to_measure()
-        if not slots or self.lent:
-            return None
         norm = torch.empty((), dtype=torch.float32, device=self.device)
         ids = sorted(slot.id for slot in slots)
-        if not self.core.clip(ids, max_norm, norm.data_ptr(), self.stream()):
-            return None
+        with self.ranks.explaining():
+            has_waited = self.core.clip(ids, max_norm, norm.data_ptr(), self.stream())
         self._sumsq = ids, None
+        self.clip_limit = max_norm
         self._late, self._is_late = set(slots), True
+        if has_waited or self.lent:  # a plan is made from what it came to, or memory shows it
+            self._settle_clip()
         self.choose_way()
         return norm
 

@@ -118,6 +118,8 @@ typedef struct gm_clip_args {
     double max_norm;
     gm_clip *out;
     float *norm; /* NULL: nobody wants it */
+    /* NULL; else the sum is left here, without pending carries, so that ranks can add theirs, and that is all. */
+    gm_sumsq *total;
 } gm_clip_args;
 
 void gm_clip_host(const gm_clip_args *args);

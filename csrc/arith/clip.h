@@ -65,6 +65,12 @@ GM_HERE double gm_round_limbs(const uint64_t *from)
 /* As gm_clip_host; *sum is that of all. */
 GM_HERE void gm_clip_of(const gm_sumsq *sum, const gm_clip_args *args)
 {
+    if (args->total) {
+        gm_sumsq all = {{0}, sum->n_inf, sum->n_nan};
+        gm_add_limbs(all.limb, sum->limb);
+        *args->total = all;
+        return;
+    }
     double squares = sum->n_nan   ? (double)NAN
                      : sum->n_inf ? (double)INFINITY
                                   : gm_round_limbs(sum->limb);

@@ -1,6 +1,6 @@
 /* arrive.c - gradients as they arrive from autograd, updates inside the backward that brings them, and their exact norm.
  *
- * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait. */
+ * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait; sum_at_home, for gradients at home. */
 #include "engine/engine_impl.h"
 
 #include <string.h>
@@ -161,75 +161,10 @@ static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *para
     return GM_OK;
 }
 
-static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
-                       gm_stream stream)
-{
-    gm_device *device = engine->device;
-    memset(out, 0, sizeof *out);
-    engine->arrive.wants_sums = true;
-    gm_speculation_note_norm(engine);
-    GM_TRY(check_not_used_up(engine, params, n));
-    GM_TRY(gm_gradient_reduce_all(engine));
-    if (device->is_paper) { /* no gradient has bytes */
-        return GM_OK;
-    }
-    bool has_sums = false;
-    for (uint32_t i = 0; i < n; i++) {
-        gm_param *p = &engine->params[params[i]];
-        if (!p->is_held || p->part_numel == 0) {
-            continue;
-        }
-        if (p->has_sum) { /* left by kernels of the stream that brought the gradient */
-            GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, GM_GRAD, stream));
-        } else if (gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD)) {
-            GM_TRY(sum_on_device(engine, p, stream));
-        }
-        has_sums |= p->has_sum;
-    }
-    engine->arrive.n_waits += has_sums;
-    if (has_sums && !device->is_host) {
-        GM_TRY(device->ops->copy_d2h(device, engine->sums.home, (uintptr_t)engine->sums.there,
-                                     engine->n_params * sizeof *engine->sums.there, stream));
-        GM_TRY(device->ops->stream_sync(device, stream));
-    } else if (has_sums) {
-        GM_TRY(device->ops->stream_sync(device, stream));
-    }
-    for (uint32_t i = 0; i < n; i++) {
-        const gm_param *p = &engine->params[params[i]];
-        if (!p->is_held || p->part_numel == 0) {
-            continue;
-        }
-        if (p->has_sum) {
-            gm_sumsq_merge(out, &engine->sums.home[params[i]]);
-            continue;
-        }
-        uint32_t chunk = p->place.chunk;
-        gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
-        GM_TRY(gm_chunks_write_back(engine->chunks, chunk, GM_GRAD));
-        gm_sumsq_host(gm_chunks_home(engine->chunks, chunk, GM_GRAD) +
-                          p->part_offset * gm_dtype_bytes(dtype),
-                      dtype, p->part_numel, out, engine->workers);
-    }
-    return gm_ranks_sum(engine, out);
-}
-
-gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
-                          gm_stream stream)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        GM_TRY(gm_engine_check_param(engine, params[i]));
-    }
-    GM_TRY(gm_call_begin(engine));
-    return gm_call_end(engine, sumsq(engine, params, n, out, stream));
-}
-
-/* ---- the norm without waiting ---- */
-
 /* All sums there count, so those of what is not asked for are made 0. */
-static gm_status bring_sum(gm_engine *engine, uint32_t id, bool is_wanted, gm_stream stream)
+static gm_status bring_sum(gm_engine *engine, gm_param *p, bool is_wanted, gm_stream stream)
 {
-    gm_param *p = &engine->params[id];
-    if (p->has_sum) {
+    if (p->has_sum) { /* left by the kernel that brought the gradient */
         GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, GM_GRAD, stream));
     } else if (is_wanted) {
         return sum_on_device(engine, p, stream);
@@ -239,38 +174,88 @@ static gm_status bring_sum(gm_engine *engine, uint32_t id, bool is_wanted, gm_st
     }
     p->has_sum = false;
     p->is_sum_zero = true;
-    return engine->device->ops->fill(engine->device, (uintptr_t)&engine->sums.there[id], 0,
+    return engine->device->ops->fill(engine->device,
+                                     (uintptr_t)&engine->sums.there[p - engine->params], 0,
                                      sizeof(gm_sumsq), stream);
 }
 
-static gm_status clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
-                      float *norm, gm_stream stream, bool *out)
+static bool is_sum_there(const gm_engine *engine, const gm_param *p)
 {
-    engine->arrive.wants_sums = true;
-    GM_TRY(check_not_used_up(engine, params, n));
-    *out = !engine->device->is_paper && !gm_has_ranks(engine);
-    for (uint32_t i = 0; i < n; i++) { /* what is at home takes a wait to sum */
-        const gm_param *p = &engine->params[params[i]];
-        *out &= p->is_held && p->part_numel > 0 &&
-                (p->has_sum || gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD));
-    }
-    uint32_t next = 0;
-    for (uint32_t id = 0; *out && id < engine->n_params; id++) {
-        bool is_wanted = next < n && params[next] == id;
-        next += is_wanted;
-        GM_TRY(bring_sum(engine, id, is_wanted, stream));
-    }
-    GM_ASSERT(!*out || next == n);
-    if (*out) {
-        gm_speculation_note_norm(engine);
-    }
-    return *out ? gm_clip_issue(engine, max_norm, norm, stream) : GM_OK;
+    return p->has_sum || gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD);
 }
 
-gm_status gm_engine_clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
-                         float *norm, gm_stream stream, bool *out)
+static bool has_own_grad(const gm_param *p)
 {
-    *out = false;
+    return p->is_held && p->part_numel > 0;
+}
+
+/* Of gradients for which the device had no room, behind the sums of parameters; none: 0. */
+static gm_status sum_at_home(gm_engine *engine, const uint32_t *params, uint32_t n, bool is_any,
+                             gm_stream stream)
+{
+    gm_device *device = engine->device;
+    gm_sumsq *here = &engine->sums.home[engine->n_params], sum = {{0}, 0, 0};
+    uintptr_t there = (uintptr_t)&engine->sums.there[engine->n_params];
+    if (!is_any && engine->arrive.is_home_zero) {
+        return GM_OK;
+    }
+    engine->arrive.is_home_zero = !is_any;
+    if (!is_any) {
+        return device->ops->fill(device, there, 0, sizeof sum, stream);
+    }
+    engine->arrive.n_waits++;
+    for (uint32_t i = 0; i < n; i++) {
+        const gm_param *p = &engine->params[params[i]];
+        if (has_own_grad(p) && !is_sum_there(engine, p)) {
+            gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
+            GM_TRY(gm_chunks_write_back(engine->chunks, p->place.chunk, GM_GRAD));
+            gm_sumsq_host(gm_chunks_home(engine->chunks, p->place.chunk, GM_GRAD) +
+                              p->part_offset * gm_dtype_bytes(dtype),
+                          dtype, p->part_numel, &sum, engine->workers);
+        }
+    }
+    GM_TRY(device->ops->stream_sync(device, stream)); /* which read the last one */
+    gm_note_access(device, here, sizeof sum, true, GM_STREAM_HOST);
+    *here = sum;
+    return device->is_host ? GM_OK : device->ops->copy_h2d(device, there, here, sizeof sum, stream);
+}
+
+/* The exact sum of squares of these over all ranks, as the total there, for what `stream` gets from now on.  Where there
+ * are ranks their stream has brought the gradients, and it writes all sums: a rank's own ones, behind those the total, and
+ * behind that the collective, which is the same whether a rank has waited for some of its gradients or not. */
+static gm_status sum_all(gm_engine *engine, const uint32_t *params, uint32_t n, gm_stream stream,
+                         bool *out_waited)
+{
+    *out_waited = false;
+    engine->arrive.wants_sums = true;
+    GM_TRY(check_not_used_up(engine, params, n));
+    gm_speculation_note_norm(engine);
+    GM_TRY(gm_gradient_reduce_all(engine));
+    if (engine->device->is_paper) { /* no gradient has bytes */
+        return GM_OK;
+    }
+    gm_stream own = gm_has_ranks(engine) ? engine->ranks.stream : stream;
+    uint32_t next = 0;
+    GM_TRY(gm_clip_order_sums(engine, own));
+    for (uint32_t id = 0; id < engine->n_params; id++) {
+        gm_param *p = &engine->params[id];
+        bool is_wanted = next < n && params[next] == id && has_own_grad(p);
+        bool is_there = is_sum_there(engine, p);
+        next += next < n && params[next] == id;
+        *out_waited |= is_wanted && !is_there;
+        GM_TRY(bring_sum(engine, p, is_wanted && is_there, own));
+    }
+    GM_ASSERT(next == n);
+    GM_TRY(sum_at_home(engine, params, n, *out_waited, own));
+    gm_clip_args args = {.sums = engine->sums.there,
+                         .n = engine->n_params + 1,
+                         .total = &engine->sums.there[gm_sums_total(engine)]};
+    GM_TRY(engine->device->ops->clip(engine->device, &args, own));
+    return gm_has_ranks(engine) ? gm_ranks_sum(engine, stream) : GM_OK;
+}
+
+static gm_status check_sorted(const gm_engine *engine, const uint32_t *params, uint32_t n)
+{
     for (uint32_t i = 0; i < n; i++) {
         GM_TRY(gm_engine_check_param(engine, params[i]));
         if (i > 0 && params[i] <= params[i - 1]) {
@@ -278,8 +263,44 @@ gm_status gm_engine_clip(gm_engine *engine, const uint32_t *params, uint32_t n, 
                            params[i - 1]);
         }
     }
+    return GM_OK;
+}
+
+static gm_status sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
+                       gm_stream stream)
+{
+    gm_device *device = engine->device;
+    size_t total = gm_sums_total(engine);
+    bool has_waited;
+    GM_TRY(sum_all(engine, params, n, stream, &has_waited));
+    engine->arrive.n_waits++;
+    if (!device->is_host) {
+        GM_TRY(device->ops->copy_d2h(device, &engine->sums.home[total],
+                                     (uintptr_t)&engine->sums.there[total], sizeof *out, stream));
+    }
+    GM_TRY(device->ops->stream_sync(device, stream));
+    GM_TRY(gm_ranks_check(engine)); /* before the bytes are believed */
+    gm_note_access(device, &engine->sums.home[total], sizeof *out, false, GM_STREAM_HOST);
+    *out = engine->sums.home[total];
+    return GM_OK;
+}
+
+gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
+                          gm_stream stream)
+{
+    GM_TRY(check_sorted(engine, params, n));
     GM_TRY(gm_call_begin(engine));
-    return gm_call_end(engine, clip(engine, params, n, max_norm, norm, stream, out));
+    return gm_call_end(engine, sumsq(engine, params, n, out, stream));
+}
+
+gm_status gm_engine_clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
+                         float *norm, gm_stream stream, bool *out)
+{
+    GM_TRY(check_sorted(engine, params, n));
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = sum_all(engine, params, n, stream, out);
+    status = status == GM_OK ? gm_clip_issue(engine, max_norm, norm, stream) : status;
+    return gm_call_end(engine, status);
 }
 
 gm_status gm_engine_clip_wait(gm_engine *engine, gm_clip *out)
@@ -289,5 +310,5 @@ gm_status gm_engine_clip_wait(gm_engine *engine, gm_clip *out)
         engine->clip.step > 0
             ? gm_clip_wait(engine, engine->clip.step, out)
             : GM_FAIL(GM_ERR_STATE, "there has been no clip that could be waited for");
-    return gm_call_end(engine, status);
+    return gm_call_end(engine, status == GM_OK ? gm_ranks_check(engine) : status);
 }

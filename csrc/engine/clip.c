@@ -2,7 +2,8 @@
  *
  * Two words take turns, of even and of odd steps, on the device and at home.
  *
- *     the caller's stream  behind the gradients: sums -> factor -> the word there       -> there
+ *     the caller's stream  behind the total (arrive.c): factor -> the word there        -> there
+ *     who changes sums     waits for `there`
  *     stream               waits for `there`; copies the word home                      -> home
  *     update               waits for `there`; Adam reads the word there
  *     host_stream          waits for `home`; Adam reads the word at home
@@ -59,6 +60,17 @@ void gm_clip_free(gm_engine *engine)
     }
 }
 
+gm_status gm_clip_order_sums(gm_engine *engine, gm_stream stream)
+{
+    const gm_clips *c = &engine->clip;
+    for (int turn = 0; turn < 2; turn++) {
+        if (c->has_word[turn]) {
+            GM_TRY(engine->device->ops->event_wait(engine->device, c->there[turn], stream));
+        }
+    }
+    return GM_OK;
+}
+
 gm_status gm_clip_issue(gm_engine *engine, double max_norm, float *norm, gm_stream stream)
 {
     gm_device *device = engine->device;
@@ -74,8 +86,8 @@ gm_status gm_clip_issue(gm_engine *engine, double max_norm, float *norm, gm_stre
     }
     c->has_word[turn] = true;
     c->step = step;
-    gm_clip_args args = {.sums = engine->sums.there,
-                         .n = engine->n_params,
+    gm_clip_args args = {.sums = &engine->sums.there[gm_sums_total(engine)],
+                         .n = 1,
                          .max_norm = max_norm,
                          .out = word_there(engine, step),
                          .norm = norm};

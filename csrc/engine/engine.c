@@ -85,7 +85,8 @@ uint64_t gm_engine_count_waits(const gm_engine *engine)
 {
     gm_chunks_stats stats;
     gm_chunks_get_stats(engine->chunks, &stats);
-    return stats.n_host_waits + stats.n_maps + engine->arrive.n_waits + engine->clip.n_waits;
+    return stats.n_host_waits + stats.n_maps + engine->arrive.n_waits + engine->clip.n_waits +
+           engine->ranks.n_waits;
 }
 
 gm_status gm_engine_die(gm_engine *engine, gm_status status)

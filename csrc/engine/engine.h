@@ -137,11 +137,11 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad
 bool gm_engine_has_grad(const gm_engine *engine, uint32_t param);
 /* Forgets the gradient of one parameter. */
 gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
-/* Exact sum of squares of the gradients present among params[0..n), of all ranks: a collective. */
+/* Exact sum of squares of the gradients present among these (sorted), of all ranks: a collective; the host waits. */
 gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
                           gm_stream stream);
-/* Clips by the norm of these (sorted), in the coming step, without waiting; norm: device memory that gets it, in the order
- * of `stream`, or NULL.  *out is false, and nothing has happened, where that takes a wait or a collective. */
+/* Clips by the same norm, in the coming step: the same collective.  norm: device memory that gets it, in the order of
+ * `stream`, or NULL.  *out: the host has waited, as gradients at home had to be summed; else nobody has. */
 gm_status gm_engine_clip(gm_engine *engine, const uint32_t *params, uint32_t n, double max_norm,
                          float *norm, gm_stream stream, bool *out);
 gm_status gm_engine_clip_wait(gm_engine *engine, gm_clip *out); /* what came of the last one */

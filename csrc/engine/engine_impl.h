@@ -94,8 +94,9 @@ enum { GM_SPECULATED = 2 };
 
 /* The small numbers on the device (sums.c). */
 typedef struct gm_sums {
-    gm_sumsq *there; /* (n_params + 1 + GM_RANKS_SUMS,) device memory; the n_params'th is scratch */
-    gm_sumsq *home;  /* the same, pinned host memory */
+    gm_sumsq *
+        there; /* device memory: of parameters, and behind them those that gm_sums_total() begins */
+    gm_sumsq *home; /* the same, pinned host memory */
     gm_block *blocks;
     size_t n_blocks;
 } gm_sums;
@@ -128,8 +129,9 @@ typedef struct gm_ranks {
     gm_comm *shard_comm, *replica_comm; /* NULL: one rank */
     uint32_t n_shards, rank, n_replicas;
     gm_stream stream;   /* of every collective */
+    gm_event summed;    /* the last norm's sum */
     gm_event wished[2]; /* of the last two wishes */
-    uint64_t n_wishes;
+    uint64_t n_wishes, n_waits;
 } gm_ranks;
 
 /* Steps under a plan that are timed; see window.c. */
@@ -278,8 +280,9 @@ typedef struct gm_speculation {
 } gm_speculation;
 
 typedef struct gm_arrivals {
-    uint64_t n_waits;             /* for a norm */
+    uint64_t n_waits;             /* for a norm, or for a gradient that it needs */
     bool wants_sums, has_repeats; /* of gradients, for their norm; a gradient came in parts */
+    bool is_home_zero;            /* the sum of gradients at home is 0 there */
 } gm_arrivals;
 
 struct gm_engine {
@@ -372,14 +375,23 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
 #define GM_NO_OP    UINT32_MAX
 
 enum { GM_STAGING_BYTES = 16 << 20 };
-/* Behind the sums of parameters, for numbers that ranks tell each other (ranks.c): as many more gm_sumsq. */
-enum { GM_RANKS_SUMS = 8 };
+/* Behind the sums of parameters and that of gradients at home: the sum of all these, as many gm_sumsq for numbers that
+ * ranks tell each other (ranks.c), and as many for the words of clip.c. */
+enum { GM_RANKS_SUMS = 8, GM_CLIP_SUMS = 4 };
 
-enum { GM_CLIP_SUMS = 4 }; /* and behind those, for the words of clip.c */
+static inline size_t gm_sums_total(const gm_engine *engine)
+{
+    return (size_t)engine->n_params + 1;
+}
+
+static inline size_t gm_sums_ranks(const gm_engine *engine)
+{
+    return gm_sums_total(engine) + 1;
+}
 
 static inline size_t gm_sums_clip(const gm_engine *engine)
 {
-    return (size_t)engine->n_params + 1 + GM_RANKS_SUMS;
+    return gm_sums_ranks(engine) + GM_RANKS_SUMS;
 }
 
 static inline size_t gm_sums_bytes(const gm_engine *engine)
@@ -457,8 +469,8 @@ gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
                         char *out, size_t bytes);
 /* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
 gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out);
-/* *sum becomes the sum over the ranks; the host waits. */
-gm_status gm_ranks_sum(gm_engine *engine, gm_sumsq *sum);
+/* The total there, that ranks.stream has left, becomes the sum over the ranks, for what `stream` gets from now on. */
+gm_status gm_ranks_sum(gm_engine *engine, gm_stream stream);
 
 /* saving.c */
 gm_status gm_saving_new(gm_engine *engine);
@@ -498,7 +510,9 @@ void gm_saving_note_read(gm_engine *engine, uint32_t chunk); /* with the engine'
 /* clip.c */
 gm_status gm_clip_new(gm_engine *engine);
 void gm_clip_free(gm_engine *engine);
-/* For the coming step, of all sums there; norm: device memory, or NULL. */
+/* What `stream` gets from now on may change sums: it comes behind the clips that read them. */
+gm_status gm_clip_order_sums(gm_engine *engine, gm_stream stream);
+/* For the coming step, of the total there; norm: device memory, or NULL. */
 gm_status gm_clip_issue(gm_engine *engine, double max_norm, float *norm, gm_stream stream);
 gm_status gm_clip_note_issued(gm_engine *engine); /* all updates of the last step have been */
 /* Without waiting: the factor of the step's clip has come home. */

@@ -9,7 +9,7 @@
  *   1. Every call is made by all ranks, at the same place in the order of collectives.
  *   2. A wish is answered one step later, on every rank at the same step: nobody waits for the slowest rank.
  *
- * The host waits in: gm_ranks_max, gm_ranks_sum. */
+ * The host waits in: gm_ranks_max; gm_ranks_wish, for what was issued a step ago. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
@@ -88,6 +88,7 @@ gm_status gm_ranks_new(gm_engine *engine)
             gm_comm_set_namer(comms[i], name_label, gm_names_ref(engine->names), gm_names_unref);
         }
     }
+    GM_TRY(device->ops->event_new(device, false, &engine->ranks.summed));
     GM_TRY(device->ops->event_new(device, false, &engine->ranks.wished[0]));
     return device->ops->event_new(device, false, &engine->ranks.wished[1]);
 }
@@ -108,9 +109,10 @@ void gm_ranks_leave(gm_engine *engine)
 
 void gm_ranks_free(gm_engine *engine)
 {
-    for (int turn = 0; turn < 2; turn++) {
-        if (engine->ranks.wished[turn]) {
-            engine->device->ops->event_free(engine->device, engine->ranks.wished[turn]);
+    gm_event events[] = {engine->ranks.summed, engine->ranks.wished[0], engine->ranks.wished[1]};
+    for (int i = 0; i < 3; i++) {
+        if (events[i]) {
+            engine->device->ops->event_free(engine->device, events[i]);
         }
     }
     if (engine->ranks.stream) {
@@ -138,7 +140,7 @@ gm_status gm_ranks_check(const gm_engine *engine)
 /* ---- numbers of all ranks ---- */
 
 /* The largest of each of n values at sums[index], on the device and back. */
-static gm_status issue(gm_engine *engine, uint32_t index, size_t n)
+static gm_status issue(gm_engine *engine, size_t index, size_t n)
 {
     const gm_device_ops *ops = engine->device->ops;
     gm_stream stream = engine->ranks.stream;
@@ -160,7 +162,8 @@ static gm_status issue(gm_engine *engine, uint32_t index, size_t n)
 
 gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n)
 {
-    uint32_t index = engine->n_params + 1 + WISH_SUMS;
+    size_t index = gm_sums_ranks(engine) + WISH_SUMS;
+    engine->ranks.n_waits++;
     gm_ranks_label(engine, GM_FOR_PLAN, 0);
     for (size_t done = 0; done < n; done += MOST) {
         size_t some = n - done < MOST ? n - done : MOST;
@@ -217,7 +220,7 @@ gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
 
 gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out)
 {
-    uint32_t turn = engine->ranks.n_wishes & 1, first = engine->n_params + 1;
+    size_t turn = engine->ranks.n_wishes & 1, first = gm_sums_ranks(engine);
     *out = false;
     if (engine->ranks.n_wishes > 0) {
         GM_TRY(engine->device->ops->event_sync(engine->device, engine->ranks.wished[1 - turn]));
@@ -232,29 +235,17 @@ gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out)
                                              engine->ranks.stream);
 }
 
-gm_status gm_ranks_sum(gm_engine *engine, gm_sumsq *sum)
+gm_status gm_ranks_sum(gm_engine *engine, gm_stream stream)
 {
-    gm_device *device = engine->device;
-    gm_stream stream = engine->ranks.stream;
-    if (engine->ranks.n_shards == 1) {
-        return GM_OK; /* replicas have the same gradients */
+    const gm_device_ops *ops = engine->device->ops;
+    gm_sumsq *there = &engine->sums.there[gm_sums_total(engine)];
+    if (engine->ranks.n_shards > 1) { /* replicas have the same gradients */
+        GM_TRY(gm_ranks_check_joined(engine));
+        gm_ranks_label(engine, GM_FOR_NORM, 0);
+        GM_TRY(gm_comm_all_reduce(engine->ranks.shard_comm, (uintptr_t)there,
+                                  sizeof *there / sizeof(uint64_t), GM_COMM_U64, GM_COMM_SUM,
+                                  engine->ranks.stream));
     }
-    GM_TRY(gm_ranks_check_joined(engine));
-    gm_sumsq *here = &engine->sums.home[engine->n_params],
-             *there = &engine->sums.there[engine->n_params];
-    memset(here, 0, sizeof *here);
-    gm_sumsq_merge(here, sum); /* without pending carries: 2^31 ranks fit */
-    if (!device->is_host) {
-        GM_TRY(device->ops->copy_h2d(device, (uintptr_t)there, here, sizeof *here, stream));
-    }
-    gm_ranks_label(engine, GM_FOR_NORM, 0);
-    GM_TRY(gm_comm_all_reduce(engine->ranks.shard_comm, (uintptr_t)there,
-                              sizeof *there / sizeof(uint64_t), GM_COMM_U64, GM_COMM_SUM, stream));
-    if (!device->is_host) {
-        GM_TRY(device->ops->copy_d2h(device, here, (uintptr_t)there, sizeof *here, stream));
-    }
-    GM_TRY(device->ops->stream_sync(device, stream));
-    GM_TRY(gm_ranks_check(engine)); /* before the bytes are believed */
-    *sum = *here;
-    return GM_OK;
+    GM_TRY(ops->event_record(engine->device, engine->ranks.summed, engine->ranks.stream));
+    return ops->event_wait(engine->device, engine->ranks.summed, stream);
 }

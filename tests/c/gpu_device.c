@@ -518,7 +518,7 @@ static void check_clip(gm_device *dev)
     static gm_sumsq sums[MOST];
     static const size_t counts[] = {0, 1, 2, 31, MOST};
     memory there = memory_new(dev, sizeof sums);
-    memory out = memory_new(dev, sizeof(gm_clip) + sizeof(float));
+    memory out = memory_new(dev, sizeof(gm_sumsq));
     for (int kind = 0; kind < N_KINDS; kind++) {
         for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
             const size_t n = counts[c];
@@ -531,7 +531,7 @@ static void check_clip(gm_device *dev)
                 gm_sumsq_host(values, GM_F32, 64, &sums[i], NULL);
             }
             put(dev, there.addr, sums, sizeof sums);
-            gm_clip_args args = {sums, n, 1.5, &expected, &norm};
+            gm_clip_args args = {sums, n, 1.5, &expected, &norm, NULL};
             gm_clip_host(&args);
             args.sums = (const gm_sumsq *)there.addr;
             args.out = (gm_clip *)out.addr;
@@ -543,6 +543,12 @@ static void check_clip(gm_device *dev)
                                          : memcmp(&found.factor, &expected.factor, 8) == 0 &&
                                                memcmp(&found.scale, &expected.scale, 4) == 0);
             CHECK(memcmp(&shown, &norm, sizeof norm) == 0);
+            gm_sumsq total, total_found;
+            gm_clip_host(&(gm_clip_args){.sums = sums, .n = n, .total = &total});
+            args.total = (gm_sumsq *)out.addr;
+            CHECK_OK(dev->ops->clip(dev, &args, 0));
+            get(dev, &total_found, out.addr, sizeof total);
+            CHECK(memcmp(&total_found, &total, sizeof total) == 0);
         }
     }
     memory_free(dev, &there);

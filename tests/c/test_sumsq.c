@@ -170,22 +170,29 @@ static void check_clip(void)
     for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
         gm_clip clip;
         float shown;
-        gm_clip_host(&(gm_clip_args){sums, 3, limits[i], &clip, &shown});
+        gm_clip_host(&(gm_clip_args){sums, 3, limits[i], &clip, &shown, NULL});
         double factor = limits[i] / (norm + 1e-6);
         factor = factor > 1 ? 1 : factor;
         CHECK(clip.factor == factor && clip.scale == (float)factor && shown == (float)norm);
     }
     gm_clip clip;
     float shown;
+    gm_sumsq pending = all, total;
+    for (int i = 0; i + 1 < GM_SUMSQ_LIMBS && pending.limb[i + 1] > 0; i++) {
+        pending.limb[i + 1]--;
+        pending.limb[i] += UINT64_C(1) << 32;
+    }
+    gm_clip_host(&(gm_clip_args){.sums = &pending, .n = 1, .total = &total});
+    CHECK(memcmp(&total, &all, sizeof all) == 0);
     sums[2].n_inf = 1;
-    gm_clip_host(&(gm_clip_args){sums, 3, 1, &clip, &shown});
+    gm_clip_host(&(gm_clip_args){sums, 3, 1, &clip, &shown, NULL});
     CHECK(clip.factor == 0 && clip.scale == 0 && isinf(shown));
     sums[1].n_nan = 1;
-    gm_clip_host(&(gm_clip_args){sums, 3, 1, &clip, &shown});
+    gm_clip_host(&(gm_clip_args){sums, 3, 1, &clip, &shown, NULL});
     uint32_t bits;
     memcpy(&bits, &shown, sizeof bits);
     CHECK(isnan(clip.factor) && isnan(clip.scale) && bits == 0x7fc00000u);
-    gm_clip_host(&(gm_clip_args){NULL, 0, 1, &clip, NULL});
+    gm_clip_host(&(gm_clip_args){NULL, 0, 1, &clip, NULL, NULL});
     CHECK(clip.factor == 1 && clip.scale == 1);
 }
 

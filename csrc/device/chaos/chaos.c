@@ -195,7 +195,9 @@ static gm_status chaos_clip(gm_device *base, const gm_clip_args *args, gm_stream
     GM_TRY(new_op(base, GM_CHAOS_CLIP, &op));
     op->clip = *args;
     gm_status status = gm_chaos_add_use(op, args->sums, args->n * sizeof *args->sums, false);
-    status = status == GM_OK ? gm_chaos_add_use(op, args->out, sizeof *args->out, true) : status;
+    const void *out = args->total ? (const void *)args->total : args->out;
+    size_t bytes = args->total ? sizeof *args->total : sizeof *args->out;
+    status = status == GM_OK ? gm_chaos_add_use(op, out, bytes, true) : status;
     return issue(gm_chaos_self(base), op, status, s);
 }
 

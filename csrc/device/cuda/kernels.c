@@ -349,7 +349,8 @@ gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size
 gm_status gm_kernels_clip(gm_kernels *k, const gm_clip_args *args, CUstream stream)
 {
     GM_TRY(check_sum("clip", args->sums));
-    GM_TRY(check_pointer("clip: out", args->out, sizeof(double)));
+    GM_TRY(args->total ? check_sum("clip", args->total)
+                       : check_pointer("clip: out", args->out, sizeof(double)));
     gm_clip_args copy = *args;
     return launch(k, k->clip, 1, &copy, stream);
 }

@@ -1,0 +1,220 @@
+"""Steps of several ranks that clip: nobody waits for the norm, and the bits are those of one rank.
+
+All ranks train on the same batch, whose mean over 2 or 4 ranks is exact, so every rank compares with the reference by
+itself. `waits(run)` counts where the host has waited for the device or for other ranks' numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gemini_strategy as gs
+from helpers.ranks import run_ranks, values
+from helpers.reference import (
+    Managed,
+    Plain,
+    Recipe,
+    assert_same_bits,
+    assert_same_outcome,
+    drive,
+    managed,
+    plain,
+)
+from helpers.scenario import budgeted
+from helpers.zoo import mlp_case
+
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
+CASE = mlp_case(width=48, depth=4, p=0.1)
+QUIET, FIRES = 1e3, 0.05
+RECIPE = Recipe(precision="bf16-true", clip=QUIET)
+#: Copies are so slow that it pays to begin early; updates run on the host, on the device, on both.
+_SLOW = "h2d=1e6,d2h=1e6"
+MACHINES = {
+    "host": _SLOW,
+    "device": f"{_SLOW},host_adam=1e2,host_adam_beside=1e2",
+    "both": f"{_SLOW},host_adam=1e5,host_adam_beside=1e5",
+}
+PATIENT = 90.0
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_CHAOS", "9")
+    monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
+
+
+def waits(run: Managed) -> int:
+    return int(run.engine.stats()["host_waits"])
+
+
+def steps(runs: tuple[Plain, ...], clips: list[float], first: int, case: Any = CASE) -> int:
+    for step, clip in enumerate(clips, first):
+        for run in runs:
+            run.recipe = replace(run.recipe, clip=clip)
+            drive(run, case, 1, first=step)
+    return first + len(clips)
+
+
+@contextlib.contextmanager
+def both(recipe: Recipe = RECIPE, **how: Any) -> Iterator[tuple[Plain, Managed]]:
+    """The reference and the managed run, whose bits are equal at the end."""
+    want = plain(CASE.build, recipe)
+    run = budgeted(CASE, recipe, 0.3, chunk_size=4096, timeout=PATIENT, **how)
+    yield want, run
+    got, wanted = run.outcome(), want.outcome()
+    faults = run.engine._runtime.core.chaos_faults()
+    run.engine._runtime.core.check()
+    run.engine.close()
+    assert_same_outcome(got, wanted)
+    assert faults == (0, "")
+
+
+def count(rank: int, size: int, rates: str, seeds: list[int | None]) -> list[tuple[int, int]]:
+    os.environ["GEMINI_RATES"] = rates
+    found = []
+    for seed in seeds:
+        os.environ["GEMINI_CHAOS"] = "" if seed is None else str(10 * seed + rank)
+        with both() as runs:
+            n = steps(runs, [QUIET] * 12, 0)  # windows in which steps are timed end with waits
+            before = waits(runs[1])
+            steps(runs, [QUIET, QUIET, FIRES, QUIET, FIRES, FIRES, QUIET, QUIET], n)
+            assert waits(runs[1]) == before, seed
+            stats = runs[1].engine.stats()
+            assert stats["planned"] and stats["shards"] == size
+            found.append((int(stats["taken_updates"]), int(stats["redone_updates"])))
+    return found
+
+
+@pytest.mark.parametrize("rates", list(MACHINES))
+def test_no_wait_in_a_step_that_clips(rates: str, tmp_path: Path) -> None:
+    """Planned steps of two ranks, whether the clip fires or not; speculated ones among them."""
+    of_ranks = values(run_ranks(2, tmp_path, count, MACHINES[rates], [None, 1, 2]))
+    assert all(taken > 0 and redone > 0 for found in of_ranks for taken, redone in found)
+
+
+def train(rank: int, size: int, precision: str, shape: tuple[int, int]) -> None:
+    """Firing and quiet clips, a NaN and an infinity; the next step after such an accident is a clean run."""
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    recipe = Recipe(precision=precision, clip=QUIET)
+    for accident in (None, float("inf"), float("nan")):
+        with both(recipe, mesh=mesh) as runs:
+            n = steps(runs, [QUIET, FIRES, QUIET, QUIET, FIRES, QUIET], 0)
+            for run in runs if accident is not None else ():
+                torch.manual_seed(n)
+                batch = CASE.batch(n)
+                run.backward(CASE.loss(run, batch) * accident)
+                run.finish()
+            if accident is None:
+                steps(runs, [FIRES, QUIET], n)
+            else:  # all weights are NaN now
+                assert not torch.isfinite(runs[1].norms[-1])
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=["shards", "replicas", "hybrid"])
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_bits(precision: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    values(run_ranks(shape[0] * shape[1], tmp_path, train, precision, shape))
+
+
+def between(rank: int, size: int, folder: str) -> None:
+    """What may come between the clip and the step that it is for."""
+    for what in ("one rank looks", "a checkpoint", "an error", "a gradient is read", "two clips"):
+        for limit in (QUIET, FIRES):
+            with both() as runs:
+                want, run = runs
+                n = steps(runs, [QUIET] * 4, 0)
+                for each in runs:
+                    torch.manual_seed(n)
+                    each.backward(CASE.loss(each, CASE.batch(n)))
+                norm = run.engine.clip_grad_norm_(limit)
+                if what == "one rank looks" and rank == 1:
+                    assert (run.engine._runtime.clip_factor < 1) == (limit == FIRES)
+                elif what == "a checkpoint":
+                    run.engine.save(f"{folder}/{limit}")
+                elif what == "an error":
+                    with contextlib.suppress(ZeroDivisionError):
+                        raise ZeroDivisionError
+                    for each in runs:
+                        each.zero_grad()
+                    n = steps(runs, [FIRES, QUIET], n + 1)
+                    continue
+                elif what == "a gradient is read":
+                    factor = run.engine._runtime.clip_factor
+                    for name, p in run.model.named_parameters():
+                        own = want.model.get_parameter(name).grad
+                        assert torch.equal(p.grad.clone(), own * factor), name
+                elif what == "two clips":
+                    if limit == FIRES:
+                        with pytest.raises(gs.GeminiError, match="clip once in a step"):
+                            run.engine.clip_grad_norm_(limit)
+                    else:
+                        norm = run.engine.clip_grad_norm_(limit)
+                assert_same_bits(norm, want._clip(limit, 1.0), "norm")
+                for each in runs:
+                    each.optimizer.step()
+                    each.zero_grad()
+                steps(runs, [QUIET, FIRES, QUIET], n + 1)
+
+
+def test_what_comes_between_clip_and_step(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, between, str(tmp_path)))
+
+
+def leave_alone(rank: int, size: int) -> None:
+    """One rank has no room for gradients: it waits for its own, and the others do not know of it."""
+    with both() as runs:
+        n = steps(runs, [QUIET] * 8, 0)
+        before = waits(runs[1])
+        for clip in (QUIET, FIRES, QUIET):
+            if rank == 1:
+                runs[1].engine._runtime.core.shed(2**40)
+            n = steps(runs, [clip], n)
+        assert runs[1].engine.stats()["plan_breaks"] == (3 if rank == 1 else 0) or waits(runs[1])
+        assert rank == 0 or waits(runs[1]) > before
+
+
+def test_one_rank_has_left_the_plan(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, leave_alone))
+
+
+def lose(rank: int, size: int, when: str) -> str:
+    """Rank 1 dies; what the other says, where it gets to know."""
+    run = managed(CASE.build, RECIPE, placement_policy="cpu", chunk_size=4096, timeout=20.0)
+    n = steps((run,), [QUIET] * 4, 0)
+    weights = run.engine.model_state_dict(masters=False)
+    torch.manual_seed(n)
+    run.backward(CASE.loss(run, CASE.batch(n)))
+    if when == "after the clip":
+        run.engine.clip_grad_norm_(FIRES)
+    run.engine._runtime.core.catch_up()  # what is issued so far
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(gs.GeminiError) as found:
+        if when == "before the clip":
+            run.engine.clip_grad_norm_(FIRES)
+        run.optimizer.step()
+    with pytest.warns(RuntimeWarning, match="each rank has its part of the weights only"):
+        run.engine.close()
+    first, n = next((name, p) for name, p in run.model.named_parameters() if p.dim() == 2)
+    own = torch.isfinite(n) & (n != 0)
+    assert own.any() and torch.equal(n[own], weights[first][own])  # of the last step
+    return str(found.value)
+
+
+@pytest.mark.parametrize("when", ["before the clip", "after the clip"])
+def test_a_rank_that_dies(when: str, tmp_path: Path) -> None:
+    ended = run_ranks(2, tmp_path, lose, when)
+    assert ended[1].exit_code == 3
+    assert ended[0].error is None, ended[0].error
+    assert "rank 1" in ended[0].value
