@@ -169,6 +169,7 @@ def _close_dead(engine: Runtime, is_fp32: bool, cause: str) -> None:
     """Weights as the error has left them; gradients and the optimizer's states would belong to no step."""
     values, lost = {}, []
     engine.ranks.abort(cause)
+    engine.core.salvage()
     for slot in engine.slots:
         try:
             values[slot] = slot.read_own(is_fp32)

@@ -71,6 +71,7 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     if (status == GM_OK && part.n > 0) {
         uint8_t *to = (uint8_t *)dst + part.skip * gm_field_width(engine, p, field);
         status = gm_field_read(engine, p, field, part.begin, part.n, to);
+        status = status == GM_OK ? gm_ranks_check(engine) : status;
     }
     return gm_call_end(engine, status);
 }

@@ -115,11 +115,8 @@ gm_status gm_engine_catch_up(gm_engine *engine)
 {
     GM_TRY(gm_call_begin(engine));
     gm_status status = gm_gradient_reduce_all(engine);
-    if (status == GM_OK && gm_has_ranks(engine) && engine->device->is_host) {
-        status = engine->device->ops->stream_sync(engine->device, engine->ranks.stream);
-        status = status == GM_OK ? gm_ranks_check(engine) : status;
-    }
-    return gm_call_end(engine, status);
+    return gm_call_end(engine, status == GM_OK && engine->device->is_host ? gm_ranks_settle(engine)
+                                                                          : status);
 }
 
 void gm_engine_sums(const gm_engine *engine, uint64_t *out)

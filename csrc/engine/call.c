@@ -71,11 +71,18 @@ bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
 {
     pthread_mutex_lock(&engine->lock);
     notice_failed_update(engine);
+    gm_status joined = gm_ranks_check(engine);
+    if (joined != GM_OK && engine->dead == GM_OK) {
+        (void)gm_engine_die(engine, joined);
+    }
     bool was_dead = engine->dead != GM_OK;
     if (was_dead) {
         snprintf(text, size, "%s", engine->dead_text);
         gm_update_forget_all(engine);
         gm_engine_revive(engine);
+    }
+    if (joined != GM_OK) { /* nobody asks for it any more */
+        gm_ranks_leave(engine);
     }
     gm_saving_unlock(engine);
     return was_dead;

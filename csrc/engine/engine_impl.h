@@ -460,6 +460,8 @@ void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
 gm_status gm_ranks_agree(gm_engine *engine);
 /* A failure of the communicators that showed after a collective was issued. */
 gm_status gm_ranks_check(const gm_engine *engine);
+/* Waits for what other ranks have a part in, so far: none of it has failed. */
+gm_status gm_ranks_settle(gm_engine *engine);
 /* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
 gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n);
 /* "... on ranks 0, 2, ... on rank 1": what each rank has for its value.  Likewise. */

@@ -8,8 +8,10 @@
  * Invariants
  *   1. Every call is made by all ranks, at the same place in the order of collectives.
  *   2. A wish is answered one step later, on every rank at the same step: nobody waits for the slowest rank.
+ *   3. A collective that fails lets what waits for it go on, with bytes that are no longer right.  The failure is recorded
+ *      before that, so whoever gives bytes away that a fence has let through asks gm_ranks_check first.
  *
- * The host waits in: gm_ranks_max; gm_ranks_wish, for what was issued a step ago. */
+ * The host waits in: gm_ranks_max, gm_ranks_settle; gm_ranks_wish, for what was issued a step ago. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
@@ -137,6 +139,14 @@ gm_status gm_ranks_check(const gm_engine *engine)
     return engine->ranks.replica_comm ? gm_comm_check(engine->ranks.replica_comm) : GM_OK;
 }
 
+gm_status gm_ranks_settle(gm_engine *engine)
+{
+    GM_TRY(engine->ranks.stream
+               ? engine->device->ops->stream_sync(engine->device, engine->ranks.stream)
+               : GM_OK);
+    return gm_ranks_check(engine);
+}
+
 /* ---- numbers of all ranks ---- */
 
 /* The largest of each of n values at sums[index], on the device and back. */
@@ -169,8 +179,7 @@ gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n)
         size_t some = n - done < MOST ? n - done : MOST;
         memcpy(&engine->sums.home[index], values + done, some * sizeof *values);
         GM_TRY(issue(engine, index, some));
-        GM_TRY(engine->device->ops->stream_sync(engine->device, engine->ranks.stream));
-        GM_TRY(gm_ranks_check(engine)); /* before the numbers are believed */
+        GM_TRY(gm_ranks_settle(engine)); /* before the numbers are believed */
         memcpy(values + done, &engine->sums.home[index], some * sizeof *values);
     }
     return GM_OK;

@@ -33,6 +33,7 @@ gm_status gm_engine_save_begin(gm_engine *engine, const uint32_t *params, uint32
     }
     status = status == GM_OK ? gm_watch_poll(engine) : status;
     status = status == GM_OK ? gm_update_issue_all(engine) : status;
+    status = status == GM_OK ? gm_ranks_settle(engine) : status; /* later failures are not of it */
     if (status == GM_OK) {
         status = gm_saving_begin(engine, params, n, limit);
         if (status == GM_OK && (status = copy_what_is_shown(engine)) != GM_OK) {

@@ -218,3 +218,22 @@ def test_a_rank_that_dies(when: str, tmp_path: Path) -> None:
     assert ended[1].exit_code == 3
     assert ended[0].error is None, ended[0].error
     assert "rank 1" in ended[0].value
+
+
+def fail(rank: int, size: int, folder: str) -> None:
+    """What came of a collective that has failed does not leave the engine, but for its end."""
+    run = managed(
+        CASE.build, RECIPE, chunk_size=4096, timeout=PATIENT, enable_distributed_storage=False
+    )
+    steps((run,), [QUIET] * 2, 0)
+    run.engine.ranks._comms[0].core.abort("nothing comes any more")
+    for leaves in (run.engine.model_state_dict, lambda: run.engine.save(folder, background=True)):
+        with pytest.raises(gs.GeminiError, match="nothing comes any more"):
+            leaves()
+    with pytest.warns(RuntimeWarning, match="the weights are of no single step"):
+        run.engine.close()
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
+def test_nothing_leaves_after_a_failure(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, fail, str(tmp_path / "checkpoint")))
