@@ -56,7 +56,7 @@ typedef struct world {
 /* What all worlds together have met: a test that meets none of it proves nothing. */
 static struct {
     unsigned long long plans, breaks, deviations, evictions, immediate, no_room, deaths, disarmed;
-    unsigned long long found_writes, refused_writes;
+    unsigned long long found_writes, refused_writes, clips, late;
 } met;
 
 static uint64_t seed;
@@ -381,19 +381,28 @@ static void write_field(world *w, uint32_t id)
     note_looked(w);
 }
 
-static void check_norm(world *w)
+/* Parameters to take the norm of, and its square. */
+static uint32_t draw_norm(world *w, uint32_t *ids, gm_sumsq *want)
 {
-    uint32_t ids[MOST_PARAMS], n = 0;
-    gm_sumsq found, want = {0};
+    uint32_t n = 0;
+    memset(want, 0, sizeof *want);
     for (uint32_t id = 0; id < w->n_params; id++) {
         const model *p = &w->params[id];
         if (p->spec.has_grad && !chance(w, 4)) {
             ids[n++] = id;
             if (p->has_grad) {
-                gm_sumsq_host(p->grad, p->grad_dtype, p->spec.numel, &want, NULL);
+                gm_sumsq_host(p->grad, p->grad_dtype, p->spec.numel, want, NULL);
             }
         }
     }
+    return n;
+}
+
+static void check_norm(world *w)
+{
+    uint32_t ids[MOST_PARAMS];
+    gm_sumsq found, want;
+    uint32_t n = draw_norm(w, ids, &want);
     CHECK_OK(gm_engine_sumsq(w->engine, ids, n, &found, 0));
     double one = gm_sumsq_value(&found), other = gm_sumsq_value(&want);
     CHECK(memcmp(&one, &other, sizeof one) == 0);
@@ -662,12 +671,39 @@ static void check_chunks(world *w)
     CHECK(n_pending == stats.n_pending); /* few worlds have more than a step issues itself */
 }
 
-static void step(world *w, const gm_update *updates, uint32_t n)
+/* Of the norm of some gradients: the factor. */
+static double clip(world *w)
 {
-    CHECK_OK(gm_engine_step(w->engine, updates, n, 0));
+    uint32_t ids[MOST_PARAMS];
+    gm_sumsq want;
+    gm_clip found;
+    float norm, seen;
+    bool has_waited;
+    uint32_t n = draw_norm(w, ids, &want);
+    gm_clip_args args = {
+        .sums = &want, .n = 1, .max_norm = chance(w, 2) ? 0.1 : 1e9, .out = &found, .norm = &norm};
+    gm_clip_host(&args);
+    CHECK_OK(gm_engine_clip(w->engine, ids, n, args.max_norm, &seen, 0, &has_waited));
+    CHECK(memcmp(&seen, &norm, sizeof norm) == 0);
+    met.clips += found.factor < 1;
+    met.late += found.factor < 1 && !has_waited;
+    return found.factor;
+}
+
+static void step(world *w, gm_update *updates, uint32_t n, bool is_armed)
+{
+    uint64_t random = w->random;
+    bool is_clipped = !is_armed && chance(w, 3);
+    double factor = is_clipped ? clip(w) : 1;
+    w->random = random; /* the rest of the world is the same without clips */
+    for (uint32_t i = 0; is_clipped && i < n; i++) {
+        updates[i].hyper.grad_divisor = 1;
+    }
+    CHECK_OK((is_clipped ? gm_engine_step_clipped : gm_engine_step)(w->engine, updates, n, 0));
     note_looked(w);
     for (uint32_t i = 0; i < n; i++) {
         model *p = &w->params[updates[i].param];
+        updates[i].hyper.clip_factor = factor;
         update(p, &updates[i].hyper);
         p->step++;
     }
@@ -733,7 +769,7 @@ static bool train_step(world *w, uint64_t shape, bool is_busy)
         return true;
     }
     n = is_armed ? n : list_updates(w, false, updates);
-    step(w, updates, n);
+    step(w, updates, n, is_armed);
     for (uint32_t id = 0; id < w->n_params; id++) {
         met.immediate += gm_engine_n_immediate(w->engine, id) - n_immediate[id];
         if (is_armed || !is_busy || !chance(w, 4)) { /* others are added to */
@@ -980,13 +1016,14 @@ int main(void)
     gm_workers_free(workers);
     printf("engine: %d worlds on two devices; plans %llu, left %llu, passes that deviated %llu, "
            "evictions %llu, immediate updates %llu, refusals for lack of room %llu, ends by an "
-           "error %llu, backwards without their step %llu, writes found %llu, refused %llu\n",
+           "error %llu, backwards without their step %llu, writes found %llu, refused %llu, clips "
+           "that fired %llu, of these without a wait %llu\n",
            (int)n, met.plans, met.breaks, met.deviations, met.evictions, met.immediate, met.no_room,
-           met.deaths, met.disarmed, met.found_writes, met.refused_writes);
+           met.deaths, met.disarmed, met.found_writes, met.refused_writes, met.clips, met.late);
     if (!one) {
         CHECK(met.plans && met.breaks && met.deviations && met.evictions && met.immediate);
         CHECK(met.no_room && met.deaths && met.disarmed);
-        CHECK(met.found_writes && met.refused_writes);
+        CHECK(met.found_writes && met.refused_writes && met.clips > met.late && met.late);
     }
     return 0;
 }
