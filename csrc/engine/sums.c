@@ -13,8 +13,7 @@ gm_status gm_sums_new(gm_engine *engine)
     }
     if (device->is_host) {
         engine->sums.there = engine->sums.home;
-        return device->ops->pin(device, &engine->sums.home[gm_sums_clip(engine)],
-                                GM_CLIP_SUMS * sizeof(gm_sumsq));
+        return device->ops->pin(device, engine->sums.home, bytes);
     }
     size_t n = gm_round_up(bytes, device->block_bytes) / device->block_bytes;
     uintptr_t address;
@@ -41,7 +40,7 @@ void gm_sums_free(gm_engine *engine)
 {
     gm_device *device = engine->device;
     if (device && device->is_host && engine->sums.there) {
-        device->ops->unpin(device, &engine->sums.home[gm_sums_clip(engine)]);
+        device->ops->unpin(device, engine->sums.home);
     }
     if (device && (device->is_host || device->is_paper)) {
         free(engine->sums.home);
