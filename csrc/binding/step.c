@@ -28,7 +28,7 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
     return Py_BuildValue("dK", gm_sumsq_value(&sum), (unsigned long long)(sum.n_inf + sum.n_nan));
 }
 
-/* clip(params, max_norm, address of the norm, stream) -> bool */
+/* clip(params, max_norm, address of the norm, stream) -> whether the host has waited */
 static PyObject *core_clip(core *self, PyObject *args)
 {
     PyObject *sequence;
@@ -44,11 +44,11 @@ static PyObject *core_clip(core *self, PyObject *args)
         return NULL;
     }
     gm_status status;
-    bool is_done;
+    bool has_waited;
     GM_WITHOUT_GIL(engine, status = gm_engine_clip(engine, ids, (uint32_t)n, max_norm,
-                                                   (float *)(uintptr_t)norm, stream, &is_done));
+                                                   (float *)(uintptr_t)norm, stream, &has_waited));
     free(ids);
-    return status == GM_OK ? PyBool_FromLong(is_done) : gm_py_raise(status);
+    return status == GM_OK ? PyBool_FromLong(has_waited) : gm_py_raise(status);
 }
 
 static PyObject *core_clip_factor(core *self, PyObject *Py_UNUSED(unused))
@@ -254,8 +254,9 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef gm_py_step_methods[] = {
     GM_PY_METHOD("grad_sumsq", core_grad_sumsq, METH_VARARGS,
                  "grad_sumsq(params, stream) -> (sum of squares as a float, non-finite elements)"),
-    GM_PY_METHOD("clip", core_clip, METH_VARARGS,
-                 "clip(params, max_norm, address of the norm, stream) -> bool"),
+    GM_PY_METHOD(
+        "clip", core_clip, METH_VARARGS,
+        "clip(params, max_norm, address of the norm, stream) -> whether the host has waited"),
     GM_PY_METHOD("clip_factor", core_clip_factor, METH_NOARGS, "clip_factor() -> float"),
     GM_PY_METHOD("step", core_step, METH_VARARGS, "step(updates, stream)"),
     GM_PY_METHOD("step_clipped", core_step_clipped, METH_VARARGS, "step_clipped(updates, stream)"),

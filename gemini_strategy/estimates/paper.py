@@ -172,7 +172,7 @@ def _play(
             core.arm(_updates(recorded))
         core.replay(list(_events(backward, machine, outside)))
     if when == "speculated":
-        core.grad_sumsq(recorded.parameters, 0)
+        core.grad_sumsq(sorted(recorded.parameters), 0)
 
 
 def _communicators(machine: Machine, n_ranks: int) -> dict[str, Any]:
