@@ -199,7 +199,7 @@ def test_one_rank_has_left_the_plan(tmp_path: Path) -> None:
 
 def lose(rank: int, size: int, when: str) -> str:
     """Rank 1 dies; what the other says, where it gets to know."""
-    run = managed(CASE.build, RECIPE, placement_policy="cpu", chunk_size=4096, timeout=20.0)
+    run = managed(CASE.build, RECIPE, placement_policy="cpu", chunk_size=4096, timeout=PATIENT)
     n = steps((run,), [QUIET] * 4, 0)
     weights = run.engine.model_state_dict(masters=False)
     torch.manual_seed(n)
