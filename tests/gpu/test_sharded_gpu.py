@@ -15,7 +15,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,30 @@ def test_real_data_has_the_same_bits_under_every_policy(device: str, tmp_path: P
     for own, other in zip(*ranks, strict=True):
         assert own["digests"] == other["digests"], own["policy"]
         assert len(own["digests"]["norms"]) == FEW[device]
+
+
+def count_waits(rank: int, size: int, device: str) -> list[int]:
+    """Of the host in planned steps that clip, and whose clips fire or do not, by policy."""
+    where, found = prepare(rank, device), []
+    case = real_case(rank, size, device)
+    for policy in ("cuda", "auto", "cpu"):
+        recipe = Recipe(precision="bf16-true", clip=1e9, accumulate=2, lr=3e-4, device=where)
+        how = {"placement_policy": policy, "chunk_size": CHUNK[device], "timeout": PATIENT}
+        run = managed(case.build, recipe, **how)
+        with contextlib.closing(run.engine):
+            drive(run, case, 24)  # windows in which steps are timed end with waits
+            before = run.engine.stats()["host_waits"]
+            for first, clip in ((24, 0.01), (27, 1e9), (30, 0.01), (33, 1e9)):
+                run.recipe = replace(recipe, clip=clip)
+                drive(run, case, 3, first=first)
+            assert run.engine.stats()["planned"], policy
+            found.append(int(run.engine.stats()["host_waits"] - before))
+    return found
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_no_wait_in_a_step_that_clips(device: str, tmp_path: Path) -> None:
+    assert values(run_ranks(2, tmp_path, count_waits, device)) == [[0, 0, 0]] * 2
 
 
 # ---- a rank that is killed ----------------------------------------------------------------------------
