@@ -124,7 +124,7 @@ class Engine(Uncopied):
 
         Returns:
             The total norm before clipping, a 0-dim fp32 tensor on the engine's device. Nobody waits for it where it can
-            stay there (one rank, a planned step, not "16-mixed", no `error_if_nonfinite`).
+            stay there (a planned step, not "16-mixed", no `error_if_nonfinite`).
 
         Raises:
             ValueError: another norm_type, or a negative max_norm.
