@@ -2,11 +2,13 @@
 
     python benchmarks/lightning_suite.py TESTS [FILE ...] [--out FILE.json] [--timeout 120]
 
-TESTS is the folder of Lightning's repository that holds `tests_pytorch`, of the release that is installed; FILE are
-files or folders in `tests_pytorch` (default: all of it). Nothing is written there. The tests run twice on the CPU, in
-a process of their own for each file and way. In both ways torch.optim.SGD is torch.optim.AdamW (what SGD alone takes
-is left out), as an engine has no SGD. In the second way a Trainer that is given no strategy, on one CPU device, gets
-`GeminiStrategy()`.
+TESTS is the folder of Lightning's repository that holds `tests_pytorch` and `tests_fabric`, of the release that is
+installed; FILE are files or folders in it, as `tests_fabric/strategies` (default: both of them). Nothing is written
+there. The tests run twice on the CPU, in a process of their own for each file and way. In both ways torch.optim.SGD is
+torch.optim.AdamW (what SGD alone takes is left out), as an engine has no SGD. In the second way a Trainer or a Fabric
+that is given no strategy, on one CPU device, gets `GeminiStrategy()` or `GeminiFabricStrategy()`. Who imports
+`lightning.fabric.strategies.SingleDeviceStrategy` gets the latter, too, and where Lightning would ask for
+`fabric.launch()`, as it does for all strategies but its own of one device, that is called.
 
 Printed are the counts, and every test that passes with Lightning's strategy and does not with ours, with the error.
 An error of the package's own, or one that Lightning raises as it was told to, is marked "refusal": it names a limit.
@@ -94,10 +96,11 @@ def _is_refusal(error: BaseException | None) -> bool:
     while error is not None:
         kind = type(error)
         last = traceback.extract_tb(error.__traceback__)[-1:]
-        is_ours = any("/gemini_strategy/" in frame.filename for frame in last)
-        if kind.__module__.startswith("gemini_strategy"):
-            return True
-        if is_ours and kind.__name__ in ("MisconfigurationException", "ValueError", "TypeError"):
+        is_ours = any(
+            "/gemini_strategy/" in frame.filename and (frame.line or "").startswith("raise")
+            for frame in last
+        )
+        if is_ours or kind.__module__.startswith("gemini_strategy"):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -116,12 +119,26 @@ def _replace_sgd() -> None:
 
 
 def _replace_strategy() -> None:
+    from lightning.fabric import Fabric, connector, strategies
     from lightning.fabric.accelerators import cuda
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
-    import gemini_strategy.lightning  # noqa: F401  registers the strategy
+    from gemini_strategy.lightning import GeminiFabricStrategy  # registers the names
 
-    connector = accelerator_connector._AcceleratorConnector
+    _replace_default(accelerator_connector._AcceleratorConnector, cuda)
+    _replace_default(connector._Connector, cuda)
+    strategies.SingleDeviceStrategy = GeminiFabricStrategy
+    validate = Fabric._validate_launched
+
+    def validate_launched(fabric: Any) -> None:
+        if isinstance(fabric.strategy, GeminiFabricStrategy) and not fabric._launched:
+            fabric.launch()
+        validate(fabric)
+
+    Fabric._validate_launched = validate_launched
+
+
+def _replace_default(connector: Any, cuda: Any) -> None:
     real = connector.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -134,7 +151,7 @@ def _replace_strategy() -> None:
             kwargs["strategy"] = "gemini"
         real(self, *args, **kwargs)
 
-    connector.__init__ = init  # type: ignore[method-assign]
+    connector.__init__ = init
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -169,9 +186,8 @@ def run(way: str, tests: Path, file: Path, timeout: int) -> dict[str, dict[str, 
 
 
 def files_of(tests: Path, wanted: list[str]) -> list[Path]:
-    root = tests / "tests_pytorch"
     found = []
-    for path in [root / name for name in wanted] or [root]:
+    for path in [tests / name for name in wanted or ("tests_pytorch", "tests_fabric")]:
         found += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
     return found
 

@@ -156,7 +156,9 @@ class EngineStrategy(RankProcesses):
     @property
     def _has_plain_io(self) -> bool:
         """Whether files are written and read as Lightning's own IO does, which need not be asked then."""
-        return type(self.checkpoint_io) is self._home.plugins.TorchCheckpointIO
+        # A method that was set on it (by a mock, for example) is somebody's own.
+        is_plain = type(self.checkpoint_io) is self._home.plugins.TorchCheckpointIO
+        return is_plain and not vars(self.checkpoint_io)
 
     def _write_plain(self, checkpoint: Any, path: Any, storage_options: Any) -> bool:
         """Whether it is written, piece by piece; False: another has to, and may read from now on."""
