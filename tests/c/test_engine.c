@@ -130,7 +130,7 @@ static void set_weight(model *p, const uint8_t *weight)
 
 static void set_master(model *p, const float *master)
 {
-    gm_split_host(p->spec.format, master, p->weight, p->low, p->spec.numel, NULL);
+    gm_split_host(p->spec.format, GM_F32, master, p->weight, p->low, p->spec.numel, NULL);
 }
 
 static void get_master(const model *p, float *out)
@@ -804,8 +804,8 @@ static void fill(world *w)
         uint64_t n = p->spec.numel, half = draw(w, n + 1);
         if (!p->spec.has_moments) {
             draw_weight(w, p, p->weight);
-            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, 0, half, p->weight, 0));
-            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, half, n - half,
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, 0, half, GM_F32, p->weight, 0));
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, half, n - half, GM_F32,
                                     p->weight + half * p->spec.weight_bytes, 0));
             continue;
         }
@@ -814,9 +814,9 @@ static void fill(world *w)
         if (chance(w, 2)) {
             CHECK_OK(gm_engine_write(w->engine, id, GM_FIELD_MASTER, values, 0));
         } else {
-            CHECK_OK(
-                gm_engine_fill(w->engine, id, GM_FIELD_MASTER, half, n - half, values + half, 0));
-            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_MASTER, 0, half, values, 0));
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_MASTER, half, n - half, GM_F32,
+                                    values + half, 0));
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_MASTER, 0, half, GM_F32, values, 0));
         }
     }
 }

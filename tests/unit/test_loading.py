@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import gemini_strategy as gs
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import slot as slots
+from gemini_strategy.parameters.slot import FORMATS
 from gemini_strategy.weights import files as weight_files
 from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
 from helpers.zoo import CASES, Case, Mlp, mlp_case
@@ -38,7 +38,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of these models comes in several pieces, and files are opened again between them."""
     monkeypatch.setattr(weight_files, "_PIECE", 500)
     monkeypatch.setattr(weight_files, "_MAPPED", 5000)
-    monkeypatch.setattr(slots, "_PART", 700)
 
 
 def _blank(build: Callable[[], nn.Module]) -> nn.Module:
@@ -938,9 +937,9 @@ def test_parts_outside_a_parameter_are_refused() -> None:
     values = torch.zeros(8)
     numel = engine.model.stem.weight.numel()
     with pytest.raises(ValueError, match="elements"):
-        engine._runtime.core.fill(0, 1, numel - 4, 8, values.data_ptr(), 0)
+        engine._runtime.core.fill(0, 1, numel - 4, 8, FORMATS[torch.float32], values.data_ptr(), 0)
     with pytest.raises(ValueError, match="parts"):
-        engine._runtime.core.fill(0, 0, 0, 8, values.data_ptr(), 0)
+        engine._runtime.core.fill(0, 0, 0, 8, FORMATS[torch.float32], values.data_ptr(), 0)
 
 
 # ---- memory ------------------------------------------------------------------------------------------
