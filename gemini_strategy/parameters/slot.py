@@ -398,7 +398,9 @@ class Slot(_C.Slot):
         first = max(begin, first)
         if values.numel() == 0:
             return
-        self._put(first, values.to("cpu", self.original_dtype))  # what an ordinary one would hold
+        if (values.dtype, self.original_dtype) != (torch.bfloat16, torch.float32):  # else the same
+            values = values.to(self.original_dtype)  # what an ordinary parameter would hold
+        self._put(first, values.to("cpu"))
 
     def _put(self, first: int, values: torch.Tensor) -> None:
         """Flat values on the host, of this rank's elements from `first` on."""
