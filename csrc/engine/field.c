@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SLICE = 4 << 20 }; /* elements of a master on their way to the device */
+/* Elements of a master on their way to the device: weights and low parts have at most 4 bytes each. */
+enum { SLICE = GM_STAGING_BYTES / 8 };
 
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field)
 {
@@ -148,9 +149,9 @@ static gm_status put_master(gm_engine *engine, const gm_param *p, uint64_t first
                       engine->workers);
         return GM_OK;
     }
-    uint8_t *weight, *low;
+    uint8_t *weight = engine->staging, *low = weight ? weight + 4 * SLICE : NULL;
     uint64_t most = n < SLICE ? n : SLICE, done = 0;
-    GM_TRY(scratch_new(p, most, &weight, &low));
+    GM_TRY(weight ? GM_OK : scratch_new(p, most, &weight, &low));
     gm_status status = GM_OK;
     for (; status == GM_OK && done < n; done += most) {
         uint64_t now = n - done < most ? n - done : most;
@@ -164,8 +165,10 @@ static gm_status put_master(gm_engine *engine, const gm_param *p, uint64_t first
                 gm_chunks_write(chunks, chunk, rest.piece, rest.offset, rest.bytes, low, stream);
         }
     }
-    free(weight);
-    free(low);
+    if (weight != engine->staging) {
+        free(weight);
+        free(low);
+    }
     return status;
 }
 
