@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -920,6 +920,39 @@ def test_an_error_after_the_values_are_there(
     engine, other = _manage(model, **how), _manage(_built(case.build))
     _assert_same_state(engine, other)
     _assert_same_training(engine, other, case, "32-true")
+
+
+class _Keeps(nn.Linear):
+    """Tells where its values lie, and keeps them if it is to."""
+
+    places: ClassVar[list[int]] = []
+    kept: ClassVar[list[Tensor]] = []
+
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
+        with torch.no_grad():
+            self.weight.fill_(float(len(self.places)))
+        self.places.append(self.weight.data_ptr())
+        if len(self.places) in (2, 3):
+            self.kept.append(self.weight.data)
+
+
+def test_memory_of_initial_values_is_used_again_unless_somebody_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Keeps, "places", [])
+    monkeypatch.setattr(_Keeps, "kept", [])
+    model = _blank(lambda: nn.Sequential(*(_Keeps(512, 1024, bias=False) for _ in range(5))))
+    engine = _manage(model)
+    places = _Keeps.places
+    assert places[0] == places[1] and places[3] == places[4] and len(set(places)) == 3
+    for number, values in enumerate(_Keeps.kept):
+        assert torch.equal(values, torch.full((1024, 512), number + 1.0))
+    for number, layer in enumerate(engine.model):
+        assert torch.equal(
+            layer.weight._gm_slot.read_weight(), torch.full((1024, 512), float(number))
+        )
 
 
 def test_budget_refusals_leave_the_model_blank(tmp_path: Path) -> None:
