@@ -135,7 +135,15 @@ class Core:
     def read(self, param: int, field: int, first: int, n: int, host_address: int, /) -> None: ...
     def write(self, param: int, field: int, host_address: int, stream: int, /) -> None: ...
     def fill(
-        self, param: int, field: int, first: int, n: int, host_address: int, stream: int, /
+        self,
+        param: int,
+        field: int,
+        first: int,
+        n: int,
+        dtype: int,  # of masters
+        host_address: int,
+        stream: int,
+        /,
     ) -> None: ...
     def save_begin(self, params: Sequence[int], limit: int, /) -> None: ...
     def save_read(

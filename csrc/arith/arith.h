@@ -132,9 +132,10 @@ gm_status gm_adam_host(const gm_adam_args *args, gm_workers *pool);
 void gm_grad_add_host(const gm_grad_add_args *args, gm_workers *pool);
 /* Adds the squares of data[0..numel) to *sum. */
 void gm_sumsq_host(const void *data, gm_dtype dtype, size_t numel, gm_sumsq *sum, gm_workers *pool);
-/* fp32 master <-> (weight, low).  split rounds; merge is exact.  GM_F32: plain copy of weight. */
-void gm_split_host(gm_dtype format, const float *master, void *weight, void *low, size_t numel,
-                   gm_workers *pool);
+/* fp32 master <-> (weight, low).  split rounds; merge is exact.  GM_F32: plain copy of weight.  Masters to be split may be
+ * of another dtype, `source`; low NULL: nobody wants low parts. */
+void gm_split_host(gm_dtype format, gm_dtype source, const void *master, void *weight, void *low,
+                   size_t numel, gm_workers *pool);
 void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *master,
                    size_t numel, gm_workers *pool);
 /* Somebody wrote new weights, of a format with a low part: where the bits of weight and old_weight differ, that is reset so

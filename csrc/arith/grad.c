@@ -10,6 +10,7 @@
 
 #define ITEM        64
 #define GRAIN_ITEMS 1024
+#define WIDENED     2048 /* masters that are made fp32 at a time: they stay in the cache */
 
 static void store_bits(void *data, gm_dtype dtype, size_t i, uint32_t bits)
 {
@@ -96,36 +97,52 @@ void gm_grad_add_host(const gm_grad_add_args *args, gm_workers *pool)
 }
 
 typedef struct split_job {
-    gm_dtype format;
-    const float *master;
-    void *weight, *low;
+    gm_dtype format, source;
+    const char *master;
+    char *weight, *low;
     size_t numel;
 } split_job;
+
+static void split(gm_dtype format, const float *master, void *weight, void *low, size_t numel)
+{
+    size_t begin = 0;
+    if (format == GM_F32) {
+        memcpy(weight, master, numel * sizeof(float));
+        return;
+    }
+#if GM_HAS_X86
+    if (gm_isa_or_scalar() != GM_ISA_SCALAR) {
+        begin = gm_split_avx2(format, master, weight, low, 0, numel);
+    }
+#endif
+    split_scalar(format, master, weight, low, begin, numel);
+}
 
 static void run_split(void *context, size_t begin, size_t end)
 {
     const split_job *job = context;
+    size_t low_bytes = job->format == GM_BF16 ? 2 : 4, n;
     span s = elements(begin, end, job->numel);
-    if (job->format == GM_F32) {
-        memcpy((float *)job->weight + s.begin, job->master + s.begin,
-               (s.end - s.begin) * sizeof(float));
-        return;
-    }
+    float wide[WIDENED], unwanted[WIDENED];
     fenv_t saved;
     gm_fenv_enter(&saved);
-#if GM_HAS_X86
-    if (gm_isa_or_scalar() != GM_ISA_SCALAR) {
-        s.begin = gm_split_avx2(job->format, job->master, job->weight, job->low, s.begin, s.end);
+    for (size_t i = s.begin; i < s.end; i += n) {
+        const char *master = job->master + i * gm_dtype_bytes(job->source);
+        n = s.end - i < WIDENED ? s.end - i : WIDENED;
+        for (size_t k = 0; job->source != GM_F32 && k < n; k++) {
+            wide[k] = gm_f32_from_bits(gm_load_bits(master, job->source, k));
+        }
+        split(job->format, job->source == GM_F32 ? (const float *)(const void *)master : wide,
+              job->weight + i * gm_dtype_bytes(job->format),
+              job->low ? job->low + i * low_bytes : (char *)unwanted, n);
     }
-#endif
-    split_scalar(job->format, job->master, job->weight, job->low, s.begin, s.end);
     gm_fenv_leave(&saved);
 }
 
-void gm_split_host(gm_dtype format, const float *master, void *weight, void *low, size_t numel,
-                   gm_workers *pool)
+void gm_split_host(gm_dtype format, gm_dtype source, const void *master, void *weight, void *low,
+                   size_t numel, gm_workers *pool)
 {
-    split_job job = {format, master, weight, low, numel};
+    split_job job = {format, source, master, weight, low, numel};
     gm_workers_for(pool, items(numel), GRAIN_ITEMS, run_split, &job);
 }
 

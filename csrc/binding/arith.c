@@ -317,7 +317,7 @@ static PyObject *convert(PyObject *args, bool splits)
     }
     Py_BEGIN_ALLOW_THREADS
     if (splits) {
-        gm_split_host(format, a, b, c, numel, pool);
+        gm_split_host(format, GM_F32, a, b, c, numel, pool);
     } else {
         gm_merge_host(format, a, b, c, numel, pool);
     }

@@ -36,7 +36,7 @@ gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_s
 
 /* A method that takes numbers, v[], at most GM_PY_MOST_NUMBERS: `gives` makes a Python object of what the expression, of
  * a C type, comes to without the GIL. */
-enum { GM_PY_MOST_NUMBERS = 6 };
+enum { GM_PY_MOST_NUMBERS = 7 };
 #define GM_PY_CALL(name, n_wanted, type, gives, expression)                            \
     static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
     {                                                                                  \

@@ -244,9 +244,9 @@ GM_PY_CALL_STATUS(read, 5,
 GM_PY_CALL_STATUS(write, 4,
                   gm_engine_write(engine, (uint32_t)v[0], (gm_field)v[1],
                                   (const void *)(uintptr_t)v[2], v[3]))
-GM_PY_CALL_STATUS(fill, 6,
-                  gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
-                                 (const void *)(uintptr_t)v[4], v[5]))
+GM_PY_CALL_STATUS(fill, 7,
+                  gm_engine_fill(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3], (gm_dtype)v[4],
+                                 (const void *)(uintptr_t)v[5], v[6]))
 GM_PY_CALL_STATUS(limit_unreduced, 1, gm_engine_limit_unreduced(engine, (size_t)v[0]))
 GM_PY_CALL_STATUS(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)v[0]))
 GM_PY_CALL_STATUS(check, 0, gm_engine_check(engine))
@@ -459,7 +459,7 @@ static PyMethodDef core_methods[] = {
     GM_PY_METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
     GM_PY_METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
     GM_PY_METHOD("fill", core_fill, METH_FASTCALL,
-                 "fill(param, field, first, n, host_address, stream)"),
+                 "fill(param, field, first, n, dtype, host_address, stream)"),
     GM_PY_METHOD("drain", core_drain, METH_FASTCALL, "drain()"),
     GM_PY_METHOD("catch_up", core_catch_up, METH_FASTCALL, "catch_up()"),
     GM_PY_METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),

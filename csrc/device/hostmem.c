@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -109,36 +110,6 @@ struct gm_arena {
     size_t n_held, held_capacity;
 };
 
-typedef struct touch_job {
-    char *begin, *end;
-    atomic_int error; /* errno of a span that failed */
-} touch_job;
-
-/* Makes the pages of [begin, end) present, by units that end at multiples of the huge page size; they stay zero.  A call
- * for each: with one for a whole span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20
- * (docs/log.md, 2026-11-24). */
-static void touch_span(void *context, size_t begin, size_t end)
-{
-    touch_job *job = context;
-    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
-    char *first = job->begin - (uintptr_t)job->begin % HUGE_PAGE_BYTES;
-    for (size_t i = begin; i < end; i++) {
-        char *at = first + i * HUGE_PAGE_BYTES, *after = at + HUGE_PAGE_BYTES;
-        at = at < job->begin ? job->begin : at;
-        after = after < job->end ? after : job->end;
-        if (madvise(at, (size_t)(after - at), MADV_POPULATE_WRITE) == 0) {
-            continue;
-        }
-        if (errno != EINVAL && errno != ENOSYS) {
-            atomic_store(&job->error, errno);
-            return;
-        }
-        for (; at < after; at += page_bytes) {
-            *(volatile char *)at = 0;
-        }
-    }
-}
-
 /* Maps `bytes` at a multiple of the huge page size by mapping more and giving back the ends. */
 static gm_status map_region(gm_arena *arena, size_t bytes)
 {
@@ -209,54 +180,133 @@ static void give_back(gm_arena *arena, const gm_extent *extent)
     }
 }
 
-static gm_status hold_one(gm_arena *arena, const gm_extent *extent, gm_workers *pool)
+typedef struct hold_job {
+    gm_arena *arena;
+    const gm_extent *extents;
+    size_t n;
+    size_t *end;          /* (n,) huge pages of the extents up to this one */
+    atomic_size_t *left;  /* (n,) of an extent that are still to be touched */
+    pthread_mutex_t lock; /* of what follows, and of what the arena holds */
+    gm_status status;
+    char why[1024]; /* gm_last_error() of the thread that failed first */
+} hold_job;
+
+/* Makes the pages of [at, after) present, within one huge page; they stay zero.  A call for each of these: with one for a
+ * whole span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20 (docs/log.md, 2026-11-24). */
+static int touch(char *at, char *after)
 {
-    char *at = arena->base + extent->offset;
-    touch_job job = {.begin = at, .end = at + extent->bytes};
-    if (!arena->device || !arena->device->is_paper) {
-        size_t first = extent->offset / HUGE_PAGE_BYTES;
-        size_t after =
-            gm_round_up(extent->offset + extent->bytes, HUGE_PAGE_BYTES) / HUGE_PAGE_BYTES;
-        gm_workers_for(pool, after - first, 1, touch_span, &job);
+    if (madvise(at, (size_t)(after - at), MADV_POPULATE_WRITE) == 0) {
+        return 0;
     }
-    int error = atomic_load(&job.error);
-    gm_status status = GM_OK;
-    if (error) {
-        status = GM_FAIL(GM_ERR_NOMEM,
+    if (errno != EINVAL && errno != ENOSYS) {
+        return errno;
+    }
+    for (; at < after; at += sysconf(_SC_PAGESIZE)) {
+        *(volatile char *)at = 0;
+    }
+    return 0;
+}
+
+static gm_status touch_page(const hold_job *job, size_t id, size_t page)
+{
+    const gm_extent *extent = &job->extents[id];
+    char *begin = job->arena->base + extent->offset, *end = begin + extent->bytes;
+    char *at = begin - (uintptr_t)begin % HUGE_PAGE_BYTES + page * HUGE_PAGE_BYTES;
+    char *after = at + HUGE_PAGE_BYTES < end ? at + HUGE_PAGE_BYTES : end;
+    int error = touch(at < begin ? begin : at, after);
+    return error
+               ? GM_FAIL(GM_ERR_NOMEM,
                          "host memory: %s wanted, which seemed available, but the kernel says: %s",
-                         gm_wanted(extent->bytes).text, strerror(error));
-    } else if (arena->device) {
-        status = arena->device->ops->pin(arena->device, at, extent->bytes);
-    }
-    if (status != GM_OK) {
-        give_back(arena, extent);
-        return status;
+                         gm_wanted(extent->bytes).text, strerror(error))
+               : GM_OK;
+}
+
+static gm_status pin_locked(const hold_job *job, size_t id)
+{
+    gm_arena *arena = job->arena;
+    const gm_extent *extent = &job->extents[id];
+    if (arena->device) {
+        GM_TRY(arena->device->ops->pin(arena->device, arena->base + extent->offset, extent->bytes));
     }
     arena->held[arena->n_held++] = *extent;
     arena->held_bytes += extent->bytes;
     return GM_OK;
 }
 
+/* Huge pages [begin, end) of the extents laid end to end.  Whoever touches the last one of an extent pins it, one thread at
+ * a time, as the driver does, while the others go on touching. */
+static void hold_span(void *context, size_t begin, size_t end)
+{
+    hold_job *job = context;
+    bool is_paper = job->arena->device && job->arena->device->is_paper;
+    for (size_t i = begin; i < end; i++) {
+        size_t id = gm_up_to(job->end, job->n, sizeof *job->end, i);
+        gm_status status = is_paper ? GM_OK : touch_page(job, id, i - (id ? job->end[id - 1] : 0));
+        bool is_last = atomic_fetch_sub(&job->left[id], 1) == 1;
+        if (status == GM_OK && !is_last) {
+            continue;
+        }
+        pthread_mutex_lock(&job->lock);
+        if (job->status == GM_OK) {
+            job->status = status == GM_OK ? pin_locked(job, id) : status;
+            if (job->status != GM_OK) {
+                (void)snprintf(job->why, sizeof job->why, "%s", gm_last_error());
+            }
+        }
+        status = job->status;
+        pthread_mutex_unlock(&job->lock);
+        if (status != GM_OK) {
+            return;
+        }
+    }
+}
+
+static gm_status hold(hold_job *job, gm_workers *pool)
+{
+    gm_arena *arena = job->arena;
+    size_t n_before = arena->n_held, pages = 0;
+    for (size_t i = 0; i < job->n; i++) {
+        const gm_extent *extent = &job->extents[i];
+        size_t n = gm_round_up(extent->offset % HUGE_PAGE_BYTES + extent->bytes, HUGE_PAGE_BYTES) /
+                   HUGE_PAGE_BYTES;
+        n = extent->bytes ? n : 0;
+        atomic_init(&job->left[i], n);
+        job->end[i] = pages += n;
+        GM_TRY(GM_GROW(arena->held, n_before + i, arena->held_capacity,
+                       "host memory: no room for a table of %zu extents"));
+    }
+    pthread_mutex_init(&job->lock, NULL);
+    gm_workers_for(pool, pages, 1, hold_span, job);
+    pthread_mutex_destroy(&job->lock);
+    if (job->status == GM_OK) {
+        return GM_OK;
+    }
+    while (arena->n_held > n_before) {
+        gm_arena_drop(arena, arena->held[arena->n_held - 1].offset);
+    }
+    for (size_t i = 0; i < job->n; i++) { /* touched and not held */
+        give_back(arena, &job->extents[i]);
+    }
+    return GM_FAIL(job->status, "%s", job->why);
+}
+
 gm_status gm_arena_hold(gm_arena *arena, const gm_extent *extents, size_t n, gm_workers *pool)
 {
-    size_t bytes = 0, n_before = arena->n_held;
+    size_t bytes = 0;
     for (size_t i = 0; i < n; i++) {
         bytes += extents[i].bytes;
     }
     if (!arena->device || !arena->device->is_paper) {
         GM_TRY(check_available(bytes)); /* 1 */
     }
-    gm_status status = GM_OK;
-    for (size_t i = 0; status == GM_OK && i < n; i++) {
-        status = extents[i].bytes == 0 ? GM_OK
-                                       : GM_GROW(arena->held, arena->n_held, arena->held_capacity,
-                                                 "host memory: no room for a table of %zu extents");
-        status =
-            status == GM_OK && extents[i].bytes > 0 ? hold_one(arena, &extents[i], pool) : status;
-    }
-    while (status != GM_OK && arena->n_held > n_before) {
-        gm_arena_drop(arena, arena->held[arena->n_held - 1].offset);
-    }
+    hold_job job = {.arena = arena, .extents = extents, .n = n};
+    job.end = malloc(n * sizeof *job.end + 1);
+    job.left = malloc(n * sizeof *job.left + 1);
+    gm_status status = job.end && job.left
+                           ? hold(&job, pool)
+                           : GM_FAIL(GM_ERR_NOMEM, "host memory: table of %zu extents", n);
+    free(job.end);
+    free(job.left);
     return status;
 }
 

@@ -109,7 +109,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
 }
 
 gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_t first, uint64_t n,
-                         const void *src, gm_stream stream)
+                         gm_dtype source, const void *src, gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
@@ -123,8 +123,10 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
     GM_TRY(gm_call_begin(engine));
     gm_status status = begin_write(engine, p->place.chunk, field);
     if (status == GM_OK && part.n > 0) {
-        const uint8_t *from = (const uint8_t *)src + part.skip * gm_field_width(engine, p, field);
-        status = gm_field_fill(engine, p, field, part.begin, part.n, from, stream);
+        size_t width =
+            field == GM_FIELD_MASTER ? gm_dtype_bytes(source) : gm_field_width(engine, p, field);
+        const uint8_t *from = (const uint8_t *)src + part.skip * width;
+        status = gm_field_fill(engine, p, field, part.begin, part.n, source, from, stream);
     }
     engine->chunk_states[p->place.chunk].version++;
     return gm_call_end(engine, status);

@@ -181,9 +181,10 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t param, gm_field field, uint
 gm_status gm_engine_write(gm_engine *engine, uint32_t param, gm_field field, const void *src,
                           gm_stream stream);
 /* Elements [first, first + n) of MASTER, which rounds the weight, of a moment, or of WEIGHT without a low part.  For
- * first values and checkpoints: nothing shows the parameter, and what was gathered of it is old. */
+ * first values and checkpoints: nothing shows the parameter, and what was gathered of it is old.  Masters may be of another
+ * dtype than fp32, `source`. */
 gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
-                         uint64_t n, const void *src, gm_stream stream);
+                         uint64_t n, gm_dtype source, const void *src, gm_stream stream);
 
 /* A checkpoint that is written while training goes on, by one thread: weights, masters and moments of `params` as they are
  * at the begin, after the updates that wait.  What changes before it has been written is kept: an update of a

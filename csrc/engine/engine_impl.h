@@ -568,7 +568,7 @@ gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const v
                          gm_stream stream); /* src: whole */
 /* The same, written; not of a gradient, nor of a weight with a low part. */
 gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first, uint64_t n,
-                        const void *src, gm_stream stream);
+                        gm_dtype source, const void *src, gm_stream stream);
 /* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows.  Where they are others
  * than the last update has left they are their own master, and where they are these again they have theirs again. */
 gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, const void *weight,

@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SLICE = 4 << 20 }; /* elements of a master on their way to the device */
+/* Elements of a master on their way to the device: weights and low parts have at most 4 bytes each. */
+enum { SLICE = GM_STAGING_BYTES / 8 };
 
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field)
 {
@@ -130,38 +131,44 @@ void gm_field_forget_before(gm_param *p)
 
 /* Elements [first, first + n) of the part, from masters: weights and low parts. */
 static gm_status put_master(gm_engine *engine, const gm_param *p, uint64_t first, uint64_t n,
-                            const float *src, gm_stream stream)
+                            gm_dtype source, const void *src, gm_stream stream)
 {
     gm_chunks *chunks = engine->chunks;
     uint32_t chunk = p->place.chunk;
     gm_slice to = slice_of(engine, p, GM_FIELD_WEIGHT, first, n);
     gm_slice rest = slice_of(engine, p, GM_FIELD_MASTER, first, n);
-    if (gm_chunks_home(chunks, chunk, GM_WEIGHT) && p->spec.has_low &&
+    bool has_low = p->spec.has_low;
+    if (gm_chunks_home(chunks, chunk, GM_WEIGHT) &&
         !gm_chunks_is_resident(chunks, chunk, GM_WEIGHT) &&
-        !gm_chunks_is_resident(chunks, chunk, GM_STATE)) { /* as at start-up: no detour */
+        !(has_low && gm_chunks_is_resident(chunks, chunk, GM_STATE))) { /* at start-up: no detour */
         GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_WEIGHT));
-        GM_TRY(gm_chunks_claim_home(chunks, chunk, GM_STATE));
-        gm_split_host(p->spec.format, src, gm_chunks_home(chunks, chunk, GM_WEIGHT) + to.offset,
-                      gm_chunks_home(chunks, chunk, GM_STATE) + rest.offset, n, engine->workers);
+        GM_TRY(has_low ? gm_chunks_claim_home(chunks, chunk, GM_STATE) : GM_OK);
+        gm_split_host(p->spec.format, source, src,
+                      gm_chunks_home(chunks, chunk, GM_WEIGHT) + to.offset,
+                      has_low ? gm_chunks_home(chunks, chunk, GM_STATE) + rest.offset : NULL, n,
+                      engine->workers);
         return GM_OK;
     }
-    uint8_t *weight, *low;
+    uint8_t *weight = engine->staging, *low = weight ? weight + 4 * SLICE : NULL;
     uint64_t most = n < SLICE ? n : SLICE, done = 0;
-    GM_TRY(scratch_new(p, most, &weight, &low));
+    GM_TRY(weight ? GM_OK : scratch_new(p, most, &weight, &low));
     gm_status status = GM_OK;
     for (; status == GM_OK && done < n; done += most) {
         uint64_t now = n - done < most ? n - done : most;
-        gm_split_host(p->spec.format, src + done, weight, low, now, engine->workers);
+        gm_split_host(p->spec.format, source, (const char *)src + done * gm_dtype_bytes(source),
+                      weight, low, now, engine->workers);
         to = slice_of(engine, p, GM_FIELD_WEIGHT, first + done, now);
         status = gm_chunks_write(chunks, chunk, to.piece, to.offset, to.bytes, weight, stream);
-        if (status == GM_OK && p->spec.has_low) {
+        if (status == GM_OK && has_low) {
             rest = slice_of(engine, p, GM_FIELD_MASTER, first + done, now);
             status =
                 gm_chunks_write(chunks, chunk, rest.piece, rest.offset, rest.bytes, low, stream);
         }
     }
-    free(weight);
-    free(low);
+    if (weight != engine->staging) {
+        free(weight);
+        free(low);
+    }
     return status;
 }
 
@@ -173,12 +180,12 @@ static gm_status write_master(gm_engine *engine, gm_param *p, const float *src, 
                     (gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GATHERED) ||
                      is_spilled(engine, p));
     if (!is_shown) {
-        return put_master(engine, p, 0, p->part_numel, src + p->part_first, stream);
+        return put_master(engine, p, 0, p->part_numel, GM_F32, src + p->part_first, stream);
     }
     uint8_t *weight, *low;
     uint64_t skip = p->part_first;
     GM_TRY(scratch_new(p, p->spec.numel, &weight, &low));
-    gm_split_host(p->spec.format, src, weight, low, p->spec.numel, engine->workers);
+    gm_split_host(p->spec.format, GM_F32, src, weight, low, p->spec.numel, engine->workers);
     gm_status status =
         write_slice(engine, p, GM_FIELD_WEIGHT, weight + skip * p->spec.weight_bytes, stream);
     if (status == GM_OK && p->spec.has_low) {
@@ -312,11 +319,11 @@ gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const v
 }
 
 gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first, uint64_t n,
-                        const void *src, gm_stream stream)
+                        gm_dtype source, const void *src, gm_stream stream)
 {
     if (field == GM_FIELD_MASTER) {
         gm_field_forget_before(p);
-        return put_master(engine, p, first, n, src, stream);
+        return put_master(engine, p, first, n, source, src, stream);
     }
     gm_slice s = slice_of(engine, p, field, first, n);
     return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src, stream);

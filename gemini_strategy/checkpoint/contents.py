@@ -78,7 +78,13 @@ class Field:
         is_float = slot.is_float
         name = "weight" if self.name == "master" and not is_float else self.name
         values = values.to(torch.float32 if is_float else slot.dtype)
-        args = (first, values.numel(), values.data_ptr(), slot.engine.stream())
+        args = (
+            first,
+            values.numel(),
+            _C.FORMATS["float32"],
+            values.data_ptr(),
+            slot.engine.stream(),
+        )
         slot.engine.core.fill(slot.id, _C.FIELDS[name], *args)
 
 

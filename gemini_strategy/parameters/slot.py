@@ -28,7 +28,6 @@ _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient", "low")
 _WEIGHT, _MASTER, _M, _V, _GRAD, _LOW = (_C.FIELDS[name] for name in _NAMES)
 _KEYS = {_WEIGHT: "weight", _MASTER: "weight", _M: "exp_avg", _V: "exp_avg_sq", _GRAD: "grad"}
 _MOMENTS = {"exp_avg": _M, "exp_avg_sq": _V}
-_PART = 1 << 20  # elements that are written at once
 
 
 class Slot(_C.Slot):
@@ -309,9 +308,7 @@ class Slot(_C.Slot):
 
     def fill_whole(self, values: torch.Tensor) -> None:
         """fill_part with all of the values, which have the parameter's shape."""
-        values = order.flat(order.ordered(values, self.strides))
-        for first in range(0, values.numel(), _PART):
-            self.fill_part(first, values[first : first + _PART])
+        self.fill_part(0, order.flat(order.ordered(values, self.strides)))
 
     def dtype_of(self, key: str) -> torch.dtype:
         """Of the tensors that show a field."""
@@ -383,21 +380,16 @@ class Slot(_C.Slot):
 
     def fill(self, values: torch.Tensor, low: torch.Tensor | None) -> None:
         """The first bytes: from rank 0's parameter, with the rest that cast_model_ has kept."""
-        ranks, core = self.engine.ranks, self.engine.core
-        field, dtype = (_MASTER, torch.float32) if self.is_float else (_WEIGHT, self.dtype)
+        ranks = self.engine.ranks
         if low is not None:
             values = merge(values.to("cpu"), low.to("cpu"))
-        if ranks.size == 1:
-            plain = self._ordered(values, dtype)
-            core.write(self.id, field, plain.data_ptr(), self.engine.stream())
-            return
         plain = self._ordered(values, values.dtype)  # what goes over the wire has no bit too many
         if ranks.rank and plain.data_ptr() == values.data_ptr():
             plain = torch.empty_like(plain)
         plain, (first, n) = order.flat(plain), self.part()
-        ranks.share(plain, first, n, f"first values of {self.name}")
-        own = plain[first : first + n].to(dtype)
-        core.fill(self.id, field, first, n, own.data_ptr(), self.engine.stream())
+        if ranks.size > 1:
+            ranks.share(plain, first, n, f"first values of {self.name}")
+        self._put(first, plain[first : first + n])
 
     def fill_part(self, first: int, values: torch.Tensor) -> None:
         """The first bytes, part by part: flat `values` of the elements from `first` on, in the order of memory."""
@@ -406,12 +398,18 @@ class Slot(_C.Slot):
         first = max(begin, first)
         if values.numel() == 0:
             return
-        values = values.to("cpu", self.original_dtype)  # what an ordinary parameter would hold
-        is_float = self.is_float
-        plain = values.to(torch.float32 if is_float else self.dtype).contiguous()
-        field = _MASTER if is_float else _WEIGHT
-        stream = self.engine.stream()
-        self.engine.core.fill(self.id, field, first, plain.numel(), plain.data_ptr(), stream)
+        if (values.dtype, self.original_dtype) != (torch.bfloat16, torch.float32):  # else the same
+            values = values.to(self.original_dtype)  # what an ordinary parameter would hold
+        self._put(first, values.to("cpu"))
+
+    def _put(self, first: int, values: torch.Tensor) -> None:
+        """Flat values on the host, of this rank's elements from `first` on."""
+        field, dtype = (_MASTER, torch.float32) if self.is_float else (_WEIGHT, self.dtype)
+        if self.is_float and values.dtype in (self.dtype, torch.bfloat16):
+            dtype = values.dtype  # the core widens it as torch does, without a copy
+        plain = values.to(dtype).contiguous()
+        args = (first, plain.numel(), FORMATS.get(dtype, 0), plain.data_ptr(), self.engine.stream())
+        self.engine.core.fill(self.id, field, *args)
 
     def read_weight(self, root: int | None = None) -> torch.Tensor:
         """A CPU copy of the weight, in its dtype."""

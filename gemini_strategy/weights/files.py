@@ -20,7 +20,7 @@ import torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.ranks.ranks import fingerprint
 
-_PIECE = 1 << 20  # elements
+_PIECE = 4 << 20  # elements
 _MAPPED = 16 << 20  # bytes
 _BEGIN = 1 << 10  # elements that tell a tensor from others
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

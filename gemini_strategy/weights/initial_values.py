@@ -10,6 +10,7 @@ Invariants
     3. A parameter with several owners keeps the value of the first. The others draw their random numbers all the same,
        as they do where a model is built first and tied then.
     4. What no initializer has written is an error, by name.
+    5. Memory of values is used again only when nobody else has it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from gemini_strategy._torch import tree_map
+from gemini_strategy._torch import storage_address, storage_use_count, tree_map
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.weights.transformers import is_transformer
+
+_LARGE = 1 << 20  # bytes; smaller memory is malloc's to keep
 
 # Answered by the tensor itself, without values.
 _GETTERS = ("shape", "ndim", "dtype", "layout", "requires_grad", "is_leaf", "itemsize")
@@ -120,6 +123,22 @@ class _Stage(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Memory:
+    """Of the values of one parameter after the other: the pages of fresh memory take longer than its values."""
+
+    def __init__(self) -> None:
+        self._latest = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the CPU, with any values."""
+        if tensor.nbytes < _LARGE:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        is_ours = storage_use_count(storage_address(self._latest)) == 1
+        if not is_ours or self._latest.nbytes < tensor.nbytes:
+            self._latest = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+        return self._latest[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
 class InitialValues:
     """Initial values for some of a model's parameters and buffers; nothing runs before `make`.
 
@@ -175,11 +194,20 @@ class InitialValues:
             GeminiError: something wanted was not given a value.
         """
 
+        memory = _Memory()
+
         def present(tensor: torch.Tensor) -> torch.Tensor:
             values = read(tensor)
-            if values is None:
-                values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            return values
+            return memory.like(tensor) if values is None else values
+
+        # Apart, so that nothing here has the last values when the next module wants their memory.
+        def offer(module: nn.Module, own: dict[str, torch.Tensor], stage: _Stage) -> None:
+            for tensor, values in stage.written():
+                is_tied = any(tensor is t for t in own.values())
+                if id(tensor) in self._wanted and not (
+                    is_tied and self._owner_of[id(tensor)] is not module
+                ):
+                    keep(tensor, values)
 
         done: set[int] = set()
         for module, found in self._modules:
@@ -193,12 +221,7 @@ class InitialValues:
                     break
                 _run(module, own, stage, initialize)
                 done.update(id(tensor) for tensor, _ in stage.written())
-            for tensor, values in stage.written():
-                is_tied = any(tensor is t for t in own.values())
-                if id(tensor) in self._wanted and not (
-                    is_tied and self._owner_of[id(tensor)] is not module
-                ):
-                    keep(tensor, values)
+            offer(module, own, stage)
         for key, name in self._wanted.items():
             tensor = self._known[key]
             if key not in done and tensor.numel() > 0:

@@ -266,10 +266,11 @@ static void check_split(gm_workers *pool)
         copy_arrays(&expected, &start, CAPACITY);
         copy_arrays(&got, &start, CAPACITY);
         CHECK(gm_isa_force("scalar") == GM_OK);
-        gm_split_host(formats[f], master, (char *)expected.weight + gm_dtype_bytes(formats[f]),
+        gm_split_host(formats[f], GM_F32, master,
+                      (char *)expected.weight + gm_dtype_bytes(formats[f]),
                       (char *)expected.low + low_bytes, BIG, NULL);
         CHECK(gm_isa_force(NULL) == GM_OK);
-        gm_split_host(formats[f], master, (char *)got.weight + gm_dtype_bytes(formats[f]),
+        gm_split_host(formats[f], GM_F32, master, (char *)got.weight + gm_dtype_bytes(formats[f]),
                       (char *)got.low + low_bytes, BIG, pool);
         CHECK(equal_arrays(&expected, &got, CAPACITY));
         gm_merge_host(formats[f], (char *)got.weight + gm_dtype_bytes(formats[f]),
@@ -279,6 +280,30 @@ static void check_split(gm_workers *pool)
             CHECK(got.v[i] == bits);
         }
         CHECK(got.v[0] == start.v[0] && got.v[BIG + 1] == start.v[BIG + 1]);
+    }
+}
+
+/* Masters of 16 bits are split as their fp32 values are, with and without a place for what the weight lacks. */
+static void check_split_sources(gm_workers *pool)
+{
+    static const gm_dtype formats[] = {GM_F32, GM_BF16, GM_F16};
+    for (int f = 0; f < 9; f++) {
+        gm_dtype format = formats[f / 3], source = formats[f % 3];
+        fill_start(CAPACITY);
+        copy_arrays(&expected, &start, CAPACITY);
+        copy_arrays(&got, &start, CAPACITY);
+        const char *master = (const char *)start.m + gm_dtype_bytes(source);
+        for (size_t i = 0; i < BIG; i++) {
+            start.v[i + 1] = gm_load_bits(master, source, i);
+        }
+        gm_split_host(format, GM_F32, start.v + 1, (char *)expected.weight + 2,
+                      (char *)expected.low + 4, BIG, NULL);
+        gm_split_host(format, source, master, (char *)got.weight + 2, (char *)got.low + 4, BIG,
+                      pool);
+        CHECK(equal_arrays(&expected, &got, CAPACITY));
+        copy_arrays(&got, &start, CAPACITY);
+        gm_split_host(format, source, master, (char *)got.weight + 2, NULL, BIG, pool);
+        CHECK(memcmp(got.weight, expected.weight, sizeof got.weight) == 0);
     }
 }
 
@@ -430,6 +455,7 @@ int main(void)
     check_grad(pool);
     check_split(NULL);
     check_split(pool);
+    check_split_sources(pool);
     check_reconcile();
     check_environment(pool);
     check_refusals();

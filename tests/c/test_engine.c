@@ -6,6 +6,7 @@
  * show it.  Each world is a function of its seed:  ENGINE_SEED=7 test_engine  plays one, on both devices. */
 #include <string.h>
 
+#include "arith/format.h"
 #include "check.h"
 #include "device/chaos/chaos.h"
 #include "engine/engine.h"
@@ -130,7 +131,7 @@ static void set_weight(model *p, const uint8_t *weight)
 
 static void set_master(model *p, const float *master)
 {
-    gm_split_host(p->spec.format, master, p->weight, p->low, p->spec.numel, NULL);
+    gm_split_host(p->spec.format, GM_F32, master, p->weight, p->low, p->spec.numel, NULL);
 }
 
 static void get_master(const model *p, float *out)
@@ -835,24 +836,31 @@ static void draw_units(world *w)
 static void fill(world *w)
 {
     static float values[MOST_NUMEL];
+    static uint16_t halves[MOST_NUMEL];
     for (uint32_t id = 0; id < w->n_params; id++) {
         model *p = &w->params[id];
         uint64_t n = p->spec.numel, half = draw(w, n + 1);
         if (!p->spec.has_moments) {
             draw_weight(w, p, p->weight);
-            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, 0, half, p->weight, 0));
-            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, half, n - half,
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, 0, half, GM_F32, p->weight, 0));
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_WEIGHT, half, n - half, GM_F32,
                                     p->weight + half * p->spec.weight_bytes, 0));
             continue;
         }
         draw_floats(w, values, n, 2);
+        for (uint64_t i = 0; i < n; i++) {
+            halves[i] = (uint16_t)(gm_f32_bits(values[i]) >> 16);
+            values[i] = id % 2 ? gm_f32_from_bits(gm_bf16_to_bits(halves[i])) : values[i];
+        }
         set_master(p, values);
+        gm_dtype source = id % 2 ? GM_BF16 : GM_F32;
+        const char *from = id % 2 ? (const char *)halves : (const char *)values;
         if (chance(w, 2)) {
             CHECK_OK(gm_engine_write(w->engine, id, GM_FIELD_MASTER, values, 0));
         } else {
-            CHECK_OK(
-                gm_engine_fill(w->engine, id, GM_FIELD_MASTER, half, n - half, values + half, 0));
-            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_MASTER, 0, half, values, 0));
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_MASTER, half, n - half, source,
+                                    from + half * gm_dtype_bytes(source), 0));
+            CHECK_OK(gm_engine_fill(w->engine, id, GM_FIELD_MASTER, 0, half, source, from, 0));
         }
     }
 }

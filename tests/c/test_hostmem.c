@@ -3,6 +3,7 @@
 #include "device/hostmem.h"
 
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -127,6 +128,57 @@ static void check_parts(gm_workers *pool)
     gm_arena_free(arena);
 }
 
+/* A device that pins: how often, how often it has let go, and with which one it refuses. */
+static int n_pins, n_unpins, first_refused;
+
+static gm_status count_pin(gm_device *device, void *base, size_t bytes)
+{
+    static unsigned char there[64];
+    (void)device;
+    CHECK(bytes <= 64 * 4096 && mincore(base, bytes, there) == 0);
+    for (size_t i = 0; i < (bytes + 4095) / 4096; i++) {
+        CHECK(there[i] & 1); /* nobody pins what is still to be touched */
+    }
+    return ++n_pins == first_refused ? GM_FAIL(GM_ERR_NOMEM, "pin %d refused", n_pins) : GM_OK;
+}
+
+static void count_unpin(gm_device *device, void *base)
+{
+    (void)device;
+    (void)base;
+    n_unpins++;
+}
+
+/* Each part is pinned once, when all of it is there.  Where one cannot be, none is, and the text is of the first. */
+static void check_pins(gm_workers *pool)
+{
+    enum { N = 700, BYTES = 40960 }; /* some across two huge pages */
+    static const gm_device_ops ops = {.pin = count_pin, .unpin = count_unpin};
+    static gm_extent parts[N];
+    gm_device device = {.ops = &ops};
+    gm_arena *arena;
+    for (size_t i = 0; i < N; i++) {
+        parts[i] = (gm_extent){i * BYTES, i % 7 ? BYTES : 0};
+    }
+    for (first_refused = 0; first_refused <= 500; first_refused += 250) {
+        n_pins = n_unpins = 0;
+        CHECK_OK(gm_arena_reserve(&device, N * BYTES, &arena));
+        gm_status status = gm_arena_hold(arena, parts, N, pool);
+        if (first_refused) {
+            char text[32];
+            (void)snprintf(text, sizeof text, "pin %d refused", first_refused);
+            CHECK(status == GM_ERR_NOMEM && strcmp(gm_last_error(), text) == 0);
+            CHECK(n_pins == first_refused && n_unpins == n_pins - 1);
+            CHECK(gm_arena_bytes(arena) == 0);
+        } else {
+            CHECK(status == GM_OK && n_pins == N - N / 7 && n_unpins == 0);
+            CHECK(gm_arena_bytes(arena) == (size_t)n_pins * BYTES);
+        }
+        gm_arena_free(arena);
+        CHECK(n_unpins == n_pins - (first_refused > 0));
+    }
+}
+
 #ifndef __SANITIZE_ADDRESS__ /* whose own memory about the arena the calling thread touches */
 /* Page faults of the calling thread while it makes an arena. */
 static long faults_of_arena(gm_workers *pool)
@@ -234,6 +286,8 @@ int main(void)
     check_arena(bound, 33333333);
     check_parts(bound);
     check_parts(NULL);
+    check_pins(bound);
+    check_pins(NULL);
     gm_workers_free(bound);
     free(mask);
 

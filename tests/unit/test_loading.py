@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import gemini_strategy as gs
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import slot as slots
+from gemini_strategy.parameters.slot import FORMATS
 from gemini_strategy.weights import files as weight_files
 from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
 from helpers.zoo import CASES, Case, Mlp, mlp_case
@@ -38,7 +38,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of these models comes in several pieces, and files are opened again between them."""
     monkeypatch.setattr(weight_files, "_PIECE", 500)
     monkeypatch.setattr(weight_files, "_MAPPED", 5000)
-    monkeypatch.setattr(slots, "_PART", 700)
 
 
 def _blank(build: Callable[[], nn.Module]) -> nn.Module:
@@ -923,6 +922,39 @@ def test_an_error_after_the_values_are_there(
     _assert_same_training(engine, other, case, "32-true")
 
 
+class _Keeps(nn.Linear):
+    """Tells where its values lie, and keeps them if it is to."""
+
+    places: ClassVar[list[int]] = []
+    kept: ClassVar[list[Tensor]] = []
+
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
+        with torch.no_grad():
+            self.weight.fill_(float(len(self.places)))
+        self.places.append(self.weight.data_ptr())
+        if len(self.places) in (2, 3):
+            self.kept.append(self.weight.data)
+
+
+def test_memory_of_initial_values_is_used_again_unless_somebody_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Keeps, "places", [])
+    monkeypatch.setattr(_Keeps, "kept", [])
+    model = _blank(lambda: nn.Sequential(*(_Keeps(512, 1024, bias=False) for _ in range(5))))
+    engine = _manage(model)
+    places = _Keeps.places
+    assert places[0] == places[1] and places[3] == places[4] and len(set(places)) == 3
+    for number, values in enumerate(_Keeps.kept):
+        assert torch.equal(values, torch.full((1024, 512), number + 1.0))
+    for number, layer in enumerate(engine.model):
+        assert torch.equal(
+            layer.weight._gm_slot.read_weight(), torch.full((1024, 512), float(number))
+        )
+
+
 def test_budget_refusals_leave_the_model_blank(tmp_path: Path) -> None:
     model = _blank(Mlp)
     path = _save(_built(Mlp), tmp_path / "some.safetensors")
@@ -938,9 +970,9 @@ def test_parts_outside_a_parameter_are_refused() -> None:
     values = torch.zeros(8)
     numel = engine.model.stem.weight.numel()
     with pytest.raises(ValueError, match="elements"):
-        engine._runtime.core.fill(0, 1, numel - 4, 8, values.data_ptr(), 0)
+        engine._runtime.core.fill(0, 1, numel - 4, 8, FORMATS[torch.float32], values.data_ptr(), 0)
     with pytest.raises(ValueError, match="parts"):
-        engine._runtime.core.fill(0, 0, 0, 8, values.data_ptr(), 0)
+        engine._runtime.core.fill(0, 0, 0, 8, FORMATS[torch.float32], values.data_ptr(), 0)
 
 
 # ---- memory ------------------------------------------------------------------------------------------

@@ -162,6 +162,33 @@ def test_initial_masters_are_the_users_weights() -> None:
             assert_same_bits(got[name], value, f"{precision} {name}")
 
 
+@pytest.mark.parametrize("policy", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_first_values_are_rounded_as_their_fp32_values_are(
+    source: torch.dtype, precision: str, policy: str
+) -> None:
+    """Whatever dtype they have; every bf16 value is among them, and an fp32 value between any two."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    every = torch.cat([every << 16, (every << 16) + 0x8000 - every % 3]).view(torch.float32)
+    model = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(3))).to(source)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(every.to(source).reshape(512, 256))
+    model[1].weight.data = model[1].weight.data.t().contiguous().t()  # another order
+    model[2].weight.requires_grad_(False)
+    want = [layer.weight.detach().clone().float() for layer in model]
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    engine = gs.manage(model, optimizer, precision=precision, device="cpu", placement_policy=policy)
+    for layer, values in zip(model, want, strict=True):
+        slot = layer.weight._gm_slot
+        assert_same_bits(slot.read_weight(), slot.rounded(values), slot.name)
+        if slot.has_low:
+            values = torch.where(values.isnan(), torch.tensor(math.nan), values)
+            assert_same_bits(slot.read_master(), values, slot.name)
+    engine.close()
+
+
 def test_close_in_fp32_gives_the_masters() -> None:
     recipe = Recipe(precision="bf16-true")
     run = managed(CASE.build, recipe, placement_policy="cpu", chunk_size=4096)
