@@ -33,6 +33,9 @@ typedef struct gm_size_text {
 gm_size_text gm_wanted(size_t bytes);
 gm_size_text gm_there(size_t bytes);
 
+/* A parameter that a function takes for its type's sake alone. */
+#define GM_UNUSED(name) unused_##name __attribute__((unused))
+
 #define GM_FAIL(status, ...) gm_fail((status), __VA_ARGS__)
 #define GM_TRY(call)                       \
     do {                                   \

@@ -21,9 +21,8 @@ GM_PY_CALL(reserve, 1, bool, PyBool_FromLong, gm_engine_reserve(engine, (size_t)
 GM_PY_CALL_STATUS(forget_outside, 0, gm_engine_forget_outside(engine))
 
 /* refusal(): why the last of these two gave less than it was asked for, where the host is the reason. */
-static PyObject *core_refusal(core *self, PyObject *unused)
+static PyObject *core_refusal(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;

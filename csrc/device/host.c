@@ -456,9 +456,8 @@ static gm_status host_event_elapsed(gm_device *base, gm_event start, gm_event en
 }
 
 static gm_status host_host_call(gm_device *base, void (*fn)(void *context), void *context,
-                                gm_stream stream)
+                                gm_stream GM_UNUSED(stream))
 {
-    (void)stream;
     GM_TRY(check_owner(as_host(base)));
     fn(context);
     return GM_OK;
@@ -476,22 +475,20 @@ static gm_status copy(gm_device *base, void *dst, const void *src, size_t bytes)
 }
 
 static gm_status host_copy_h2d(gm_device *base, uintptr_t dst, const void *src, size_t bytes,
-                               gm_stream s)
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     return copy(base, (void *)dst, src, bytes);
 }
 
-static gm_status host_copy_d2h(gm_device *base, void *dst, uintptr_t src, size_t bytes, gm_stream s)
+static gm_status host_copy_d2h(gm_device *base, void *dst, uintptr_t src, size_t bytes,
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     return copy(base, dst, (const void *)src, bytes);
 }
 
 static gm_status host_copy_d2d(gm_device *base, uintptr_t dst, uintptr_t src, size_t bytes,
-                               gm_stream s)
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     return copy(base, (void *)dst, (const void *)src, bytes);
 }
 
@@ -506,9 +503,9 @@ static void fill_span(void *context, size_t begin, size_t end)
     memset(job->dst + begin, job->byte, end - begin);
 }
 
-static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
+static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t bytes,
+                           gm_stream GM_UNUSED(s))
 {
-    (void)s;
     host_device *dev = as_host(base);
     GM_TRY(check_owner(dev));
     fill_job job = {(char *)dst, byte};
@@ -518,17 +515,15 @@ static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t 
 
 /* ---- arithmetic ---- */
 
-static gm_status host_adam(gm_device *base, const gm_adam_args *args, gm_stream s)
+static gm_status host_adam(gm_device *base, const gm_adam_args *args, gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     return gm_adam_host(args, as_host(base)->pool);
 }
 
 static gm_status host_grad_add(gm_device *base, const gm_grad_add_args *args, gm_sumsq *sum,
-                               gm_stream s)
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_grad_add_host(args, as_host(base)->pool);
     if (sum) {
@@ -539,17 +534,15 @@ static gm_status host_grad_add(gm_device *base, const gm_grad_add_args *args, gm
 }
 
 static gm_status host_sumsq(gm_device *base, const void *data, gm_dtype dtype, size_t numel,
-                            gm_sumsq *sum, gm_stream s)
+                            gm_sumsq *sum, gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_sumsq_host(data, dtype, numel, sum, as_host(base)->pool);
     return GM_OK;
 }
 
-static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream s)
+static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_clip_host(args);
     return GM_OK;
@@ -557,22 +550,17 @@ static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream 
 
 /* ---- the device itself ---- */
 
-static gm_status host_pin(gm_device *base, void *region, size_t bytes)
+static gm_status host_pin(gm_device *base, void *GM_UNUSED(region), size_t GM_UNUSED(bytes))
 {
-    (void)region;
-    (void)bytes;
     return check_owner(as_host(base));
 }
 
-static void host_unpin(gm_device *base, void *region)
+static void host_unpin(gm_device *GM_UNUSED(base), void *GM_UNUSED(region))
 {
-    (void)base;
-    (void)region;
 }
 
-static gm_status host_memory(gm_device *base, size_t *free_bytes, size_t *total_bytes)
+static gm_status host_memory(gm_device *GM_UNUSED(base), size_t *free_bytes, size_t *total_bytes)
 {
-    (void)base;
     return gm_host_memory_at("", free_bytes, total_bytes);
 }
 

@@ -34,9 +34,8 @@ static struct {
 
 enum { MAX_DIMS = 64 }; /* what torch itself allows a dense tensor to have in its iterators */
 
-static void end_lease(void *data, void *context)
+static void end_lease(void *GM_UNUSED(data), void *context)
 {
-    (void)data;
     gm_lease_end(context);
 }
 
@@ -55,10 +54,8 @@ static bool take_list(void *list, int64_t *out, size_t *n_out)
 
 /* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes, dense strides): a kernel behind
  * the C ABI has no way to raise. */
-static void blob_kernel(cell *stack, uint64_t n_in, uint64_t n_out)
+static void blob_kernel(cell *stack, uint64_t GM_UNUSED(n_in), uint64_t GM_UNUSED(n_out))
 {
-    (void)n_in;
-    (void)n_out;
     gm_lease *lease = (gm_lease *)(uintptr_t)stack[0];
     void *tensor = NULL;
     int32_t dtype, device_type = (int32_t)(int64_t)stack[4],

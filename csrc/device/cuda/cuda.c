@@ -215,10 +215,10 @@ static void range_free(cuda_device *d, uintptr_t addr)
     d->n_ranges--;
 }
 
-static void cuda_range_free(gm_device *dev, uintptr_t addr, size_t bytes)
+/* How many bytes it has the table knows. */
+static void cuda_range_free(gm_device *dev, uintptr_t addr, size_t GM_UNUSED(bytes))
 {
     cuda_device *d = gm_cuda_self(dev);
-    (void)bytes; /* the table knows */
     FREE_IN_CONTEXT(d, range_free(d, addr));
 }
 
@@ -501,9 +501,8 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
 
 #else
 
-gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
+gm_status gm_device_cuda_new(int ordinal, size_t GM_UNUSED(block_bytes), gm_device **out)
 {
-    (void)block_bytes;
     *out = NULL;
     return GM_FAIL(
         GM_ERR_UNSUPPORTED,
