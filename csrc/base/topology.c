@@ -144,12 +144,11 @@ gm_status gm_topology_device_node(const char *root, const char *pci_bus_id, int 
     char rest;
     if (sscanf(pci_bus_id, "%8x:%2x:%2x.%1x%c", &domain, &bus, &device, &function, &rest) != 4) {
         domain = 0;
-        if (sscanf(pci_bus_id, "%2x:%2x.%1x%c", &bus, &device, &function, &rest) != 3) {
-            return GM_FAIL(GM_ERR_ARG,
-                           "\"%.40s\" is no PCI device: write domain:bus:device.function, as in "
-                           "0000:1b:00.0",
-                           pci_bus_id);
-        }
+        GM_FAIL_IF(sscanf(pci_bus_id, "%2x:%2x.%1x%c", &bus, &device, &function, &rest) != 3,
+                   GM_ERR_ARG,
+                   "\"%.40s\" is no PCI device: write domain:bus:device.function, as in "
+                   "0000:1b:00.0",
+                   pci_bus_id);
     }
     char name[64], text[64];
     (void)snprintf(name, sizeof name, "%04x:%02x:%02x.%x/numa_node", domain, bus, device, function);
@@ -227,9 +226,7 @@ gm_status gm_topology_mask(unsigned **out, size_t *out_n)
             return GM_OK;
         }
         free(numbers);
-        if (error != EINVAL) {
-            return GM_FAIL(GM_ERR_DEVICE, "sched_getaffinity: %s", strerror(error));
-        }
+        GM_FAIL_IF(error != EINVAL, GM_ERR_DEVICE, "sched_getaffinity: %s", strerror(error));
     }
     return GM_FAIL(GM_ERR_DEVICE, "sched_getaffinity: more than %d cores", MAX_MASK_BITS);
 }
@@ -269,9 +266,8 @@ static gm_status collect_cores(split *s, const gm_core *known, size_t n_known)
 {
     size_t n = 0;
     for (size_t r = 0; r < s->n_ranks; r++) {
-        if (s->ranks[r].n_mask == 0) {
-            return GM_FAIL(GM_ERR_ARG, "local rank %zu has an empty mask of cores", r);
-        }
+        GM_FAIL_IF(s->ranks[r].n_mask == 0, GM_ERR_ARG, "local rank %zu has an empty mask of cores",
+                   r);
         n += s->ranks[r].n_mask;
     }
     unsigned *numbers = malloc(n * sizeof *numbers);
@@ -420,9 +416,8 @@ static size_t take_part(const split *s, size_t rank, unsigned *out)
 gm_status gm_topology_split(const gm_core *cores, size_t n_cores, const gm_local_rank *ranks,
                             size_t n_ranks, size_t rank, unsigned *out, size_t *out_n)
 {
-    if (rank >= n_ranks) {
-        return GM_FAIL(GM_ERR_ARG, "local rank %zu of %zu: it must be less", rank, n_ranks);
-    }
+    GM_FAIL_IF(rank >= n_ranks, GM_ERR_ARG, "local rank %zu of %zu: it must be less", rank,
+               n_ranks);
     split s = {.ranks = ranks, .n_ranks = n_ranks};
     gm_status status = GM_OK;
     GM_TRY_GOTO(status, done, collect_cores(&s, cores, n_cores));

@@ -84,9 +84,7 @@ static gm_status suspend(player *p, int64_t node)
 
 static gm_status resume(player *p, int64_t node, int64_t task)
 {
-    if (p->n_interruptions == 0) {
-        return GM_FAIL(GM_ERR_ARG, "replay: RESUME without SUSPEND");
-    }
+    GM_FAIL_IF(p->n_interruptions == 0, GM_ERR_ARG, "replay: RESUME without SUSPEND");
     interruption last = p->interruptions[--p->n_interruptions];
     gm_status status = GM_OK;
     for (size_t i = 0; last.addresses && i < last.n && status == GM_OK; i++) {

@@ -83,9 +83,7 @@ static gm_status paper_event_new(gm_device *dev, bool is_timed, gm_event *out)
     if (is_timed && *out >= self->capacity) {
         size_t capacity = 2 * (size_t)*out;
         double *grown = realloc(self->recorded, capacity * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "HOST: a table of %zu events", capacity);
-        }
+        GM_FAIL_IF(!grown, GM_ERR_NOMEM, "HOST: a table of %zu events", capacity);
         memset(&grown[self->capacity], 0, (capacity - self->capacity) * sizeof *grown);
         self->recorded = grown;
         self->capacity = capacity;
@@ -120,10 +118,9 @@ static gm_status paper_event_query(gm_device *dev, gm_event event, bool *out)
 static gm_status paper_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
 {
     const paper_device *self = as_paper(dev);
-    if (start >= self->capacity || end >= self->capacity) {
-        return GM_FAIL(GM_ERR_ARG, "paper device: event %llu is not a timed event",
-                       (unsigned long long)(start >= self->capacity ? start : end));
-    }
+    GM_FAIL_IF(start >= self->capacity || end >= self->capacity, GM_ERR_ARG,
+               "paper device: event %llu is not a timed event",
+               (unsigned long long)(start >= self->capacity ? start : end));
     *seconds = self->recorded[end] - self->recorded[start];
     return GM_OK;
 }

@@ -109,10 +109,8 @@ static gm_status take_device_memory(bench *b)
     size_t wanted = DEVICE_BYTES / b->device->block_bytes;
     wanted = wanted ? wanted : 1;
     b->blocks = calloc(wanted, sizeof *b->blocks);
-    if (!b->blocks) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes to measure rates",
-                       wanted * sizeof *b->blocks);
-    }
+    GM_FAIL_IF(!b->blocks, GM_ERR_NOMEM, "HOST: no %zu bytes to measure rates",
+               wanted * sizeof *b->blocks);
     gm_status status = GM_OK;
     while (b->n_blocks < wanted && status == GM_OK) {
         status = ops->block_new(b->device, &b->blocks[b->n_blocks]);
@@ -135,12 +133,10 @@ static gm_status take_host_memory(bench *b)
     size_t available = 0;
     GM_TRY(gm_host_available(&available));
     size_t bytes = least(HOST_BYTES, available / 4);
-    if (bytes < LEAST_HOST_BYTES) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "HOST: measuring the machine's rates needs %s, a fourth of what is "
-                       "available, which is %s; free host memory, or give rates in GEMINI_RATES",
-                       gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
-    }
+    GM_FAIL_IF(bytes < LEAST_HOST_BYTES, GM_ERR_NOMEM,
+               "HOST: measuring the machine's rates needs %s, a fourth of what is "
+               "available, which is %s; free host memory, or give rates in GEMINI_RATES",
+               gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
     gm_status status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
     while (status == GM_ERR_NOMEM && bytes / 2 >= LEAST_HOST_BYTES) { /* a limit on locked memory */
         bytes /= 2;

@@ -614,11 +614,9 @@ gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
 {
     uint32_t n_blocks = gm_plan_n_blocks(plan);
     gm_model m = {.plan = plan, .input = input};
-    if ((uint64_t)n_blocks * input->block_bytes > input->device_bytes) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "plan: %u blocks of %zu bytes are more than the %zu bytes allowed", n_blocks,
-                       input->block_bytes, input->device_bytes);
-    }
+    GM_FAIL_IF((uint64_t)n_blocks * input->block_bytes > input->device_bytes, GM_ERR_STATE,
+               "plan: %u blocks of %zu bytes are more than the %zu bytes allowed", n_blocks,
+               input->block_bytes, input->device_bytes);
     bool *seen = calloc((size_t)input->n_chunks + 1, sizeof *seen);
     m.chunks = calloc((size_t)input->n_chunks + 1, sizeof *m.chunks);
     m.shows = malloc(((size_t)n_blocks + 1) * sizeof *m.shows);

@@ -76,13 +76,11 @@ static void blob_kernel(cell *stack, uint64_t GM_UNUSED(n_in), uint64_t GM_UNUSE
 static gm_status look_up(void *library, const char *name, void *out_function)
 {
     void *symbol = dlsym(library, name);
-    if (!symbol) {
-        return GM_FAIL(
-            GM_ERR_UNSUPPORTED,
-            "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before "
-            "it",
-            name);
-    }
+    GM_FAIL_IF(
+        !symbol, GM_ERR_UNSUPPORTED,
+        "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before "
+        "it",
+        name);
     memcpy(out_function, &symbol, sizeof symbol); /* a function pointer, as POSIX allows */
     return GM_OK;
 }
@@ -99,9 +97,7 @@ gm_status gm_torch_abi_init(void)
         return GM_OK;
     }
     void *self = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    if (!self) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "libtorch_cpu.so is not loaded: import torch first");
-    }
+    GM_FAIL_IF(!self, GM_ERR_UNSUPPORTED, "libtorch_cpu.so is not loaded: import torch first");
     GM_TRY(look_up(self, "aoti_torch_library_init_fragment", &torch.library_init_fragment));
     GM_TRY(look_up(self, "aoti_torch_library_init_impl", &torch.library_init_impl));
     GM_TRY(look_up(self, "aoti_torch_library_def", &torch.library_def));
@@ -113,14 +109,14 @@ gm_status gm_torch_abi_init(void)
     GM_TRY(look_up(self, "aoti_torch_layout_strided", &torch.layout_strided));
     GM_TRY(look_up(self, "aoti_torch_grad_mode_is_enabled", &torch.grad_mode_is_enabled));
     void *library;
-    if (torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
-        torch.library_def(library, "blob(int lease, int[] sizes, int[] strides, ScalarType dtype, "
-                                   "int device_type, int device_index) -> Tensor") != 0 ||
-        torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__, __LINE__,
-                                &library) != 0 ||
-        torch.library_impl(library, "blob", blob_kernel) != 0) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "libtorch refused to register gemini::blob");
-    }
+    GM_FAIL_IF(torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
+                   torch.library_def(
+                       library, "blob(int lease, int[] sizes, int[] strides, ScalarType dtype, "
+                                "int device_type, int device_index) -> Tensor") != 0 ||
+                   torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__,
+                                           __LINE__, &library) != 0 ||
+                   torch.library_impl(library, "blob", blob_kernel) != 0,
+               GM_ERR_UNSUPPORTED, "libtorch refused to register gemini::blob");
     is_registered = true; /* the library objects live as long as the process */
     return GM_OK;
 }

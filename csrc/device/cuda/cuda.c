@@ -64,21 +64,16 @@ static gm_status find_span(cuda_device *d, uintptr_t addr, size_t n_blocks, cons
 {
     size_t i = upper_range(d, addr);
     size_t block_bytes = d->base.block_bytes;
-    if (i == 0 || addr - d->ranges[i - 1].addr >= d->ranges[i - 1].bytes) {
-        return GM_FAIL(GM_ERR_ARG, "%s: address 0x%zx is in no range of cuda:%d", what,
-                       (size_t)addr, d->ordinal);
-    }
+    GM_FAIL_IF(i == 0 || addr - d->ranges[i - 1].addr >= d->ranges[i - 1].bytes, GM_ERR_ARG,
+               "%s: address 0x%zx is in no range of cuda:%d", what, (size_t)addr, d->ordinal);
     cuda_range *range = &d->ranges[i - 1];
     size_t offset = addr - range->addr;
-    if (offset % d->base.granularity != 0) {
-        return GM_FAIL(GM_ERR_ARG, "%s: address 0x%zx is not a multiple of %zu bytes", what,
-                       (size_t)addr, d->base.granularity);
-    }
-    if (n_blocks > (range->bytes - offset) / block_bytes) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "%s: %zu blocks of %zu bytes at offset %zu end after the range of %zu bytes",
-                       what, n_blocks, block_bytes, offset, range->bytes);
-    }
+    GM_FAIL_IF(offset % d->base.granularity != 0, GM_ERR_ARG,
+               "%s: address 0x%zx is not a multiple of %zu bytes", what, (size_t)addr,
+               d->base.granularity);
+    GM_FAIL_IF(n_blocks > (range->bytes - offset) / block_bytes, GM_ERR_ARG,
+               "%s: %zu blocks of %zu bytes at offset %zu end after the range of %zu bytes", what,
+               n_blocks, block_bytes, offset, range->bytes);
     *out = range;
     return GM_OK;
 }
@@ -89,15 +84,13 @@ static gm_status unmap_granules(cuda_device *d, cuda_range *range, size_t first,
 {
     size_t n_granules = range->bytes / d->base.granularity;
     size_t per_block = d->base.block_bytes / d->base.granularity;
-    if (first < last &&
-        (range->granule[first] == REST || (last < n_granules && range->granule[last] == REST))) {
-        return GM_FAIL(
-            GM_ERR_ARG,
-            "%s: [%zu, %zu) of the range at 0x%zx cuts a mapped block of %zu bytes; blocks "
-            "are mapped and unmapped as a whole",
-            what, first * d->base.granularity, last * d->base.granularity, (size_t)range->addr,
-            d->base.block_bytes);
-    }
+    GM_FAIL_IF(first < last && (range->granule[first] == REST ||
+                                (last < n_granules && range->granule[last] == REST)),
+               GM_ERR_ARG,
+               "%s: [%zu, %zu) of the range at 0x%zx cuts a mapped block of %zu bytes; blocks "
+               "are mapped and unmapped as a whole",
+               what, first * d->base.granularity, last * d->base.granularity, (size_t)range->addr,
+               d->base.block_bytes);
     for (size_t i = first; i < last;) {
         if (range->granule[i] == UNMAPPED) {
             i++;
@@ -120,9 +113,8 @@ static gm_status map_span(cuda_device *d, uintptr_t addr, const gm_block *blocks
     size_t per_block = block_bytes / d->base.granularity;
     GM_TRY(find_span(d, addr, n, what, &range));
     for (size_t i = 0; i < n; i++) {
-        if (blocks[i * stride] == 0) {
-            return GM_FAIL(GM_ERR_ARG, "%s: blocks[%zu] is 0, which is no block", what, i);
-        }
+        GM_FAIL_IF(blocks[i * stride] == 0, GM_ERR_ARG, "%s: blocks[%zu] is 0, which is no block",
+                   what, i);
     }
     if (n == 0) {
         return GM_OK;
@@ -158,18 +150,14 @@ static gm_status add_range(cuda_device *d, uintptr_t addr, size_t bytes)
     if (d->n_ranges == d->capacity) {
         size_t capacity = d->capacity ? 2 * d->capacity : 16;
         cuda_range *ranges = realloc(d->ranges, capacity * sizeof *ranges);
-        if (!ranges) {
-            return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the table of address ranges",
-                           capacity * sizeof *ranges);
-        }
+        GM_FAIL_IF(!ranges, GM_ERR_NOMEM, "HOST: no %zu bytes for the table of address ranges",
+                   capacity * sizeof *ranges);
         d->ranges = ranges;
         d->capacity = capacity;
     }
     uint8_t *granule = calloc(bytes / d->base.granularity, 1);
-    if (!granule) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the state of an address range",
-                       bytes / d->base.granularity);
-    }
+    GM_FAIL_IF(!granule, GM_ERR_NOMEM, "HOST: no %zu bytes for the state of an address range",
+               bytes / d->base.granularity);
     size_t at = upper_range(d, addr);
     memmove(&d->ranges[at + 1], &d->ranges[at], (d->n_ranges - at) * sizeof *d->ranges);
     d->ranges[at] = (cuda_range){.addr = addr, .bytes = bytes, .granule = granule};
@@ -194,10 +182,8 @@ static gm_status cuda_range_new(gm_device *dev, size_t bytes, uintptr_t *out)
 {
     cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    if (bytes == 0 || bytes % dev->granularity != 0) {
-        return GM_FAIL(GM_ERR_ARG, "range_new: %zu bytes is not a positive multiple of %zu", bytes,
-                       dev->granularity);
-    }
+    GM_FAIL_IF(bytes == 0 || bytes % dev->granularity != 0, GM_ERR_ARG,
+               "range_new: %zu bytes is not a positive multiple of %zu", bytes, dev->granularity);
     IN_CONTEXT(d, range_new(d, bytes, out));
 }
 
@@ -323,13 +309,11 @@ static gm_status cuda_poison(gm_device *dev, uintptr_t addr, size_t n_blocks)
 static gm_status pin(cuda_device *d, void *base, size_t bytes)
 {
     CUresult result = d->api->cuMemHostRegister(base, bytes, CU_MEMHOSTREGISTER_PORTABLE);
-    if (result == CUDA_ERROR_OUT_OF_MEMORY) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on "
-                       "locked memory "
-                       "(ulimit -l)",
-                       gm_wanted(bytes).text);
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_OUT_OF_MEMORY, GM_ERR_NOMEM,
+               "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on "
+               "locked memory "
+               "(ulimit -l)",
+               gm_wanted(bytes).text);
     return gm_cuda_check(result, "cuMemHostRegister");
 }
 
@@ -426,10 +410,8 @@ static gm_status open_device(cuda_device *d, size_t block_bytes)
     size_t granularity = 0;
     GM_TRY(CHECK(d->api->cuMemGetAllocationGranularity(&granularity, &d->allocation,
                                                        CU_MEM_ALLOC_GRANULARITY_MINIMUM)));
-    if (block_bytes == 0 || block_bytes > SIZE_MAX - granularity) {
-        return GM_FAIL(GM_ERR_ARG, "block_bytes is %zu; it must be positive and fit the device",
-                       block_bytes);
-    }
+    GM_FAIL_IF(block_bytes == 0 || block_bytes > SIZE_MAX - granularity, GM_ERR_ARG,
+               "block_bytes is %zu; it must be positive and fit the device", block_bytes);
     d->base.granularity = granularity;
     d->base.block_bytes = gm_round_up(block_bytes, granularity);
     GM_TRY(CHECK(d->api->cuStreamCreate(&d->stream, CU_STREAM_NON_BLOCKING)));
@@ -442,18 +424,13 @@ static gm_status find_device(cuda_device *d, int ordinal)
     GM_TRY(gm_cuda(&d->api));
     d->ordinal = ordinal;
     CUresult result = d->api->cuDeviceGet(&d->device, ordinal);
-    if (result == CUDA_ERROR_INVALID_DEVICE) {
-        return GM_FAIL(GM_ERR_ARG, "device: there is no cuda:%d; see CUDA_VISIBLE_DEVICES",
-                       ordinal);
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_INVALID_DEVICE, GM_ERR_ARG,
+               "device: there is no cuda:%d; see CUDA_VISIBLE_DEVICES", ordinal);
     GM_TRY(gm_cuda_check(result, "cuDeviceGet"));
     GM_TRY(CHECK(d->api->cuDeviceGetAttribute(
         &has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->device)));
-    if (!has_virtual_memory) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED,
-                       "cuda:%d: the driver offers no virtual memory management for this GPU",
-                       ordinal);
-    }
+    GM_FAIL_IF(!has_virtual_memory, GM_ERR_UNSUPPORTED,
+               "cuda:%d: the driver offers no virtual memory management for this GPU", ordinal);
     return GM_OK;
 }
 
@@ -461,9 +438,7 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
 {
     *out = NULL;
     cuda_device *d = calloc(1, sizeof *d);
-    if (!d) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for a device", sizeof *d);
-    }
+    GM_FAIL_IF(!d, GM_ERR_NOMEM, "HOST: no %zu bytes for a device", sizeof *d);
     gm_status status = find_device(d, ordinal);
     if (status != GM_OK) {
         free(d);

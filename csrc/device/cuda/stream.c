@@ -98,10 +98,9 @@ static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, doubl
     GM_TRY(CHECK(d->api->cuEventSynchronize(start)));
     GM_TRY(CHECK(d->api->cuEventSynchronize(end)));
     CUresult result = d->api->cuEventElapsedTime(&milliseconds, start, end);
-    if (result == CUDA_ERROR_INVALID_HANDLE) {
-        return GM_FAIL(GM_ERR_ARG, "event_elapsed: an event was made without is_timed or was never "
-                                   "recorded");
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_INVALID_HANDLE, GM_ERR_ARG,
+               "event_elapsed: an event was made without is_timed or was never "
+               "recorded");
     GM_TRY(gm_cuda_check(result, "cuEventElapsedTime"));
     *seconds = 1e-3 * (double)milliseconds;
     return GM_OK;
