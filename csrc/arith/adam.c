@@ -82,10 +82,10 @@ static gm_status check_args(const gm_adam_args *args)
 {
     GM_FAIL_IF(args->format != GM_F32 && args->format != GM_BF16 && args->format != GM_F16,
                GM_ERR_ARG, "Adam: weight format %d is not known", (int)args->format);
-    GM_FAIL_IF(args->grad_dtype != GM_F32 && args->grad_dtype != args->format, GM_ERR_ARG,
-               "Adam: gradient dtype %d does not go with weight format %d; use the format's "
-               "dtype or fp32",
-               (int)args->grad_dtype, (int)args->format);
+    GM_FAIL_IF(
+        args->grad_dtype != GM_F32 && args->grad_dtype != args->format, GM_ERR_ARG,
+        "Adam: gradient dtype %d does not go with weight format %d; use the format's dtype or fp32",
+        (int)args->grad_dtype, (int)args->format);
     for (size_t i = 0; i < args->n_ranges; i++) {
         GM_FAIL_IF(args->ranges[i].begin > args->ranges[i].end, GM_ERR_ARG,
                    "Adam: range %zu begins at %zu, after its end %zu", i, args->ranges[i].begin,

@@ -55,8 +55,8 @@ static gm_status choose(const char *forced, gm_isa *out)
         if (strcmp(forced, names[i]) == 0) {
             const char *missing = missing_feature((gm_isa)i);
             GM_FAIL_IF(missing, GM_ERR_UNSUPPORTED,
-                       "GEMINI_ISA=%s: this processor lacks %s; unset GEMINI_ISA to use the "
-                       "best set that it has",
+                       "GEMINI_ISA=%s: this processor lacks %s; unset GEMINI_ISA to use the best "
+                       "set that it has",
                        forced, missing);
             *out = (gm_isa)i;
             return GM_OK;

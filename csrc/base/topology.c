@@ -144,11 +144,10 @@ gm_status gm_topology_device_node(const char *root, const char *pci_bus_id, int 
     char rest;
     if (sscanf(pci_bus_id, "%8x:%2x:%2x.%1x%c", &domain, &bus, &device, &function, &rest) != 4) {
         domain = 0;
-        GM_FAIL_IF(sscanf(pci_bus_id, "%2x:%2x.%1x%c", &bus, &device, &function, &rest) != 3,
-                   GM_ERR_ARG,
-                   "\"%.40s\" is no PCI device: write domain:bus:device.function, as in "
-                   "0000:1b:00.0",
-                   pci_bus_id);
+        GM_FAIL_IF(
+            sscanf(pci_bus_id, "%2x:%2x.%1x%c", &bus, &device, &function, &rest) != 3, GM_ERR_ARG,
+            "\"%.40s\" is no PCI device: write domain:bus:device.function, as in 0000:1b:00.0",
+            pci_bus_id);
     }
     char name[64], text[64];
     (void)snprintf(name, sizeof name, "%04x:%02x:%02x.%x/numa_node", domain, bus, device, function);

@@ -157,9 +157,8 @@ gm_status gm_workers_default(unsigned *out)
         value = is_number ? value * 10 + (unsigned long)(*c - '0') : 0;
     }
     GM_FAIL_IF(!is_number || value < 1 || value > MAX_THREADS, GM_ERR_ARG,
-               "GEMINI_THREADS is \"%.40s\": set it to a whole number from 1 to %d, or "
-               "unset it to use "
-               "every core this process may use",
+               "GEMINI_THREADS is \"%.40s\": set it to a whole number from 1 to %d, or unset it to "
+               "use every core this process may use",
                text, MAX_THREADS);
     *out = (unsigned)value;
     return GM_OK;

@@ -465,10 +465,9 @@ static PyMethodDef core_methods[] = {
     GM_PY_METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
     GM_PY_METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
     GM_PY_METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
-    GM_PY_METHOD(
-        "chunk", core_chunk, METH_FASTCALL,
-        "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
-        "gradients that wait)"),
+    GM_PY_METHOD("chunk", core_chunk, METH_FASTCALL,
+                 "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, "
+                 "of its gradients that wait)"),
     GM_PY_METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
     GM_PY_METHOD("chunk_states", core_chunk_states, METH_NOARGS, "chunk_states() -> list of dicts"),
     GM_PY_METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),

@@ -74,11 +74,9 @@ static host_device *as_host(gm_device *dev)
 static gm_status check_owner(const host_device *dev)
 {
     GM_FAIL_IF(dev->owner != getpid(), GM_ERR_STATE,
-               "host device: process %d was forked from process %d, which owns this "
-               "memory; a forked process "
-               "(a DataLoader worker, for example) cannot use managed parameters: copy "
-               "what it needs before "
-               "the fork",
+               "host device: process %d was forked from process %d, which owns this memory; a "
+               "forked process (a DataLoader worker, for example) cannot use managed parameters: "
+               "copy what it needs before the fork",
                (int)getpid(), (int)dev->owner);
     return GM_OK;
 }
@@ -111,13 +109,11 @@ static gm_status check_inside_range(const host_device *dev, const char *what, ui
 
 static gm_status mmap_failed(size_t bytes, int error)
 {
-    return GM_FAIL(
-        error == EAGAIN ? GM_ERR_NOMEM : GM_ERR_DEVICE, "host device: mmap of %zu bytes: %s%s",
-        bytes, strerror(error),
-        error == ENOMEM
-            ? "; this process may have reached vm.max_map_count: raise it with sysctl, or take "
-              "a larger block_size"
-            : "");
+    return GM_FAIL(error == EAGAIN ? GM_ERR_NOMEM : GM_ERR_DEVICE,
+                   "host device: mmap of %zu bytes: %s%s", bytes, strerror(error),
+                   error == ENOMEM ? "; this process may have reached vm.max_map_count: raise it "
+                                     "with sysctl, or take a larger block_size"
+                                   : "");
 }
 
 /* Takes away access and content; the addresses stay ours. */
@@ -200,8 +196,7 @@ static gm_status check_available(host_device *dev)
     dev->n_unseen = 0;
     GM_TRY(gm_host_available(&dev->available));
     GM_FAIL_IF(bytes > dev->available, GM_ERR_NOMEM,
-               "host device: a block of %s wanted, %s of host memory available, %zu blocks "
-               "held",
+               "host device: a block of %s wanted, %s of host memory available, %zu blocks held",
                gm_wanted(bytes).text, gm_there(dev->available).text, dev->n_used);
     dev->n_unseen = dev->available < LOOK_BYTES ? dev->available : LOOK_BYTES;
     return GM_OK;
@@ -218,8 +213,7 @@ static gm_status give_pages(host_device *dev, size_t index)
     } while (failed && errno == EINTR);
     GM_FAIL_IF(failed && errno != EOPNOTSUPP && errno != ENOSYS,
                errno == ENOSPC || errno == ENOMEM ? GM_ERR_NOMEM : GM_ERR_DEVICE,
-               "host device: a block of %s wanted, %s seemed available, but the kernel says: "
-               "%s",
+               "host device: a block of %s wanted, %s seemed available, but the kernel says: %s",
                gm_wanted(bytes).text, gm_there(dev->available).text, strerror(errno));
     dev->available -= bytes; /* which a look has covered */
     dev->n_unseen -= bytes < dev->n_unseen ? bytes : dev->n_unseen;

@@ -22,8 +22,8 @@ static gm_status check_grad(const gm_engine *engine, uint32_t id, gm_field field
 {
     return field == GM_FIELD_GRAD && engine->params[id].is_used_up
                ? GM_FAIL(GM_ERR_STATE,
-                         "the gradient of %s was used up by the update inside "
-                         "backward(step=True); read it after a backward without step=True",
+                         "the gradient of %s was used up by the update inside backward(step=True); "
+                         "read it after a backward without step=True",
                          gm_engine_name(engine, id))
                : GM_OK;
 }
@@ -132,8 +132,8 @@ static gm_status take_back(gm_engine *engine, gm_param *p, gm_stream stream)
     gm_slice s = gm_field_shown(engine, p);
     const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
     GM_FAIL_IF(state->gathered != state->version, GM_ERR_STATE,
-               "gathered weights were written after a step had made them old; "
-               "write them inside their unit, or through the engine");
+               "gathered weights were written after a step had made them old; write them inside "
+               "their unit, or through the engine");
     uint8_t *weight = malloc(2 * s.bytes + 1);
     GM_FAIL_IF(!weight, GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
     uint8_t *old = weight + s.bytes;
@@ -177,9 +177,8 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
         return gm_call_end(
             engine,
-            GM_FAIL(GM_ERR_STATE,
-                    "a 16-bit weight was written in place inside its unit while its chunk had no "
-                    "current home, so its fp32 master cannot follow"));
+            GM_FAIL(GM_ERR_STATE, "a 16-bit weight was written in place inside its unit while its "
+                                  "chunk had no current home, so its fp32 master cannot follow"));
     }
     gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
     uint8_t *weight = malloc(s.bytes);

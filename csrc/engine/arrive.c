@@ -56,8 +56,8 @@ static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_
                            gm_stream stream)
 {
     GM_FAIL_IF(p->is_used_up, GM_ERR_STATE,
-               "a gradient arrived for %s, whose last one was used up by the update "
-               "inside backward(step=True); call optimizer.zero_grad() before the next backward",
+               "a gradient arrived for %s, whose last one was used up by the update inside "
+               "backward(step=True); call optimizer.zero_grad() before the next backward",
                gm_engine_name(engine, (uint32_t)(p - engine->params)));
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
@@ -149,8 +149,8 @@ static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *para
 {
     for (uint32_t i = 0; i < n; i++) {
         GM_FAIL_IF(engine->params[params[i]].is_used_up, GM_ERR_STATE,
-                   "gradients were used up by the update inside backward(step=True); a norm "
-                   "needs backward(loss) without it");
+                   "gradients were used up by the update inside backward(step=True); a norm needs "
+                   "backward(loss) without it");
     }
     return GM_OK;
 }

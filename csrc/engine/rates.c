@@ -134,8 +134,8 @@ static gm_status take_host_memory(bench *b)
     GM_TRY(gm_host_available(&available));
     size_t bytes = least(HOST_BYTES, available / 4);
     GM_FAIL_IF(bytes < LEAST_HOST_BYTES, GM_ERR_NOMEM,
-               "HOST: measuring the machine's rates needs %s, a fourth of what is "
-               "available, which is %s; free host memory, or give rates in GEMINI_RATES",
+               "HOST: measuring the machine's rates needs %s, a fourth of what is available, which "
+               "is %s; free host memory, or give rates in GEMINI_RATES",
                gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
     gm_status status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
     while (status == GM_ERR_NOMEM && bytes / 2 >= LEAST_HOST_BYTES) { /* a limit on locked memory */

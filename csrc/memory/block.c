@@ -235,8 +235,8 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, bool is_fresh, uint3
                        wanted.text);
             return GM_FAIL(
                 GM_ERR_NOMEM,
-                "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at "
-                "this moment and %s free; raise device_budget, or use a smaller chunk_size",
+                "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at this "
+                "moment and %s free; raise device_budget, or use a smaller chunk_size",
                 wanted.text, gm_there((size_t)(chunks->n_blocks - chunks->n_free) * block).text,
                 gm_there(chunks->limit).text, gm_there((size_t)chunks->n_free * block).text);
         }

@@ -267,8 +267,8 @@ gm_status gm_chunks_check_bytes(const gm_chunks *chunks)
             bool is_equal = p->state != CLEAN || p->pins > 0 || !p->home || p->bytes == 0 ||
                             memcmp(p->home, (const void *)p->address, p->bytes) == 0;
             GM_FAIL_IF(!is_equal, GM_ERR_STATE,
-                       "invariant 5: piece %d of chunk %u is clean, but device and home "
-                       "have different bytes",
+                       "invariant 5: piece %d of chunk %u is clean, but device and home have "
+                       "different bytes",
                        kind, id);
         }
     }

@@ -78,8 +78,7 @@ static gm_status look_up(void *library, const char *name, void *out_function)
     void *symbol = dlsym(library, name);
     GM_FAIL_IF(
         !symbol, GM_ERR_UNSUPPORTED,
-        "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before "
-        "it",
+        "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before it",
         name);
     memcpy(out_function, &symbol, sizeof symbol); /* a function pointer, as POSIX allows */
     return GM_OK;
@@ -110,9 +109,9 @@ gm_status gm_torch_abi_init(void)
     GM_TRY(look_up(self, "aoti_torch_grad_mode_is_enabled", &torch.grad_mode_is_enabled));
     void *library;
     GM_FAIL_IF(torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
-                   torch.library_def(
-                       library, "blob(int lease, int[] sizes, int[] strides, ScalarType dtype, "
-                                "int device_type, int device_index) -> Tensor") != 0 ||
+                   torch.library_def(library,
+                                     "blob(int lease, int[] sizes, int[] strides, ScalarType "
+                                     "dtype, int device_type, int device_index) -> Tensor") != 0 ||
                    torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__,
                                            __LINE__, &library) != 0 ||
                    torch.library_impl(library, "blob", blob_kernel) != 0,

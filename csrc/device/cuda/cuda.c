@@ -87,8 +87,8 @@ static gm_status unmap_granules(cuda_device *d, cuda_range *range, size_t first,
     GM_FAIL_IF(first < last && (range->granule[first] == REST ||
                                 (last < n_granules && range->granule[last] == REST)),
                GM_ERR_ARG,
-               "%s: [%zu, %zu) of the range at 0x%zx cuts a mapped block of %zu bytes; blocks "
-               "are mapped and unmapped as a whole",
+               "%s: [%zu, %zu) of the range at 0x%zx cuts a mapped block of %zu bytes; blocks are "
+               "mapped and unmapped as a whole",
                what, first * d->base.granularity, last * d->base.granularity, (size_t)range->addr,
                d->base.block_bytes);
     for (size_t i = first; i < last;) {
@@ -310,9 +310,8 @@ static gm_status pin(cuda_device *d, void *base, size_t bytes)
 {
     CUresult result = d->api->cuMemHostRegister(base, bytes, CU_MEMHOSTREGISTER_PORTABLE);
     GM_FAIL_IF(result == CUDA_ERROR_OUT_OF_MEMORY, GM_ERR_NOMEM,
-               "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on "
-               "locked memory "
-               "(ulimit -l)",
+               "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on locked "
+               "memory (ulimit -l)",
                gm_wanted(bytes).text);
     return gm_cuda_check(result, "cuMemHostRegister");
 }
@@ -479,11 +478,10 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
 gm_status gm_device_cuda_new(int ordinal, size_t GM_UNUSED(block_bytes), gm_device **out)
 {
     *out = NULL;
-    return GM_FAIL(
-        GM_ERR_UNSUPPORTED,
-        "device cuda:%d: this build of gemini_strategy has no CUDA support; install a build "
-        "made with the CUDA toolkit, or use device=\"cpu\"",
-        ordinal);
+    return GM_FAIL(GM_ERR_UNSUPPORTED,
+                   "device cuda:%d: this build of gemini_strategy has no CUDA support; install a "
+                   "build made with the CUDA toolkit, or use device=\"cpu\"",
+                   ordinal);
 }
 
 #endif

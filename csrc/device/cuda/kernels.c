@@ -66,8 +66,8 @@ static gm_status load(gm_kernels *k)
     GM_FAIL_IF(result == CUDA_ERROR_NO_BINARY_FOR_GPU ||
                    result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
                GM_ERR_UNSUPPORTED,
-               "CUDA: this build has no kernels for this GPU (compute capability 8.0 or later "
-               "is needed), or the driver is older than the toolkit of the build");
+               "CUDA: this build has no kernels for this GPU (compute capability 8.0 or later is "
+               "needed), or the driver is older than the toolkit of the build");
     GM_TRY(gm_cuda_check(result, "cuModuleLoadData"));
     for (size_t i = 0; i < sizeof adam / sizeof *adam; i++) {
         GM_TRY(get_function(k, adam[i].name, &k->adam[adam[i].format][adam[i].grad]));
@@ -163,10 +163,10 @@ static gm_status check_adam(const gm_adam_args *a)
     GM_FAIL_IF(a->from, GM_ERR_ARG, "adam: out of place on the host alone");
     GM_FAIL_IF(!is_dtype(a->format), GM_ERR_ARG, "adam: weight format %d is not known",
                (int)a->format);
-    GM_FAIL_IF(a->grad_dtype != GM_F32 && a->grad_dtype != a->format, GM_ERR_ARG,
-               "adam: gradient dtype %d does not go with weight format %d; use the format's "
-               "dtype or fp32",
-               (int)a->grad_dtype, (int)a->format);
+    GM_FAIL_IF(
+        a->grad_dtype != GM_F32 && a->grad_dtype != a->format, GM_ERR_ARG,
+        "adam: gradient dtype %d does not go with weight format %d; use the format's dtype or fp32",
+        (int)a->grad_dtype, (int)a->format);
     GM_TRY(check_pointer("adam: weight", a->weight, gm_dtype_bytes(a->format)));
     if (a->format != GM_F32) {
         GM_TRY(check_pointer("adam: low", a->low, low_bytes(a->format)));

@@ -99,8 +99,7 @@ static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, doubl
     GM_TRY(CHECK(d->api->cuEventSynchronize(end)));
     CUresult result = d->api->cuEventElapsedTime(&milliseconds, start, end);
     GM_FAIL_IF(result == CUDA_ERROR_INVALID_HANDLE, GM_ERR_ARG,
-               "event_elapsed: an event was made without is_timed or was never "
-               "recorded");
+               "event_elapsed: an event was made without is_timed or was never recorded");
     GM_TRY(gm_cuda_check(result, "cuEventElapsedTime"));
     *seconds = 1e-3 * (double)milliseconds;
     return GM_OK;
