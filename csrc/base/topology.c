@@ -43,12 +43,7 @@ static bool parse_list(const char *text, unsigned **out, size_t *out_n)
                   (*at == ',' || *at == '\n' || *at == '\0');
         at += is_good && *at == ',';
         for (unsigned long i = first; is_good && i <= last; i++) {
-            if (n == capacity) {
-                capacity = capacity ? 2 * capacity : 64;
-                unsigned *more = realloc(numbers, capacity * sizeof *numbers);
-                is_good = more != NULL;
-                numbers = more ? more : numbers;
-            }
+            is_good = GM_GROW(numbers, n, capacity, "host memory: %zu cores") == GM_OK;
             if (is_good) {
                 numbers[n++] = (unsigned)i;
             }

@@ -42,11 +42,6 @@ typedef struct player {
     size_t n_interruptions, capacity;
 } player;
 
-static gm_status out_of_memory(void)
-{
-    return GM_FAIL(GM_ERR_NOMEM, "HOST: a recorded pass");
-}
-
 /* As in net.c. */
 static gm_status follow(player *p, int64_t node, int64_t task, bool *out_is_known)
 {
@@ -63,7 +58,7 @@ static gm_status touch(player *p, uintptr_t address, int64_t node, int64_t task)
     uint32_t n_before = gm_engine_n_touched(p->engine);
     if ((!is_known && !gm_running_push(&p->running, node, task, n_before)) ||
         !gm_running_note(&p->running, address)) {
-        return out_of_memory();
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a recorded pass");
     }
     return gm_engine_touch(p->engine, address, 0);
 }
@@ -71,12 +66,8 @@ static gm_status touch(player *p, uintptr_t address, int64_t node, int64_t task)
 static gm_status suspend(player *p, int64_t node)
 {
     uint32_t n_keep;
-    interruption *interruptions =
-        gm_with_room(p->interruptions, p->n_interruptions, &p->capacity, sizeof *interruptions);
-    if (!interruptions) {
-        return out_of_memory();
-    }
-    p->interruptions = interruptions;
+    GM_TRY(GM_GROW(p->interruptions, p->n_interruptions, p->capacity,
+                   "HOST: a recorded pass with %zu interruptions"));
     interruption *last = &p->interruptions[p->n_interruptions++];
     last->addresses = gm_running_take(&p->running, node, &last->n, &n_keep);
     return last->addresses ? gm_engine_release_touched(p->engine, n_keep) : GM_OK;

@@ -147,14 +147,8 @@ static gm_status map_span(cuda_device *d, uintptr_t addr, const gm_block *blocks
 
 static gm_status add_range(cuda_device *d, uintptr_t addr, size_t bytes)
 {
-    if (d->n_ranges == d->capacity) {
-        size_t capacity = d->capacity ? 2 * d->capacity : 16;
-        cuda_range *ranges = realloc(d->ranges, capacity * sizeof *ranges);
-        GM_FAIL_IF(!ranges, GM_ERR_NOMEM, "HOST: no %zu bytes for the table of address ranges",
-                   capacity * sizeof *ranges);
-        d->ranges = ranges;
-        d->capacity = capacity;
-    }
+    GM_TRY(GM_GROW(d->ranges, d->n_ranges, d->capacity,
+                   "HOST: no room for a table of %zu address ranges"));
     uint8_t *granule = calloc(bytes / d->base.granularity, 1);
     GM_FAIL_IF(!granule, GM_ERR_NOMEM, "HOST: no %zu bytes for the state of an address range",
                bytes / d->base.granularity);
@@ -180,11 +174,10 @@ static gm_status range_new(cuda_device *d, size_t bytes, uintptr_t *out)
 
 static gm_status cuda_range_new(gm_device *dev, size_t bytes, uintptr_t *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
     GM_FAIL_IF(bytes == 0 || bytes % dev->granularity != 0, GM_ERR_ARG,
                "range_new: %zu bytes is not a positive multiple of %zu", bytes, dev->granularity);
-    IN_CONTEXT(d, range_new(d, bytes, out));
+    IN_CONTEXT(dev, range_new(d, bytes, out));
 }
 
 static void range_free(cuda_device *d, uintptr_t addr)
@@ -204,8 +197,7 @@ static void range_free(cuda_device *d, uintptr_t addr)
 /* How many bytes it has the table knows. */
 static void cuda_range_free(gm_device *dev, uintptr_t addr, size_t GM_UNUSED(bytes))
 {
-    cuda_device *d = gm_cuda_self(dev);
-    FREE_IN_CONTEXT(d, range_free(d, addr));
+    FREE_IN_CONTEXT(dev, range_free(d, addr));
 }
 
 static gm_status block_new(cuda_device *d, gm_block *out)
@@ -229,23 +221,20 @@ static gm_status block_new(cuda_device *d, gm_block *out)
 
 static gm_status cuda_block_new(gm_device *dev, gm_block *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    IN_CONTEXT(d, block_new(d, out));
+    IN_CONTEXT(dev, block_new(d, out));
 }
 
 static void cuda_block_free(gm_device *dev, gm_block block)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (block != 0) {
-        FREE_IN_CONTEXT(d, (void)d->api->cuMemRelease(block));
+        FREE_IN_CONTEXT(dev, (void)d->api->cuMemRelease(block));
     }
 }
 
 static gm_status cuda_map(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, map_span(d, addr, blocks, 1, n, "map"));
+    IN_CONTEXT(dev, map_span(d, addr, blocks, 1, n, "map"));
 }
 
 static gm_status unmap_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
@@ -259,8 +248,7 @@ static gm_status unmap_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
 
 static gm_status cuda_unmap(gm_device *dev, uintptr_t addr, size_t n_blocks)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, unmap_span(d, addr, n_blocks));
+    IN_CONTEXT(dev, unmap_span(d, addr, n_blocks));
 }
 
 static void drop_poison(cuda_device *d)
@@ -300,8 +288,7 @@ static gm_status poison_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
 
 static gm_status cuda_poison(gm_device *dev, uintptr_t addr, size_t n_blocks)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, poison_span(d, addr, n_blocks));
+    IN_CONTEXT(dev, poison_span(d, addr, n_blocks));
 }
 
 /* ---- host memory, figures ---- */
@@ -318,25 +305,22 @@ static gm_status pin(cuda_device *d, void *base, size_t bytes)
 
 static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (bytes == 0) {
         return GM_OK;
     }
-    IN_CONTEXT(d, pin(d, base, bytes));
+    IN_CONTEXT(dev, pin(d, base, bytes));
 }
 
 static void cuda_unpin(gm_device *dev, void *base)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (base) {
-        FREE_IN_CONTEXT(d, (void)d->api->cuMemHostUnregister(base));
+        FREE_IN_CONTEXT(dev, (void)d->api->cuMemHostUnregister(base));
     }
 }
 
 static gm_status cuda_memory(gm_device *dev, size_t *free_bytes, size_t *total_bytes)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, CHECK(d->api->cuMemGetInfo(free_bytes, total_bytes)));
+    IN_CONTEXT(dev, CHECK(d->api->cuMemGetInfo(free_bytes, total_bytes)));
 }
 
 /* ---- life ---- */
@@ -417,6 +401,7 @@ static gm_status open_device(cuda_device *d, size_t block_bytes)
     return gm_kernels_new(&d->kernels);
 }
 
+/* Its primary context is retained. */
 static gm_status find_device(cuda_device *d, int ordinal)
 {
     int has_virtual_memory = 0;
@@ -430,30 +415,25 @@ static gm_status find_device(cuda_device *d, int ordinal)
         &has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->device)));
     GM_FAIL_IF(!has_virtual_memory, GM_ERR_UNSUPPORTED,
                "cuda:%d: the driver offers no virtual memory management for this GPU", ordinal);
-    return GM_OK;
+    d->allocation.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    d->allocation.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    d->allocation.location.id = ordinal;
+    d->access.location = d->allocation.location;
+    d->access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    return CHECK(d->api->cuDevicePrimaryCtxRetain(&d->context, d->device));
 }
 
 gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
 {
     *out = NULL;
-    cuda_device *d = calloc(1, sizeof *d);
-    GM_FAIL_IF(!d, GM_ERR_NOMEM, "HOST: no %zu bytes for a device", sizeof *d);
+    cuda_device *d;
+    GM_TRY(GM_NEW(d, "HOST: no %zu bytes for a device"));
     gm_status status = find_device(d, ordinal);
     if (status != GM_OK) {
         free(d);
         return status;
     }
     d->base.ops = &cuda_ops;
-    d->allocation.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    d->allocation.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    d->allocation.location.id = ordinal;
-    d->access.location = d->allocation.location;
-    d->access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    status = CHECK(d->api->cuDevicePrimaryCtxRetain(&d->context, d->device));
-    if (status != GM_OK) {
-        free(d);
-        return status;
-    }
     bool is_pushed;
     status = gm_cuda_enter(d, &is_pushed);
     if (status == GM_OK) {

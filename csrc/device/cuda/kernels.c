@@ -91,8 +91,8 @@ static gm_status load(gm_kernels *k)
 gm_status gm_kernels_new(gm_kernels **out)
 {
     *out = NULL;
-    gm_kernels *k = calloc(1, sizeof *k);
-    GM_FAIL_IF(!k, GM_ERR_NOMEM, "HOST: no %zu bytes for the table of kernels", sizeof *k);
+    gm_kernels *k;
+    GM_TRY(GM_NEW(k, "HOST: no %zu bytes for the table of kernels"));
     gm_status status = load(k);
     if (status != GM_OK) {
         gm_kernels_free(k);
