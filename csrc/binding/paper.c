@@ -150,7 +150,7 @@ static PyObject *core_replay(core *self, PyObject *events)
 }
 
 PyMethodDef gm_py_paper_methods[] = {
-    GM_PY_METHOD("replay", core_replay, METH_O, "replay(events): on a device on paper"),
+    GM_CORE_METHOD(replay, O, "(events): on a device on paper"),
     {NULL, NULL, 0, NULL},
 };
 
