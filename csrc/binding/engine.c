@@ -387,10 +387,8 @@ static gm_engine *begin_param(core *self, const char *name, PyObject *const *arg
                               Py_ssize_t n_args, unsigned long long *out)
 {
     gm_engine *engine = gm_py_begin(self, name, args, n_args, 1, out);
-    if (engine && *out >= self->n_params) {
-        PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", *out);
-        return NULL;
-    }
+    GM_PY_FAIL_IF(engine && *out >= self->n_params, PyExc_ValueError,
+                  "parameter %llu does not exist", *out);
     return engine;
 }
 

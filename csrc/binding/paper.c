@@ -128,9 +128,7 @@ static PyObject *core_replay(core *self, PyObject *events)
     if (!p.engine) {
         return NULL;
     }
-    if (!self->paper) {
-        return PyErr_Format(PyExc_RuntimeError, "replay: this engine's device is not on paper");
-    }
+    GM_PY_FAIL_IF(!self->paper, PyExc_RuntimeError, "replay: this engine's device is not on paper");
     Py_ssize_t n = PySequence_Size(events);
     gm_status status = GM_OK;
     for (Py_ssize_t i = 0; i < n && status == GM_OK; i++) {

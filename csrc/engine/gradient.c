@@ -18,8 +18,6 @@
  * released. */
 #include "engine/engine_impl.h"
 
-#include <stdlib.h>
-#include <string.h>
 
 /* ---- this rank's part ---- */
 

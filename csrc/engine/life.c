@@ -2,7 +2,6 @@
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
 static uint32_t kind_of(const gm_engine_param *spec)

@@ -21,7 +21,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct gm_saved {
     /* Huge pages, first touched by all workers: half a checkpoint may be copied in one step. */

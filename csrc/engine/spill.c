@@ -8,7 +8,6 @@
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 void gm_spill_forget(gm_engine *engine, uint32_t chunk)
 {

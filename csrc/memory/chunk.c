@@ -14,7 +14,6 @@
  * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in stats.n_host_waits. */
 #include "memory/chunk_impl.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 static const bool may_move[N_STATES][N_STATES] = {

@@ -3,7 +3,6 @@
 #include "torch/abi.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "engine/engine.h"
