@@ -175,10 +175,10 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
         return gm_call_end(engine, noted);
     }
     if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
-        return gm_call_end(
-            engine,
-            GM_FAIL(GM_ERR_STATE, "a 16-bit weight was written in place inside its unit while its "
-                                  "chunk had no current home, so its fp32 master cannot follow"));
+        return gm_call_end(engine,
+                           GM_FAIL(GM_ERR_STATE,
+                                   "a 16-bit weight was written in place inside its unit while its "
+                                   "chunk had no current home, so its fp32 master cannot follow"));
     }
     gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
     uint8_t *weight = malloc(s.bytes);
