@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from lines import keep_line
-from measure import cpu_name
+from lines import keep_line, parser_of
 
 from gemini_strategy import _C
+from gemini_strategy.machine.rates import cpu_name
 
 FORMATS = {"fp32": (0, torch.float32), "bf16": (1, torch.bfloat16), "fp16": (2, torch.float16)}
 LOW_DTYPES = {"fp32": None, "bf16": torch.int16, "fp16": torch.float32}
@@ -206,9 +206,7 @@ def bench_cuda(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Parses the command line and runs one benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--format", choices=tuple(FORMATS), default="bf16")
     parser.add_argument("--grad", choices=tuple(FORMATS), default=None, help="default: the format")

@@ -8,7 +8,6 @@ deterministic (`--deterministic`), which makes both runs slower.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lines import keep_line
+from lines import keep_line, parser_of
 from loops import Gemini, Hybrid, Loop, run
 from shapes import SHAPES
 
@@ -57,9 +56,7 @@ class Managed(Adapted, Gemini):
 
 def main() -> int:
     """Writes one line of JSON; 1 if a run failed, or if their losses differ under --deterministic."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a line is added")
     parser.add_argument("--model", choices=SHAPES, default="opt-14b")
     parser.add_argument("--budget", default="24GB")

@@ -29,9 +29,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from lines import keep_line
+from lines import keep_line, parser_of
 from loops import MOST_WARMUP, Gemini
-from measure import environment, own_peak_rss
+from measure import environment
 from shapes import SHAPES
 
 STEPS = 4  # that the median is taken of
@@ -53,12 +53,12 @@ def checksums(folder: Path) -> dict[str, Any]:
 
 def raised(work: Callable[[], Any]) -> tuple[float, int]:
     """(seconds, bytes by which the resident set was above its size before)."""
-    from gemini_strategy.report.tables import host_resident_bytes
+    from gemini_strategy.report.tables import host_peak_bytes, host_resident_bytes
 
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before, begin = host_resident_bytes(), time.perf_counter()
     work()
-    return time.perf_counter() - begin, own_peak_rss() - before
+    return time.perf_counter() - begin, host_peak_bytes() - before
 
 
 def masters(engine: Any) -> dict[str, int]:
@@ -72,9 +72,7 @@ def masters(engine: Any) -> dict[str, int]:
 
 def parse_arguments() -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="on the disk that is asked about"
     )

@@ -166,9 +166,9 @@ def child(args: argparse.Namespace, what: str) -> dict[str, Any]:
 
 def main() -> int:
     """Adds the line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    from lines import keep_line, parser_of
+
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", default="opt-1.5b")
     parser.add_argument("--budget", default="12GB")
@@ -189,7 +189,6 @@ def main() -> int:
         parser.error("--out is missing")
     runs = [child(args, what) for what in ("plain", "trainer", *(["plain"] * args.again))]
     import torch
-    from lines import keep_line
     from measure import environment
 
     best = min(run["seconds"] for run in (runs[0], *runs[2:]))

@@ -8,7 +8,6 @@ rates that its plan was made from. Prints one line of Markdown for each.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lines import parser_of
 from models import build_model
 from shapes import SHAPES
 
@@ -80,10 +80,7 @@ def estimated(run: dict[str, Any], gpu: str, name: str, rates: Any, model: Any) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.parse_args()
+    parser_of(__doc__).parse_args()
     meta = torch.device("meta")
     models: dict[str, Any] = {}
     print(HEAD)

@@ -19,9 +19,14 @@ from typing import IO, Any
 # ---- what is asked for ------------------------------------------------------------------------
 
 
+def parser_of(doc: str) -> argparse.ArgumentParser:
+    """`doc`: what --help begins with."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+
+
 def options(doc: str, presets: Mapping[str, Any], preset: str) -> argparse.ArgumentParser:
-    """The options that every driver has; `doc`: what --help begins with, `preset`: the default."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    """The options that every driver has; `preset`: the default."""
+    parser = parser_of(doc)
     parser.add_argument("--preset", choices=tuple(presets), default=preset)
     parser.add_argument("--only", help="runs, separated by commas; default: the preset's")
     parser.add_argument("--steps", type=int, default=7, help="measured steps (default 7)")

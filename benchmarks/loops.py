@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measure import Clock, Peaks, environment, own_peak_rss
+from measure import Clock, Peaks, environment
 from models import Batches, build_model
 from shapes import SHAPES
 from torch import Tensor
@@ -450,6 +450,8 @@ class Training:
 
     def run(self, enter: Any) -> dict[str, Any]:
         """Warm-up and measured steps."""
+        from gemini_strategy.report.tables import host_peak_bytes
+
         loop, spec, device, losses = self._loop, self._loop.spec, self._device, self._losses
         steps, warmup, micro_batches = spec["steps"], spec["warmup"], spec["micro_batches"]
         is_cuda = device.type == "cuda"
@@ -508,7 +510,7 @@ class Training:
             "losses": values,
             "losses_finite": all(map(math.isfinite, values)),
             **peaks,
-            "host_peak_rss_bytes": own_peak_rss(),
+            "host_peak_rss_bytes": host_peak_bytes(),
         }
 
 
@@ -522,6 +524,8 @@ def keep(spec: dict[str, Any], result: dict[str, Any]) -> None:
 
 def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
     """One run; what went wrong is part of the result."""
+    from gemini_strategy.report.tables import host_peak_bytes
+
     result: dict[str, Any] = {"available": True, "error": None}
     device = torch.device(spec["device"])
     if device.type == "cuda":
@@ -567,7 +571,7 @@ def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
         result["is_out_of_memory"] = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        result["host_peak_rss_bytes"] = own_peak_rss()
+        result["host_peak_rss_bytes"] = host_peak_bytes()
     if peaks is not None:
         peaks.__exit__(None, None, None)
         result["device_phases"] = {
@@ -576,12 +580,17 @@ def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
     keep(spec, result | {"environment": environment(device)})
 
 
+def end() -> None:
+    """Ends the process: what a failed run left behind must not decide how."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main() -> None:
     """Reads the specification, runs it, leaves the result beside it."""
     run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), LOOPS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # what a failed run left behind must not decide how this process ends
+    end()
 
 
 if __name__ == "__main__":

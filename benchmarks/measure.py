@@ -77,22 +77,14 @@ def host_used() -> int:
     return fields["MemTotal"] - fields["MemAvailable"]
 
 
-def own_peak_rss() -> int:
-    """The largest resident set of this process so far, bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 class Peaks:
     """Largest readings of named sources in each phase, taken by a thread: `with Peaks(...) as p`."""
 
-    def __init__(self, sources: dict[str, Any], phase: str = "start") -> None:
+    def __init__(self, sources: dict[str, Any]) -> None:
         self._sources = sources
         self.before = {name: read() for name, read in sources.items()}
         self.by_phase: dict[str, dict[str, int]] = {}
-        self._phase = phase
+        self._phase = "start"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -152,15 +144,6 @@ class Clock:
         return spans
 
 
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -181,6 +164,8 @@ def _output(*command: str) -> str | None:
 def environment(device: torch.device) -> dict[str, Any]:
     """Hardware, driver, versions, threads and the commit, for a result that must stand alone."""
     import torch
+
+    from gemini_strategy.machine.rates import cpu_name
 
     gpu = driver = None
     if device.type == "cuda":

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llama import LLAMAS, LlamaShape, draw_on_demand, fill_sharded, meta_llama
-from loops import TIMELINE_STEPS, FullyShard, Gemini, Loop, keep, run, say_phase
+from loops import TIMELINE_STEPS, FullyShard, Gemini, Loop, end, keep, run, say_phase
 from measure import environment
 from models import Batches, build_model
 from overlap import overlap
@@ -239,9 +239,7 @@ def main() -> None:
         run_collectives(spec, device)
     else:
         run(spec, LOOPS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # what a failed run left behind must not decide how this process ends
+    end()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from gemini_strategy._version import __version__
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import managed
+from gemini_strategy.optim.adam import hyperparameters, mode
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.comm import ranks_text
 from gemini_strategy.ranks.ranks import Ranks, check_lines, check_same, fingerprint
@@ -299,10 +299,7 @@ def _refuse_grads(engine: Runtime, what: str, mask: str, sums: bytes) -> None:
 def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -> list[Slot]:
     """check_step, and the step would do the same on every rank; gives what a tensor shows on some rank."""
     fields = {
-        f"the hyperparameters of param group {number}": [
-            *managed.hyperparameters(group),
-            *managed.mode(group),
-        ]
+        f"the hyperparameters of param group {number}": [*hyperparameters(group), *mode(group)]
         for number, group in enumerate(engine.optimizer.param_groups)
     }
     fields["the limit"] = engine.clip_limit

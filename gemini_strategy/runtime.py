@@ -26,7 +26,7 @@ from gemini_strategy import _C, _torch, agreement, state
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
-from gemini_strategy.optim.adam import clip_coefficient
+from gemini_strategy.optim.adam import clip_coefficient, hyperparameters, mode
 from gemini_strategy.parameters import absent, foreign, order, stand_in
 from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
 from gemini_strategy.parameters.original import Original
@@ -651,7 +651,7 @@ class Runtime(Uncopied, Reporting):
 
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
-        numbers = (*managed.hyperparameters(group), slot.adam_step + 1, *managed.mode(group))
+        numbers = (*hyperparameters(group), slot.adam_step + 1, *mode(group))
         return (slot.id, *numbers, divisor, 1.0 if self._is_late else self._clip_factor)
 
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:

@@ -37,28 +37,18 @@ static bool is_beta(double beta)
 
 static gm_status check_hyper(const gm_adam_hyper *h)
 {
-    if (!(h->lr >= 0.0) || isinf(h->lr)) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: lr is %g; it must be finite and >= 0", h->lr);
-    }
-    if (!is_beta(h->beta1) || !is_beta(h->beta2)) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: betas are (%g, %g); both must be in [0, 1)", h->beta1,
-                       h->beta2);
-    }
-    if (!(h->eps >= 0.0) || isinf(h->eps)) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: eps is %g; it must be finite and >= 0", h->eps);
-    }
-    if (!(h->weight_decay >= 0.0) || isinf(h->weight_decay)) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: weight_decay is %g; it must be finite and >= 0",
-                       h->weight_decay);
-    }
-    if (h->step < 1) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: step is %lld; the first update is step 1",
-                       (long long)h->step);
-    }
-    if (!isfinite(h->grad_divisor) || h->grad_divisor == 0.0) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: grad_divisor is %g; it must be finite and not 0",
-                       h->grad_divisor);
-    }
+    GM_FAIL_IF(!(h->lr >= 0.0) || isinf(h->lr), GM_ERR_ARG,
+               "Adam: lr is %g; it must be finite and >= 0", h->lr);
+    GM_FAIL_IF(!is_beta(h->beta1) || !is_beta(h->beta2), GM_ERR_ARG,
+               "Adam: betas are (%g, %g); both must be in [0, 1)", h->beta1, h->beta2);
+    GM_FAIL_IF(!(h->eps >= 0.0) || isinf(h->eps), GM_ERR_ARG,
+               "Adam: eps is %g; it must be finite and >= 0", h->eps);
+    GM_FAIL_IF(!(h->weight_decay >= 0.0) || isinf(h->weight_decay), GM_ERR_ARG,
+               "Adam: weight_decay is %g; it must be finite and >= 0", h->weight_decay);
+    GM_FAIL_IF(h->step < 1, GM_ERR_ARG, "Adam: step is %lld; the first update is step 1",
+               (long long)h->step);
+    GM_FAIL_IF(!isfinite(h->grad_divisor) || h->grad_divisor == 0.0, GM_ERR_ARG,
+               "Adam: grad_divisor is %g; it must be finite and not 0", h->grad_divisor);
     return GM_OK;
 }
 
@@ -90,21 +80,16 @@ gm_status gm_adam_scalars_init(const gm_adam_hyper *hyper, gm_adam_scalars *out)
 
 static gm_status check_args(const gm_adam_args *args)
 {
-    if (args->format != GM_F32 && args->format != GM_BF16 && args->format != GM_F16) {
-        return GM_FAIL(GM_ERR_ARG, "Adam: weight format %d is not known", (int)args->format);
-    }
-    if (args->grad_dtype != GM_F32 && args->grad_dtype != args->format) {
-        return GM_FAIL(
-            GM_ERR_ARG,
-            "Adam: gradient dtype %d does not go with weight format %d; use the format's "
-            "dtype or fp32",
-            (int)args->grad_dtype, (int)args->format);
-    }
+    GM_FAIL_IF(args->format != GM_F32 && args->format != GM_BF16 && args->format != GM_F16,
+               GM_ERR_ARG, "Adam: weight format %d is not known", (int)args->format);
+    GM_FAIL_IF(
+        args->grad_dtype != GM_F32 && args->grad_dtype != args->format, GM_ERR_ARG,
+        "Adam: gradient dtype %d does not go with weight format %d; use the format's dtype or fp32",
+        (int)args->grad_dtype, (int)args->format);
     for (size_t i = 0; i < args->n_ranges; i++) {
-        if (args->ranges[i].begin > args->ranges[i].end) {
-            return GM_FAIL(GM_ERR_ARG, "Adam: range %zu begins at %zu, after its end %zu", i,
-                           args->ranges[i].begin, args->ranges[i].end);
-        }
+        GM_FAIL_IF(args->ranges[i].begin > args->ranges[i].end, GM_ERR_ARG,
+                   "Adam: range %zu begins at %zu, after its end %zu", i, args->ranges[i].begin,
+                   args->ranges[i].end);
     }
     return GM_OK;
 }

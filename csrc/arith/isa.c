@@ -54,13 +54,10 @@ static gm_status choose(const char *forced, gm_isa *out)
     for (int i = 0; i < 3; i++) {
         if (strcmp(forced, names[i]) == 0) {
             const char *missing = missing_feature((gm_isa)i);
-            if (missing) {
-                return GM_FAIL(
-                    GM_ERR_UNSUPPORTED,
-                    "GEMINI_ISA=%s: this processor lacks %s; unset GEMINI_ISA to use the "
-                    "best set that it has",
-                    forced, missing);
-            }
+            GM_FAIL_IF(missing, GM_ERR_UNSUPPORTED,
+                       "GEMINI_ISA=%s: this processor lacks %s; unset GEMINI_ISA to use the best "
+                       "set that it has",
+                       forced, missing);
             *out = (gm_isa)i;
             return GM_OK;
         }

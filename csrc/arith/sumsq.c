@@ -10,7 +10,6 @@
  *   2. Signed accumulators end non-negative, because what they hold is a sum of squares. */
 #include <math.h>
 #include <pthread.h>
-#include <string.h>
 
 #include "arith/adam_impl.h"
 #include "arith/clip.h"

@@ -88,9 +88,7 @@ gm_status gm_grow(void *array, size_t n, size_t *capacity, size_t bytes_each, co
     char *grown;
     memcpy(&grown, array, sizeof grown);
     grown = realloc(grown, wanted * bytes_each);
-    if (!grown) {
-        return GM_FAIL(GM_ERR_NOMEM, text, wanted);
-    }
+    GM_FAIL_IF(!grown, GM_ERR_NOMEM, text, wanted);
     memset(grown + *capacity * bytes_each, 0, (wanted - *capacity) * bytes_each);
     memcpy(array, &grown, sizeof grown);
     *capacity = wanted;

@@ -33,7 +33,17 @@ typedef struct gm_size_text {
 gm_size_text gm_wanted(size_t bytes);
 gm_size_text gm_there(size_t bytes);
 
+/* A parameter that a function takes for its type's sake alone. */
+#define GM_UNUSED(name) unused_##name __attribute__((unused))
+
 #define GM_FAIL(status, ...) gm_fail((status), __VA_ARGS__)
+/* What a function that gives a status has to refuse: the condition, then as GM_FAIL. */
+#define GM_FAIL_IF(condition, status, ...)         \
+    do {                                           \
+        if (condition) {                           \
+            return GM_FAIL((status), __VA_ARGS__); \
+        }                                          \
+    } while (0)
 #define GM_TRY(call)                       \
     do {                                   \
         gm_status gm_try_status_ = (call); \

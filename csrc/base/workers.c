@@ -156,13 +156,10 @@ gm_status gm_workers_default(unsigned *out)
         is_number = is_number && *c >= '0' && *c <= '9' && c - text < 8;
         value = is_number ? value * 10 + (unsigned long)(*c - '0') : 0;
     }
-    if (!is_number || value < 1 || value > MAX_THREADS) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "GEMINI_THREADS is \"%.40s\": set it to a whole number from 1 to %d, or "
-                       "unset it to use "
-                       "every core this process may use",
-                       text, MAX_THREADS);
-    }
+    GM_FAIL_IF(!is_number || value < 1 || value > MAX_THREADS, GM_ERR_ARG,
+               "GEMINI_THREADS is \"%.40s\": set it to a whole number from 1 to %d, or unset it to "
+               "use every core this process may use",
+               text, MAX_THREADS);
     *out = (unsigned)value;
     return GM_OK;
 }
@@ -222,13 +219,10 @@ static int start_bound(gm_workers *pool, const unsigned *cores, size_t n_cores)
 static gm_status make_pool(const unsigned *cores, size_t n_cores, unsigned n_threads,
                            gm_workers **out)
 {
-    if (n_threads > MAX_THREADS) {
-        return GM_FAIL(GM_ERR_ARG, "n_threads is %u: at most %d threads", n_threads, MAX_THREADS);
-    }
+    GM_FAIL_IF(n_threads > MAX_THREADS, GM_ERR_ARG, "n_threads is %u: at most %d threads",
+               n_threads, MAX_THREADS);
     gm_workers *pool = calloc(1, sizeof *pool + n_threads * sizeof pool->threads[0]);
-    if (!pool) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a pool of %u threads", n_threads);
-    }
+    GM_FAIL_IF(!pool, GM_ERR_NOMEM, "host memory: no room for a pool of %u threads", n_threads);
     pool->owner = getpid();
     pool->n_threads = n_threads;
     pool->is_caller_waiting = n_cores > 0;

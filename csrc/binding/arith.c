@@ -56,11 +56,8 @@ static int to_dtype(PyObject *object, void *out)
 /* NULL with an exception set on failure. */
 static gm_device *cuda_device(int ordinal)
 {
-    if (ordinal < 0 || ordinal >= MAX_ORDINALS) {
-        PyErr_Format(PyExc_ValueError, "ordinal is %d; it must be in [0, %d)", ordinal,
-                     MAX_ORDINALS);
-        return NULL;
-    }
+    GM_PY_FAIL_IF(ordinal < 0 || ordinal >= MAX_ORDINALS, PyExc_ValueError,
+                  "ordinal is %d; it must be in [0, %d)", ordinal, MAX_ORDINALS);
     if (!cuda_devices[ordinal]) {
         gm_status status = gm_device_cuda_new(ordinal, CUDA_BLOCK_BYTES, &cuda_devices[ordinal]);
         if (status != GM_OK) {
@@ -294,10 +291,8 @@ static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "O&:sumsq_read", to_address, &address)) {
         return NULL;
     }
-    if (!address) {
-        PyErr_SetString(PyExc_ValueError, "address is 0; it must point at a sum in host memory");
-        return NULL;
-    }
+    GM_PY_FAIL_IF(!address, PyExc_ValueError,
+                  "address is 0; it must point at a sum in host memory");
     return sum_to_bytes(address);
 }
 

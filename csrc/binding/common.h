@@ -20,6 +20,15 @@ struct gm_workers *gm_py_workers(void);
 /* A pool on this process's share of the host, which host_use() sets; n_threads 0: the share's number. */
 gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* host.c */
 
+/* As GM_FAIL_IF, in a function that gives a pointer: as PyErr_Format, and NULL. */
+#define GM_PY_FAIL_IF(condition, type, ...)    \
+    do {                                       \
+        if (condition) {                       \
+            PyErr_Format((type), __VA_ARGS__); \
+            return NULL;                       \
+        }                                      \
+    } while (0)
+
 /* Runs a statement about a gm_engine without the GIL; close() on another thread must not take the engine away. */
 #define GM_WITHOUT_GIL(engine, ...) \
     do {                            \

@@ -21,10 +21,8 @@ bool gm_py_core_is_closed(PyObject *object)
 
 gm_engine *gm_py_core_engine(PyObject *object)
 {
-    if (!object || Py_TYPE(object) != gm_py_core_type) {
-        PyErr_SetString(PyExc_TypeError, "a Core is wanted");
-        return NULL;
-    }
+    GM_PY_FAIL_IF(!object || Py_TYPE(object) != gm_py_core_type, PyExc_TypeError,
+                  "a Core is wanted");
     return gm_py_engine_of((core *)object);
 }
 
@@ -32,10 +30,8 @@ gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_s
                        Py_ssize_t n_wanted, unsigned long long *out)
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (engine && n_args != n_wanted) {
-        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, n_wanted, n_args);
-        return NULL;
-    }
+    GM_PY_FAIL_IF(engine && n_args != n_wanted, PyExc_TypeError, "%s takes %zd arguments, got %zd",
+                  name, n_wanted, n_args);
     for (Py_ssize_t i = 0; engine && i < n_args; i++) {
         out[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (out[i] == (unsigned long long)-1 && PyErr_Occurred()) {

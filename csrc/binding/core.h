@@ -52,6 +52,24 @@ enum { GM_PY_MOST_NUMBERS = 7 };
 /* Where that is a status. */
 #define GM_PY_CALL_STATUS(name, n_wanted, expression) \
     GM_PY_CALL(name, n_wanted, gm_status, gm_py_finish, expression)
+/* Where it is one, and the result is `out`. */
+#define GM_PY_CALL_OUT(name, n_wanted, type, gives, expression)                        \
+    static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
+    {                                                                                  \
+        unsigned long long v[GM_PY_MOST_NUMBERS];                                      \
+        gm_engine *engine = gm_py_begin(self, #name, args, n_args, n_wanted, v);       \
+        if (!engine) {                                                                 \
+            return NULL;                                                               \
+        }                                                                              \
+        type out;                                                                      \
+        gm_status status;                                                              \
+        GM_WITHOUT_GIL(engine, status = expression);                                   \
+        return status == GM_OK ? gives(out) : gm_py_raise(status);                     \
+    }
+
+/* An entry of a table of methods: core_NAME, with the names of its arguments and what it gives. */
+#define GM_CORE_METHOD(name, flags, signature) \
+    GM_PY_METHOD(#name, core_##name, METH_##flags, #name signature)
 
 /* Methods of Core that have files of their own. */
 extern PyMethodDef gm_py_lease_methods[], gm_py_step_methods[], gm_py_save_methods[],

@@ -387,10 +387,8 @@ static gm_engine *begin_param(core *self, const char *name, PyObject *const *arg
                               Py_ssize_t n_args, unsigned long long *out)
 {
     gm_engine *engine = gm_py_begin(self, name, args, n_args, 1, out);
-    if (engine && *out >= self->n_params) {
-        PyErr_Format(PyExc_ValueError, "parameter %llu does not exist", *out);
-        return NULL;
-    }
+    GM_PY_FAIL_IF(engine && *out >= self->n_params, PyExc_ValueError,
+                  "parameter %llu does not exist", *out);
     return engine;
 }
 
@@ -448,36 +446,31 @@ static PyObject *torch_abi_init(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED
 }
 
 static PyMethodDef core_methods[] = {
-    GM_PY_METHOD("grad_put", core_grad_put, METH_FASTCALL,
-                 "grad_put(param, address, dtype, stream)"),
-    GM_PY_METHOD("part", core_part, METH_FASTCALL,
-                 "part(param) -> (first, n), the elements in this rank's shard"),
-    GM_PY_METHOD("has_grad", core_has_grad, METH_FASTCALL, "has_grad(param) -> bool"),
-    GM_PY_METHOD("leased", core_leased, METH_NOARGS, "leased() -> parameters that tensors show"),
-    GM_PY_METHOD("grad_drop", core_grad_drop, METH_FASTCALL, "grad_drop(param)"),
-    GM_PY_METHOD("note_write", core_note_write, METH_FASTCALL, "note_write(param, stream)"),
-    GM_PY_METHOD("read", core_read, METH_FASTCALL, "read(param, field, host_address)"),
-    GM_PY_METHOD("write", core_write, METH_FASTCALL, "write(param, field, host_address, stream)"),
-    GM_PY_METHOD("fill", core_fill, METH_FASTCALL,
-                 "fill(param, field, first, n, dtype, host_address, stream)"),
-    GM_PY_METHOD("drain", core_drain, METH_FASTCALL, "drain()"),
-    GM_PY_METHOD("catch_up", core_catch_up, METH_FASTCALL, "catch_up()"),
-    GM_PY_METHOD("sums", core_sums, METH_NOARGS, "sums() -> bytes of (params,) uint64"),
-    GM_PY_METHOD("limit_unreduced", core_limit_unreduced, METH_FASTCALL, "limit_unreduced(bytes)"),
-    GM_PY_METHOD("address", core_address, METH_FASTCALL, "address(param) -> int"),
-    GM_PY_METHOD(
-        "chunk", core_chunk, METH_FASTCALL,
-        "chunk(param) -> (id, bytes while it is used, beside them while it is gathered, of its "
-        "gradients that wait)"),
-    GM_PY_METHOD("plan_info", core_plan_info, METH_NOARGS, "plan_info() -> dict or None"),
-    GM_PY_METHOD("chunk_states", core_chunk_states, METH_NOARGS, "chunk_states() -> list of dicts"),
-    GM_PY_METHOD("timeline_begin", core_timeline_begin, METH_FASTCALL, "timeline_begin(capacity)"),
-    GM_PY_METHOD("timeline_end", core_timeline_end, METH_NOARGS, "timeline_end() -> list of dicts"),
-    GM_PY_METHOD("chaos_faults", core_chaos_faults, METH_NOARGS, "chaos_faults() -> (n, first)"),
-    GM_PY_METHOD("salvage", core_salvage, METH_NOARGS,
-                 "salvage() -> the error that has closed the engine, or None"),
-    GM_PY_METHOD("check", core_check, METH_FASTCALL, "check(): raises if an invariant is broken"),
-    GM_PY_METHOD("close", core_close, METH_NOARGS, "close(): idempotent"),
+    GM_CORE_METHOD(grad_put, FASTCALL, "(param, address, dtype, stream)"),
+    GM_CORE_METHOD(part, FASTCALL, "(param) -> (first, n), the elements in this rank's shard"),
+    GM_CORE_METHOD(has_grad, FASTCALL, "(param) -> bool"),
+    GM_CORE_METHOD(leased, NOARGS, "() -> parameters that tensors show"),
+    GM_CORE_METHOD(grad_drop, FASTCALL, "(param)"),
+    GM_CORE_METHOD(note_write, FASTCALL, "(param, stream)"),
+    GM_CORE_METHOD(read, FASTCALL, "(param, field, host_address)"),
+    GM_CORE_METHOD(write, FASTCALL, "(param, field, host_address, stream)"),
+    GM_CORE_METHOD(fill, FASTCALL, "(param, field, first, n, dtype, host_address, stream)"),
+    GM_CORE_METHOD(drain, FASTCALL, "()"),
+    GM_CORE_METHOD(catch_up, FASTCALL, "()"),
+    GM_CORE_METHOD(sums, NOARGS, "() -> bytes of (params,) uint64"),
+    GM_CORE_METHOD(limit_unreduced, FASTCALL, "(bytes)"),
+    GM_CORE_METHOD(address, FASTCALL, "(param) -> int"),
+    GM_CORE_METHOD(chunk, FASTCALL,
+                   "(param) -> (id, bytes while it is used, beside them while it is gathered, of "
+                   "its gradients that wait)"),
+    GM_CORE_METHOD(plan_info, NOARGS, "() -> dict or None"),
+    GM_CORE_METHOD(chunk_states, NOARGS, "() -> list of dicts"),
+    GM_CORE_METHOD(timeline_begin, FASTCALL, "(capacity)"),
+    GM_CORE_METHOD(timeline_end, NOARGS, "() -> list of dicts"),
+    GM_CORE_METHOD(chaos_faults, NOARGS, "() -> (n, first)"),
+    GM_CORE_METHOD(salvage, NOARGS, "() -> the error that has closed the engine, or None"),
+    GM_CORE_METHOD(check, FASTCALL, "(): raises if an invariant is broken"),
+    GM_CORE_METHOD(close, NOARGS, "(): idempotent"),
     {NULL, NULL, 0, NULL},
 };
 

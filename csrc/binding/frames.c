@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "binding/running.h"
-
 static bool is_mine(const void *frame)
 {
     return *(const unsigned long *)frame == PyThread_get_thread_ident();
@@ -30,12 +28,10 @@ size_t gm_frames_depth(const gm_frames *frames)
 
 int gm_frames_reserve(gm_frames *frames)
 {
-    char *grown = gm_with_room(frames->at, frames->n, &frames->capacity, frames->size);
-    if (!grown) {
+    if (gm_grow(&frames->at, frames->n, &frames->capacity, frames->size, "%zu frames") != GM_OK) {
         PyErr_NoMemory();
         return -1;
     }
-    frames->at = grown;
     return 0;
 }
 

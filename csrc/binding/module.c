@@ -5,7 +5,6 @@
 #include "binding/comm.h"
 #include "binding/engine.h"
 #include "binding/unit.h"
-#include "base/workers.h"
 
 #ifdef GM_WITH_CUDA
 #define HAS_CUDA 1

@@ -411,9 +411,8 @@ static PyObject *unpack(gm_py_net *net, const saved *self)
 
 static PyObject *net_unpack(gm_py_net *net, PyObject *object)
 {
-    if (Py_TYPE(object) != gm_py_saved_type) {
-        return PyErr_Format(PyExc_TypeError, "unpack takes what pack has given");
-    }
+    GM_PY_FAIL_IF(Py_TYPE(object) != gm_py_saved_type, PyExc_TypeError,
+                  "unpack takes what pack has given");
     Py_INCREF(object); /* the user's unpack may end the graph that holds it */
     PyObject *tensor = unpack(net, (const saved *)object);
     Py_DECREF(object);
@@ -564,9 +563,7 @@ static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *net_start(gm_py_net *net, PyObject *args)
 {
     PyObject *engine, *core, *slots, *mark;
-    if (net->core) {
-        return PyErr_Format(PyExc_RuntimeError, "a net is started once");
-    }
+    GM_PY_FAIL_IF(net->core, PyExc_RuntimeError, "a net is started once");
     if (!PyArg_ParseTuple(args, "OOO!iO", &engine, &core, &PyTuple_Type, &slots, &net->ordinal,
                           &mark)) {
         return NULL;
@@ -582,9 +579,8 @@ static PyObject *net_start(gm_py_net *net, PyObject *args)
     }
     for (size_t i = 0; i < n; i++) {
         PyObject *slot = PyTuple_GetItem(slots, (Py_ssize_t)i);
-        if (!PyObject_TypeCheck(slot, gm_py_slot_type)) {
-            return PyErr_Format(PyExc_TypeError, "a net has slots");
-        }
+        GM_PY_FAIL_IF(!PyObject_TypeCheck(slot, gm_py_slot_type), PyExc_TypeError,
+                      "a net has slots");
         net->addresses[i] = gm_engine_address(handle, (uint32_t)((gm_py_slot *)slot)->id);
     }
     if (n) {

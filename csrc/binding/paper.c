@@ -42,11 +42,6 @@ typedef struct player {
     size_t n_interruptions, capacity;
 } player;
 
-static gm_status out_of_memory(void)
-{
-    return GM_FAIL(GM_ERR_NOMEM, "HOST: a recorded pass");
-}
-
 /* As in net.c. */
 static gm_status follow(player *p, int64_t node, int64_t task, bool *out_is_known)
 {
@@ -63,7 +58,7 @@ static gm_status touch(player *p, uintptr_t address, int64_t node, int64_t task)
     uint32_t n_before = gm_engine_n_touched(p->engine);
     if ((!is_known && !gm_running_push(&p->running, node, task, n_before)) ||
         !gm_running_note(&p->running, address)) {
-        return out_of_memory();
+        return GM_FAIL(GM_ERR_NOMEM, "HOST: a recorded pass");
     }
     return gm_engine_touch(p->engine, address, 0);
 }
@@ -71,12 +66,8 @@ static gm_status touch(player *p, uintptr_t address, int64_t node, int64_t task)
 static gm_status suspend(player *p, int64_t node)
 {
     uint32_t n_keep;
-    interruption *interruptions =
-        gm_with_room(p->interruptions, p->n_interruptions, &p->capacity, sizeof *interruptions);
-    if (!interruptions) {
-        return out_of_memory();
-    }
-    p->interruptions = interruptions;
+    GM_TRY(GM_GROW(p->interruptions, p->n_interruptions, p->capacity,
+                   "HOST: a recorded pass with %zu interruptions"));
     interruption *last = &p->interruptions[p->n_interruptions++];
     last->addresses = gm_running_take(&p->running, node, &last->n, &n_keep);
     return last->addresses ? gm_engine_release_touched(p->engine, n_keep) : GM_OK;
@@ -84,9 +75,7 @@ static gm_status suspend(player *p, int64_t node)
 
 static gm_status resume(player *p, int64_t node, int64_t task)
 {
-    if (p->n_interruptions == 0) {
-        return GM_FAIL(GM_ERR_ARG, "replay: RESUME without SUSPEND");
-    }
+    GM_FAIL_IF(p->n_interruptions == 0, GM_ERR_ARG, "replay: RESUME without SUSPEND");
     interruption last = p->interruptions[--p->n_interruptions];
     gm_status status = GM_OK;
     for (size_t i = 0; last.addresses && i < last.n && status == GM_OK; i++) {
@@ -139,9 +128,7 @@ static PyObject *core_replay(core *self, PyObject *events)
     if (!p.engine) {
         return NULL;
     }
-    if (!self->paper) {
-        return PyErr_Format(PyExc_RuntimeError, "replay: this engine's device is not on paper");
-    }
+    GM_PY_FAIL_IF(!self->paper, PyExc_RuntimeError, "replay: this engine's device is not on paper");
     Py_ssize_t n = PySequence_Size(events);
     gm_status status = GM_OK;
     for (Py_ssize_t i = 0; i < n && status == GM_OK; i++) {
@@ -161,7 +148,7 @@ static PyObject *core_replay(core *self, PyObject *events)
 }
 
 PyMethodDef gm_py_paper_methods[] = {
-    GM_PY_METHOD("replay", core_replay, METH_O, "replay(events): on a device on paper"),
+    GM_CORE_METHOD(replay, O, "(events): on a device on paper"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -79,10 +79,8 @@ static PyObject *rates_measure(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "iIn:rates_measure", &ordinal, &threads, &block_bytes)) {
         return NULL;
     }
-    if (block_bytes <= 0) {
-        PyErr_Format(PyExc_ValueError, "block_bytes is %zd; it must be positive", block_bytes);
-        return NULL;
-    }
+    GM_PY_FAIL_IF(block_bytes <= 0, PyExc_ValueError, "block_bytes is %zd; it must be positive",
+                  block_bytes);
     gm_rates r;
     gm_status status;
     Py_BEGIN_ALLOW_THREADS

@@ -21,9 +21,8 @@ GM_PY_CALL(reserve, 1, bool, PyBool_FromLong, gm_engine_reserve(engine, (size_t)
 GM_PY_CALL_STATUS(forget_outside, 0, gm_engine_forget_outside(engine))
 
 /* refusal(): why the last of these two gave less than it was asked for, where the host is the reason. */
-static PyObject *core_refusal(core *self, PyObject *unused)
+static PyObject *core_refusal(core *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     gm_engine *engine = gm_py_engine_of(self);
     if (!engine) {
         return NULL;
@@ -52,7 +51,7 @@ void gm_py_stop_answering(core *self)
 
 /* answer_for_torch(bool): whether torch's pool counts in this engine's budget, and asks it before it grows.
  * One engine of a device at a time: the one before has to be told first. */
-static PyObject *core_answer(core *self, PyObject *yes)
+static PyObject *core_answer_for_torch(core *self, PyObject *yes)
 {
     gm_engine *engine = gm_py_engine_of(self);
     int answers = PyObject_IsTrue(yes);
@@ -77,12 +76,11 @@ static PyObject *core_answer(core *self, PyObject *yes)
 }
 
 PyMethodDef gm_py_room_methods[] = {
-    GM_PY_METHOD("set_external_bytes", core_set_external_bytes, METH_FASTCALL,
-                 "set_external_bytes(bytes)"),
-    GM_PY_METHOD("reserve", core_reserve, METH_FASTCALL, "reserve(bytes) -> bool"),
-    GM_PY_METHOD("answer_for_torch", core_answer, METH_O, "answer_for_torch(bool)"),
-    GM_PY_METHOD("refusal", core_refusal, METH_NOARGS, "refusal() -> str"),
-    GM_PY_METHOD("shed", core_shed, METH_FASTCALL, "shed(bytes) -> bool"),
-    GM_PY_METHOD("forget_outside", core_forget_outside, METH_FASTCALL, "forget_outside()"),
+    GM_CORE_METHOD(set_external_bytes, FASTCALL, "(bytes)"),
+    GM_CORE_METHOD(reserve, FASTCALL, "(bytes) -> bool"),
+    GM_CORE_METHOD(answer_for_torch, O, "(bool)"),
+    GM_CORE_METHOD(refusal, NOARGS, "() -> str"),
+    GM_CORE_METHOD(shed, FASTCALL, "(bytes) -> bool"),
+    GM_CORE_METHOD(forget_outside, FASTCALL, "()"),
     {NULL, NULL, 0, NULL},
 };

@@ -3,18 +3,7 @@
 
 #include <stdlib.h>
 
-void *gm_with_room(void *array, size_t n, size_t *capacity, size_t size)
-{
-    if (n < *capacity) {
-        return array;
-    }
-    size_t wanted = *capacity ? *capacity * 2 : 4;
-    void *grown = realloc(array, wanted * size);
-    if (grown) {
-        *capacity = wanted;
-    }
-    return grown;
-}
+static const char no_room[] = "HOST: %zu entries about the nodes of a backward";
 
 /* Room for them was made when they were noted. */
 static void end_node(gm_running *running, gm_running_node *node)
@@ -34,12 +23,19 @@ bool gm_running_next_ended(gm_running *running, uintptr_t *out)
     return true;
 }
 
-gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uint32_t *out_keep)
+/* How deep the task is; 0: it is not known. */
+static size_t depth_of(const gm_running *running, int64_t task)
 {
     size_t depth = running->n;
     while (depth && running->nodes[depth - 1].task != task) {
         depth--;
     }
+    return depth;
+}
+
+gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uint32_t *out_keep)
+{
+    size_t depth = depth_of(running, task);
     if (depth == 0) {
         return GM_FOLLOW_NEW;
     }
@@ -56,22 +52,17 @@ gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uin
 
 bool gm_running_push(gm_running *running, int64_t node, int64_t task, uint32_t n_before)
 {
-    gm_running_node *nodes =
-        gm_with_room(running->nodes, running->n, &running->capacity, sizeof *nodes);
-    if (!nodes) {
+    if (GM_GROW(running->nodes, running->n, running->capacity, no_room) != GM_OK) {
         return false;
     }
-    running->nodes = nodes;
-    nodes[running->n++] = (gm_running_node){.task = task, .node = node, .n_before = n_before};
+    running->nodes[running->n++] =
+        (gm_running_node){.task = task, .node = node, .n_before = n_before};
     return true;
 }
 
 bool gm_running_end(gm_running *running, int64_t task, uint32_t *out_keep)
 {
-    size_t depth = running->n;
-    while (depth && running->nodes[depth - 1].task != task) {
-        depth--;
-    }
+    size_t depth = depth_of(running, task);
     if (depth == 0) {
         return false;
     }
@@ -83,23 +74,15 @@ bool gm_running_end(gm_running *running, int64_t task, uint32_t *out_keep)
 bool gm_running_note(gm_running *running, uintptr_t address)
 {
     gm_running_node *top = &running->nodes[running->n - 1];
-    uintptr_t *addresses =
-        gm_with_room(top->addresses, top->n_addresses, &top->capacity, sizeof *addresses);
-    if (!addresses) {
-        return false;
-    }
-    top->addresses = addresses;
     size_t n_noted = running->n_ended;
     for (size_t i = 0; i < running->n; i++) {
         n_noted += running->nodes[i].n_addresses;
     }
-    uintptr_t *ended =
-        gm_with_room(running->ended, n_noted, &running->ended_capacity, sizeof *ended);
-    if (!ended) {
+    if (GM_GROW(top->addresses, top->n_addresses, top->capacity, no_room) != GM_OK ||
+        GM_GROW(running->ended, n_noted, running->ended_capacity, no_room) != GM_OK) {
         return false;
     }
-    running->ended = ended;
-    addresses[top->n_addresses++] = address;
+    top->addresses[top->n_addresses++] = address;
     return true;
 }
 

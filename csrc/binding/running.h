@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/base.h"
+
 /* The node of one task that unpacked last. */
 typedef struct gm_running_node {
     int64_t task, node;   /* the node's key: the node itself would keep the graph alive */
@@ -48,8 +50,5 @@ uintptr_t *gm_running_take(gm_running *running, int64_t node, size_t *n_addresse
 /* All tasks but the `n_keep` outermost have ended. */
 void gm_running_drop(gm_running *running, size_t n_keep);
 void gm_running_free(gm_running *running);
-
-/* `array` with room for one more of `size` bytes, perhaps moved; NULL: no memory, nothing has changed. */
-void *gm_with_room(void *array, size_t n, size_t *capacity, size_t size);
 
 #endif

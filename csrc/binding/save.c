@@ -22,52 +22,30 @@ static PyObject *core_save_begin(core *self, PyObject *args)
     return gm_py_finish(status);
 }
 
-static PyObject *core_save_read(core *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    unsigned long long v[5];
-    gm_engine *engine = gm_py_begin(self, "save_read", args, n_args, 5, v);
-    if (!engine) {
-        return NULL;
-    }
-    bool is_read;
-    gm_status status;
-    GM_WITHOUT_GIL(engine,
-                   status = gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
-                                                (void *)(uintptr_t)v[4], &is_read));
-    return status == GM_OK ? PyBool_FromLong(is_read) : gm_py_raise(status);
-}
-
 static PyObject *number_of(uint32_t chunk)
 {
     return PyLong_FromLongLong(chunk == UINT32_MAX ? -1 : (long long)chunk);
 }
 
-GM_PY_CALL(save_next, 0, uint32_t, number_of, gm_engine_save_next(engine))
-GM_PY_CALL_STATUS(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
-
-static PyObject *core_save_end(core *self, PyObject *Py_UNUSED(unused))
+static PyObject *numbers_of(gm_saving_use use)
 {
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    gm_saving_use use;
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status = gm_engine_save_end(engine, &use));
-    return status == GM_OK
-               ? Py_BuildValue("KKK", (unsigned long long)use.copied, (unsigned long long)use.most,
-                               (unsigned long long)use.n_waits)
-               : gm_py_raise(status);
+    return Py_BuildValue("KKK", (unsigned long long)use.copied, (unsigned long long)use.most,
+                         (unsigned long long)use.n_waits);
 }
 
+GM_PY_CALL_OUT(save_read, 5, bool, PyBool_FromLong,
+               gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
+                                   (void *)(uintptr_t)v[4], &out))
+GM_PY_CALL(save_next, 0, uint32_t, number_of, gm_engine_save_next(engine))
+GM_PY_CALL_STATUS(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
+GM_PY_CALL_OUT(save_end, 0, gm_saving_use, numbers_of, gm_engine_save_end(engine, &out))
+
 PyMethodDef gm_py_save_methods[] = {
-    GM_PY_METHOD("save_begin", core_save_begin, METH_VARARGS, "save_begin(params, limit)"),
-    GM_PY_METHOD("save_read", core_save_read, METH_FASTCALL,
-                 "save_read(param, field, first, n, host_address) -> bool"),
-    GM_PY_METHOD("save_next", core_save_next, METH_FASTCALL,
-                 "save_next() -> a chunk that comes first, or -1"),
-    GM_PY_METHOD("save_done", core_save_done, METH_FASTCALL, "save_done(chunk)"),
-    GM_PY_METHOD("save_end", core_save_end, METH_NOARGS,
-                 "save_end() -> (bytes copied, most at one time, changes that waited)"),
+    GM_CORE_METHOD(save_begin, VARARGS, "(params, limit)"),
+    GM_CORE_METHOD(save_read, FASTCALL, "(param, field, first, n, host_address) -> bool"),
+    GM_CORE_METHOD(save_next, FASTCALL, "() -> a chunk that comes first, or -1"),
+    GM_CORE_METHOD(save_done, FASTCALL, "(chunk)"),
+    GM_CORE_METHOD(save_end, FASTCALL,
+                   "() -> (bytes copied, most at one time, changes that waited)"),
     {NULL, NULL, 0, NULL},
 };

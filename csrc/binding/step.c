@@ -51,17 +51,12 @@ static PyObject *core_clip(core *self, PyObject *args)
     return status == GM_OK ? PyBool_FromLong(has_waited) : gm_py_raise(status);
 }
 
-static PyObject *core_clip_factor(core *self, PyObject *Py_UNUSED(unused))
+static PyObject *factor_of(gm_clip clip)
 {
-    gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
-    gm_status status;
-    gm_clip clip;
-    GM_WITHOUT_GIL(engine, status = gm_engine_clip_wait(engine, &clip));
-    return status == GM_OK ? PyFloat_FromDouble(clip.factor) : gm_py_raise(status);
+    return PyFloat_FromDouble(clip.factor);
 }
+
+GM_PY_CALL_OUT(clip_factor, 0, gm_clip, factor_of, gm_engine_clip_wait(engine, &out))
 
 /* (param, lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, grad_divisor, clip_factor) */
 static int parse_update(PyObject *item, void *out)
@@ -99,12 +94,12 @@ static gm_update *parse_updates(PyObject *args, const char *format, uint32_t *ou
 typedef gm_status step_fn(gm_engine *engine, const gm_update *updates, uint32_t n,
                           gm_stream stream);
 
-static PyObject *run_step(core *self, PyObject *args, step_fn *step)
+static PyObject *run_step(core *self, PyObject *args, const char *format, step_fn *step)
 {
     uint32_t n;
-    unsigned long long stream;
+    unsigned long long stream = 0;
     gm_engine *engine = gm_py_engine_of(self);
-    gm_update *updates = engine ? parse_updates(args, "OK", &n, &stream) : NULL;
+    gm_update *updates = engine ? parse_updates(args, format, &n, &stream) : NULL;
     if (!updates) {
         return NULL;
     }
@@ -116,12 +111,12 @@ static PyObject *run_step(core *self, PyObject *args, step_fn *step)
 
 static PyObject *core_step(core *self, PyObject *args)
 {
-    return run_step(self, args, gm_engine_step);
+    return run_step(self, args, "OK", gm_engine_step);
 }
 
 static PyObject *core_step_clipped(core *self, PyObject *args)
 {
-    return run_step(self, args, gm_engine_step_clipped);
+    return run_step(self, args, "OK", gm_engine_step_clipped);
 }
 
 static PyObject *core_arm(core *self, PyObject *args)
@@ -139,18 +134,15 @@ static PyObject *core_arm(core *self, PyObject *args)
     return status == GM_OK ? PyBool_FromLong(is_armed) : gm_py_raise(status);
 }
 
+static gm_status announce(gm_engine *engine, const gm_update *updates, uint32_t n,
+                          gm_stream GM_UNUSED(stream))
+{
+    return gm_engine_announce(engine, updates, n);
+}
+
 static PyObject *core_announce(core *self, PyObject *args)
 {
-    uint32_t n;
-    gm_engine *engine = gm_py_engine_of(self);
-    gm_update *updates = engine ? parse_updates(args, "O", &n, NULL) : NULL;
-    if (!updates) {
-        return NULL;
-    }
-    gm_status status;
-    GM_WITHOUT_GIL(engine, status = gm_engine_announce(engine, updates, n));
-    free(updates);
-    return gm_py_finish(status);
+    return run_step(self, args, "O", announce);
 }
 
 GM_PY_CALL(wants_numbers, 0, bool, PyBool_FromLong, gm_engine_wants_numbers(engine))
@@ -252,18 +244,17 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef gm_py_step_methods[] = {
-    GM_PY_METHOD("grad_sumsq", core_grad_sumsq, METH_VARARGS,
-                 "grad_sumsq(params, stream) -> (sum of squares as a float, non-finite elements)"),
-    GM_PY_METHOD(
-        "clip", core_clip, METH_VARARGS,
-        "clip(params, max_norm, address of the norm, stream) -> whether the host has waited"),
-    GM_PY_METHOD("clip_factor", core_clip_factor, METH_NOARGS, "clip_factor() -> float"),
-    GM_PY_METHOD("step", core_step, METH_VARARGS, "step(updates, stream)"),
-    GM_PY_METHOD("step_clipped", core_step_clipped, METH_VARARGS, "step_clipped(updates, stream)"),
-    GM_PY_METHOD("arm", core_arm, METH_VARARGS, "arm(updates) -> bool"),
-    GM_PY_METHOD("wants_numbers", core_wants_numbers, METH_FASTCALL, "wants_numbers() -> bool"),
-    GM_PY_METHOD("announce", core_announce, METH_VARARGS, "announce(updates)"),
-    GM_PY_METHOD("disarm", core_disarm, METH_FASTCALL, "disarm()"),
-    GM_PY_METHOD("stats", core_stats, METH_NOARGS, "stats() -> dict"),
+    GM_CORE_METHOD(grad_sumsq, VARARGS,
+                   "(params, stream) -> (sum of squares as a float, non-finite elements)"),
+    GM_CORE_METHOD(clip, VARARGS,
+                   "(params, max_norm, address of the norm, stream) -> whether the host has waited"),
+    GM_CORE_METHOD(clip_factor, FASTCALL, "() -> float"),
+    GM_CORE_METHOD(step, VARARGS, "(updates, stream)"),
+    GM_CORE_METHOD(step_clipped, VARARGS, "(updates, stream)"),
+    GM_CORE_METHOD(arm, VARARGS, "(updates) -> bool"),
+    GM_CORE_METHOD(wants_numbers, FASTCALL, "() -> bool"),
+    GM_CORE_METHOD(announce, VARARGS, "(updates)"),
+    GM_CORE_METHOD(disarm, FASTCALL, "()"),
+    GM_CORE_METHOD(stats, NOARGS, "() -> dict"),
     {NULL, NULL, 0, NULL},
 };

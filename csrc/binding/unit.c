@@ -10,7 +10,6 @@
 
 #include <stddef.h>
 #include <stdlib.h>
-#include <string.h>
 #include <structmember.h>
 
 #include "binding/frames.h"
@@ -173,9 +172,8 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
 
 static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
 {
-    if (!self->net) {
-        return PyErr_Format(PyExc_RuntimeError, "unit %u is entered before its start()", self->id);
-    }
+    GM_PY_FAIL_IF(!self->net, PyExc_RuntimeError, "unit %u is entered before its start()",
+                  self->id);
     bool has_grad, in_backward;
     frame entered = {.thread = PyThread_get_thread_ident(), .state = FRAME_FAILED};
     if (gm_frames_reserve(&self->frames) < 0) {
@@ -280,13 +278,11 @@ static PyObject *unit_start(unit *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!", &net, &PyTuple_Type, &slots)) {
         return NULL;
     }
-    if (self->slots || !PyObject_TypeCheck(net, gm_py_net_type)) {
-        return PyErr_Format(PyExc_TypeError, "a unit is started once, with a Net");
-    }
+    GM_PY_FAIL_IF(self->slots || !PyObject_TypeCheck(net, gm_py_net_type), PyExc_TypeError,
+                  "a unit is started once, with a Net");
     for (Py_ssize_t i = 0; i < PyTuple_Size(slots); i++) {
-        if (!PyObject_TypeCheck(PyTuple_GetItem(slots, i), gm_py_slot_type)) {
-            return PyErr_Format(PyExc_TypeError, "a unit has slots");
-        }
+        GM_PY_FAIL_IF(!PyObject_TypeCheck(PyTuple_GetItem(slots, i), gm_py_slot_type),
+                      PyExc_TypeError, "a unit has slots");
     }
     self->frames.size = sizeof(frame);
     self->slots = Py_NewRef(slots);

@@ -73,15 +73,11 @@ static host_device *as_host(gm_device *dev)
 
 static gm_status check_owner(const host_device *dev)
 {
-    if (dev->owner != getpid()) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "host device: process %d was forked from process %d, which owns this "
-                       "memory; a forked process "
-                       "(a DataLoader worker, for example) cannot use managed parameters: copy "
-                       "what it needs before "
-                       "the fork",
-                       (int)getpid(), (int)dev->owner);
-    }
+    GM_FAIL_IF(dev->owner != getpid(), GM_ERR_STATE,
+               "host device: process %d was forked from process %d, which owns this memory; a "
+               "forked process (a DataLoader worker, for example) cannot use managed parameters: "
+               "copy what it needs before the fork",
+               (int)getpid(), (int)dev->owner);
     return GM_OK;
 }
 
@@ -113,13 +109,11 @@ static gm_status check_inside_range(const host_device *dev, const char *what, ui
 
 static gm_status mmap_failed(size_t bytes, int error)
 {
-    return GM_FAIL(
-        error == EAGAIN ? GM_ERR_NOMEM : GM_ERR_DEVICE, "host device: mmap of %zu bytes: %s%s",
-        bytes, strerror(error),
-        error == ENOMEM
-            ? "; this process may have reached vm.max_map_count: raise it with sysctl, or take "
-              "a larger block_size"
-            : "");
+    return GM_FAIL(error == EAGAIN ? GM_ERR_NOMEM : GM_ERR_DEVICE,
+                   "host device: mmap of %zu bytes: %s%s", bytes, strerror(error),
+                   error == ENOMEM ? "; this process may have reached vm.max_map_count: raise it "
+                                     "with sysctl, or take a larger block_size"
+                                   : "");
 }
 
 /* Takes away access and content; the addresses stay ours. */
@@ -134,11 +128,9 @@ static gm_status host_range_new(gm_device *base, size_t bytes, uintptr_t *out)
 {
     host_device *dev = as_host(base);
     GM_TRY(check_owner(dev));
-    if (bytes == 0 || bytes % base->granularity != 0) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "host device: a range of %zu bytes: a multiple of %zu, not 0, is wanted",
-                       bytes, base->granularity);
-    }
+    GM_FAIL_IF(bytes == 0 || bytes % base->granularity != 0, GM_ERR_ARG,
+               "host device: a range of %zu bytes: a multiple of %zu, not 0, is wanted", bytes,
+               base->granularity);
     GM_TRY(GM_GROW(dev->ranges, dev->n_ranges, dev->range_capacity,
                    "host memory: no room for a table of %zu ranges"));
     void *mapped = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -178,16 +170,12 @@ static gm_status grow_file(host_device *dev)
     size_t more = dev->n_blocks / 2 > GROW_BLOCKS ? dev->n_blocks / 2 : GROW_BLOCKS;
     size_t n_blocks = dev->n_blocks + more;
     size_t file_bytes;
-    if (__builtin_mul_overflow(n_blocks, dev->base.block_bytes, &file_bytes) ||
-        file_bytes > INT64_MAX) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "host device: %zu blocks of %zu bytes exceed what a file can hold", n_blocks,
-                       dev->base.block_bytes);
-    }
+    GM_FAIL_IF(__builtin_mul_overflow(n_blocks, dev->base.block_bytes, &file_bytes) ||
+                   file_bytes > INT64_MAX,
+               GM_ERR_NOMEM, "host device: %zu blocks of %zu bytes exceed what a file can hold",
+               n_blocks, dev->base.block_bytes);
     bool *is_used = realloc(dev->is_used, n_blocks * sizeof *is_used);
-    if (!is_used) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu blocks", n_blocks);
-    }
+    GM_FAIL_IF(!is_used, GM_ERR_NOMEM, "host memory: no room for a table of %zu blocks", n_blocks);
     dev->is_used = is_used;
     if (ftruncate(dev->fd, (off_t)file_bytes) != 0) { /* a hole: free until it is written */
         return GM_FAIL(GM_ERR_DEVICE, "host device: a memfd of %zu bytes: %s", file_bytes,
@@ -207,12 +195,9 @@ static gm_status check_available(host_device *dev)
     }
     dev->n_unseen = 0;
     GM_TRY(gm_host_available(&dev->available));
-    if (bytes > dev->available) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "host device: a block of %s wanted, %s of host memory available, %zu blocks "
-                       "held",
-                       gm_wanted(bytes).text, gm_there(dev->available).text, dev->n_used);
-    }
+    GM_FAIL_IF(bytes > dev->available, GM_ERR_NOMEM,
+               "host device: a block of %s wanted, %s of host memory available, %zu blocks held",
+               gm_wanted(bytes).text, gm_there(dev->available).text, dev->n_used);
     dev->n_unseen = dev->available < LOOK_BYTES ? dev->available : LOOK_BYTES;
     return GM_OK;
 }
@@ -226,13 +211,10 @@ static gm_status give_pages(host_device *dev, size_t index)
     do {
         failed = fallocate(dev->fd, 0, (off_t)(index * bytes), (off_t)bytes);
     } while (failed && errno == EINTR);
-    if (failed && errno != EOPNOTSUPP && errno != ENOSYS) {
-        return GM_FAIL(
-            errno == ENOSPC || errno == ENOMEM ? GM_ERR_NOMEM : GM_ERR_DEVICE,
-            "host device: a block of %s wanted, %s seemed available, but the kernel says: "
-            "%s",
-            gm_wanted(bytes).text, gm_there(dev->available).text, strerror(errno));
-    }
+    GM_FAIL_IF(failed && errno != EOPNOTSUPP && errno != ENOSYS,
+               errno == ENOSPC || errno == ENOMEM ? GM_ERR_NOMEM : GM_ERR_DEVICE,
+               "host device: a block of %s wanted, %s seemed available, but the kernel says: %s",
+               gm_wanted(bytes).text, gm_there(dev->available).text, strerror(errno));
     dev->available -= bytes; /* which a look has covered */
     dev->n_unseen -= bytes < dev->n_unseen ? bytes : dev->n_unseen;
     return GM_OK;
@@ -292,10 +274,8 @@ static gm_status map_run(host_device *dev, uintptr_t addr, gm_block first, size_
     if (mapped == MAP_FAILED) {
         return mmap_failed(bytes, errno);
     }
-    if (madvise(mapped, bytes, MADV_DONTFORK) != 0) {
-        return GM_FAIL(GM_ERR_DEVICE, "host device: madvise(MADV_DONTFORK) on %zu bytes: %s", bytes,
-                       strerror(errno));
-    }
+    GM_FAIL_IF(madvise(mapped, bytes, MADV_DONTFORK) != 0, GM_ERR_DEVICE,
+               "host device: madvise(MADV_DONTFORK) on %zu bytes: %s", bytes, strerror(errno));
     return GM_OK;
 }
 
@@ -304,11 +284,9 @@ static gm_status host_map(gm_device *base, uintptr_t addr, const gm_block *block
     host_device *dev = as_host(base);
     GM_TRY(check_inside_range(dev, "map", addr, n));
     for (size_t i = 0; i < n; i++) {
-        if (!is_block(dev, blocks[i])) {
-            return GM_FAIL(GM_ERR_ARG,
-                           "host device: map: block %zu of %zu (handle %llu) is not alive", i, n,
-                           (unsigned long long)blocks[i]);
-        }
+        GM_FAIL_IF(!is_block(dev, blocks[i]), GM_ERR_ARG,
+                   "host device: map: block %zu of %zu (handle %llu) is not alive", i, n,
+                   (unsigned long long)blocks[i]);
     }
     for (size_t i = 0, run; i < n; i += run) {
         for (run = 1; i + run < n && blocks[i + run] == blocks[i] + run; run++) {
@@ -404,9 +382,8 @@ static void host_event_free(gm_device *base, gm_event event)
 
 static gm_status check_event(const host_device *dev, gm_event event)
 {
-    if ((event == 0 || event > dev->last_id) && !timed_of(dev, event)) {
-        return GM_FAIL(GM_ERR_ARG, "host device: %llu is not an event", (unsigned long long)event);
-    }
+    GM_FAIL_IF((event == 0 || event > dev->last_id) && !timed_of(dev, event), GM_ERR_ARG,
+               "host device: %llu is not an event", (unsigned long long)event);
     return check_owner(dev);
 }
 
@@ -443,22 +420,18 @@ static gm_status host_event_elapsed(gm_device *base, gm_event start, gm_event en
 {
     host_device *dev = as_host(base);
     const timed_event *from = timed_of(dev, start), *to = timed_of(dev, end);
-    if (!from || !to) {
-        return GM_FAIL(GM_ERR_ARG, "host device: event %llu is not a timed event",
-                       (unsigned long long)(from ? end : start));
-    }
-    if (!from->is_recorded || !to->is_recorded) {
-        return GM_FAIL(GM_ERR_STATE, "host device: timed event %llu was never recorded",
-                       (unsigned long long)((from->is_recorded ? end : start) - TIMED));
-    }
+    GM_FAIL_IF(!from || !to, GM_ERR_ARG, "host device: event %llu is not a timed event",
+               (unsigned long long)(from ? end : start));
+    GM_FAIL_IF(!from->is_recorded || !to->is_recorded, GM_ERR_STATE,
+               "host device: timed event %llu was never recorded",
+               (unsigned long long)((from->is_recorded ? end : start) - TIMED));
     *seconds = to->seconds - from->seconds;
     return GM_OK;
 }
 
 static gm_status host_host_call(gm_device *base, void (*fn)(void *context), void *context,
-                                gm_stream stream)
+                                gm_stream GM_UNUSED(stream))
 {
-    (void)stream;
     GM_TRY(check_owner(as_host(base)));
     fn(context);
     return GM_OK;
@@ -476,22 +449,20 @@ static gm_status copy(gm_device *base, void *dst, const void *src, size_t bytes)
 }
 
 static gm_status host_copy_h2d(gm_device *base, uintptr_t dst, const void *src, size_t bytes,
-                               gm_stream s)
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     return copy(base, (void *)dst, src, bytes);
 }
 
-static gm_status host_copy_d2h(gm_device *base, void *dst, uintptr_t src, size_t bytes, gm_stream s)
+static gm_status host_copy_d2h(gm_device *base, void *dst, uintptr_t src, size_t bytes,
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     return copy(base, dst, (const void *)src, bytes);
 }
 
 static gm_status host_copy_d2d(gm_device *base, uintptr_t dst, uintptr_t src, size_t bytes,
-                               gm_stream s)
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     return copy(base, (void *)dst, (const void *)src, bytes);
 }
 
@@ -506,9 +477,9 @@ static void fill_span(void *context, size_t begin, size_t end)
     memset(job->dst + begin, job->byte, end - begin);
 }
 
-static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
+static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t bytes,
+                           gm_stream GM_UNUSED(s))
 {
-    (void)s;
     host_device *dev = as_host(base);
     GM_TRY(check_owner(dev));
     fill_job job = {(char *)dst, byte};
@@ -518,17 +489,15 @@ static gm_status host_fill(gm_device *base, uintptr_t dst, uint8_t byte, size_t 
 
 /* ---- arithmetic ---- */
 
-static gm_status host_adam(gm_device *base, const gm_adam_args *args, gm_stream s)
+static gm_status host_adam(gm_device *base, const gm_adam_args *args, gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     return gm_adam_host(args, as_host(base)->pool);
 }
 
 static gm_status host_grad_add(gm_device *base, const gm_grad_add_args *args, gm_sumsq *sum,
-                               gm_stream s)
+                               gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_grad_add_host(args, as_host(base)->pool);
     if (sum) {
@@ -539,17 +508,15 @@ static gm_status host_grad_add(gm_device *base, const gm_grad_add_args *args, gm
 }
 
 static gm_status host_sumsq(gm_device *base, const void *data, gm_dtype dtype, size_t numel,
-                            gm_sumsq *sum, gm_stream s)
+                            gm_sumsq *sum, gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_sumsq_host(data, dtype, numel, sum, as_host(base)->pool);
     return GM_OK;
 }
 
-static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream s)
+static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream GM_UNUSED(s))
 {
-    (void)s;
     GM_TRY(check_owner(as_host(base)));
     gm_clip_host(args);
     return GM_OK;
@@ -557,22 +524,17 @@ static gm_status host_clip(gm_device *base, const gm_clip_args *args, gm_stream 
 
 /* ---- the device itself ---- */
 
-static gm_status host_pin(gm_device *base, void *region, size_t bytes)
+static gm_status host_pin(gm_device *base, void *GM_UNUSED(region), size_t GM_UNUSED(bytes))
 {
-    (void)region;
-    (void)bytes;
     return check_owner(as_host(base));
 }
 
-static void host_unpin(gm_device *base, void *region)
+static void host_unpin(gm_device *GM_UNUSED(base), void *GM_UNUSED(region))
 {
-    (void)base;
-    (void)region;
 }
 
-static gm_status host_memory(gm_device *base, size_t *free_bytes, size_t *total_bytes)
+static gm_status host_memory(gm_device *GM_UNUSED(base), size_t *free_bytes, size_t *total_bytes)
 {
-    (void)base;
     return gm_host_memory_at("", free_bytes, total_bytes);
 }
 
@@ -636,10 +598,8 @@ size_t gm_device_host_granularity(void)
 gm_status gm_device_host_new(size_t block_bytes, gm_workers *pool, gm_device **out)
 {
     size_t granularity = gm_device_host_granularity();
-    if (block_bytes == 0 || block_bytes > SIZE_MAX / 2) {
-        return GM_FAIL(GM_ERR_ARG, "block_bytes is %zu: a size from 1 to %zu is wanted",
-                       block_bytes, SIZE_MAX / 2);
-    }
+    GM_FAIL_IF(block_bytes == 0 || block_bytes > SIZE_MAX / 2, GM_ERR_ARG,
+               "block_bytes is %zu: a size from 1 to %zu is wanted", block_bytes, SIZE_MAX / 2);
     host_device *dev;
     GM_TRY(GM_NEW(dev, "host memory: no room for a device's own %zu bytes"));
     dev->base = (gm_device){.ops = &host_ops,

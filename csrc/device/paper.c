@@ -45,11 +45,9 @@ static gm_status paper_range_new(gm_device *dev, size_t bytes, uintptr_t *out)
     return GM_OK;
 }
 
-static void paper_range_free(gm_device *dev, uintptr_t addr, size_t bytes)
+static void paper_range_free(gm_device *GM_UNUSED(dev), uintptr_t GM_UNUSED(addr),
+                             size_t GM_UNUSED(bytes))
 {
-    (void)dev;
-    (void)addr;
-    (void)bytes;
 }
 
 static gm_status new_id(gm_device *dev, uint64_t *out)
@@ -58,18 +56,13 @@ static gm_status new_id(gm_device *dev, uint64_t *out)
     return GM_OK;
 }
 
-static void free_id(gm_device *dev, uint64_t id)
+static void free_id(gm_device *GM_UNUSED(dev), uint64_t GM_UNUSED(id))
 {
-    (void)dev;
-    (void)id;
 }
 
-static gm_status paper_map(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n)
+static gm_status paper_map(gm_device *GM_UNUSED(dev), uintptr_t GM_UNUSED(addr),
+                           const gm_block *GM_UNUSED(blocks), size_t GM_UNUSED(n))
 {
-    (void)dev;
-    (void)addr;
-    (void)blocks;
-    (void)n;
     return GM_OK;
 }
 
@@ -78,10 +71,8 @@ static gm_status paper_unmap(gm_device *dev, uintptr_t addr, size_t n_blocks)
     return paper_map(dev, addr, NULL, n_blocks);
 }
 
-static gm_status paper_stream_sync(gm_device *dev, gm_stream stream)
+static gm_status paper_stream_sync(gm_device *GM_UNUSED(dev), gm_stream GM_UNUSED(stream))
 {
-    (void)dev;
-    (void)stream;
     return GM_OK;
 }
 
@@ -92,9 +83,7 @@ static gm_status paper_event_new(gm_device *dev, bool is_timed, gm_event *out)
     if (is_timed && *out >= self->capacity) {
         size_t capacity = 2 * (size_t)*out;
         double *grown = realloc(self->recorded, capacity * sizeof *grown);
-        if (!grown) {
-            return GM_FAIL(GM_ERR_NOMEM, "HOST: a table of %zu events", capacity);
-        }
+        GM_FAIL_IF(!grown, GM_ERR_NOMEM, "HOST: a table of %zu events", capacity);
         memset(&grown[self->capacity], 0, (capacity - self->capacity) * sizeof *grown);
         self->recorded = grown;
         self->capacity = capacity;
@@ -102,18 +91,16 @@ static gm_status paper_event_new(gm_device *dev, bool is_timed, gm_event *out)
     return GM_OK;
 }
 
-static gm_status paper_event_record(gm_device *dev, gm_event event, gm_stream stream)
+static gm_status paper_event_record(gm_device *dev, gm_event event, gm_stream GM_UNUSED(stream))
 {
-    (void)stream;
     if (event < as_paper(dev)->capacity) {
         as_paper(dev)->recorded[event] = as_paper(dev)->seconds;
     }
     return GM_OK;
 }
 
-static gm_status paper_event_wait(gm_device *dev, gm_event event, gm_stream stream)
+static gm_status paper_event_wait(gm_device *dev, gm_event GM_UNUSED(event), gm_stream stream)
 {
-    (void)event;
     return paper_stream_sync(dev, stream);
 }
 
@@ -131,28 +118,23 @@ static gm_status paper_event_query(gm_device *dev, gm_event event, bool *out)
 static gm_status paper_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
 {
     const paper_device *self = as_paper(dev);
-    if (start >= self->capacity || end >= self->capacity) {
-        return GM_FAIL(GM_ERR_ARG, "paper device: event %llu is not a timed event",
-                       (unsigned long long)(start >= self->capacity ? start : end));
-    }
+    GM_FAIL_IF(start >= self->capacity || end >= self->capacity, GM_ERR_ARG,
+               "paper device: event %llu is not a timed event",
+               (unsigned long long)(start >= self->capacity ? start : end));
     *seconds = self->recorded[end] - self->recorded[start];
     return GM_OK;
 }
 
-static gm_status paper_host_call(gm_device *dev, void (*fn)(void *context), void *context,
-                                 gm_stream stream)
+static gm_status paper_host_call(gm_device *dev, void (*fn)(void *context),
+                                 void *GM_UNUSED(context), gm_stream stream)
 {
     (void)fn;
-    (void)context;
     return paper_stream_sync(dev, stream);
 }
 
-static gm_status paper_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
-                                gm_stream s)
+static gm_status paper_copy_h2d(gm_device *dev, uintptr_t GM_UNUSED(dst),
+                                const void *GM_UNUSED(src), size_t GM_UNUSED(bytes), gm_stream s)
 {
-    (void)dst;
-    (void)src;
-    (void)bytes;
     return paper_stream_sync(dev, s);
 }
 
@@ -161,67 +143,53 @@ static gm_status paper_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t
     return paper_copy_h2d(dev, src, dst, bytes, s);
 }
 
-static gm_status paper_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t src, size_t bytes,
-                                gm_stream s)
+static gm_status paper_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t GM_UNUSED(src),
+                                size_t bytes, gm_stream s)
 {
-    (void)src;
     return paper_copy_h2d(dev, dst, NULL, bytes, s);
 }
 
-static gm_status paper_fill(gm_device *dev, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
+static gm_status paper_fill(gm_device *dev, uintptr_t dst, uint8_t GM_UNUSED(byte), size_t bytes,
+                            gm_stream s)
 {
-    (void)byte;
     return paper_copy_h2d(dev, dst, NULL, bytes, s);
 }
 
-static gm_status paper_adam(gm_device *dev, const gm_adam_args *args, gm_stream s)
+static gm_status paper_adam(gm_device *dev, const gm_adam_args *GM_UNUSED(args), gm_stream s)
 {
-    (void)args;
     return paper_stream_sync(dev, s);
 }
 
-static gm_status paper_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sumsq *sum,
-                                gm_stream s)
+static gm_status paper_grad_add(gm_device *dev, const gm_grad_add_args *GM_UNUSED(args),
+                                gm_sumsq *GM_UNUSED(sum), gm_stream s)
 {
-    (void)args;
-    (void)sum;
     return paper_stream_sync(dev, s);
 }
 
-static gm_status paper_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
-                             gm_sumsq *sum, gm_stream s)
+static gm_status paper_sumsq(gm_device *dev, const void *GM_UNUSED(data), gm_dtype GM_UNUSED(dtype),
+                             size_t GM_UNUSED(numel), gm_sumsq *GM_UNUSED(sum), gm_stream s)
 {
-    (void)data;
-    (void)dtype;
-    (void)numel;
-    (void)sum;
     return paper_stream_sync(dev, s);
 }
 
-static gm_status paper_clip(gm_device *dev, const gm_clip_args *args, gm_stream s)
+static gm_status paper_clip(gm_device *dev, const gm_clip_args *GM_UNUSED(args), gm_stream s)
 {
-    (void)args;
     return paper_stream_sync(dev, s);
 }
 
-static gm_status paper_pin(gm_device *dev, void *base, size_t bytes)
+static gm_status paper_pin(gm_device *GM_UNUSED(dev), void *GM_UNUSED(base),
+                           size_t GM_UNUSED(bytes))
 {
-    (void)dev;
-    (void)base;
-    (void)bytes;
     return GM_OK;
 }
 
-static void paper_unpin(gm_device *dev, void *base)
+static void paper_unpin(gm_device *GM_UNUSED(dev), void *GM_UNUSED(base))
 {
-    (void)dev;
-    (void)base;
 }
 
 /* As much as anybody asks for: budgets are what bounds. */
-static gm_status paper_memory(gm_device *dev, size_t *free_bytes, size_t *total_bytes)
+static gm_status paper_memory(gm_device *GM_UNUSED(dev), size_t *free_bytes, size_t *total_bytes)
 {
-    (void)dev;
     *free_bytes = *total_bytes = (size_t)1 << 60;
     return GM_OK;
 }

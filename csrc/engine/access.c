@@ -8,13 +8,13 @@ static gm_status check_field(const gm_engine *engine, uint32_t id, gm_field fiel
 {
     const gm_param *p = &engine->params[id];
     bool is_moment = field == GM_FIELD_M || field == GM_FIELD_V;
-    if ((is_moment && !p->spec.has_moments) || (field == GM_FIELD_GRAD && !p->spec.has_grad) ||
-        (field == GM_FIELD_LOW && !p->spec.has_low)) {
-        return GM_FAIL(GM_ERR_STATE, "%s has no %s", gm_engine_name(engine, id),
-                       is_moment               ? "moments"
-                       : field == GM_FIELD_LOW ? "low part"
-                                               : "gradient");
-    }
+    GM_FAIL_IF((is_moment && !p->spec.has_moments) ||
+                   (field == GM_FIELD_GRAD && !p->spec.has_grad) ||
+                   (field == GM_FIELD_LOW && !p->spec.has_low),
+               GM_ERR_STATE, "%s has no %s", gm_engine_name(engine, id),
+               is_moment               ? "moments"
+               : field == GM_FIELD_LOW ? "low part"
+                                       : "gradient");
     return GM_OK;
 }
 
@@ -22,8 +22,8 @@ static gm_status check_grad(const gm_engine *engine, uint32_t id, gm_field field
 {
     return field == GM_FIELD_GRAD && engine->params[id].is_used_up
                ? GM_FAIL(GM_ERR_STATE,
-                         "the gradient of %s was used up by the update inside "
-                         "backward(step=True); read it after a backward without step=True",
+                         "the gradient of %s was used up by the update inside backward(step=True); "
+                         "read it after a backward without step=True",
                          gm_engine_name(engine, id))
                : GM_OK;
 }
@@ -37,11 +37,10 @@ static gm_status span_of(const gm_engine *engine, uint32_t id, uint64_t first, u
                          span *out)
 {
     const gm_param *p = &engine->params[id];
-    if (first > p->spec.numel || n > p->spec.numel - first) {
-        return GM_FAIL(GM_ERR_ARG, "elements %llu to %llu of %s, which has %llu of them",
-                       (unsigned long long)first, (unsigned long long)(first + n),
-                       gm_engine_name(engine, id), (unsigned long long)p->spec.numel);
-    }
+    GM_FAIL_IF(first > p->spec.numel || n > p->spec.numel - first, GM_ERR_ARG,
+               "elements %llu to %llu of %s, which has %llu of them", (unsigned long long)first,
+               (unsigned long long)(first + n), gm_engine_name(engine, id),
+               (unsigned long long)p->spec.numel);
     uint64_t part_end = p->part_first + p->part_numel;
     uint64_t begin = first > p->part_first ? first : p->part_first;
     uint64_t end = first + n < part_end ? first + n : part_end;
@@ -114,10 +113,8 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
     GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
-    if (field == GM_FIELD_GRAD || (field == GM_FIELD_WEIGHT && p->spec.has_low)) {
-        return GM_FAIL(GM_ERR_ARG, "field %d of %s cannot be filled in parts", (int)field,
-                       gm_engine_name(engine, id));
-    }
+    GM_FAIL_IF(field == GM_FIELD_GRAD || (field == GM_FIELD_WEIGHT && p->spec.has_low), GM_ERR_ARG,
+               "field %d of %s cannot be filled in parts", (int)field, gm_engine_name(engine, id));
     span part = {0};
     GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
@@ -137,15 +134,11 @@ static gm_status take_back(gm_engine *engine, gm_param *p, gm_stream stream)
 {
     gm_slice s = gm_field_shown(engine, p);
     const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-    if (state->gathered != state->version) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "gathered weights were written after a step had made them old; "
-                       "write them inside their unit, or through the engine");
-    }
+    GM_FAIL_IF(state->gathered != state->version, GM_ERR_STATE,
+               "gathered weights were written after a step had made them old; write them inside "
+               "their unit, or through the engine");
     uint8_t *weight = malloc(2 * s.bytes + 1);
-    if (!weight) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
-    }
+    GM_FAIL_IF(!weight, GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
     uint8_t *old = weight + s.bytes;
     gm_status status =
         engine->device->ops->stream_sync(engine->device, stream); /* the write itself */
@@ -185,11 +178,10 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
         return gm_call_end(engine, noted);
     }
     if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
-        return gm_call_end(
-            engine,
-            GM_FAIL(GM_ERR_STATE,
-                    "a 16-bit weight was written in place inside its unit while its chunk had no "
-                    "current home, so its fp32 master cannot follow"));
+        return gm_call_end(engine,
+                           GM_FAIL(GM_ERR_STATE,
+                                   "a 16-bit weight was written in place inside its unit while its "
+                                   "chunk had no current home, so its fp32 master cannot follow"));
     }
     gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
     uint8_t *weight = malloc(s.bytes);

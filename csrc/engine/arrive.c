@@ -55,13 +55,10 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
 static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                            gm_stream stream)
 {
-    if (p->is_used_up) {
-        return GM_FAIL(
-            GM_ERR_STATE,
-            "a gradient arrived for %s, whose last one was used up by the update "
-            "inside backward(step=True); call optimizer.zero_grad() before the next backward",
-            gm_engine_name(engine, (uint32_t)(p - engine->params)));
-    }
+    GM_FAIL_IF(p->is_used_up, GM_ERR_STATE,
+               "a gradient arrived for %s, whose last one was used up by the update inside "
+               "backward(step=True); call optimizer.zero_grad() before the next backward",
+               gm_engine_name(engine, (uint32_t)(p - engine->params)));
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
     GM_TRY(gm_gradient_take(engine, p, grad, dtype, stream));
@@ -148,12 +145,9 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
 static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *params, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
-        if (engine->params[params[i]].is_used_up) {
-            return GM_FAIL(
-                GM_ERR_STATE,
-                "gradients were used up by the update inside backward(step=True); a norm "
-                "needs backward(loss) without it");
-        }
+        GM_FAIL_IF(engine->params[params[i]].is_used_up, GM_ERR_STATE,
+                   "gradients were used up by the update inside backward(step=True); a norm needs "
+                   "backward(loss) without it");
     }
     return GM_OK;
 }
@@ -255,10 +249,8 @@ static gm_status check_sorted(const gm_engine *engine, const uint32_t *params, u
 {
     for (uint32_t i = 0; i < n; i++) {
         GM_TRY(gm_engine_check_param(engine, params[i]));
-        if (i > 0 && params[i] <= params[i - 1]) {
-            return GM_FAIL(GM_ERR_ARG, "parameter %u is not behind parameter %u", params[i],
-                           params[i - 1]);
-        }
+        GM_FAIL_IF(i > 0 && params[i] <= params[i - 1], GM_ERR_ARG,
+                   "parameter %u is not behind parameter %u", params[i], params[i - 1]);
     }
     return GM_OK;
 }

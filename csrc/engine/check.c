@@ -10,15 +10,12 @@ static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
         const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
         n_held += p->is_held;
         n_unreduced += p->is_unreduced;
-        if (p->has_sum && !p->is_held) {
-            return GM_FAIL(GM_ERR_STATE, "chunk %u: a norm of a gradient that is not there", chunk);
-        }
+        GM_FAIL_IF(p->has_sum && !p->is_held, GM_ERR_STATE,
+                   "chunk %u: a norm of a gradient that is not there", chunk);
     }
-    if (n_held != state->n_held || n_unreduced != state->n_unreduced) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk,
-                       n_held, n_unreduced, state->n_held, state->n_unreduced);
-    }
+    GM_FAIL_IF(n_held != state->n_held || n_unreduced != state->n_unreduced, GM_ERR_STATE,
+               "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk, n_held,
+               n_unreduced, state->n_held, state->n_unreduced);
     return state->is_pending && state->is_armed
                ? GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for its gradient and has it",
                          chunk)
@@ -30,18 +27,16 @@ static gm_status check_pins(const gm_engine *engine)
 {
     for (uint32_t i = 0; i < engine->unit.n_touched; i++) {
         uint32_t chunk = engine->unit.touched[i].chunk;
-        if (!engine->unit.is_touched[chunk] ||
-            gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
-            return GM_FAIL(GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
-        }
+        GM_FAIL_IF(!engine->unit.is_touched[chunk] ||
+                       gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0,
+                   GM_ERR_STATE, "chunk %u: touched and not pinned", chunk);
     }
     uint32_t n_pinned = 0;
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         n_pinned += lease->is_pinned;
         uint32_t chunk = engine->params[lease->param].place.chunk;
-        if (lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) {
-            return GM_FAIL(GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
-        }
+        GM_FAIL_IF(lease->is_pinned && gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0,
+                   GM_ERR_STATE, "chunk %u: leased and not pinned", chunk);
     }
     return n_pinned == engine->watch.n_pinned
                ? GM_OK
@@ -56,13 +51,10 @@ gm_status gm_check_state(const gm_engine *engine)
         GM_TRY(check_counts(engine, chunk));
         n_pending += engine->chunk_states[chunk].is_pending;
     }
-    if (n_pending != engine->update.n_pending) {
-        return GM_FAIL(GM_ERR_STATE, "%u updates are pending, %u counted", n_pending,
-                       engine->update.n_pending);
-    }
-    if ((engine->room.plan != NULL) != gm_chunks_has_placement(engine->chunks)) {
-        return GM_FAIL(GM_ERR_STATE, "a plan without its places, or places without a plan");
-    }
+    GM_FAIL_IF(n_pending != engine->update.n_pending, GM_ERR_STATE,
+               "%u updates are pending, %u counted", n_pending, engine->update.n_pending);
+    GM_FAIL_IF((engine->room.plan != NULL) != gm_chunks_has_placement(engine->chunks), GM_ERR_STATE,
+               "a plan without its places, or places without a plan");
     GM_TRY(check_pins(engine));
     return gm_chunks_check(engine->chunks);
 }

@@ -211,10 +211,8 @@ static gm_status keep_before(gm_engine *engine, gm_param *p, const void *old)
 {
     size_t weight_bytes = p->part_numel * p->spec.weight_bytes;
     uint8_t *before = malloc(weight_bytes + p->part_numel * gm_low_bytes(&p->spec));
-    if (!before) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of a parameter that is written",
-                       (unsigned long long)p->part_numel);
-    }
+    GM_FAIL_IF(!before, GM_ERR_NOMEM, "HOST: %llu elements of a parameter that is written",
+               (unsigned long long)p->part_numel);
     memcpy(before, old, weight_bytes);
     gm_status status =
         read_slice(engine, p, GM_FIELD_MASTER, 0, p->part_numel, before + weight_bytes);
@@ -240,10 +238,8 @@ gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, co
         }
     }
     uint8_t *low = malloc(low_bytes);
-    if (!low) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
-                       (unsigned long long)p->part_numel);
-    }
+    GM_FAIL_IF(!low, GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+               (unsigned long long)p->part_numel);
     memcpy(low, p->before + p->part_numel * p->spec.weight_bytes, low_bytes);
     if (p->is_low_given) {
         gm_fit_low_host(p->spec.format, weight, low, p->part_numel);
@@ -288,10 +284,8 @@ static gm_status write_weight(gm_engine *engine, gm_param *p, const void *src, g
 {
     const uint8_t *part = (const uint8_t *)src + p->part_first * p->spec.weight_bytes;
     uint8_t *old = malloc(p->part_numel * p->spec.weight_bytes + 1);
-    if (!old) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
-                       (unsigned long long)p->part_numel);
-    }
+    GM_FAIL_IF(!old, GM_ERR_NOMEM, "HOST: %llu elements of scratch for a parameter",
+               (unsigned long long)p->part_numel);
     gm_status status = read_slice(engine, p, GM_FIELD_WEIGHT, 0, p->part_numel, old);
     status = status == GM_OK ? gm_field_reset_low(engine, p, old, part, stream) : status;
     status = status == GM_OK ? write_slice(engine, p, GM_FIELD_WEIGHT, part, stream) : status;
@@ -339,9 +333,7 @@ gm_status gm_field_take_back(gm_engine *engine, gm_param *p, const void *old, co
     const uint8_t *before = (const uint8_t *)old + at, *after = (const uint8_t *)weight + at;
     gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
     uint8_t *present = malloc(2 * s.bytes);
-    if (!present) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
-    }
+    GM_FAIL_IF(!present, GM_ERR_NOMEM, "HOST: %zu bytes of scratch", 2 * s.bytes);
     uint8_t *wanted = present + s.bytes;
     gm_status status =
         gm_chunks_read(engine->chunks, p->place.chunk, GM_WEIGHT, s.offset, s.bytes, present, NULL);

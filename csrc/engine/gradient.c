@@ -18,9 +18,6 @@
  * released. */
 #include "engine/engine_impl.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 /* ---- this rank's part ---- */
 
 /* Device memory -> home through the staging area, converting and adding on the host, slice by slice. */

@@ -67,9 +67,7 @@ static gm_status describe_chunks(gm_engine *engine, gm_inputs *in)
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
     in->chunks = calloc(n ? n : 1, sizeof *in->chunks);
-    if (!in->chunks) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u chunks", n);
-    }
+    GM_FAIL_IF(!in->chunks, GM_ERR_NOMEM, "HOST: a plan of %u chunks", n);
     size_t block_bytes = engine->device->block_bytes;
     for (uint32_t id = 0; id < n; id++) {
         gm_plan_chunk *chunk = &in->chunks[id];

@@ -11,9 +11,7 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, gm_lease **out)
 {
     GM_TRY(gm_engine_check_param(engine, id));
     gm_lease *lease = calloc(1, sizeof *lease);
-    if (!lease) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a lease");
-    }
+    GM_FAIL_IF(!lease, GM_ERR_NOMEM, "HOST: a lease");
     *lease = (gm_lease){.engine = engine, .param = id, .tick = GM_NO_TICK, .born = GM_NO_TICK};
     gm_status status = gm_call_begin(engine);
     if (status != GM_OK) {

@@ -2,7 +2,6 @@
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
 static uint32_t kind_of(const gm_engine_param *spec)
@@ -147,9 +146,8 @@ static gm_status index_units(gm_engine *engine, const gm_engine_options *options
     engine->n_units = options->n_units;
     engine->unit_begin = calloc((size_t)options->n_units + 1, sizeof *engine->unit_begin);
     engine->unit_chunks = calloc(n_links ? n_links : 1, sizeof *engine->unit_chunks);
-    if (!engine->unit_begin || !engine->unit_chunks) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u units", options->n_units);
-    }
+    GM_FAIL_IF(!engine->unit_begin || !engine->unit_chunks, GM_ERR_NOMEM, "HOST: table of %u units",
+               options->n_units);
     uint32_t end = 0;
     for (uint32_t unit = 0; unit < options->n_units; unit++) {
         uint32_t begin = end;
@@ -272,9 +270,8 @@ static gm_status index_chunks(gm_engine *engine)
     uint32_t n = gm_layout_n_chunks(engine->layout), first = 0;
     engine->chunk_states = calloc((size_t)n + 1, sizeof *engine->chunk_states);
     engine->chunk_params = calloc((size_t)engine->n_params + 1, sizeof *engine->chunk_params);
-    if (!engine->chunk_states || !engine->chunk_params) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u chunks", n);
-    }
+    GM_FAIL_IF(!engine->chunk_states || !engine->chunk_params, GM_ERR_NOMEM,
+               "HOST: table of %u chunks", n);
     for (uint32_t id = 0; id < engine->n_params; id++) {
         engine->chunk_states[engine->params[id].place.chunk].n_params++;
     }

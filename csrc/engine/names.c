@@ -36,9 +36,7 @@ gm_status gm_names_new(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n_chunks = gm_layout_n_chunks(engine->layout);
     gm_names *names = calloc(1, sizeof *names);
-    if (!names) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: names of %u units", options->n_units);
-    }
+    GM_FAIL_IF(!names, GM_ERR_NOMEM, "HOST: names of %u units", options->n_units);
     atomic_init(&names->references, 1);
     names->n_units = options->n_units;
     names->n_chunks = n_chunks;

@@ -15,9 +15,7 @@ gm_status gm_pass_new(gm_engine *engine)
     engine->pass.unit_tick = calloc((size_t)engine->n_units + 1, sizeof *engine->pass.unit_tick);
     engine->pass.n = 1;
     engine->pass.next_op = GM_NO_OP;
-    if (!engine->pass.unit_tick) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: ticks of %u units", engine->n_units);
-    }
+    GM_FAIL_IF(!engine->pass.unit_tick, GM_ERR_NOMEM, "HOST: ticks of %u units", engine->n_units);
     return gm_book_new(&engine->pass.book);
 }
 

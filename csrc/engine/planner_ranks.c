@@ -116,9 +116,7 @@ static gm_status refuse_passes(gm_engine *engine, const gm_inputs *in, uint64_t 
     const char *before = "the ranks have run different passes since the last step";
     const char *rule = "every rank must run the same units in the same order";
     uint64_t *values = calloc(2 * most + 1, sizeof *values);
-    if (!values) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %s; %s", before, rule);
-    }
+    GM_FAIL_IF(!values, GM_ERR_NOMEM, "HOST: %s; %s", before, rule);
     for (uint64_t i = 0; i < most; i++) {
         values[2 * i] = code_of(in, i);
         values[2 * i + 1] = ~values[2 * i];
@@ -130,9 +128,7 @@ static gm_status refuse_passes(gm_engine *engine, const gm_inputs *in, uint64_t 
     }
     free(values);
     GM_TRY(status);
-    if (first == most) {
-        return GM_FAIL(GM_ERR_STATE, "%s, the same ones but not as often; %s", before, rule);
-    }
+    GM_FAIL_IF(first == most, GM_ERR_STATE, "%s, the same ones but not as often; %s", before, rule);
     char said[600] = "";
     GM_TRY(gm_ranks_tell(engine, code_of(in, first), say_tick, said, sizeof said));
     return GM_FAIL(GM_ERR_STATE, "%s, from tick %llu on: %s; %s", before, (unsigned long long)first,

@@ -15,6 +15,7 @@
  * chunks come from memory. */
 #include "engine/rates.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -72,16 +73,6 @@ static size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-static double at_least(double value, double bound)
-{
-    return value > bound ? value : bound;
-}
-
-static double lesser(double a, double b)
-{
-    return a < b ? a : b;
-}
-
 static int ascending(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;
@@ -97,7 +88,7 @@ static double median(double *values, size_t n)
 /* How often something of `each` seconds fits into `total`, within bounds. */
 static size_t times_within(double total, double each, size_t low, size_t high)
 {
-    double n = total / at_least(each, 1e-9);
+    double n = total / fmax(each, 1e-9);
     return n <= (double)low ? low : n >= (double)high ? high : (size_t)n;
 }
 
@@ -109,10 +100,8 @@ static gm_status take_device_memory(bench *b)
     size_t wanted = DEVICE_BYTES / b->device->block_bytes;
     wanted = wanted ? wanted : 1;
     b->blocks = calloc(wanted, sizeof *b->blocks);
-    if (!b->blocks) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes to measure rates",
-                       wanted * sizeof *b->blocks);
-    }
+    GM_FAIL_IF(!b->blocks, GM_ERR_NOMEM, "HOST: no %zu bytes to measure rates",
+               wanted * sizeof *b->blocks);
     gm_status status = GM_OK;
     while (b->n_blocks < wanted && status == GM_OK) {
         status = ops->block_new(b->device, &b->blocks[b->n_blocks]);
@@ -135,12 +124,10 @@ static gm_status take_host_memory(bench *b)
     size_t available = 0;
     GM_TRY(gm_host_available(&available));
     size_t bytes = least(HOST_BYTES, available / 4);
-    if (bytes < LEAST_HOST_BYTES) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "HOST: measuring the machine's rates needs %s, a fourth of what is "
-                       "available, which is %s; free host memory, or give rates in GEMINI_RATES",
-                       gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
-    }
+    GM_FAIL_IF(bytes < LEAST_HOST_BYTES, GM_ERR_NOMEM,
+               "HOST: measuring the machine's rates needs %s, a fourth of what is available, which "
+               "is %s; free host memory, or give rates in GEMINI_RATES",
+               gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
     gm_status status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
     while (status == GM_ERR_NOMEM && bytes / 2 >= LEAST_HOST_BYTES) { /* a limit on locked memory */
         bytes /= 2;
@@ -275,7 +262,7 @@ static double bytes_at(const bench *b, const lane *way, size_t n, double time)
     for (size_t i = 0; i < n; i++) {
         if (way->end[i] > time) {
             double part = (time - begin) / (way->end[i] - begin);
-            return (double)b->piece_bytes * ((double)i + at_least(part, 0));
+            return (double)b->piece_bytes * ((double)i + fmax(part, 0));
         }
         begin = way->end[i];
     }
@@ -292,7 +279,7 @@ static gm_status time_row(bench *b, size_t n_in, size_t n_out, double *in_rate, 
     if (n_in && n_out && b->out.end[n_out - 1] < end) {
         end = b->out.end[n_out - 1]; /* from here on one way runs alone */
     }
-    end = at_least(end, 1e-9);
+    end = fmax(end, 1e-9);
     *in_rate = bytes_at(b, &b->in, n_in, end) / end;
     *out_rate = bytes_at(b, &b->out, n_out, end) / end;
     return GM_OK;
@@ -356,7 +343,7 @@ static gm_status host_pass(bench *b, double *seconds)
     gm_adam_args args = adam_arrays((uintptr_t)gm_arena_base(b->arena), b->numel, &range);
     double begin = gm_seconds();
     GM_TRY(gm_adam_host(&args, b->workers));
-    *seconds = at_least(gm_seconds() - begin, 1e-9);
+    *seconds = fmax(gm_seconds() - begin, 1e-9);
     return GM_OK;
 }
 
@@ -396,7 +383,7 @@ static gm_status device_passes(bench *b, size_t n, double *seconds)
     }
     GM_TRY(ops->event_record(b->device, b->in.done[0], b->in.stream));
     GM_TRY(ops->event_elapsed(b->device, b->begin, b->in.done[0], seconds));
-    *seconds = at_least(*seconds, 1e-9) / (double)n / (double)numel; /* of one parameter */
+    *seconds = fmax(*seconds, 1e-9) / (double)n / (double)numel; /* of one parameter */
     return GM_OK;
 }
 
@@ -434,7 +421,7 @@ static gm_status time_beside_once(bench *b, size_t n, double adam_seconds, besid
     } while (end - begin < adam_seconds);
     GM_TRY(finish_lane(b, &b->in, n));
     GM_TRY(finish_lane(b, &b->out, n));
-    double last = b->in.end[n - 1] < b->out.end[n - 1] ? b->in.end[n - 1] : b->out.end[n - 1];
+    double last = fmin(b->in.end[n - 1], b->out.end[n - 1]);
     out->adam = (double)n_passes * (double)b->numel / (end - begin);
     end = last < end ? last : end;
     if (end <= begin) { /* the copies were done when they had been issued */
@@ -452,8 +439,8 @@ static gm_status time_beside(bench *b, gm_rates *r)
     divide_memory(b, gm_arena_bytes(b->arena) / 4 * 3);
     shorten_passes(b, r->host_adam);
     double pass_seconds = (double)b->numel / r->host_adam;
-    double faster = r->h2d_both > r->d2h_both ? r->h2d_both : r->d2h_both;
-    double wanted = at_least(BESIDE_SECONDS, 3 * pass_seconds);
+    double faster = fmax(r->h2d_both, r->d2h_both);
+    double wanted = fmax(BESIDE_SECONDS, 3 * pass_seconds);
     size_t n = times_within(wanted * faster, (double)b->piece_bytes, 4, MAX_PIECES);
     /* Adam ends before the faster way does, which is not faster than without Adam */
     double adam_seconds = 0.8 * (double)n * (double)b->piece_bytes / faster - pass_seconds;
@@ -482,11 +469,11 @@ static gm_status measure(bench *b, gm_rates *r)
     GM_TRY(time_host_adam(b, &r->host_adam));
     GM_TRY(time_beside(b, r));
     GM_TRY(time_device_adam(b, &r->device_adam));
-    r->h2d_both = lesser(r->h2d_both, r->h2d);
-    r->d2h_both = lesser(r->d2h_both, r->d2h);
-    r->h2d_beside = lesser(r->h2d_beside, r->h2d_both);
-    r->d2h_beside = lesser(r->d2h_beside, r->d2h_both);
-    r->host_adam_beside = lesser(r->host_adam_beside, r->host_adam);
+    r->h2d_both = fmin(r->h2d_both, r->h2d);
+    r->d2h_both = fmin(r->d2h_both, r->d2h);
+    r->h2d_beside = fmin(r->h2d_beside, r->h2d_both);
+    r->d2h_beside = fmin(r->d2h_beside, r->d2h_both);
+    r->host_adam_beside = fmin(r->host_adam_beside, r->host_adam);
     return GM_OK;
 }
 

@@ -62,12 +62,10 @@ static void read_kept(const gm_engine *engine, const gm_param *p, gm_field field
 static gm_status read_locked(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
                              uint64_t n, void *dst)
 {
-    if (engine->dead != GM_OK) {
-        return GM_FAIL(engine->dead, "the engine was closed by an error: %s", engine->dead_text);
-    }
-    if (atomic_load(&engine->update.async_status) != GM_OK) {
-        return GM_FAIL(GM_ERR_STATE, "an update on the host failed");
-    }
+    GM_FAIL_IF(engine->dead != GM_OK, engine->dead, "the engine was closed by an error: %s",
+               engine->dead_text);
+    GM_FAIL_IF(atomic_load(&engine->update.async_status) != GM_OK, GM_ERR_STATE,
+               "an update on the host failed");
     gm_window_spoil(engine); /* the host waits */
     gm_saving_note_read(engine, p->place.chunk);
     return gm_field_read(engine, p, field, first, n, dst);
@@ -81,9 +79,9 @@ gm_status gm_engine_save_read(gm_engine *engine, uint32_t id, gm_field field, ui
     const gm_param *p = &engine->params[id];
     bool is_inside = first >= p->part_first && first - p->part_first <= p->part_numel &&
                      n <= p->part_numel - (first - p->part_first);
-    if (!is_inside || field == GM_FIELD_GRAD || (field == GM_FIELD_MASTER && !p->spec.has_low)) {
-        return GM_FAIL(GM_ERR_ARG, "no such elements of %s here", gm_engine_name(engine, id));
-    }
+    GM_FAIL_IF(!is_inside || field == GM_FIELD_GRAD ||
+                   (field == GM_FIELD_MASTER && !p->spec.has_low),
+               GM_ERR_ARG, "no such elements of %s here", gm_engine_name(engine, id));
     if (n == 0) {
         return GM_OK;
     }
@@ -109,9 +107,8 @@ uint32_t gm_engine_save_next(gm_engine *engine)
 
 gm_status gm_engine_save_done(gm_engine *engine, uint32_t chunk)
 {
-    if (chunk >= gm_layout_n_chunks(engine->layout)) {
-        return GM_FAIL(GM_ERR_ARG, "chunk %u does not exist", chunk);
-    }
+    GM_FAIL_IF(chunk >= gm_layout_n_chunks(engine->layout), GM_ERR_ARG, "chunk %u does not exist",
+               chunk);
     gm_saving_done(engine, chunk);
     return gm_saving_check(engine);
 }

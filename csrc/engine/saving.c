@@ -21,7 +21,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct gm_saved {
     /* Huge pages, first touched by all workers: half a checkpoint may be copied in one step. */
@@ -65,9 +64,8 @@ void gm_saving_unlock(gm_engine *engine)
 
 gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n, size_t limit)
 {
-    if (atomic_load(&engine->saving.is_on)) {
-        return GM_FAIL(GM_ERR_STATE, "a checkpoint is being written already");
-    }
+    GM_FAIL_IF(atomic_load(&engine->saving.is_on), GM_ERR_STATE,
+               "a checkpoint is being written already");
     engine->saving.limit = limit;
     engine->saving.used = (gm_saving_use){0};
     engine->saving.failure[0] = '\0';

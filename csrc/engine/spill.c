@@ -8,7 +8,6 @@
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 void gm_spill_forget(gm_engine *engine, uint32_t chunk)
 {
@@ -21,9 +20,7 @@ static gm_status save(gm_engine *engine, uint32_t chunk)
 {
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_GATHERED);
     uint8_t *copy = malloc(bytes);
-    if (!copy) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes for gathered weights", bytes);
-    }
+    GM_FAIL_IF(!copy, GM_ERR_NOMEM, "HOST: %zu bytes for gathered weights", bytes);
     gm_status status = gm_chunks_read_device(engine->chunks, chunk, GM_GATHERED, 0, bytes, copy);
     if (status != GM_OK) {
         free(copy);

@@ -100,9 +100,7 @@ static gm_status touch_again(gm_engine *engine, uint32_t chunk, gm_stream stream
 static gm_status touch(gm_engine *engine, uintptr_t address, gm_stream stream)
 {
     uint32_t chunk = gm_chunks_at(engine->chunks, address);
-    if (chunk == UINT32_MAX) {
-        return GM_FAIL(GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
-    }
+    GM_FAIL_IF(chunk == UINT32_MAX, GM_ERR_ARG, "no chunk shows address %#zx", (size_t)address);
     GM_TRY(gm_update_check_reuse(engine, chunk));
     if (engine->unit.is_touched[chunk]) {
         return touch_again(engine, chunk, stream);

@@ -70,9 +70,7 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
         return GM_OK;
     }
     uint8_t *weight = malloc(s.bytes);
-    if (!weight) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
-    }
+    GM_FAIL_IF(!weight, GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
     gm_status status =
         gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
@@ -131,9 +129,8 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
         return GM_OK;
     }
     size_t bytes = p->spec.numel * p->spec.weight_bytes + 1;
-    if (!lease->old && !(lease->old = malloc(bytes))) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a copy of %zu bytes to find writes", bytes - 1);
-    }
+    GM_FAIL_IF(!lease->old && !(lease->old = malloc(bytes)), GM_ERR_NOMEM,
+               "HOST: a copy of %zu bytes to find writes", bytes - 1);
     lease->stream = stream;
     if (engine->shown == GM_WEIGHT) { /* what the tensor's owner writes is known only afterwards */
         GM_TRY(gm_saving_keep(lease->engine, p->place.chunk));

@@ -82,9 +82,7 @@ gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan)
 {
     uint32_t n = gm_plan_n_blocks(plan);
     uint32_t *owners = malloc((n + (size_t)1) * sizeof *owners);
-    if (!owners) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
-    }
+    GM_FAIL_IF(!owners, GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
     for (uint32_t i = 0; i < n; i++) {
         owners[i] = GM_NO_CHUNK;
     }

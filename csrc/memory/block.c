@@ -129,15 +129,12 @@ gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
     if (!gm_is_resident(p)) {
         return GM_OK;
     }
-    if (p->pins > 0) {
-        return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be evicted", id);
-    }
+    GM_FAIL_IF(p->pins > 0, GM_ERR_STATE, "chunk %u is in use and cannot be evicted", id);
     if (gm_is_transient(kind)) {
         return release(chunks, p, id, kind);
     }
-    if (!chunks->has_homes) {
-        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
-    }
+    GM_FAIL_IF(!chunks->has_homes, GM_ERR_STATE,
+               "chunk %u has no home on the host (policy \"cuda\")", id);
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
     GM_TRY(release(chunks, p, id, kind));
     chunks->is_all_resident[id] = false;
@@ -231,18 +228,15 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, bool is_fresh, uint3
         if (!evicted) {
             size_t block = chunks->device->block_bytes;
             gm_size_text wanted = gm_wanted((size_t)n * block);
-            if (chunks->limit == 0) {
-                return GM_FAIL(
-                    GM_ERR_NOMEM,
-                    "DEVICE: %s wanted for a chunk, and activations and what else is on the "
-                    "device take all of device_budget; raise it, or use fewer tokens or "
-                    "activation checkpointing",
-                    wanted.text);
-            }
+            GM_FAIL_IF(chunks->limit == 0, GM_ERR_NOMEM,
+                       "DEVICE: %s wanted for a chunk, and activations and what else is on the "
+                       "device take all of device_budget; raise it, or use fewer tokens or "
+                       "activation checkpointing",
+                       wanted.text);
             return GM_FAIL(
                 GM_ERR_NOMEM,
-                "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at "
-                "this moment and %s free; raise device_budget, or use a smaller chunk_size",
+                "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at this "
+                "moment and %s free; raise device_budget, or use a smaller chunk_size",
                 wanted.text, gm_there((size_t)(chunks->n_blocks - chunks->n_free) * block).text,
                 gm_there(chunks->limit).text, gm_there((size_t)chunks->n_free * block).text);
         }

@@ -14,7 +14,6 @@
  * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in stats.n_host_waits. */
 #include "memory/chunk_impl.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 static const bool may_move[N_STATES][N_STATES] = {
@@ -237,9 +236,8 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
         return GM_OK;
     }
     GM_ASSERT(!gm_is_transient(kind));
-    if (!chunks->has_homes) {
-        return GM_FAIL(GM_ERR_STATE, "chunk %u has no home on the host (policy \"cuda\")", id);
-    }
+    GM_FAIL_IF(!chunks->has_homes, GM_ERR_STATE,
+               "chunk %u has no home on the host (policy \"cuda\")", id);
     GM_TRY(gm_home_give(chunks, id, id + 1)); /* nothing has changed if there are none */
     gm_stream stream = chunks->out[kind];
     /* Its users may be writers (a unit that changes its weights): the copy comes after them too. */
@@ -266,9 +264,7 @@ gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece kind, gm
 gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    if (p->pins == 0) {
-        return GM_FAIL(GM_ERR_STATE, "chunk %u: unpinned more often than pinned", id);
-    }
+    GM_FAIL_IF(p->pins == 0, GM_ERR_STATE, "chunk %u: unpinned more often than pinned", id);
     gm_note_access(chunks->device, (const void *)p->address, p->bytes, false, stream);
     GM_TRY(set_fence(chunks, &p->used, stream, true));
     gm_chunks_unpin_ordered(chunks, id, kind);

@@ -113,12 +113,10 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
             continue;
         }
         if (chunks->n_free == 0) {
-            if (!gm_block_may_grow(chunks)) {
-                return GM_FAIL(GM_ERR_NOMEM,
-                               "DEVICE: a plan of %s exceeds the %s that are left for chunks",
-                               gm_wanted((size_t)n * chunks->device->block_bytes).text,
-                               gm_there(chunks->limit).text);
-            }
+            GM_FAIL_IF(!gm_block_may_grow(chunks), GM_ERR_NOMEM,
+                       "DEVICE: a plan of %s exceeds the %s that are left for chunks",
+                       gm_wanted((size_t)n * chunks->device->block_bytes).text,
+                       gm_there(chunks->limit).text);
             GM_TRY(gm_block_grow(chunks));
         }
         physical[i] = gm_block_pop(chunks);
@@ -182,15 +180,12 @@ gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-            if (p->pins > 0 && !is_kept(p, gm_plan_place(plan, id, (gm_piece)kind))) {
-                return GM_FAIL(GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
-            }
+            GM_FAIL_IF(p->pins > 0 && !is_kept(p, gm_plan_place(plan, id, (gm_piece)kind)),
+                       GM_ERR_STATE, "chunk %u is in use and cannot be placed", id);
         }
     }
     uint32_t *physical = calloc(n ? n : 1, sizeof *physical);
-    if (!physical) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
-    }
+    GM_FAIL_IF(!physical, GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
     gm_status status;
     GM_TRY_GOTO(status, done, gm_chunks_leave_placement(chunks));
     GM_TRY_GOTO(status, done, evict_others(chunks, plan));

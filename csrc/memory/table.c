@@ -30,10 +30,9 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             GM_TRY(device->ops->range_new(device, chunks->span_bytes[kind], &chunks->span[kind]));
         }
     }
-    if (blocks_needed > UINT32_MAX - 1) {
-        return GM_FAIL(GM_ERR_ARG, "block_size %zu gives %zu blocks: choose a larger block_size",
-                       block_bytes, blocks_needed);
-    }
+    GM_FAIL_IF(blocks_needed > UINT32_MAX - 1, GM_ERR_ARG,
+               "block_size %zu gives %zu blocks: choose a larger block_size", block_bytes,
+               blocks_needed);
     chunks->capacity = (uint32_t)blocks_needed;
     GM_TRY(gm_new(&chunks->piece_blocks, (blocks_needed + 1) * sizeof *chunks->piece_blocks,
                   "HOST: chunk table: %zu bytes"));
@@ -196,27 +195,22 @@ void gm_chunks_free(gm_chunks *chunks)
 static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t id, gm_piece kind)
 {
     if (!gm_is_resident(p)) {
-        if (chunks->has_homes && !p->home && p->bytes > 0 && !gm_is_transient(kind)) {
-            return GM_FAIL(GM_ERR_STATE, "home.c: chunk %u is neither resident nor at home", id);
-        }
+        GM_FAIL_IF(chunks->has_homes && !p->home && p->bytes > 0 && !gm_is_transient(kind),
+                   GM_ERR_STATE, "home.c: chunk %u is neither resident nor at home", id);
         return p->pins == 0
                    ? GM_OK
                    : GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is pinned but not resident", id);
     }
-    if (p->n_blocks > 0 && !p->is_mapped) {
-        return GM_FAIL(GM_ERR_STATE, "invariant 2: chunk %u is resident but not mapped", id);
-    }
-    if (p->state == CLEAN && !p->home && p->n_blocks > 0) {
-        return GM_FAIL(GM_ERR_STATE, "invariant 5: chunk %u is clean without a home", id);
-    }
+    GM_FAIL_IF(p->n_blocks > 0 && !p->is_mapped, GM_ERR_STATE,
+               "invariant 2: chunk %u is resident but not mapped", id);
+    GM_FAIL_IF(p->state == CLEAN && !p->home && p->n_blocks > 0, GM_ERR_STATE,
+               "invariant 5: chunk %u is clean without a home", id);
     for (uint32_t b = 0; b < p->n_blocks; b++) {
-        if (!chunks->blocks[p->blocks[b]]) {
-            return GM_FAIL(GM_ERR_STATE, "invariant 1: chunk %u owns a destroyed block", id);
-        }
-        if (chunks->has_placement && chunks->owners[p->blocks[b]] != gm_piece_index(chunks, p)) {
-            return GM_FAIL(GM_ERR_STATE, "invariant 1: block %u of chunk %u has another owner",
-                           p->blocks[b], id);
-        }
+        GM_FAIL_IF(!chunks->blocks[p->blocks[b]], GM_ERR_STATE,
+                   "invariant 1: chunk %u owns a destroyed block", id);
+        GM_FAIL_IF(
+            chunks->has_placement && chunks->owners[p->blocks[b]] != gm_piece_index(chunks, p),
+            GM_ERR_STATE, "invariant 1: block %u of chunk %u has another owner", p->blocks[b], id);
     }
     return GM_OK;
 }
@@ -234,11 +228,9 @@ static gm_status check_blocks(const gm_chunks *chunks, uint32_t *n_uses)
         }
     }
     for (uint32_t i = 0; i < chunks->n_indices; i++) {
-        if (n_uses[i] != (chunks->blocks[i] ? 1 : 0)) {
-            return GM_FAIL(GM_ERR_STATE,
-                           "invariant 1: block %u, which %s, is free or owned %u times", i,
-                           chunks->blocks[i] ? "exists" : "is destroyed", n_uses[i]);
-        }
+        GM_FAIL_IF(n_uses[i] != (chunks->blocks[i] ? 1 : 0), GM_ERR_STATE,
+                   "invariant 1: block %u, which %s, is free or owned %u times", i,
+                   chunks->blocks[i] ? "exists" : "is destroyed", n_uses[i]);
     }
     return GM_OK;
 }
@@ -251,10 +243,9 @@ gm_status gm_chunks_check(const gm_chunks *chunks)
                 check_piece(chunks, gm_piece_at(chunks, id, (gm_piece)kind), id, (gm_piece)kind));
         }
     }
-    if (chunks->n_blocks + chunks->n_holes != chunks->n_indices) {
-        return GM_FAIL(GM_ERR_STATE, "invariant 1: %u blocks and %u holes in a table of %u",
-                       chunks->n_blocks, chunks->n_holes, chunks->n_indices);
-    }
+    GM_FAIL_IF(chunks->n_blocks + chunks->n_holes != chunks->n_indices, GM_ERR_STATE,
+               "invariant 1: %u blocks and %u holes in a table of %u", chunks->n_blocks,
+               chunks->n_holes, chunks->n_indices);
     if (chunks->has_placement) {
         return GM_OK;
     }
@@ -275,12 +266,10 @@ gm_status gm_chunks_check_bytes(const gm_chunks *chunks)
             const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             bool is_equal = p->state != CLEAN || p->pins > 0 || !p->home || p->bytes == 0 ||
                             memcmp(p->home, (const void *)p->address, p->bytes) == 0;
-            if (!is_equal) {
-                return GM_FAIL(GM_ERR_STATE,
-                               "invariant 5: piece %d of chunk %u is clean, but device and home "
-                               "have different bytes",
-                               kind, id);
-            }
+            GM_FAIL_IF(!is_equal, GM_ERR_STATE,
+                       "invariant 5: piece %d of chunk %u is clean, but device and home have "
+                       "different bytes",
+                       kind, id);
         }
     }
     return GM_OK;

@@ -44,9 +44,7 @@ const char *gm_log_stream_name(gm_log_stream stream)
 gm_status gm_timeline_new(gm_device *device, uint32_t capacity, gm_timeline **out)
 {
     *out = NULL;
-    if (capacity == 0) {
-        return GM_FAIL(GM_ERR_ARG, "timeline: a capacity of 0 entries: give at least 1");
-    }
+    GM_FAIL_IF(capacity == 0, GM_ERR_ARG, "timeline: a capacity of 0 entries: give at least 1");
     gm_timeline *log = calloc(1, sizeof *log);
     row *rows = calloc(capacity, sizeof *rows);
     if (!log || !rows) {
@@ -251,9 +249,8 @@ gm_status gm_timeline_finish(gm_timeline *log)
     log->is_finished = true;
     resolve(log);
     complete(log);
-    if (log->status != GM_OK) {
-        return GM_FAIL(log->status, "timeline: stopped after %u entries: %s", log->n, log->error);
-    }
+    GM_FAIL_IF(log->status != GM_OK, log->status, "timeline: stopped after %u entries: %s", log->n,
+               log->error);
     return GM_OK;
 }
 

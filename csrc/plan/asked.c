@@ -72,9 +72,7 @@ gm_status gm_asked_find(gm_asked *asked, uint32_t n, const gm_choice *choice, co
     if (!asked->key) {
         asked->n = n;
         asked->key = malloc(key_bytes(asked));
-        if (!asked->key) {
-            return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", n);
-        }
+        GM_FAIL_IF(!asked->key, GM_ERR_NOMEM, "host: no room to plan %u chunks", n);
     }
     GM_ASSERT(asked->n == n);
     make_key(asked, choice);

@@ -55,6 +55,12 @@ static const char *const piece_names[] = {"weights", "states", "gradient", "gath
                                           "unreduced gradient"};
 
 #define VIOLATION(m, ...) violation((m), GM_FAIL(GM_ERR_STATE, __VA_ARGS__))
+#define VIOLATION_IF(m, condition, ...)         \
+    do {                                        \
+        if (condition) {                        \
+            return VIOLATION((m), __VA_ARGS__); \
+        }                                       \
+    } while (0)
 
 /* Adds where it happened; the text of the failure is quoted. */
 static gm_status violation(const gm_model *m, gm_status status)
@@ -105,36 +111,34 @@ static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
     uint32_t blocks = gm_plan_blocks(m->input, chunk, piece, place->is_resident);
     bool has_own_weights = cls == GM_CLASS_R || cls == GM_CLASS_S1 || cls == GM_CLASS_C1;
     bool has_ring_states = cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
-    if (cls >= GM_N_CLASSES || (shape->must_reside && !has_own_weights)) {
-        return VIOLATION(m, "chunk %u may not be of class %d", chunk, (int)cls);
-    }
+    VIOLATION_IF(m, cls >= GM_N_CLASSES || (shape->must_reside && !has_own_weights),
+                 "chunk %u may not be of class %d", chunk, (int)cls);
     if (place->length == 0 || blocks == 0) {
         bool is_needed = piece == GM_WEIGHT || piece == GM_GATHERED ||
                          (piece == GM_STATE && (cls == GM_CLASS_R || has_ring_states));
-        if (blocks > 0 && is_needed && shape->bytes[piece] > 0) {
-            return VIOLATION(m, "chunk %u of class %d has no place for its %s", chunk, (int)cls,
-                             piece_names[piece]);
-        }
+        VIOLATION_IF(m, blocks > 0 && is_needed && shape->bytes[piece] > 0,
+                     "chunk %u of class %d has no place for its %s", chunk, (int)cls,
+                     piece_names[piece]);
         return GM_OK;
     }
-    if (place->offset >= place->length || blocks > place->length ||
-        (uint64_t)place->base + place->length > gm_plan_n_blocks(m->plan)) {
-        return VIOLATION(m, "chunk %u: %u blocks of %s at %u in [%u, +%u) of %u blocks", chunk,
-                         blocks, piece_names[piece], place->offset, place->base, place->length,
-                         gm_plan_n_blocks(m->plan));
-    }
+    VIOLATION_IF(m,
+                 place->offset >= place->length || blocks > place->length ||
+                     (uint64_t)place->base + place->length > gm_plan_n_blocks(m->plan),
+                 "chunk %u: %u blocks of %s at %u in [%u, +%u) of %u blocks", chunk, blocks,
+                 piece_names[piece], place->offset, place->base, place->length,
+                 gm_plan_n_blocks(m->plan));
     bool has_own = piece == GM_WEIGHT  ? has_own_weights
                    : piece == GM_STATE ? cls == GM_CLASS_R
                                        : place->is_resident;
-    if (place->is_resident != has_own || (piece == GM_STATE && !has_own && !has_ring_states) ||
-        (has_own && (place->length != blocks || place->offset != 0))) {
-        return VIOLATION(m, "chunk %u: the place of its %s does not fit class %d", chunk,
-                         piece_names[piece], (int)cls);
-    }
-    if (piece == GM_GATHERED && (place->is_resident ? !has_own_weights : shape->must_reside)) {
-        return VIOLATION(m, "chunk %u of class %d: its gathered weights may not be %s", chunk,
-                         (int)cls, place->is_resident ? "kept" : "in a ring");
-    }
+    VIOLATION_IF(
+        m,
+        place->is_resident != has_own || (piece == GM_STATE && !has_own && !has_ring_states) ||
+            (has_own && (place->length != blocks || place->offset != 0)),
+        "chunk %u: the place of its %s does not fit class %d", chunk, piece_names[piece], (int)cls);
+    VIOLATION_IF(
+        m, piece == GM_GATHERED && (place->is_resident ? !has_own_weights : shape->must_reside),
+        "chunk %u of class %d: its gathered weights may not be %s", chunk, (int)cls,
+        place->is_resident ? "kept" : "in a ring");
     /* A ring is one region for all its pieces: it is named by its first piece. */
     uint32_t mine = chunk * GM_N_PIECES + piece, first = m->region[place->base];
     for (uint32_t j = 0; j < place->length; j++) {
@@ -144,11 +148,10 @@ static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
                          !place_of(m, *region / GM_N_PIECES, piece)->is_resident &&
                          place_of(m, *region / GM_N_PIECES, piece)->base == place->base &&
                          place_of(m, *region / GM_N_PIECES, piece)->length == place->length;
-        if (*region != NOBODY && !is_shared) {
-            return VIOLATION(m, "block %u is given to the %s of chunk %u and the %s of chunk %u",
-                             place->base + j, piece_names[*region % GM_N_PIECES],
-                             *region / GM_N_PIECES, piece_names[piece], chunk);
-        }
+        VIOLATION_IF(m, *region != NOBODY && !is_shared,
+                     "block %u is given to the %s of chunk %u and the %s of chunk %u",
+                     place->base + j, piece_names[*region % GM_N_PIECES], *region / GM_N_PIECES,
+                     piece_names[piece], chunk);
         *region = is_shared ? *region : mine;
     }
     return GM_OK;
@@ -159,10 +162,8 @@ static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
 {
     const gm_place *place = place_of(m, chunk, piece);
     uint32_t mine = chunk * GM_N_PIECES + piece;
-    if (place->length == 0) {
-        return VIOLATION(m, "the %s of chunk %u have no place on the device", piece_names[piece],
-                         chunk);
-    }
+    VIOLATION_IF(m, place->length == 0, "the %s of chunk %u have no place on the device",
+                 piece_names[piece], chunk);
     for (uint32_t j = 0; j < gm_plan_blocks(m->input, chunk, piece, place->is_resident); j++) {
         uint32_t old = m->shows[block_at(place, j)];
         if (old == mine || old == NOBODY) {
@@ -173,15 +174,13 @@ static gm_status show(gm_model *m, uint32_t chunk, uint32_t piece)
         uint32_t grown = is_reduced(m, old / GM_N_PIECES) ? GM_UNREDUCED : GM_GRAD;
         bool is_growing = old % GM_N_PIECES == grown && other->is_growing;
         bool is_only = old % GM_N_PIECES == GM_GRAD && other->is_grad_dirty;
-        if (old % GM_N_PIECES == shown && other->until > m->tick) {
-            return VIOLATION(m, "the %s of chunk %u overwrite weights of chunk %u, in use until %u",
-                             piece_names[piece], chunk, old / GM_N_PIECES, other->until);
-        }
-        if (is_growing || is_only) {
-            return VIOLATION(m, "the %s of chunk %u overwrite the gradient of chunk %u, which %s",
-                             piece_names[piece], chunk, old / GM_N_PIECES,
-                             is_growing ? "is growing" : "is nowhere else");
-        }
+        VIOLATION_IF(m, old % GM_N_PIECES == shown && other->until > m->tick,
+                     "the %s of chunk %u overwrite weights of chunk %u, in use until %u",
+                     piece_names[piece], chunk, old / GM_N_PIECES, other->until);
+        VIOLATION_IF(m, is_growing || is_only,
+                     "the %s of chunk %u overwrite the gradient of chunk %u, which %s",
+                     piece_names[piece], chunk, old / GM_N_PIECES,
+                     is_growing ? "is growing" : "is nowhere else");
     }
     for (uint32_t j = 0; j < gm_plan_blocks(m->input, chunk, piece, place->is_resident); j++) {
         m->shows[block_at(place, j)] = mine;
@@ -229,9 +228,8 @@ static gm_status fetch(gm_model *m, uint32_t c)
         (chunk->is_pending && is_host_class(m, c))) {
         return GM_OK;
     }
-    if (chunk->until > m->tick && !is_gathered(m, c)) {
-        return VIOLATION(m, "weights of chunk %u are copied over while in use", c);
-    }
+    VIOLATION_IF(m, chunk->until > m->tick && !is_gathered(m, c),
+                 "weights of chunk %u are copied over while in use", c);
     GM_TRY(show(m, c, GM_WEIGHT));
     chunk->is_stale = false;
     return GM_OK;
@@ -241,23 +239,17 @@ static gm_status fetch(gm_model *m, uint32_t c)
 static gm_status gather(gm_model *m, uint32_t c)
 {
     gm_model_chunk *chunk = &m->chunks[c];
-    if (!is_gathered(m, c)) {
-        return VIOLATION(m, "chunk %u is gathered, but has no such place", c);
-    }
-    if (chunk->was_pending) {
-        return VIOLATION(m, "chunk %u is gathered before its pending update", c);
-    }
+    VIOLATION_IF(m, !is_gathered(m, c), "chunk %u is gathered, but has no such place", c);
+    VIOLATION_IF(m, chunk->was_pending, "chunk %u is gathered before its pending update", c);
     if (is_on_device(m, c, GM_GATHERED) && !chunk->is_outdated) {
         return GM_OK;
     }
-    if (chunk->until > m->tick) {
-        return VIOLATION(m, "chunk %u is gathered over weights in use until %u", c, chunk->until);
-    }
+    VIOLATION_IF(m, chunk->until > m->tick, "chunk %u is gathered over weights in use until %u", c,
+                 chunk->until);
     GM_TRY(fetch(m, c));
-    if (!is_on_device(m, c, GM_WEIGHT) || chunk->is_stale) {
-        return VIOLATION(m, "chunk %u is gathered, but its shard is %s", c,
-                         chunk->is_stale ? "stale" : "not on the device");
-    }
+    VIOLATION_IF(m, !is_on_device(m, c, GM_WEIGHT) || chunk->is_stale,
+                 "chunk %u is gathered, but its shard is %s", c,
+                 chunk->is_stale ? "stale" : "not on the device");
     GM_TRY(show(m, c, GM_GATHERED));
     chunk->is_outdated = false;
     return GM_OK;
@@ -273,9 +265,8 @@ static gm_status grad_in(gm_model *m, uint32_t c)
 
 static gm_status grad_out(gm_model *m, uint32_t c)
 {
-    if (m->chunks[c].is_growing && !is_reduced(m, c)) {
-        return VIOLATION(m, "the gradient of chunk %u goes home while it grows", c);
-    }
+    VIOLATION_IF(m, m->chunks[c].is_growing && !is_reduced(m, c),
+                 "the gradient of chunk %u goes home while it grows", c);
     if (m->chunks[c].is_grad_dirty) {
         m->chunks[c].is_grad_dirty = false;
         m->chunks[c].has_home_grad = true;
@@ -290,9 +281,8 @@ static gm_status update(gm_model *m, uint32_t c)
     if (!chunk->is_pending) {
         return GM_OK;
     }
-    if (chunk->until > m->tick && !is_gathered(m, c)) {
-        return VIOLATION(m, "chunk %u is updated while its weights are in use", c);
-    }
+    VIOLATION_IF(m, chunk->until > m->tick && !is_gathered(m, c),
+                 "chunk %u is updated while its weights are in use", c);
     if (chunk->has_result) {
         take_result(m, c);
         return GM_OK;
@@ -307,9 +297,8 @@ static gm_status update(gm_model *m, uint32_t c)
             GM_TRY(show(m, c, GM_STATE));
         }
     }
-    if (is_host_class(m, c) ? !chunk->has_home_grad : !is_on_device(m, c, GM_GRAD)) {
-        return VIOLATION(m, "the gradient of chunk %u is lost before its update", c);
-    }
+    VIOLATION_IF(m, is_host_class(m, c) ? !chunk->has_home_grad : !is_on_device(m, c, GM_GRAD),
+                 "the gradient of chunk %u is lost before its update", c);
     chunk->is_spent = !chunk->was_pending;
     chunk->is_outdated = true;
     chunk->is_pending = chunk->was_pending = false;
@@ -323,18 +312,16 @@ static gm_status speculate(gm_model *m, uint32_t c)
     gm_model_chunk *chunk = &m->chunks[c];
     gm_class cls = gm_plan_class(m->plan, c);
     bool has_states = cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
-    if (!gm_plan_is_speculated(m->plan, c) || cls == GM_CLASS_R || m->input->when != GM_DEFERRED) {
-        return VIOLATION(m, "chunk %u of class %d may not be speculated", c, (int)cls);
-    }
-    if (!chunk->is_grad_dirty && !chunk->has_home_grad) {
-        return VIOLATION(m, "chunk %u is speculated without its gradient", c);
-    }
+    VIOLATION_IF(
+        m, !gm_plan_is_speculated(m->plan, c) || cls == GM_CLASS_R || m->input->when != GM_DEFERRED,
+        "chunk %u of class %d may not be speculated", c, (int)cls);
+    VIOLATION_IF(m, !chunk->is_grad_dirty && !chunk->has_home_grad,
+                 "chunk %u is speculated without its gradient", c);
     if (!m->is_last) {
         return GM_OK; /* the engine waits for the last gradient */
     }
-    if (has_states && (chunk->is_growing || !is_on_device(m, c, GM_GRAD))) {
-        return VIOLATION(m, "chunk %u is speculated, but its gradient is not on the device", c);
-    }
+    VIOLATION_IF(m, has_states && (chunk->is_growing || !is_on_device(m, c, GM_GRAD)),
+                 "chunk %u is speculated, but its gradient is not on the device", c);
     GM_TRY(has_states ? show(m, c, GM_STATE) : grad_out(m, c));
     chunk->has_result = true;
     return GM_OK;
@@ -342,10 +329,8 @@ static gm_status speculate(gm_model *m, uint32_t c)
 
 static gm_status run_op(gm_model *m, const gm_op *op)
 {
-    if (op->chunk >= m->input->n_chunks) {
-        return VIOLATION(m, "operation %u on chunk %u of %u", op->kind, op->chunk,
-                         m->input->n_chunks);
-    }
+    VIOLATION_IF(m, op->chunk >= m->input->n_chunks, "operation %u on chunk %u of %u", op->kind,
+                 op->chunk, m->input->n_chunks);
     switch (op->kind) {
     case GM_OP_FETCH: return fetch(m, op->chunk);
     case GM_OP_GRAD_IN: return grad_in(m, op->chunk);
@@ -361,17 +346,13 @@ static gm_status run_op(gm_model *m, const gm_op *op)
 static gm_status take(gm_model *m, uint32_t c, uint32_t until)
 {
     gm_model_chunk *chunk = &m->chunks[c];
-    if (chunk->is_spent) {
-        return VIOLATION(m, "chunk %u is used by the pass whose gradient has updated it", c);
-    }
-    if (chunk->was_pending) {
-        return VIOLATION(m, "chunk %u is used before its pending update", c);
-    }
+    VIOLATION_IF(m, chunk->is_spent, "chunk %u is used by the pass whose gradient has updated it",
+                 c);
+    VIOLATION_IF(m, chunk->was_pending, "chunk %u is used before its pending update", c);
     if (is_gathered(m, c)) {
-        if (!is_on_device(m, c, GM_GATHERED) || chunk->is_outdated) {
-            return VIOLATION(m, "chunk %u is used, but its gathered weights are %s", c,
-                             chunk->is_outdated ? "outdated" : "not on the device");
-        }
+        VIOLATION_IF(m, !is_on_device(m, c, GM_GATHERED) || chunk->is_outdated,
+                     "chunk %u is used, but its gathered weights are %s", c,
+                     chunk->is_outdated ? "outdated" : "not on the device");
     } else if (!is_on_device(m, c, GM_WEIGHT) || (chunk->is_stale && chunk->until <= m->tick)) {
         return VIOLATION(m, "chunk %u is used, but its weights are %s", c,
                          chunk->is_stale ? "stale" : "not on the device");
@@ -385,12 +366,9 @@ static gm_status take(gm_model *m, uint32_t c, uint32_t until)
 static gm_status claim_grad(gm_model *m, uint32_t c)
 {
     const gm_model_chunk *chunk = &m->chunks[c];
-    if (chunk->is_pending) {
-        return VIOLATION(m, "a gradient of chunk %u grows onto one that is pending", c);
-    }
-    if (chunk->has_home_grad && !is_on_device(m, c, GM_GRAD)) {
-        return VIOLATION(m, "the gradient of chunk %u is to be added to, but not on the device", c);
-    }
+    VIOLATION_IF(m, chunk->is_pending, "a gradient of chunk %u grows onto one that is pending", c);
+    VIOLATION_IF(m, chunk->has_home_grad && !is_on_device(m, c, GM_GRAD),
+                 "the gradient of chunk %u is to be added to, but not on the device", c);
     return show(m, c, GM_GRAD);
 }
 
@@ -413,9 +391,8 @@ static gm_status complete_grad(gm_model *m, uint32_t c, bool is_last)
         GM_TRY(start_grad(m, c));
     }
     if (is_reduced(m, c)) {
-        if (!is_on_device(m, c, GM_UNREDUCED)) {
-            return VIOLATION(m, "the gradient of chunk %u is lost before it is summed", c);
-        }
+        VIOLATION_IF(m, !is_on_device(m, c, GM_UNREDUCED),
+                     "the gradient of chunk %u is lost before it is summed", c);
         GM_TRY(claim_grad(m, c));
         give_back(m, c, GM_UNREDUCED);
     }
@@ -522,9 +499,7 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
     m->trace = trace;
     m->tick = 0;
     m->is_last = is_last;
-    if (!gm_plan_knows(m->plan, trace->hash)) {
-        return VIOLATION(m, "there is no schedule for this trace");
-    }
+    VIOLATION_IF(m, !gm_plan_knows(m->plan, trace->hash), "there is no schedule for this trace");
     find_starts(m);
     for (; m->tick < trace->n; m->tick++) {
         GM_TRY(run_tick(m, is_last));
@@ -583,10 +558,8 @@ static gm_status check_order(const gm_model *m, bool *seen)
 {
     const uint32_t *order = gm_plan_update_order(m->plan);
     for (uint32_t i = 0; i < m->input->n_chunks; i++) {
-        if (order[i] >= m->input->n_chunks || seen[order[i]]) {
-            return VIOLATION(m, "the order of updates has chunk %u twice or out of range",
-                             order[i]);
-        }
+        VIOLATION_IF(m, order[i] >= m->input->n_chunks || seen[order[i]],
+                     "the order of updates has chunk %u twice or out of range", order[i]);
         seen[order[i]] = true;
     }
     return GM_OK;
@@ -614,11 +587,9 @@ gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input)
 {
     uint32_t n_blocks = gm_plan_n_blocks(plan);
     gm_model m = {.plan = plan, .input = input};
-    if ((uint64_t)n_blocks * input->block_bytes > input->device_bytes) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "plan: %u blocks of %zu bytes are more than the %zu bytes allowed", n_blocks,
-                       input->block_bytes, input->device_bytes);
-    }
+    GM_FAIL_IF((uint64_t)n_blocks * input->block_bytes > input->device_bytes, GM_ERR_STATE,
+               "plan: %u blocks of %zu bytes are more than the %zu bytes allowed", n_blocks,
+               input->block_bytes, input->device_bytes);
     bool *seen = calloc((size_t)input->n_chunks + 1, sizeof *seen);
     m.chunks = calloc((size_t)input->n_chunks + 1, sizeof *m.chunks);
     m.shows = malloc(((size_t)n_blocks + 1) * sizeof *m.shows);

@@ -39,10 +39,9 @@ static gm_status check_trace(const gm_plan_input *input, const gm_trace *trace, 
     for (uint32_t t = 0; t < trace->n; t++) {
         const gm_tick *tick = &trace->ticks[t];
         uint32_t limit = tick->kind == GM_TICK_ENTER ? input->n_units : input->n_chunks;
-        if (tick->kind > GM_TICK_GRAD || tick->id >= limit) {
-            return GM_FAIL(GM_ERR_ARG, "plan: tick %u of a trace names %s %u of %u", t,
-                           tick->kind == GM_TICK_ENTER ? "unit" : "chunk", tick->id, limit);
-        }
+        GM_FAIL_IF(tick->kind > GM_TICK_GRAD || tick->id >= limit, GM_ERR_ARG,
+                   "plan: tick %u of a trace names %s %u of %u", t,
+                   tick->kind == GM_TICK_ENTER ? "unit" : "chunk", tick->id, limit);
         const uint32_t *chunks;
         *n_uses += tick->kind == GM_TICK_GRAD ? 0 : n_chunks_of(input, tick, &chunks);
     }
@@ -225,35 +224,27 @@ void gm_problem_free(gm_problem *problem)
 
 static gm_status check_input(const gm_plan_input *input)
 {
-    if (input->n_chunks == 0 || input->n_traces == 0 || input->block_bytes == 0) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "plan: %u chunks, %u traces, blocks of %zu bytes; all must be positive",
-                       input->n_chunks, input->n_traces, input->block_bytes);
-    }
+    GM_FAIL_IF(input->n_chunks == 0 || input->n_traces == 0 || input->block_bytes == 0, GM_ERR_ARG,
+               "plan: %u chunks, %u traces, blocks of %zu bytes; all must be positive",
+               input->n_chunks, input->n_traces, input->block_bytes);
     const double *rates = (const double *)&input->rates;
     for (size_t i = 0; i < offsetof(gm_rates, gather) / sizeof *rates; i++) {
-        if (!(rates[i] > 0)) {
-            return GM_FAIL(GM_ERR_ARG, "plan: rate %zu of this machine is %g; measure it first", i,
-                           rates[i]);
-        }
+        GM_FAIL_IF(!(rates[i] > 0), GM_ERR_ARG,
+                   "plan: rate %zu of this machine is %g; measure it first", i, rates[i]);
     }
     for (uint32_t i = 0; i < input->unit_begin[input->n_units]; i++) {
-        if (input->unit_chunks[i] >= input->n_chunks) {
-            return GM_FAIL(GM_ERR_ARG, "plan: a unit has chunk %u of %u", input->unit_chunks[i],
-                           input->n_chunks);
-        }
+        GM_FAIL_IF(input->unit_chunks[i] >= input->n_chunks, GM_ERR_ARG,
+                   "plan: a unit has chunk %u of %u", input->unit_chunks[i], input->n_chunks);
     }
     for (uint32_t c = 0; c < input->n_chunks; c++) {
         for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-            if (input->chunks[c].bytes[piece] >
-                (size_t)input->chunks[c].blocks[piece] * input->block_bytes) {
-                return GM_FAIL(GM_ERR_ARG, "plan: chunk %u has %zu bytes in %u blocks", c,
-                               input->chunks[c].bytes[piece], input->chunks[c].blocks[piece]);
-            }
+            GM_FAIL_IF(input->chunks[c].bytes[piece] >
+                           (size_t)input->chunks[c].blocks[piece] * input->block_bytes,
+                       GM_ERR_ARG, "plan: chunk %u has %zu bytes in %u blocks", c,
+                       input->chunks[c].bytes[piece], input->chunks[c].blocks[piece]);
         }
-        if (input->n_ranks <= 1 && (gm_is_gathered(input, c) || gm_is_reduced(input, c))) {
-            return GM_FAIL(GM_ERR_ARG, "plan: chunk %u is shared by ranks, but there is one", c);
-        }
+        GM_FAIL_IF(input->n_ranks <= 1 && (gm_is_gathered(input, c) || gm_is_reduced(input, c)),
+                   GM_ERR_ARG, "plan: chunk %u is shared by ranks, but there is one", c);
     }
     return GM_OK;
 }
@@ -262,9 +253,7 @@ gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *fr
                          uint32_t *out)
 {
     uint32_t *count = calloc((size_t)limit + 2, sizeof *count);
-    if (!count) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room to sort %u chunks", n);
-    }
+    GM_FAIL_IF(!count, GM_ERR_NOMEM, "host: no room to sort %u chunks", n);
     for (uint32_t c = 0; c < n; c++) {
         count[(key[c] < limit ? key[c] : limit) + 1]++;
     }
@@ -285,9 +274,8 @@ static gm_status read_problem(const gm_plan_input *input, gm_problem *out)
     out->order = calloc(input->n_chunks, sizeof *out->order);
     out->grad_order = calloc(input->n_chunks, sizeof *out->grad_order);
     out->is_trained = calloc(input->n_chunks, sizeof *out->is_trained);
-    if (!out->courses || !out->order || !out->grad_order || !out->is_trained) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room to plan %u chunks", input->n_chunks);
-    }
+    GM_FAIL_IF(!out->courses || !out->order || !out->grad_order || !out->is_trained, GM_ERR_NOMEM,
+               "host: no room to plan %u chunks", input->n_chunks);
     bool has_main = false;
     for (uint32_t c = 0; c < input->n_chunks; c++) {
         out->has_gathered |= gm_is_gathered(input, c);

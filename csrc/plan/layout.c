@@ -30,10 +30,9 @@ static gm_status check_spec(const gm_param_spec *spec, uint32_t index)
         return GM_FAIL(GM_ERR_ARG, "parameter %u: an element of %u bytes is not supported", index,
                        spec->weight_bytes);
     }
-    if (spec->numel > (UINT64_C(1) << 50)) {
-        return GM_FAIL(GM_ERR_ARG, "parameter %u: %llu elements are more than 2^50", index,
-                       (unsigned long long)spec->numel);
-    }
+    GM_FAIL_IF(spec->numel > (UINT64_C(1) << 50), GM_ERR_ARG,
+               "parameter %u: %llu elements are more than 2^50", index,
+               (unsigned long long)spec->numel);
     return GM_OK;
 }
 
@@ -58,9 +57,8 @@ static gm_chunk_shape *open_chunk(gm_layout *layout, uint32_t kind)
 gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t chunk_bytes,
                         uint32_t n_shards, gm_layout **out)
 {
-    if (chunk_bytes == 0 || n_shards == 0) {
-        return GM_FAIL(GM_ERR_ARG, "chunk size and number of shards must be positive");
-    }
+    GM_FAIL_IF(chunk_bytes == 0 || n_shards == 0, GM_ERR_ARG,
+               "chunk size and number of shards must be positive");
     for (uint32_t i = 0; i < n_params; i++) {
         GM_TRY(check_spec(&params[i], i));
     }
@@ -144,10 +142,8 @@ uint64_t gm_layout_hash(const gm_layout *layout)
 gm_status gm_layout_search(const gm_param_spec *params, uint32_t n_params, size_t min_bytes,
                            size_t range_bytes, uint32_t n_grids, size_t *out_chunk_bytes)
 {
-    if (min_bytes == 0 || n_grids == 0) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "chunk search: min_chunk_size and chunk_search_n_grids must be positive");
-    }
+    GM_FAIL_IF(min_bytes == 0 || n_grids == 0, GM_ERR_ARG,
+               "chunk search: min_chunk_size and chunk_search_n_grids must be positive");
     for (uint32_t i = 0; i < n_params; i++) {
         GM_TRY(check_spec(&params[i], i));
     }

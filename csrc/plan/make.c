@@ -91,10 +91,8 @@ gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_
     if (gm_plan_find(plan, trace->hash)) {
         return GM_OK;
     }
-    if (input->n_chunks != plan->n) {
-        return GM_FAIL(GM_ERR_ARG, "plan: made for %u chunks, not for %u", plan->n,
-                       input->n_chunks);
-    }
+    GM_FAIL_IF(input->n_chunks != plan->n, GM_ERR_ARG, "plan: made for %u chunks, not for %u",
+               plan->n, input->n_chunks);
     GM_TRY(gm_problem_new(input, &problem));
     gm_status status = gm_course_new(input, trace, 0, &course);
     if (status == GM_OK) {

@@ -87,10 +87,8 @@ static gm_status set_length(gm_ring *ring)
         uint32_t stage = gm_stage_least(ring->problem->input->block_bytes);
         length = length > stage ? length : stage;
     }
-    if (length > INT32_MAX) {
-        return GM_FAIL(GM_ERR_NOMEM, "plan: a ring of %llu blocks is too long",
-                       (unsigned long long)length);
-    }
+    GM_FAIL_IF(length > INT32_MAX, GM_ERR_NOMEM, "plan: a ring of %llu blocks is too long",
+               (unsigned long long)length);
     ring->length = (uint32_t)length;
     uint64_t position = 0;
     for (uint32_t i = 0; i < ring->problem->n; i++) {
@@ -143,9 +141,7 @@ static gm_status fit_ring(gm_ring *ring)
             break; /* states are in use for one operation only */
         }
         gm_slot *slots = realloc(ring->slots, ring->length * sizeof *slots);
-        if (!slots) {
-            return GM_FAIL(GM_ERR_NOMEM, "host: no room for a ring of %u blocks", ring->length);
-        }
+        GM_FAIL_IF(!slots, GM_ERR_NOMEM, "host: no room for a ring of %u blocks", ring->length);
         ring->slots = slots;
         for (uint32_t k = 0; k < ring->problem->n_courses; k++) {
             is_done &= !take_out_conflicts(ring, k);
@@ -220,9 +216,8 @@ static gm_status place_ring(const gm_choice *choice, gm_ring *ring, const uint32
         }
     }
     plan->ring[piece] = ring->length;
-    if (ring->length > UINT32_MAX - plan->n_blocks) {
-        return GM_FAIL(GM_ERR_NOMEM, "plan: rings of more than %u blocks", UINT32_MAX);
-    }
+    GM_FAIL_IF(ring->length > UINT32_MAX - plan->n_blocks, GM_ERR_NOMEM,
+               "plan: rings of more than %u blocks", UINT32_MAX);
     plan->n_blocks += ring->length;
     return GM_OK;
 }

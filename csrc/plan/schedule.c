@@ -434,12 +434,11 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
             write_grads_in(&w);
             check_unreduced(&w);
         }
-        status = w.misfit != GM_NO_TICK
-                     ? GM_FAIL(GM_ERR_STATE,
-                               "plan: chunk %u's place is taken when a pass of %u ticks needs it; "
-                               "plan anew with this trace",
-                               w.misfit, course->n)
-                     : sort_notes(&w, out);
+        status = w.misfit != GM_NO_TICK ? GM_FAIL(GM_ERR_STATE,
+                                                  "plan: chunk %u's place is taken when a pass of "
+                                                  "%u ticks needs it; plan anew with this trace",
+                                                  w.misfit, course->n)
+                                        : sort_notes(&w, out);
     }
     free(w.update);
     free(w.order);

@@ -44,15 +44,9 @@ void gm_sim_wait(gm_sim *sim, uint32_t node)
         (sim->n_waits > first_wait(sim) && sim->waits[sim->n_waits - 1] == node)) {
         return;
     }
-    if (sim->n_waits == sim->waits_capacity) {
-        uint32_t capacity = 2 * sim->waits_capacity + 256;
-        uint32_t *waits = realloc(sim->waits, capacity * sizeof *waits);
-        if (!waits) {
-            sim->has_failed = true;
-            return;
-        }
-        sim->waits = waits;
-        sim->waits_capacity = capacity;
+    if (GM_GROW(sim->waits, sim->n_waits, sim->waits_capacity, "host: %zu waits") != GM_OK) {
+        sim->has_failed = true;
+        return;
     }
     sim->waits[sim->n_waits++] = node;
 }
@@ -60,16 +54,10 @@ void gm_sim_wait(gm_sim *sim, uint32_t node)
 uint32_t gm_sim_add(gm_sim *sim, gm_lane lane, double work)
 {
     uint32_t waits = first_wait(sim);
-    if (sim->n == sim->capacity) {
-        uint32_t capacity = 2 * sim->capacity + 256;
-        gm_node *nodes = realloc(sim->nodes, capacity * sizeof *nodes);
-        if (!nodes) {
-            sim->has_failed = true;
-            sim->n_waits = waits;
-            return GM_NO_NODE;
-        }
-        sim->nodes = nodes;
-        sim->capacity = capacity;
+    if (GM_GROW(sim->nodes, sim->n, sim->capacity, "host: %zu pieces of work") != GM_OK) {
+        sim->has_failed = true;
+        sim->n_waits = waits;
+        return GM_NO_NODE;
     }
     sim->nodes[sim->n] = (gm_node){.work = work,
                                    .end = -1,

@@ -32,7 +32,8 @@ typedef struct gm_node {
 typedef struct gm_sim {
     gm_node *nodes;
     uint32_t *waits; /* nodes that others wait for */
-    uint32_t n, capacity, n_waits, waits_capacity;
+    uint32_t n, n_waits;
+    size_t capacity, waits_capacity;
     uint32_t first[GM_N_LANES], last[GM_N_LANES];
     bool has_failed; /* no room: the result means nothing */
 } gm_sim;

@@ -606,9 +606,7 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
             memset(r->owner[piece], 0xff, ((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
         }
     }
-    if (!has_all) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room to predict a plan of %u chunks", n);
-    }
+    GM_FAIL_IF(!has_all, GM_ERR_NOMEM, "host: no room to predict a plan of %u chunks", n);
     for (uint32_t i = 0; i < n * GM_N_PIECES; i++) {
         bool is_own = i % GM_N_PIECES < GM_N_OWN_PIECES;
         r->items[i] =

@@ -124,10 +124,8 @@ gm_status gm_book_tick(gm_book *book, gm_tick_kind kind, uint32_t id, size_t out
 {
     *out_trace = GM_NO_TRACE;
     *out_tick = GM_NO_TICK;
-    if (!book->is_open) {
-        return GM_FAIL(GM_ERR_STATE, "trace: a tick (kind %d, id %u) outside of a pass", (int)kind,
-                       id);
-    }
+    GM_FAIL_IF(!book->is_open, GM_ERR_STATE, "trace: a tick (kind %d, id %u) outside of a pass",
+               (int)kind, id);
     if (book->is_lost) {
         return GM_OK;
     }
@@ -206,9 +204,7 @@ static uint32_t free_index(gm_book *book)
 static gm_status keep_run(gm_book *book, uint32_t *out)
 {
     gm_tick *ticks = malloc(book->n_run * sizeof *ticks);
-    if (!ticks) {
-        return GM_FAIL(GM_ERR_NOMEM, "host: no room to keep a trace of %u ticks", book->n_run);
-    }
+    GM_FAIL_IF(!ticks, GM_ERR_NOMEM, "host: no room to keep a trace of %u ticks", book->n_run);
     memcpy(ticks, book->run, book->n_run * sizeof *ticks);
     *out = free_index(book);
     book->traces[*out] = (gm_trace){.ticks = ticks,

@@ -3,7 +3,6 @@
 #include "torch/abi.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "engine/engine.h"
@@ -34,9 +33,8 @@ static struct {
 
 enum { MAX_DIMS = 64 }; /* what torch itself allows a dense tensor to have in its iterators */
 
-static void end_lease(void *data, void *context)
+static void end_lease(void *GM_UNUSED(data), void *context)
 {
-    (void)data;
     gm_lease_end(context);
 }
 
@@ -55,10 +53,8 @@ static bool take_list(void *list, int64_t *out, size_t *n_out)
 
 /* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes, dense strides): a kernel behind
  * the C ABI has no way to raise. */
-static void blob_kernel(cell *stack, uint64_t n_in, uint64_t n_out)
+static void blob_kernel(cell *stack, uint64_t GM_UNUSED(n_in), uint64_t GM_UNUSED(n_out))
 {
-    (void)n_in;
-    (void)n_out;
     gm_lease *lease = (gm_lease *)(uintptr_t)stack[0];
     void *tensor = NULL;
     int32_t dtype, device_type = (int32_t)(int64_t)stack[4],
@@ -79,13 +75,10 @@ static void blob_kernel(cell *stack, uint64_t n_in, uint64_t n_out)
 static gm_status look_up(void *library, const char *name, void *out_function)
 {
     void *symbol = dlsym(library, name);
-    if (!symbol) {
-        return GM_FAIL(
-            GM_ERR_UNSUPPORTED,
-            "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before "
-            "it",
-            name);
-    }
+    GM_FAIL_IF(
+        !symbol, GM_ERR_UNSUPPORTED,
+        "the loaded libtorch has no %s: gemini_strategy needs torch >= 2.11, imported before it",
+        name);
     memcpy(out_function, &symbol, sizeof symbol); /* a function pointer, as POSIX allows */
     return GM_OK;
 }
@@ -102,9 +95,7 @@ gm_status gm_torch_abi_init(void)
         return GM_OK;
     }
     void *self = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    if (!self) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "libtorch_cpu.so is not loaded: import torch first");
-    }
+    GM_FAIL_IF(!self, GM_ERR_UNSUPPORTED, "libtorch_cpu.so is not loaded: import torch first");
     GM_TRY(look_up(self, "aoti_torch_library_init_fragment", &torch.library_init_fragment));
     GM_TRY(look_up(self, "aoti_torch_library_init_impl", &torch.library_init_impl));
     GM_TRY(look_up(self, "aoti_torch_library_def", &torch.library_def));
@@ -116,14 +107,14 @@ gm_status gm_torch_abi_init(void)
     GM_TRY(look_up(self, "aoti_torch_layout_strided", &torch.layout_strided));
     GM_TRY(look_up(self, "aoti_torch_grad_mode_is_enabled", &torch.grad_mode_is_enabled));
     void *library;
-    if (torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
-        torch.library_def(library, "blob(int lease, int[] sizes, int[] strides, ScalarType dtype, "
-                                   "int device_type, int device_index) -> Tensor") != 0 ||
-        torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__, __LINE__,
-                                &library) != 0 ||
-        torch.library_impl(library, "blob", blob_kernel) != 0) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "libtorch refused to register gemini::blob");
-    }
+    GM_FAIL_IF(torch.library_init_fragment("gemini", __FILE__, __LINE__, &library) != 0 ||
+                   torch.library_def(library,
+                                     "blob(int lease, int[] sizes, int[] strides, ScalarType "
+                                     "dtype, int device_type, int device_index) -> Tensor") != 0 ||
+                   torch.library_init_impl("gemini", "CompositeExplicitAutograd", __FILE__,
+                                           __LINE__, &library) != 0 ||
+                   torch.library_impl(library, "blob", blob_kernel) != 0,
+               GM_ERR_UNSUPPORTED, "libtorch refused to register gemini::blob");
     is_registered = true; /* the library objects live as long as the process */
     return GM_OK;
 }

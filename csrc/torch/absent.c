@@ -20,10 +20,8 @@ static gm_status fill(int fd)
     if (ftruncate(fd, PIECE_BYTES) == 0) {
         piece = mmap(NULL, PIECE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     }
-    if (piece == MAP_FAILED) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %d bytes that show NaN: %s", (int)PIECE_BYTES,
-                       strerror(errno));
-    }
+    GM_FAIL_IF(piece == MAP_FAILED, GM_ERR_NOMEM, "HOST: %d bytes that show NaN: %s",
+               (int)PIECE_BYTES, strerror(errno));
     memset(piece, 0xff, PIECE_BYTES);
     (void)munmap(piece, PIECE_BYTES);
     return GM_OK;
@@ -53,9 +51,7 @@ static gm_status map(int fd, size_t bytes)
 static gm_status grow(size_t bytes)
 {
     int fd = memfd_create("gemini-absent", MFD_CLOEXEC);
-    if (fd < 0) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: memfd_create: %s", strerror(errno));
-    }
+    GM_FAIL_IF(fd < 0, GM_ERR_NOMEM, "HOST: memfd_create: %s", strerror(errno));
     gm_status status = fill(fd);
     if (status == GM_OK) {
         status = map(fd, (bytes / PIECE_BYTES + 1) * PIECE_BYTES);

@@ -126,9 +126,8 @@ static void hold(struct torch_device *d, size_t size)
     }
 }
 
-void *gm_torch_alloc(size_t size, int device, void *stream)
+void *gm_torch_alloc(size_t size, int device, void *GM_UNUSED(stream))
 {
-    (void)stream;
     struct torch_device *d = find(device);
     const gm_cuda_api *api;
     CUdeviceptr address = 0;
@@ -151,9 +150,8 @@ void *gm_torch_alloc(size_t size, int device, void *stream)
     return (void *)(uintptr_t)address;
 }
 
-void gm_torch_free(void *ptr, size_t size, int device, void *stream)
+void gm_torch_free(void *ptr, size_t size, int device, void *GM_UNUSED(stream))
 {
-    (void)stream;
     struct torch_device *d = find(device);
     const gm_cuda_api *api;
     if (!d || !ptr || !enter(device, &api)) {
@@ -167,20 +165,14 @@ void gm_torch_free(void *ptr, size_t size, int device, void *stream)
 
 #else
 
-void *gm_torch_alloc(size_t size, int device, void *stream)
+void *gm_torch_alloc(size_t GM_UNUSED(size), int GM_UNUSED(device), void *GM_UNUSED(stream))
 {
-    (void)size;
-    (void)device;
-    (void)stream;
     return NULL;
 }
 
-void gm_torch_free(void *ptr, size_t size, int device, void *stream)
+void gm_torch_free(void *GM_UNUSED(ptr), size_t GM_UNUSED(size), int GM_UNUSED(device),
+                   void *GM_UNUSED(stream))
 {
-    (void)ptr;
-    (void)size;
-    (void)device;
-    (void)stream;
 }
 
 #endif

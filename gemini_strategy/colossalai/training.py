@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _OPTIMIZER = {
 }  # fmt: skip
 
 
+@dataclass(eq=False, repr=False)
 class TrainingEngine:
     """A model, its optimizer and its criterion: `engine(data)`, `engine.backward(loss)`, `engine.step()`.
 
@@ -45,18 +47,11 @@ class TrainingEngine:
         criterion: as it was given.
     """
 
-    def __init__(
-        self,
-        model: WrappedModule,
-        optimizer: WrappedOptimizer,
-        criterion: Callable[..., Any] | None,
-        accumulation: int,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self._criterion = criterion
-        self.accumulation = accumulation
-        self._n_backwards = 0
+    model: WrappedModule
+    optimizer: WrappedOptimizer
+    _criterion: Callable[..., Any] | None
+    accumulation: int
+    _n_backwards: int = 0
 
     @property
     def criterion(self) -> Callable[..., Any]:

@@ -127,15 +127,13 @@ def optimal_search(
     """The chunk size and the places that the planner chooses for a step on an example batch.
 
     Args:
-        m: the model.
+        m, unified_dtype, device_budget: as minimum_waste_search has them.
         group_size: ranks that share the chunks; all of them call this.
-        unified_dtype: torch.float32, float16 or bfloat16.
         optimizer_type: "Adam".
         overlap: predict a step whose updates run inside the backward (ElixirModule(prefetch=True)).
         verbose: rank 0 prints the plan's table.
         inp: an example batch, for step_fn; its tensors are moved to the device.
         step_fn: step_fn(model, inp) runs forward and backward.
-        device_budget: bytes on each device, as for manage().
 
     Raises:
         ValueError: an argument is refused, by name; or step_fn leaves no gradient, or one that is not finite.

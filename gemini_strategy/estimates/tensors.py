@@ -126,13 +126,7 @@ class Operations(_torch.DispatchMode):
         self._live = live
         self._note = note
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         made = [t for t in _tensors(out) if not t.is_sparse]

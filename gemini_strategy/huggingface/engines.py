@@ -12,6 +12,7 @@ import contextlib
 import types
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ def all_made() -> int:
     return _n_made
 
 
+@dataclass(eq=False)
 class Engines:
     """Makes engines with one plugin, on one device and in one precision.
 
-    Args:
+    Attributes:
         plugin: what manage() is given.
         device: where models compute.
         precision: manage()'s; None keeps the dtypes of a model.
@@ -46,19 +48,11 @@ class Engines:
         compiling: torch.compile's arguments for the layers of a model; None: they are not compiled.
     """
 
-    def __init__(
-        self,
-        plugin: GeminiPlugin,
-        device: torch.device,
-        precision: str | None,
-        scaling: dict[str, Any],
-        compiling: dict[str, Any] | None,
-    ) -> None:
-        self.plugin = plugin
-        self.device = device
-        self.precision = precision
-        self.scaling = scaling
-        self.compiling = compiling
+    plugin: GeminiPlugin
+    device: torch.device
+    precision: str | None
+    scaling: dict[str, Any]
+    compiling: dict[str, Any] | None
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         """The engine that trains `model` with `optimizer`; see the invariants.

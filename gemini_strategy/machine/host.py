@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from gemini_strategy import _C
+from gemini_strategy.machine.cores import cores, device_node, split
 
 _FEEDERS = 2  # threads that feed a GPU: Python's and autograd's
 
@@ -59,7 +60,7 @@ def place(pci_bus_id: str | None = None, root: str = "") -> dict[str, Any]:
         ValueError: `pci_bus_id` is none.
     """
     here = _C.host_topology(root)
-    node = -1 if pci_bus_id is None else _C.host_device_node(pci_bus_id, root)
+    node = -1 if pci_bus_id is None else device_node(pci_bus_id, root)
     return {"mask": here["mask"], "node": node, "memory": here["memory"]}
 
 
@@ -95,16 +96,17 @@ def share_of_host(
         ValueError: GEMINI_THREADS is no number, `local_rank` is none of these ranks, or one has an empty mask.
     """
     here = _C.host_topology(root)
-    ranks = [(other["mask"], other["node"]) for other in places]
-    cores = tuple(_C.host_split(here["cores"], ranks, local_rank))
+    if not 0 <= local_rank < len(places):
+        raise ValueError(f"local rank {local_rank} of {len(places)}: it must be less")
+    own = tuple(split(cores(root), places)[local_rank])
     is_alone = len(places) == 1
     wished = threads or 0
     if not wished and os.environ.get("GEMINI_THREADS"):
         wished = 0 if is_alone else _C.host_threads()
     elif not wished:
-        count = _C.host_threads(len(cores), here["quota"] / len(places))
+        count = _C.host_threads(len(own), here["quota"] / len(places))
         is_feeding = has_gpu and count > 2 * _FEEDERS
         wished = count - _FEEDERS if is_feeding else 0 if is_alone else count
     if is_alone:
         return Share((), wished, None)
-    return Share(cores, wished, min(other["memory"] for other in places) // len(places))
+    return Share(own, wished, min(other["memory"] for other in places) // len(places))

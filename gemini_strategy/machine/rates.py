@@ -178,7 +178,7 @@ def about_machine(ordinal: int | None, threads: int, n_ranks: int) -> dict[str, 
         gpu = f"{torch.cuda.get_device_name(ordinal)}, driver {_driver()}"
     machine = {
         "host": platform.node(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "gpu": gpu,
         "threads": str(cores),
         "version": __version__,
@@ -188,7 +188,8 @@ def about_machine(ordinal: int | None, threads: int, n_ranks: int) -> dict[str, 
     return machine
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """As the kernel tells it."""
     text = _text("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found.group(1).strip() if found else platform.machine()

@@ -38,6 +38,17 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LOW = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 
 
+def hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """(lr, beta1, beta2, eps, weight_decay) of a param group as they stand now."""
+    return tuple(map(float, (group["lr"], *group["betas"], group["eps"], group["weight_decay"])))
+
+
+def mode(group: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(decoupled weight decay, bias correction)."""
+    decoupled = group.get("adamw_mode", group.get("decoupled_weight_decay", False))
+    return bool(decoupled), bool(group.get("bias_correction", True))
+
+
 def _ordered_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`tensor` in the memory order and on the device of `model`; itself if it is so already."""
     dtype = dtype or tensor.dtype
@@ -272,19 +283,8 @@ class HybridAdam(torch.optim.Optimizer):
     def _scalars(
         group: Mapping[str, Any], step: int, grad_divisor: float, clip_factor: float
     ) -> bytes:
-        beta1, beta2 = group["betas"]
-        return _C.adam_scalars(
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            step,
-            bool(group["adamw_mode"]),
-            bool(group["bias_correction"]),
-            float(grad_divisor),
-            float(clip_factor),
-        )
+        divisors = float(grad_divisor), float(clip_factor)
+        return _C.adam_scalars(*hyperparameters(group), step, *mode(group), *divisors)
 
     def _with_grads(self) -> Iterator[tuple[int, int, dict[str, Any], Tensor]]:
         for group_index, group in enumerate(self.param_groups):

@@ -92,24 +92,6 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
-def hyperparameters(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
-    """(lr, beta1, beta2, eps, weight_decay) as they stand now."""
-    beta1, beta2 = group["betas"]
-    return (
-        float(group["lr"]),
-        float(beta1),
-        float(beta2),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-    )
-
-
-def mode(group: dict[str, Any]) -> tuple[bool, bool]:
-    """(decoupled weight decay, bias correction)."""
-    decoupled = group.get("adamw_mode", group.get("decoupled_weight_decay", False))
-    return bool(decoupled), bool(group.get("bias_correction", True))
-
-
 class _Managed:
     """What a taken-over optimizer does instead of its own step."""
 

@@ -8,12 +8,12 @@ what is not known is absent or NaN and shown as a dash.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import resource
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 from collections import deque
@@ -30,6 +30,7 @@ _STEPS = 32  # the last ones, of which figures are medians
 _BREAK_STEPS = 8
 _MOST_BREAKS = 3  # of them in which the plan was left, until somebody should know
 _WIDTH = 100  # columns
+_LEAST = 20  # of the last column of a table
 _DASH = "-"
 _NO_PLAN = (
     "on demand: no plan yet; the budget has room for a module at a time, but not for what comes next: raise "
@@ -485,47 +486,23 @@ def reason_rows(
 
 
 def render(title: str, head: Row | None, rows: list[Row]) -> str:
-    """A table as text, with rich if it is there."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return _render_plain(title, head, rows)
-    table = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD if head else box.SIMPLE,
-        show_header=head is not None,
-        pad_edge=False,
-    )
-    for column in range(len(rows[0])):
-        is_number = head is not None and column > 0
-        table.add_column(
-            Text(head[column]) if head else "",
-            justify="right" if is_number else "left",
-            no_wrap=column == 0,
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    stream = io.StringIO()
-    # Plain text whatever the terminal or FORCE_COLOR say: it may go into a log.
-    Console(file=stream, width=_WIDTH, color_system=None, force_terminal=False).print(table)
-    return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
-
-
-def _render_plain(title: str, head: Row | None, rows: list[Row]) -> str:
+    """A table as text; what is too long in the last column goes on below."""
     everything = [head, *rows] if head else rows
-    widths = [max(len(row[column]) for row in everything) for column in range(len(rows[0]))]
-    is_right = [head is not None and column > 0 for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
+    widths[-1] = min(widths[-1], max(_WIDTH - 2 - sum(width + 3 for width in widths[:-1]), _LEAST))
 
-    def line(row: Row) -> str:
-        cells = zip(row, widths, is_right, strict=True)
-        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip()
+    def lines(row: Row) -> Iterator[str]:
+        for part in textwrap.wrap(row[-1], widths[-1]) or [""]:
+            cells = [
+                cell.rjust(width) if head and column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip((*row[:-1], part), widths, strict=True))
+            ]
+            yield f" {'   '.join(cells)}".rstrip()
+            row = ("",) * len(row)
 
-    rule = ["-" * len(line(head))] if head else []
-    return "\n".join([title, *map(line, everything[:1]), *rule, *map(line, everything[1:])])
+    text = [line for row in everything for line in lines(row)]
+    rule = [" " + "─" * (len(text[0]) - 1)] if head else []
+    return "\n".join([title, "", *text[: len(rule)], *rule, *text[len(rule) :]])
 
 
 def about(engine: Any) -> dict[str, Any]:

@@ -105,13 +105,7 @@ class _Stage(TorchFunctionMode):
         is_known = isinstance(item, torch.Tensor) and self._known.get(id(item)) is item
         return self.of(item) if is_known else item
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FACTS:
             return func(*args, **kwargs)

@@ -19,6 +19,7 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy import _C
+from gemini_strategy.machine import cores as kernel_cores
 from gemini_strategy.machine import host
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
@@ -148,7 +149,7 @@ def test_nothing_known(tmp_path: Path) -> None:
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 4 kB\n")
     place = host.place("0000:10:00.0", str(tmp_path))
     assert place == {"mask": sorted(os.sched_getaffinity(0)), "node": -1, "memory": 4096}
-    assert _C.host_topology(str(tmp_path))["cores"] == []
+    assert kernel_cores.cores(str(tmp_path)) == []
     others = [{**place, "mask": [3, 5, 8, 9]}] * 2
     shares = [host.share_of_host(others, rank, root=str(tmp_path)) for rank in range(2)]
     assert shares == [host.Share((3, 5), 2, 2048), host.Share((8, 9), 2, 2048)]
@@ -229,10 +230,6 @@ def test_refusals(tmp_path: Path) -> None:
     for wrong in ([-1], ["x"], [1 << 30], 3):
         with pytest.raises((TypeError, ValueError, OverflowError)):
             _C.host_use(wrong, 0)
-        with pytest.raises((TypeError, ValueError, OverflowError)):
-            _C.host_split([], [(wrong, 0)], 0)
-    with pytest.raises(TypeError):
-        _C.host_split([(0, 0)], [([0], 0)], 0)
 
 
 def test_the_bus_id_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

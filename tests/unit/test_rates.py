@@ -64,7 +64,7 @@ def test_another_machine_has_its_own_figures(
     rates.machine_rates(None, 2)
     monkeypatch.setattr("gemini_strategy.machine.rates.__version__", "0.0.0")
     rates.machine_rates(None, 2)
-    monkeypatch.setattr(rates, "_cpu", lambda: "another processor")
+    monkeypatch.setattr(rates, "cpu_name", lambda: "another processor")
     rates.machine_rates(None, 2)
     monkeypatch.setenv("GEMINI_THREADS", "7")
     rates.machine_rates(None, 0)

@@ -1,6 +1,5 @@
 """The meter of steps and the tables: numbers from clocks and counters that the test sets."""
 
-import builtins
 import math
 import warnings
 from typing import Any
@@ -461,24 +460,14 @@ def test_the_reasons_stand_below_the_result() -> None:
     assert not [line for line in result.splitlines() if len(line) > 100]
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_tables_are_plain_aligned_text(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has_rich:
-        import rich  # noqa: F401
-
-        monkeypatch.setenv("FORCE_COLOR", "1")
-    else:
-        real = builtins.__import__
-
-        def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name.partition(".")[0] == "rich":
-                raise ImportError(name)
-            return real(name, *args, **kwargs)
-
-        monkeypatch.setattr(builtins, "__import__", without_rich)
+def test_tables_are_plain_aligned_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
     about = ABOUT | {"model": "Model[bold]"}  # not markup
     text = tables.render("A title", None, tables.plan_rows(about, STATS, PLAN))
     assert text.startswith("A title\n") and "Model[bold]" in text and "\x1b" not in text
+    assert not [line for line in text.splitlines() if len(line) > 100]
+    said = " ".join(text.split())
+    assert all(" ".join(row[1].split()) in said for row in tables.plan_rows(about, STATS, PLAN))
     head = ("after 3 steps", "planned", "measured", "difference")
     text = tables.render("A title", head, tables.result_rows(ABOUT, STATS, PLAN))
     lines = text.splitlines()

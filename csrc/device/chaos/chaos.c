@@ -336,10 +336,9 @@ static const gm_device_ops chaos_ops = {
 gm_status gm_device_chaos_new(size_t block_bytes, gm_workers *pool, const gm_chaos_options *options,
                               gm_device **out)
 {
-    if (options->fault < 0 || options->fault >= GM_CHAOS_N_FAULTS) {
-        return GM_FAIL(GM_ERR_ARG, "chaos device: fault %d is none of 0 to %d", (int)options->fault,
-                       GM_CHAOS_N_FAULTS - 1);
-    }
+    GM_FAIL_IF(options->fault < 0 || options->fault >= GM_CHAOS_N_FAULTS, GM_ERR_ARG,
+               "chaos device: fault %d is none of 0 to %d", (int)options->fault,
+               GM_CHAOS_N_FAULTS - 1);
     gm_chaos_device *dev;
     GM_TRY(GM_NEW(dev, "host memory: no room for a device's own %zu bytes"));
     gm_status status;

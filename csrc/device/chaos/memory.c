@@ -96,11 +96,9 @@ static gm_status claim_slots(gm_chaos_device *dev, const char *what, uintptr_t a
 {
     GM_TRY(gm_chaos_check_owner(dev));
     const gm_chaos_range *range = n ? gm_chaos_range_at(dev, address) : NULL;
-    if (n && (!range || (address - range->address) % dev->base.block_bytes != 0)) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "chaos device: %zu blocks at %#zx do not start at a block of a range", n,
-                       (size_t)address);
-    }
+    GM_FAIL_IF(n && (!range || (address - range->address) % dev->base.block_bytes != 0), GM_ERR_ARG,
+               "chaos device: %zu blocks at %#zx do not start at a block of a range", n,
+               (size_t)address);
     return gm_chaos_claim(dev, dev->shown, what, address, n * dev->base.block_bytes);
 }
 

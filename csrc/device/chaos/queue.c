@@ -5,13 +5,10 @@
  * 2. A wait refers to a record that was issued before it, so waits never form a circle: while anything is
  *    queued, some queue's first operation is ready.
  * 3. Every mark that is not reached has its record in the queue that it names. */
-#define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "device/chaos/chaos_impl.h"
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
 enum {
     MAX_QUEUED = 4096, /* beyond it, issuing runs something */
@@ -76,9 +73,7 @@ void gm_chaos_mark_unref(gm_chaos_mark *mark)
 
 void gm_chaos_reach(gm_chaos_mark *mark)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    mark->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    mark->seconds = gm_seconds();
     mark->is_reached = true;
 }
 

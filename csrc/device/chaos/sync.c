@@ -25,10 +25,8 @@ gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out)
             dev->queues[i].clock.tick[i] > gm_chaos_host_clock(dev)->tick[i])) {
         i++;
     }
-    if (i == GM_CHAOS_N_QUEUES) {
-        return GM_FAIL(GM_ERR_NOMEM, "chaos device: more than %d streams",
-                       GM_CHAOS_N_QUEUES - GM_CHAOS_FIRST_STREAM);
-    }
+    GM_FAIL_IF(i == GM_CHAOS_N_QUEUES, GM_ERR_NOMEM, "chaos device: more than %d streams",
+               GM_CHAOS_N_QUEUES - GM_CHAOS_FIRST_STREAM);
     gm_clock clock = {{0}};
     clock.tick[i] = dev->queues[i].clock.tick[i];
     dev->queues[i] =
@@ -95,11 +93,9 @@ static gm_status find_event(const gm_chaos_device *dev, gm_event handle, gm_chao
 {
     size_t slot = (size_t)(handle & UINT32_MAX) - 1; /* 0 wraps beyond every table */
     *out = NULL;
-    if (slot >= dev->n_events || !dev->events[slot].is_used ||
-        dev->events[slot].generation != handle >> 32) {
-        return GM_FAIL(GM_ERR_ARG, "chaos device: %#llx is not an event",
-                       (unsigned long long)handle);
-    }
+    GM_FAIL_IF(slot >= dev->n_events || !dev->events[slot].is_used ||
+                   dev->events[slot].generation != handle >> 32,
+               GM_ERR_ARG, "chaos device: %#llx is not an event", (unsigned long long)handle);
     *out = &dev->events[slot];
     return GM_OK;
 }
@@ -225,11 +221,10 @@ gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, 
     GM_TRY(gm_chaos_check_owner(dev));
     GM_TRY(find_event(dev, start, &from));
     GM_TRY(find_event(dev, end, &to));
-    if (!from->is_timed || !to->is_timed || !from->latest || !to->latest) {
-        return GM_FAIL(from->is_timed && to->is_timed ? GM_ERR_STATE : GM_ERR_ARG,
-                       "chaos device: time between events of which one %s",
-                       from->is_timed && to->is_timed ? "was never recorded" : "is not timed");
-    }
+    GM_FAIL_IF(!from->is_timed || !to->is_timed || !from->latest || !to->latest,
+               from->is_timed && to->is_timed ? GM_ERR_STATE : GM_ERR_ARG,
+               "chaos device: time between events of which one %s",
+               from->is_timed && to->is_timed ? "was never recorded" : "is not timed");
     gm_chaos_run_until(dev, from->latest);
     gm_chaos_run_until(dev, to->latest);
     gm_clock_join(gm_chaos_host_clock(dev), &from->latest->clock);

@@ -42,9 +42,7 @@ gm_status gm_chaos_range_add(gm_chaos_device *dev, uintptr_t address, size_t byt
     GM_TRY(GM_GROW(dev->ranges, dev->n_ranges, dev->range_capacity,
                    "host memory: no room for a table of %zu ranges"));
     gm_block *blocks = calloc(n_slots, sizeof *blocks);
-    if (!blocks) {
-        return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a table of %zu blocks", n_slots);
-    }
+    GM_FAIL_IF(!blocks, GM_ERR_NOMEM, "host memory: no room for a table of %zu blocks", n_slots);
     size_t at = ranges_up_to(dev, address);
     memmove(&dev->ranges[at + 1], &dev->ranges[at], (dev->n_ranges - at) * sizeof dev->ranges[0]);
     dev->ranges[at] = (gm_chaos_range){address, bytes, blocks};

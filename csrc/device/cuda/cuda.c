@@ -64,21 +64,16 @@ static gm_status find_span(cuda_device *d, uintptr_t addr, size_t n_blocks, cons
 {
     size_t i = upper_range(d, addr);
     size_t block_bytes = d->base.block_bytes;
-    if (i == 0 || addr - d->ranges[i - 1].addr >= d->ranges[i - 1].bytes) {
-        return GM_FAIL(GM_ERR_ARG, "%s: address 0x%zx is in no range of cuda:%d", what,
-                       (size_t)addr, d->ordinal);
-    }
+    GM_FAIL_IF(i == 0 || addr - d->ranges[i - 1].addr >= d->ranges[i - 1].bytes, GM_ERR_ARG,
+               "%s: address 0x%zx is in no range of cuda:%d", what, (size_t)addr, d->ordinal);
     cuda_range *range = &d->ranges[i - 1];
     size_t offset = addr - range->addr;
-    if (offset % d->base.granularity != 0) {
-        return GM_FAIL(GM_ERR_ARG, "%s: address 0x%zx is not a multiple of %zu bytes", what,
-                       (size_t)addr, d->base.granularity);
-    }
-    if (n_blocks > (range->bytes - offset) / block_bytes) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "%s: %zu blocks of %zu bytes at offset %zu end after the range of %zu bytes",
-                       what, n_blocks, block_bytes, offset, range->bytes);
-    }
+    GM_FAIL_IF(offset % d->base.granularity != 0, GM_ERR_ARG,
+               "%s: address 0x%zx is not a multiple of %zu bytes", what, (size_t)addr,
+               d->base.granularity);
+    GM_FAIL_IF(n_blocks > (range->bytes - offset) / block_bytes, GM_ERR_ARG,
+               "%s: %zu blocks of %zu bytes at offset %zu end after the range of %zu bytes", what,
+               n_blocks, block_bytes, offset, range->bytes);
     *out = range;
     return GM_OK;
 }
@@ -89,15 +84,13 @@ static gm_status unmap_granules(cuda_device *d, cuda_range *range, size_t first,
 {
     size_t n_granules = range->bytes / d->base.granularity;
     size_t per_block = d->base.block_bytes / d->base.granularity;
-    if (first < last &&
-        (range->granule[first] == REST || (last < n_granules && range->granule[last] == REST))) {
-        return GM_FAIL(
-            GM_ERR_ARG,
-            "%s: [%zu, %zu) of the range at 0x%zx cuts a mapped block of %zu bytes; blocks "
-            "are mapped and unmapped as a whole",
-            what, first * d->base.granularity, last * d->base.granularity, (size_t)range->addr,
-            d->base.block_bytes);
-    }
+    GM_FAIL_IF(first < last && (range->granule[first] == REST ||
+                                (last < n_granules && range->granule[last] == REST)),
+               GM_ERR_ARG,
+               "%s: [%zu, %zu) of the range at 0x%zx cuts a mapped block of %zu bytes; blocks are "
+               "mapped and unmapped as a whole",
+               what, first * d->base.granularity, last * d->base.granularity, (size_t)range->addr,
+               d->base.block_bytes);
     for (size_t i = first; i < last;) {
         if (range->granule[i] == UNMAPPED) {
             i++;
@@ -120,9 +113,8 @@ static gm_status map_span(cuda_device *d, uintptr_t addr, const gm_block *blocks
     size_t per_block = block_bytes / d->base.granularity;
     GM_TRY(find_span(d, addr, n, what, &range));
     for (size_t i = 0; i < n; i++) {
-        if (blocks[i * stride] == 0) {
-            return GM_FAIL(GM_ERR_ARG, "%s: blocks[%zu] is 0, which is no block", what, i);
-        }
+        GM_FAIL_IF(blocks[i * stride] == 0, GM_ERR_ARG, "%s: blocks[%zu] is 0, which is no block",
+                   what, i);
     }
     if (n == 0) {
         return GM_OK;
@@ -155,21 +147,11 @@ static gm_status map_span(cuda_device *d, uintptr_t addr, const gm_block *blocks
 
 static gm_status add_range(cuda_device *d, uintptr_t addr, size_t bytes)
 {
-    if (d->n_ranges == d->capacity) {
-        size_t capacity = d->capacity ? 2 * d->capacity : 16;
-        cuda_range *ranges = realloc(d->ranges, capacity * sizeof *ranges);
-        if (!ranges) {
-            return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the table of address ranges",
-                           capacity * sizeof *ranges);
-        }
-        d->ranges = ranges;
-        d->capacity = capacity;
-    }
+    GM_TRY(GM_GROW(d->ranges, d->n_ranges, d->capacity,
+                   "HOST: no room for a table of %zu address ranges"));
     uint8_t *granule = calloc(bytes / d->base.granularity, 1);
-    if (!granule) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the state of an address range",
-                       bytes / d->base.granularity);
-    }
+    GM_FAIL_IF(!granule, GM_ERR_NOMEM, "HOST: no %zu bytes for the state of an address range",
+               bytes / d->base.granularity);
     size_t at = upper_range(d, addr);
     memmove(&d->ranges[at + 1], &d->ranges[at], (d->n_ranges - at) * sizeof *d->ranges);
     d->ranges[at] = (cuda_range){.addr = addr, .bytes = bytes, .granule = granule};
@@ -192,13 +174,10 @@ static gm_status range_new(cuda_device *d, size_t bytes, uintptr_t *out)
 
 static gm_status cuda_range_new(gm_device *dev, size_t bytes, uintptr_t *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    if (bytes == 0 || bytes % dev->granularity != 0) {
-        return GM_FAIL(GM_ERR_ARG, "range_new: %zu bytes is not a positive multiple of %zu", bytes,
-                       dev->granularity);
-    }
-    IN_CONTEXT(d, range_new(d, bytes, out));
+    GM_FAIL_IF(bytes == 0 || bytes % dev->granularity != 0, GM_ERR_ARG,
+               "range_new: %zu bytes is not a positive multiple of %zu", bytes, dev->granularity);
+    IN_CONTEXT(dev, range_new(d, bytes, out));
 }
 
 static void range_free(cuda_device *d, uintptr_t addr)
@@ -215,11 +194,10 @@ static void range_free(cuda_device *d, uintptr_t addr)
     d->n_ranges--;
 }
 
-static void cuda_range_free(gm_device *dev, uintptr_t addr, size_t bytes)
+/* How many bytes it has the table knows. */
+static void cuda_range_free(gm_device *dev, uintptr_t addr, size_t GM_UNUSED(bytes))
 {
-    cuda_device *d = gm_cuda_self(dev);
-    (void)bytes; /* the table knows */
-    FREE_IN_CONTEXT(d, range_free(d, addr));
+    FREE_IN_CONTEXT(dev, range_free(d, addr));
 }
 
 static gm_status block_new(cuda_device *d, gm_block *out)
@@ -243,23 +221,20 @@ static gm_status block_new(cuda_device *d, gm_block *out)
 
 static gm_status cuda_block_new(gm_device *dev, gm_block *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    IN_CONTEXT(d, block_new(d, out));
+    IN_CONTEXT(dev, block_new(d, out));
 }
 
 static void cuda_block_free(gm_device *dev, gm_block block)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (block != 0) {
-        FREE_IN_CONTEXT(d, (void)d->api->cuMemRelease(block));
+        FREE_IN_CONTEXT(dev, (void)d->api->cuMemRelease(block));
     }
 }
 
 static gm_status cuda_map(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, map_span(d, addr, blocks, 1, n, "map"));
+    IN_CONTEXT(dev, map_span(d, addr, blocks, 1, n, "map"));
 }
 
 static gm_status unmap_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
@@ -273,8 +248,7 @@ static gm_status unmap_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
 
 static gm_status cuda_unmap(gm_device *dev, uintptr_t addr, size_t n_blocks)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, unmap_span(d, addr, n_blocks));
+    IN_CONTEXT(dev, unmap_span(d, addr, n_blocks));
 }
 
 static void drop_poison(cuda_device *d)
@@ -314,8 +288,7 @@ static gm_status poison_span(cuda_device *d, uintptr_t addr, size_t n_blocks)
 
 static gm_status cuda_poison(gm_device *dev, uintptr_t addr, size_t n_blocks)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, poison_span(d, addr, n_blocks));
+    IN_CONTEXT(dev, poison_span(d, addr, n_blocks));
 }
 
 /* ---- host memory, figures ---- */
@@ -323,37 +296,31 @@ static gm_status cuda_poison(gm_device *dev, uintptr_t addr, size_t n_blocks)
 static gm_status pin(cuda_device *d, void *base, size_t bytes)
 {
     CUresult result = d->api->cuMemHostRegister(base, bytes, CU_MEMHOSTREGISTER_PORTABLE);
-    if (result == CUDA_ERROR_OUT_OF_MEMORY) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on "
-                       "locked memory "
-                       "(ulimit -l)",
-                       gm_wanted(bytes).text);
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_OUT_OF_MEMORY, GM_ERR_NOMEM,
+               "HOST: the driver cannot pin %s; lower host_budget, or raise the limit on locked "
+               "memory (ulimit -l)",
+               gm_wanted(bytes).text);
     return gm_cuda_check(result, "cuMemHostRegister");
 }
 
 static gm_status cuda_pin(gm_device *dev, void *base, size_t bytes)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (bytes == 0) {
         return GM_OK;
     }
-    IN_CONTEXT(d, pin(d, base, bytes));
+    IN_CONTEXT(dev, pin(d, base, bytes));
 }
 
 static void cuda_unpin(gm_device *dev, void *base)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (base) {
-        FREE_IN_CONTEXT(d, (void)d->api->cuMemHostUnregister(base));
+        FREE_IN_CONTEXT(dev, (void)d->api->cuMemHostUnregister(base));
     }
 }
 
 static gm_status cuda_memory(gm_device *dev, size_t *free_bytes, size_t *total_bytes)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, CHECK(d->api->cuMemGetInfo(free_bytes, total_bytes)));
+    IN_CONTEXT(dev, CHECK(d->api->cuMemGetInfo(free_bytes, total_bytes)));
 }
 
 /* ---- life ---- */
@@ -426,60 +393,47 @@ static gm_status open_device(cuda_device *d, size_t block_bytes)
     size_t granularity = 0;
     GM_TRY(CHECK(d->api->cuMemGetAllocationGranularity(&granularity, &d->allocation,
                                                        CU_MEM_ALLOC_GRANULARITY_MINIMUM)));
-    if (block_bytes == 0 || block_bytes > SIZE_MAX - granularity) {
-        return GM_FAIL(GM_ERR_ARG, "block_bytes is %zu; it must be positive and fit the device",
-                       block_bytes);
-    }
+    GM_FAIL_IF(block_bytes == 0 || block_bytes > SIZE_MAX - granularity, GM_ERR_ARG,
+               "block_bytes is %zu; it must be positive and fit the device", block_bytes);
     d->base.granularity = granularity;
     d->base.block_bytes = gm_round_up(block_bytes, granularity);
     GM_TRY(CHECK(d->api->cuStreamCreate(&d->stream, CU_STREAM_NON_BLOCKING)));
     return gm_kernels_new(&d->kernels);
 }
 
+/* Its primary context is retained. */
 static gm_status find_device(cuda_device *d, int ordinal)
 {
     int has_virtual_memory = 0;
     GM_TRY(gm_cuda(&d->api));
     d->ordinal = ordinal;
     CUresult result = d->api->cuDeviceGet(&d->device, ordinal);
-    if (result == CUDA_ERROR_INVALID_DEVICE) {
-        return GM_FAIL(GM_ERR_ARG, "device: there is no cuda:%d; see CUDA_VISIBLE_DEVICES",
-                       ordinal);
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_INVALID_DEVICE, GM_ERR_ARG,
+               "device: there is no cuda:%d; see CUDA_VISIBLE_DEVICES", ordinal);
     GM_TRY(gm_cuda_check(result, "cuDeviceGet"));
     GM_TRY(CHECK(d->api->cuDeviceGetAttribute(
         &has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->device)));
-    if (!has_virtual_memory) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED,
-                       "cuda:%d: the driver offers no virtual memory management for this GPU",
-                       ordinal);
-    }
-    return GM_OK;
+    GM_FAIL_IF(!has_virtual_memory, GM_ERR_UNSUPPORTED,
+               "cuda:%d: the driver offers no virtual memory management for this GPU", ordinal);
+    d->allocation.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    d->allocation.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    d->allocation.location.id = ordinal;
+    d->access.location = d->allocation.location;
+    d->access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    return CHECK(d->api->cuDevicePrimaryCtxRetain(&d->context, d->device));
 }
 
 gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
 {
     *out = NULL;
-    cuda_device *d = calloc(1, sizeof *d);
-    if (!d) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for a device", sizeof *d);
-    }
+    cuda_device *d;
+    GM_TRY(GM_NEW(d, "HOST: no %zu bytes for a device"));
     gm_status status = find_device(d, ordinal);
     if (status != GM_OK) {
         free(d);
         return status;
     }
     d->base.ops = &cuda_ops;
-    d->allocation.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    d->allocation.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    d->allocation.location.id = ordinal;
-    d->access.location = d->allocation.location;
-    d->access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    status = CHECK(d->api->cuDevicePrimaryCtxRetain(&d->context, d->device));
-    if (status != GM_OK) {
-        free(d);
-        return status;
-    }
     bool is_pushed;
     status = gm_cuda_enter(d, &is_pushed);
     if (status == GM_OK) {
@@ -501,15 +455,13 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
 
 #else
 
-gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
+gm_status gm_device_cuda_new(int ordinal, size_t GM_UNUSED(block_bytes), gm_device **out)
 {
-    (void)block_bytes;
     *out = NULL;
-    return GM_FAIL(
-        GM_ERR_UNSUPPORTED,
-        "device cuda:%d: this build of gemini_strategy has no CUDA support; install a build "
-        "made with the CUDA toolkit, or use device=\"cpu\"",
-        ordinal);
+    return GM_FAIL(GM_ERR_UNSUPPORTED,
+                   "device cuda:%d: this build of gemini_strategy has no CUDA support; install a "
+                   "build made with the CUDA toolkit, or use device=\"cpu\"",
+                   ordinal);
 }
 
 #endif

@@ -47,23 +47,26 @@ static inline CUevent gm_cuda_event(gm_event event)
 gm_status gm_cuda_enter(cuda_device *d, bool *is_pushed);
 void gm_cuda_leave(cuda_device *d, bool is_pushed);
 
-/* Evaluates a gm_status expression in the device's context, and returns it from the function. */
-#define IN_CONTEXT(d, expression)                    \
+/* Evaluates a gm_status expression about `d`, which is gm_cuda_self(dev), in the device's context, and returns it from the
+ * function. */
+#define IN_CONTEXT(dev, expression)                  \
     do {                                             \
+        cuda_device *d = gm_cuda_self(dev);          \
         bool is_pushed_;                             \
-        GM_TRY(gm_cuda_enter((d), &is_pushed_));     \
+        GM_TRY(gm_cuda_enter(d, &is_pushed_));       \
         gm_status in_context_status_ = (expression); \
-        gm_cuda_leave((d), is_pushed_);              \
+        gm_cuda_leave(d, is_pushed_);                \
         return in_context_status_;                   \
     } while (0)
-/* Runs a statement that frees something in the device's context. */
-#define FREE_IN_CONTEXT(d, statement)                   \
-    do {                                                \
-        bool is_pushed_;                                \
-        if (gm_cuda_enter((d), &is_pushed_) == GM_OK) { \
-            statement;                                  \
-            gm_cuda_leave((d), is_pushed_);             \
-        }                                               \
+/* Runs a statement about `d` that frees something in the device's context. */
+#define FREE_IN_CONTEXT(dev, statement)               \
+    do {                                              \
+        cuda_device *d = gm_cuda_self(dev);           \
+        bool is_pushed_;                              \
+        if (gm_cuda_enter(d, &is_pushed_) == GM_OK) { \
+            statement;                                \
+            gm_cuda_leave(d, is_pushed_);             \
+        }                                             \
     } while (0)
 
 /* ---- stream.c ---- */

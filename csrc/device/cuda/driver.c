@@ -68,9 +68,7 @@ gm_status gm_cuda(const gm_cuda_api **out)
 {
     *out = NULL;
     pthread_once(&load_once, load);
-    if (!is_loaded) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED, "%s", load_error);
-    }
+    GM_FAIL_IF(!is_loaded, GM_ERR_UNSUPPORTED, "%s", load_error);
     *out = &api;
     return GM_OK;
 }

@@ -63,12 +63,11 @@ static gm_status load(gm_kernels *k)
     GM_CU(k->api->cuDeviceGetAttribute(&n_multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
                                        device));
     CUresult result = k->api->cuModuleLoadData(&k->module, gm_fatbin);
-    if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION) {
-        return GM_FAIL(
-            GM_ERR_UNSUPPORTED,
-            "CUDA: this build has no kernels for this GPU (compute capability 8.0 or later "
-            "is needed), or the driver is older than the toolkit of the build");
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_NO_BINARY_FOR_GPU ||
+                   result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+               GM_ERR_UNSUPPORTED,
+               "CUDA: this build has no kernels for this GPU (compute capability 8.0 or later is "
+               "needed), or the driver is older than the toolkit of the build");
     GM_TRY(gm_cuda_check(result, "cuModuleLoadData"));
     for (size_t i = 0; i < sizeof adam / sizeof *adam; i++) {
         GM_TRY(get_function(k, adam[i].name, &k->adam[adam[i].format][adam[i].grad]));
@@ -92,10 +91,8 @@ static gm_status load(gm_kernels *k)
 gm_status gm_kernels_new(gm_kernels **out)
 {
     *out = NULL;
-    gm_kernels *k = calloc(1, sizeof *k);
-    if (!k) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the table of kernels", sizeof *k);
-    }
+    gm_kernels *k;
+    GM_TRY(GM_NEW(k, "HOST: no %zu bytes for the table of kernels"));
     gm_status status = load(k);
     if (status != GM_OK) {
         gm_kernels_free(k);
@@ -134,10 +131,8 @@ static bool is_dtype(gm_dtype dtype)
 
 static gm_status check_pointer(const char *what, const void *pointer, size_t element_bytes)
 {
-    if (!pointer || (uintptr_t)pointer % element_bytes != 0) {
-        return GM_FAIL(GM_ERR_ARG, "%s: address %p is not that of elements of %zu bytes", what,
-                       pointer, element_bytes);
-    }
+    GM_FAIL_IF(!pointer || (uintptr_t)pointer % element_bytes != 0, GM_ERR_ARG,
+               "%s: address %p is not that of elements of %zu bytes", what, pointer, element_bytes);
     return GM_OK;
 }
 
@@ -165,19 +160,13 @@ static size_t low_bytes(gm_dtype format)
 
 static gm_status check_adam(const gm_adam_args *a)
 {
-    if (a->from) {
-        return GM_FAIL(GM_ERR_ARG, "adam: out of place on the host alone");
-    }
-    if (!is_dtype(a->format)) {
-        return GM_FAIL(GM_ERR_ARG, "adam: weight format %d is not known", (int)a->format);
-    }
-    if (a->grad_dtype != GM_F32 && a->grad_dtype != a->format) {
-        return GM_FAIL(
-            GM_ERR_ARG,
-            "adam: gradient dtype %d does not go with weight format %d; use the format's "
-            "dtype or fp32",
-            (int)a->grad_dtype, (int)a->format);
-    }
+    GM_FAIL_IF(a->from, GM_ERR_ARG, "adam: out of place on the host alone");
+    GM_FAIL_IF(!is_dtype(a->format), GM_ERR_ARG, "adam: weight format %d is not known",
+               (int)a->format);
+    GM_FAIL_IF(
+        a->grad_dtype != GM_F32 && a->grad_dtype != a->format, GM_ERR_ARG,
+        "adam: gradient dtype %d does not go with weight format %d; use the format's dtype or fp32",
+        (int)a->grad_dtype, (int)a->format);
     GM_TRY(check_pointer("adam: weight", a->weight, gm_dtype_bytes(a->format)));
     if (a->format != GM_F32) {
         GM_TRY(check_pointer("adam: low", a->low, low_bytes(a->format)));
@@ -187,14 +176,10 @@ static gm_status check_adam(const gm_adam_args *a)
     GM_TRY(check_pointer("adam: grad", a->grad, gm_dtype_bytes(a->grad_dtype)));
     for (size_t i = 0; i < a->n_ranges; i++) {
         const gm_adam_range *range = &a->ranges[i];
-        if (range->begin > range->end || range->end > (size_t)INT64_MAX / 8) {
-            return GM_FAIL(GM_ERR_ARG, "adam: range %zu is [%zu, %zu), which is no range", i,
-                           range->begin, range->end);
-        }
-        if ((range->end - range->begin) / GM_TILE_ELEMENTS >= MAX_TILES - 1) {
-            return GM_FAIL(GM_ERR_ARG, "adam: range %zu has %zu elements; split it", i,
-                           range->end - range->begin);
-        }
+        GM_FAIL_IF(range->begin > range->end || range->end > (size_t)INT64_MAX / 8, GM_ERR_ARG,
+                   "adam: range %zu is [%zu, %zu), which is no range", i, range->begin, range->end);
+        GM_FAIL_IF((range->end - range->begin) / GM_TILE_ELEMENTS >= MAX_TILES - 1, GM_ERR_ARG,
+                   "adam: range %zu has %zu elements; split it", i, range->end - range->begin);
     }
     return GM_OK;
 }
@@ -257,10 +242,8 @@ gm_status gm_kernels_adam(gm_kernels *k, const gm_adam_args *args, CUstream stre
 
 static gm_status check_sum(const char *what, const gm_sumsq *sum)
 {
-    if (!sum || (uintptr_t)sum % 16 != 0) {
-        return GM_FAIL(GM_ERR_ARG, "%s: the sum is at %p, which is not 16-byte aligned", what,
-                       (const void *)sum);
-    }
+    GM_FAIL_IF(!sum || (uintptr_t)sum % 16 != 0, GM_ERR_ARG,
+               "%s: the sum is at %p, which is not 16-byte aligned", what, (const void *)sum);
     return GM_OK;
 }
 
@@ -287,10 +270,9 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_su
                               CUstream stream)
 {
     _Static_assert(sizeof(gm_grad_add_batch) <= 4096, "kernel parameters");
-    if (!is_dtype(args->dst_dtype) || !is_dtype(args->src_dtype)) {
-        return GM_FAIL(GM_ERR_ARG, "grad_add: dtypes %d and %d: one is not known",
-                       (int)args->dst_dtype, (int)args->src_dtype);
-    }
+    GM_FAIL_IF(!is_dtype(args->dst_dtype) || !is_dtype(args->src_dtype), GM_ERR_ARG,
+               "grad_add: dtypes %d and %d: one is not known", (int)args->dst_dtype,
+               (int)args->src_dtype);
     if (sum) {
         GM_TRY(check_sum("grad_add", sum));
     }
@@ -301,9 +283,8 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_su
     size_t dst_bytes = gm_dtype_bytes(args->dst_dtype), src_bytes = gm_dtype_bytes(args->src_dtype);
     GM_TRY(check_pointer("grad_add: dst", args->dst, dst_bytes));
     GM_TRY(check_pointer("grad_add: src", args->src, src_bytes));
-    if (args->numel / GM_TILE_ELEMENTS >= MAX_TILES - 1) {
-        return GM_FAIL(GM_ERR_ARG, "grad_add: %zu elements; split the call", args->numel);
-    }
+    GM_FAIL_IF(args->numel / GM_TILE_ELEMENTS >= MAX_TILES - 1, GM_ERR_ARG,
+               "grad_add: %zu elements; split the call", args->numel);
     int64_t origin = -misalignment(args->dst, dst_bytes, 0);
     gm_grad_add_batch batch = {.dst = args->dst,
                                .src = args->src,
@@ -324,9 +305,7 @@ gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size
                            gm_sumsq *sum, CUstream stream)
 {
     _Static_assert(sizeof(gm_sumsq_batch) <= 4096, "kernel parameters");
-    if (!is_dtype(dtype)) {
-        return GM_FAIL(GM_ERR_ARG, "sumsq: dtype %d is not known", (int)dtype);
-    }
+    GM_FAIL_IF(!is_dtype(dtype), GM_ERR_ARG, "sumsq: dtype %d is not known", (int)dtype);
     GM_TRY(check_sum("sumsq", sum));
     if (numel == 0) {
         return GM_OK;

@@ -16,23 +16,20 @@ static gm_status stream_new(cuda_device *d, gm_stream *out)
 
 gm_status gm_cuda_stream_new(gm_device *dev, gm_stream *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    IN_CONTEXT(d, stream_new(d, out));
+    IN_CONTEXT(dev, stream_new(d, out));
 }
 
 void gm_cuda_stream_free(gm_device *dev, gm_stream stream)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (stream != 0) {
-        FREE_IN_CONTEXT(d, (void)d->api->cuStreamDestroy(gm_cuda_stream(stream)));
+        FREE_IN_CONTEXT(dev, (void)d->api->cuStreamDestroy(gm_cuda_stream(stream)));
     }
 }
 
 gm_status gm_cuda_stream_sync(gm_device *dev, gm_stream stream)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, CHECK(d->api->cuStreamSynchronize(gm_cuda_stream(stream))));
+    IN_CONTEXT(dev, CHECK(d->api->cuStreamSynchronize(gm_cuda_stream(stream))));
 }
 
 static gm_status event_new(cuda_device *d, bool is_timed, gm_event *out)
@@ -46,36 +43,31 @@ static gm_status event_new(cuda_device *d, bool is_timed, gm_event *out)
 
 gm_status gm_cuda_event_new(gm_device *dev, bool is_timed, gm_event *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = 0;
-    IN_CONTEXT(d, event_new(d, is_timed, out));
+    IN_CONTEXT(dev, event_new(d, is_timed, out));
 }
 
 void gm_cuda_event_free(gm_device *dev, gm_event event)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (event != 0) {
-        FREE_IN_CONTEXT(d, (void)d->api->cuEventDestroy(gm_cuda_event(event)));
+        FREE_IN_CONTEXT(dev, (void)d->api->cuEventDestroy(gm_cuda_event(event)));
     }
 }
 
 gm_status gm_cuda_event_record(gm_device *dev, gm_event event, gm_stream stream)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, CHECK(d->api->cuEventRecord(gm_cuda_event(event), gm_cuda_stream(stream))));
+    IN_CONTEXT(dev, CHECK(d->api->cuEventRecord(gm_cuda_event(event), gm_cuda_stream(stream))));
 }
 
 gm_status gm_cuda_event_wait(gm_device *dev, gm_event event, gm_stream stream)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, CHECK(d->api->cuStreamWaitEvent(gm_cuda_stream(stream), gm_cuda_event(event),
-                                                  CU_EVENT_WAIT_DEFAULT)));
+    IN_CONTEXT(dev, CHECK(d->api->cuStreamWaitEvent(gm_cuda_stream(stream), gm_cuda_event(event),
+                                                    CU_EVENT_WAIT_DEFAULT)));
 }
 
 gm_status gm_cuda_event_sync(gm_device *dev, gm_event event)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, CHECK(d->api->cuEventSynchronize(gm_cuda_event(event))));
+    IN_CONTEXT(dev, CHECK(d->api->cuEventSynchronize(gm_cuda_event(event))));
 }
 
 static gm_status event_query(cuda_device *d, CUevent event, bool *out)
@@ -87,9 +79,8 @@ static gm_status event_query(cuda_device *d, CUevent event, bool *out)
 
 gm_status gm_cuda_event_query(gm_device *dev, gm_event event, bool *out)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *out = false;
-    IN_CONTEXT(d, event_query(d, gm_cuda_event(event), out));
+    IN_CONTEXT(dev, event_query(d, gm_cuda_event(event), out));
 }
 
 static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, double *seconds)
@@ -98,10 +89,8 @@ static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, doubl
     GM_TRY(CHECK(d->api->cuEventSynchronize(start)));
     GM_TRY(CHECK(d->api->cuEventSynchronize(end)));
     CUresult result = d->api->cuEventElapsedTime(&milliseconds, start, end);
-    if (result == CUDA_ERROR_INVALID_HANDLE) {
-        return GM_FAIL(GM_ERR_ARG, "event_elapsed: an event was made without is_timed or was never "
-                                   "recorded");
-    }
+    GM_FAIL_IF(result == CUDA_ERROR_INVALID_HANDLE, GM_ERR_ARG,
+               "event_elapsed: an event was made without is_timed or was never recorded");
     GM_TRY(gm_cuda_check(result, "cuEventElapsedTime"));
     *seconds = 1e-3 * (double)milliseconds;
     return GM_OK;
@@ -109,9 +98,8 @@ static gm_status event_elapsed(cuda_device *d, CUevent start, CUevent end, doubl
 
 gm_status gm_cuda_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
 {
-    cuda_device *d = gm_cuda_self(dev);
     *seconds = 0;
-    IN_CONTEXT(d, event_elapsed(d, gm_cuda_event(start), gm_cuda_event(end), seconds));
+    IN_CONTEXT(dev, event_elapsed(d, gm_cuda_event(start), gm_cuda_event(end), seconds));
 }
 
 /* The driver's callback: on an H200 1.4 to 5 us to issue, however many calls are outstanding, and 12 us from a stream to
@@ -126,8 +114,7 @@ static gm_status host_call(cuda_device *d, void (*fn)(void *context), void *cont
 gm_status gm_cuda_host_call(gm_device *dev, void (*fn)(void *context), void *context,
                             gm_stream stream)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, host_call(d, fn, context, gm_cuda_stream(stream)));
+    IN_CONTEXT(dev, host_call(d, fn, context, gm_cuda_stream(stream)));
 }
 
 /* ---- copies ---- */
@@ -135,68 +122,61 @@ gm_status gm_cuda_host_call(gm_device *dev, void (*fn)(void *context), void *con
 gm_status gm_cuda_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
                            gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (bytes == 0) {
         return GM_OK;
     }
-    IN_CONTEXT(d,
+    IN_CONTEXT(dev,
                CHECK(d->api->cuMemcpyHtoDAsync((CUdeviceptr)dst, src, bytes, gm_cuda_stream(s))));
 }
 
 gm_status gm_cuda_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t bytes, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (bytes == 0) {
         return GM_OK;
     }
-    IN_CONTEXT(d,
+    IN_CONTEXT(dev,
                CHECK(d->api->cuMemcpyDtoHAsync(dst, (CUdeviceptr)src, bytes, gm_cuda_stream(s))));
 }
 
 gm_status gm_cuda_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t src, size_t bytes, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (bytes == 0) {
         return GM_OK;
     }
-    IN_CONTEXT(d, CHECK(d->api->cuMemcpyDtoDAsync((CUdeviceptr)dst, (CUdeviceptr)src, bytes,
-                                                  gm_cuda_stream(s))));
+    IN_CONTEXT(dev, CHECK(d->api->cuMemcpyDtoDAsync((CUdeviceptr)dst, (CUdeviceptr)src, bytes,
+                                                    gm_cuda_stream(s))));
 }
 
 gm_status gm_cuda_fill(gm_device *dev, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
     if (bytes == 0) {
         return GM_OK;
     }
-    IN_CONTEXT(d, CHECK(d->api->cuMemsetD8Async((CUdeviceptr)dst, byte, bytes, gm_cuda_stream(s))));
+    IN_CONTEXT(dev,
+               CHECK(d->api->cuMemsetD8Async((CUdeviceptr)dst, byte, bytes, gm_cuda_stream(s))));
 }
 
 /* ---- arithmetic ---- */
 
 gm_status gm_cuda_adam(gm_device *dev, const gm_adam_args *args, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, gm_kernels_adam(d->kernels, args, gm_cuda_stream(s)));
+    IN_CONTEXT(dev, gm_kernels_adam(d->kernels, args, gm_cuda_stream(s)));
 }
 
 gm_status gm_cuda_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sumsq *sum, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, gm_kernels_grad_add(d->kernels, args, sum, gm_cuda_stream(s)));
+    IN_CONTEXT(dev, gm_kernels_grad_add(d->kernels, args, sum, gm_cuda_stream(s)));
 }
 
 gm_status gm_cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
                         gm_sumsq *sum, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, gm_kernels_sumsq(d->kernels, data, dtype, numel, sum, gm_cuda_stream(s)));
+    IN_CONTEXT(dev, gm_kernels_sumsq(d->kernels, data, dtype, numel, sum, gm_cuda_stream(s)));
 }
 
 gm_status gm_cuda_clip(gm_device *dev, const gm_clip_args *args, gm_stream s)
 {
-    cuda_device *d = gm_cuda_self(dev);
-    IN_CONTEXT(d, gm_kernels_clip(d->kernels, args, gm_cuda_stream(s)));
+    IN_CONTEXT(dev, gm_kernels_clip(d->kernels, args, gm_cuda_stream(s)));
 }
 
 #else
