@@ -56,10 +56,9 @@ static gm_status touch(player *p, uintptr_t address, int64_t node, int64_t task)
     bool is_known;
     GM_TRY(follow(p, node, task, &is_known));
     uint32_t n_before = gm_engine_n_touched(p->engine);
-    if ((!is_known && !gm_running_push(&p->running, node, task, n_before)) ||
-        !gm_running_note(&p->running, address)) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: a recorded pass");
-    }
+    GM_FAIL_IF((!is_known && !gm_running_push(&p->running, node, task, n_before)) ||
+                   !gm_running_note(&p->running, address),
+               GM_ERR_NOMEM, "HOST: a recorded pass");
     return gm_engine_touch(p->engine, address, 0);
 }
 

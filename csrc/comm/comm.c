@@ -27,10 +27,8 @@ int gm_comm_size(const gm_comm *comm)
 
 gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size)
 {
-    if (size < 1 || rank < 0 || rank >= size) {
-        return GM_FAIL(GM_ERR_ARG, "rank %d of %d: a rank from 0 to size - 1 is wanted", rank,
-                       size);
-    }
+    GM_FAIL_IF(size < 1 || rank < 0 || rank >= size, GM_ERR_ARG,
+               "rank %d of %d: a rank from 0 to size - 1 is wanted", rank, size);
     comm->ops = ops;
     comm->rank = rank;
     comm->size = comm->n_named = size;
@@ -60,9 +58,7 @@ gm_status gm_comm_name_ranks(gm_comm *comm, const int *names, int n)
 {
     size_t bytes = (size_t)comm->size * sizeof *names;
     int *copy = malloc(bytes);
-    if (!copy) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for the names of ranks", bytes);
-    }
+    GM_FAIL_IF(!copy, GM_ERR_NOMEM, "HOST: no %zu bytes for the names of ranks", bytes);
     memcpy(copy, names, bytes);
     free(comm->names);
     comm->names = copy;
@@ -265,12 +261,10 @@ uint64_t gm_comm_failed_at(gm_comm *comm)
 
 static gm_status check_owner(const gm_comm *comm)
 {
-    if (comm->owner != getpid()) {
-        return GM_FAIL(GM_ERR_STATE,
-                       "rank %d of %d: this process was forked from the one that has the "
-                       "communicator, and cannot use it",
-                       comm->rank, comm->size);
-    }
+    GM_FAIL_IF(comm->owner != getpid(), GM_ERR_STATE,
+               "rank %d of %d: this process was forked from the one that has the "
+               "communicator, and cannot use it",
+               comm->rank, comm->size);
     return GM_OK;
 }
 

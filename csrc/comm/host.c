@@ -366,11 +366,9 @@ static gm_status host_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
 static gm_status host_attach(gm_comm *comm, gm_device *dev)
 {
     host_comm *c = as_host(comm);
-    if (dev && !dev->is_host) {
-        return GM_FAIL(GM_ERR_ARG,
-                       "rank %d of %d: this communicator is for the host device, not %s",
-                       comm->rank, comm->size, dev->ops->name);
-    }
+    GM_FAIL_IF(dev && !dev->is_host, GM_ERR_ARG,
+               "rank %d of %d: this communicator is for the host device, not %s", comm->rank,
+               comm->size, dev->ops->name);
     if (c->dev && c->last != 0) {
         gm_status status = c->dev->ops->event_sync(c->dev, c->last);
         c->dev->ops->event_free(c->dev, c->last);

@@ -386,10 +386,8 @@ static gm_status start_watcher(nccl_comm *c)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&c->watcher, NULL, watch, c);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error) {
-        return GM_FAIL(GM_ERR_DEVICE, "rank %d of %d: no thread to watch the communicator: %s",
-                       c->base.rank, c->base.size, strerror(error));
-    }
+    GM_FAIL_IF(error, GM_ERR_DEVICE, "rank %d of %d: no thread to watch the communicator: %s",
+               c->base.rank, c->base.size, strerror(error));
     c->has_watcher = true;
     return GM_OK;
 }
@@ -508,10 +506,9 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
 
 static gm_status nccl_attach(gm_comm *comm, gm_device *dev)
 {
-    if (dev && dev->is_host) {
-        return GM_FAIL(GM_ERR_ARG, "rank %d of %d: this communicator is for CUDA devices, not %s",
-                       comm->rank, comm->size, dev->ops->name);
-    }
+    GM_FAIL_IF(dev && dev->is_host, GM_ERR_ARG,
+               "rank %d of %d: this communicator is for CUDA devices, not %s", comm->rank,
+               comm->size, dev->ops->name);
     return GM_OK; /* streams are the driver's: it needs nothing of a device */
 }
 
@@ -601,10 +598,8 @@ static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
     }
     pthread_mutex_unlock(&c->lock);
     leave(c);
-    if (t.is_there) {
-        return GM_FAIL(GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
-                       c->base.size, t.why);
-    }
+    GM_FAIL_IF(t.is_there, GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
+               c->base.size, t.why);
     return GM_OK;
 }
 
@@ -625,9 +620,8 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     const nccl_api *n;
     const gm_cuda_api *cuda;
     *out = NULL;
-    if (!(timeout > 0 && timeout <= 1e9)) {
-        return GM_FAIL(GM_ERR_ARG, "timeout is %g s; it must be positive", timeout);
-    }
+    GM_FAIL_IF(!(timeout > 0 && timeout <= 1e9), GM_ERR_ARG, "timeout is %g s; it must be positive",
+               timeout);
     GM_TRY(gm_nccl(path, &n));
     GM_TRY(gm_cuda(&cuda));
     nccl_comm *c = calloc(1, sizeof *c);

@@ -35,20 +35,15 @@ static gm_status look_up(void *library)
     };
     for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
         void *address = dlsym(library, symbols[i].name);
-        if (!address) {
-            return GM_FAIL(GM_ERR_UNSUPPORTED,
-                           "NCCL: libnccl.so.2 has no %s; 2.18 or newer is needed",
-                           symbols[i].name);
-        }
+        GM_FAIL_IF(!address, GM_ERR_UNSUPPORTED,
+                   "NCCL: libnccl.so.2 has no %s; 2.18 or newer is needed", symbols[i].name);
         /* ISO C has no conversion from object to function pointer; POSIX guarantees that the bits agree. */
         memcpy(symbols[i].out, &address, sizeof address);
     }
     nccl_result result = a.get_version(&a.version);
-    if (result != NCCL_SUCCESS || a.version < NCCL_OLDEST || a.version >= NCCL_TOO_NEW) {
-        return GM_FAIL(GM_ERR_UNSUPPORTED,
-                       "NCCL: version code %d; this build knows 2.18 (%d) up to 2.99", a.version,
-                       NCCL_OLDEST);
-    }
+    GM_FAIL_IF(result != NCCL_SUCCESS || a.version < NCCL_OLDEST || a.version >= NCCL_TOO_NEW,
+               GM_ERR_UNSUPPORTED, "NCCL: version code %d; this build knows 2.18 (%d) up to 2.99",
+               a.version, NCCL_OLDEST);
     api = a;
     is_loaded = true;
     return GM_OK;
@@ -94,10 +89,8 @@ gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
     nccl_id made;
     GM_TRY(gm_nccl(path, &n));
     nccl_result result = n->get_unique_id(&made);
-    if (result != NCCL_SUCCESS) {
-        return GM_FAIL(GM_ERR_DEVICE, "NCCL: no unique id: %s: %s", n->error_string(result),
-                       n->last_error(NULL));
-    }
+    GM_FAIL_IF(result != NCCL_SUCCESS, GM_ERR_DEVICE, "NCCL: no unique id: %s: %s",
+               n->error_string(result), n->last_error(NULL));
     memcpy(id, made.bytes, sizeof made.bytes);
     return GM_OK;
 }

@@ -6,10 +6,9 @@
 
 static gm_status paper_attach(gm_comm *comm, gm_device *dev)
 {
-    if (dev && !dev->is_paper) {
-        return GM_FAIL(GM_ERR_ARG, "rank %d of %d: a communicator on paper is none for device %s",
-                       comm->rank, comm->size, dev->ops->name);
-    }
+    GM_FAIL_IF(dev && !dev->is_paper, GM_ERR_ARG,
+               "rank %d of %d: a communicator on paper is none for device %s", comm->rank,
+               comm->size, dev->ops->name);
     return GM_OK;
 }
 

@@ -78,12 +78,11 @@ gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out
 {
     char text[8192];
     uint64_t available_kib, total_kib;
-    if (!gm_sysfile_read(root, "", "/proc/meminfo", text, sizeof text) ||
-        !number_after(text, "MemAvailable", &available_kib) ||
-        !number_after(text, "MemTotal", &total_kib)) {
-        return GM_FAIL(GM_ERR_DEVICE,
-                       "%s/proc/meminfo has no MemAvailable and MemTotal: is /proc mounted?", root);
-    }
+    GM_FAIL_IF(!gm_sysfile_read(root, "", "/proc/meminfo", text, sizeof text) ||
+                   !number_after(text, "MemAvailable", &available_kib) ||
+                   !number_after(text, "MemTotal", &total_kib),
+               GM_ERR_DEVICE, "%s/proc/meminfo has no MemAvailable and MemTotal: is /proc mounted?",
+               root);
     memory_figures figures = {available_kib * 1024, total_kib * 1024};
     gm_sysfile_cgroups(root, "memory", limit_by_folder, &figures);
     *out_available = figures.available < SIZE_MAX ? (size_t)figures.available : SIZE_MAX;
@@ -118,11 +117,9 @@ static gm_status map_region(gm_arena *arena, size_t bytes)
     size_t mapped_bytes = gm_round_up(bytes, page_bytes) + HUGE_PAGE_BYTES;
     char *mapped = mmap(NULL, mapped_bytes, is_paper ? PROT_NONE : PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped == MAP_FAILED) {
-        return GM_FAIL(GM_ERR_NOMEM,
-                       "host memory: %s wanted, but the address space has no room: %s (ulimit -v?)",
-                       gm_wanted(bytes).text, strerror(errno));
-    }
+    GM_FAIL_IF(mapped == MAP_FAILED, GM_ERR_NOMEM,
+               "host memory: %s wanted, but the address space has no room: %s (ulimit -v?)",
+               gm_wanted(bytes).text, strerror(errno));
     size_t before = gm_round_up((uintptr_t)mapped, HUGE_PAGE_BYTES) - (uintptr_t)mapped;
     size_t after = HUGE_PAGE_BYTES - before;
     arena->base = mapped + before;
@@ -136,10 +133,8 @@ static gm_status map_region(gm_arena *arena, size_t bytes)
     (void)madvise(arena->base, bytes, MADV_HUGEPAGE); /* faster where it is granted */
     /* A child that writes nothing would still make the parent copy page after page, and a page
      * copied away under a device that reads the old one loses data. */
-    if (madvise(arena->base, gm_round_up(bytes, page_bytes), MADV_DONTFORK) != 0) {
-        return GM_FAIL(GM_ERR_DEVICE, "madvise(MADV_DONTFORK) on %zu bytes: %s", bytes,
-                       strerror(errno));
-    }
+    GM_FAIL_IF(madvise(arena->base, gm_round_up(bytes, page_bytes), MADV_DONTFORK) != 0,
+               GM_ERR_DEVICE, "madvise(MADV_DONTFORK) on %zu bytes: %s", bytes, strerror(errno));
     return GM_OK;
 }
 

@@ -194,9 +194,7 @@ gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
     uint32_t n = engine->ranks.n_shards * engine->ranks.n_replicas;
     uint32_t row = replicas ? (uint32_t)gm_comm_rank(replicas) : 0;
     uint64_t *values = calloc(2 * (size_t)n + 1, sizeof *values), *names = values + n;
-    if (!values) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: numbers of %u ranks", n);
-    }
+    GM_FAIL_IF(!values, GM_ERR_NOMEM, "HOST: numbers of %u ranks", n);
     uint32_t mine = row * engine->ranks.n_shards + engine->ranks.rank;
     values[mine] = value;
     names[mine] = (uint64_t)(shards ? gm_comm_rank_name(shards, (int)engine->ranks.rank)

@@ -20,10 +20,9 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
     for (uint32_t i = 0; i < n; i++) {
         GM_TRY(gm_engine_check_param(engine, updates[i].param));
         const gm_param *p = &engine->params[updates[i].param];
-        if (!p->spec.has_moments || (needs_grads && !p->has_grad)) {
-            return GM_FAIL(GM_ERR_ARG, "%s has no %s", gm_engine_name(engine, updates[i].param),
-                           p->spec.has_moments ? "gradient" : "moments");
-        }
+        GM_FAIL_IF(!p->spec.has_moments || (needs_grads && !p->has_grad), GM_ERR_ARG,
+                   "%s has no %s", gm_engine_name(engine, updates[i].param),
+                   p->spec.has_moments ? "gradient" : "moments");
         gm_adam_scalars scalars;
         GM_TRY(gm_adam_scalars_init(&updates[i].hyper, &scalars));
     }
@@ -73,9 +72,7 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
 static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **out)
 {
     *out = malloc((n ? n : 1) * sizeof **out);
-    if (!*out) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: step over %u parameters", n);
-    }
+    GM_FAIL_IF(!*out, GM_ERR_NOMEM, "HOST: step over %u parameters", n);
     if (n) {
         memcpy(*out, updates, n * sizeof **out);
         qsort(*out, n, sizeof **out, compare_updates);
@@ -94,12 +91,10 @@ static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **
 static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     for (uint32_t i = 0; !engine->update.is_armed && i < n; i++) {
-        if (engine->params[updates[i].param].is_used_up) {
-            return GM_FAIL(GM_ERR_STATE,
-                           "the gradient of %s was used up by the update inside "
-                           "backward(step=True): call zero_grad() and backward before this step",
-                           gm_engine_name(engine, updates[i].param));
-        }
+        GM_FAIL_IF(engine->params[updates[i].param].is_used_up, GM_ERR_STATE,
+                   "the gradient of %s was used up by the update inside "
+                   "backward(step=True): call zero_grad() and backward before this step",
+                   gm_engine_name(engine, updates[i].param));
     }
     return GM_OK;
 }

@@ -18,9 +18,7 @@ gm_status gm_sums_new(gm_engine *engine)
     size_t n = gm_round_up(bytes, device->block_bytes) / device->block_bytes;
     uintptr_t address;
     engine->sums.blocks = calloc(n, sizeof *engine->sums.blocks);
-    if (!engine->sums.blocks) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: %zu blocks of sums", n);
-    }
+    GM_FAIL_IF(!engine->sums.blocks, GM_ERR_NOMEM, "HOST: %zu blocks of sums", n);
     GM_TRY(device->ops->range_new(device, n * device->block_bytes, &address));
     engine->sums.there = (gm_sumsq *)address;
     for (; engine->sums.n_blocks < n; engine->sums.n_blocks++) {

@@ -29,9 +29,8 @@ gm_status gm_update_new(gm_engine *engine)
     atomic_init(&engine->update.n_late, 0);
     atomic_init(&engine->update.async_status, GM_OK);
     engine->update.ranges = calloc(3 * (size_t)engine->n_params + 1, sizeof *engine->update.ranges);
-    if (!engine->update.ranges) {
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: tasks of %u parameters", engine->n_params);
-    }
+    GM_FAIL_IF(!engine->update.ranges, GM_ERR_NOMEM, "HOST: tasks of %u parameters",
+               engine->n_params);
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
         for (int turn = 0; turn < 3; turn++) {

@@ -60,13 +60,10 @@ gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end)
     if (n == 0) {
         return GM_OK;
     }
-    if (bytes > chunks->home_limit - chunks->stats.home_bytes) {
-        return GM_FAIL(
-            GM_ERR_NOMEM,
-            "HOST: %s wanted for weights, states and gradients, host_budget is %s: raise "
-            "host_budget, or freeze parameters",
-            gm_wanted(chunks->stats.home_bytes + bytes).text, gm_there(chunks->home_limit).text);
-    }
+    GM_FAIL_IF(bytes > chunks->home_limit - chunks->stats.home_bytes, GM_ERR_NOMEM,
+               "HOST: %s wanted for weights, states and gradients, host_budget is %s: raise "
+               "host_budget, or freeze parameters",
+               gm_wanted(chunks->stats.home_bytes + bytes).text, gm_there(chunks->home_limit).text);
     gm_extent *extents;
     GM_TRY(gm_new(&extents, n * sizeof *extents, "HOST: chunk table: %zu bytes"));
     (void)find_missing(chunks, begin, end, extents, &bytes);
