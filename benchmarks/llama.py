@@ -77,7 +77,8 @@ def draw_on_demand(model: nn.Module, device: torch.device) -> None:
 
     def begin(module: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
-        if not parameters:  # buffers, which are computed
+        # Buffers are computed. GPT-2's containers would draw what is below them once more, on the host.
+        if not parameters and dict(module.named_buffers(recurse=False)):
             own(module)
         for key, parameter in parameters.items():
             parameter.copy_(draw(f"{names[id(module)]}.{key}", parameter.shape, device))
