@@ -97,7 +97,7 @@ def _is_refusal(error: BaseException | None) -> bool:
         kind = type(error)
         last = traceback.extract_tb(error.__traceback__)[-1:]
         is_ours = any(
-            "/gemini_strategy/" in frame.filename and (frame.line or "").startswith("raise")
+            "/gemini_strategy/" in frame.filename and (frame.line or "").startswith("raise ")
             for frame in last
         )
         if is_ours or kind.__module__.startswith("gemini_strategy"):

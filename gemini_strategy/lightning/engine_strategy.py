@@ -158,7 +158,7 @@ class EngineStrategy(RankProcesses):
         """Whether files are written and read as Lightning's own IO does, which need not be asked then."""
         # A method that was set on it (by a mock, for example) is somebody's own.
         is_plain = type(self.checkpoint_io) is self._home.plugins.TorchCheckpointIO
-        return is_plain and not vars(self.checkpoint_io)
+        return is_plain and not {"save_checkpoint", "load_checkpoint"} & {*vars(self.checkpoint_io)}
 
     def _write_plain(self, checkpoint: Any, path: Any, storage_options: Any) -> bool:
         """Whether it is written, piece by piece; False: another has to, and may read from now on."""

@@ -492,7 +492,7 @@ def render(title: str, head: Row | None, rows: list[Row]) -> str:
     widths[-1] = min(widths[-1], max(_WIDTH - 2 - sum(width + 3 for width in widths[:-1]), _LEAST))
 
     def lines(row: Row) -> Iterator[str]:
-        for part in textwrap.wrap(row[-1], widths[-1]) or [""]:
+        for part in textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]:
             cells = [
                 cell.rjust(width) if head and column else cell.ljust(width)
                 for column, (cell, width) in enumerate(zip((*row[:-1], part), widths, strict=True))
@@ -501,7 +501,7 @@ def render(title: str, head: Row | None, rows: list[Row]) -> str:
             row = ("",) * len(row)
 
     text = [line for row in everything for line in lines(row)]
-    rule = [" " + "─" * (len(text[0]) - 1)] if head else []
+    rule = [" " + "-" * (len(text[0]) - 1)] if head else []
     return "\n".join([title, "", *text[: len(rule)], *rule, *text[len(rule) :]])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +95,8 @@ def test_devices(tmp_path: Path) -> None:
 def test_this_machine_can_be_read() -> None:
     numbers = [core.number for core in cores()]
     assert numbers == sorted(set(numbers))
+    if Path("/sys/devices/system/cpu/online").exists():
+        assert set(os.sched_getaffinity(0)) <= set(numbers)
 
 
 # ---- splitting ----

@@ -130,7 +130,7 @@ def test_bits(precision: str, shape: tuple[int, int], tmp_path: Path) -> None:
 BETWEEN = (
     "one rank looks",
     "a checkpoint",
-    "an error",
+    "zero_grad",
     "a gradient is read",
     "two clips",
     "two clips at once",
@@ -152,9 +152,7 @@ def between(rank: int, size: int, folder: str) -> None:
                     assert (run.engine._runtime.clip_factor < 1) == (limit == FIRES)
                 elif what == "a checkpoint":
                     run.engine.save(f"{folder}/{limit}")
-                elif what == "an error":
-                    with contextlib.suppress(ZeroDivisionError):
-                        raise ZeroDivisionError
+                elif what == "zero_grad":
                     for each in runs:
                         each.zero_grad()
                     n = steps(runs, [FIRES, QUIET], n + 1)
@@ -189,8 +187,8 @@ def leave_alone(rank: int, size: int) -> None:
             if rank == 1:
                 runs[1].engine._runtime.core.shed(2**40)
             n = steps(runs, [clip], n)
-        assert runs[1].engine.stats()["plan_breaks"] == (3 if rank == 1 else 0) or waits(runs[1])
-        assert rank == 0 or waits(runs[1]) > before
+        breaks = runs[1].engine.stats()["plan_breaks"]
+        assert (breaks > 0 and waits(runs[1]) > before) if rank == 1 else breaks == 0
 
 
 def test_one_rank_has_left_the_plan(tmp_path: Path) -> None:
@@ -218,7 +216,8 @@ def lose(rank: int, size: int, when: str) -> str:
         run.engine.close()
     first, n = next((name, p) for name, p in run.model.named_parameters() if p.dim() == 2)
     own = torch.isfinite(n) & (n != 0)
-    assert own.any() and torch.equal(n[own], weights[first][own])  # of the last step
+    assert own.sum() > 0.4 * n.numel()  # its half; a weight may be 0
+    assert torch.equal(n[own], weights[first][own])  # of the last step
     return str(found.value)
 
 
