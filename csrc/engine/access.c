@@ -130,8 +130,9 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
 }
 
 /* A unit has written gathered weights: what the shard still holds is the old bytes. */
-static gm_status take_back(gm_engine *engine, gm_param *p, gm_stream stream)
+static gm_status take_back(gm_engine *engine, uint32_t id, gm_stream stream)
 {
+    gm_param *p = &engine->params[id];
     gm_slice s = gm_field_shown(engine, p);
     const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
     GM_FAIL_IF(state->gathered != state->version, GM_ERR_STATE,
@@ -152,6 +153,9 @@ static gm_status take_back(gm_engine *engine, gm_param *p, gm_stream stream)
     }
     status = status == GM_OK ? gm_saving_keep(engine, p->place.chunk) : status;
     status = status == GM_OK ? gm_field_take_back(engine, p, old, weight, stream) : status;
+    if (status == GM_OK) {
+        gm_watch_note_seen(engine, id, weight);
+    }
     free(weight);
     return status;
 }
@@ -166,7 +170,7 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
         return gm_call_end(engine, GM_OK);
     }
     if (engine->shown == GM_GATHERED) {
-        return gm_call_end(engine, take_back(engine, p, stream));
+        return gm_call_end(engine, take_back(engine, id, stream));
     }
     gm_status kept = gm_saving_keep_unseen(engine, id);
     if (kept != GM_OK) {
@@ -175,6 +179,7 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
         gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
         gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
+        noted = noted == GM_OK ? gm_watch_look_at(engine, id, stream) : noted;
         return gm_call_end(engine, noted);
     }
     if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
@@ -199,6 +204,7 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
         status = gm_field_reset_low(engine, p, home, weight, stream);
         if (status == GM_OK) {
             memcpy(home, weight, s.bytes);
+            gm_watch_note_seen(engine, id, weight);
         }
     }
     free(weight);

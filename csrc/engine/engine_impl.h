@@ -596,6 +596,10 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream);
 gm_status gm_watch_end(gm_lease *lease);
 /* Finds what was written through watched leases since the last look. */
 gm_status gm_watch_poll(gm_engine *engine);
+/* The same of one parameter, behind the writes of `stream`. */
+gm_status gm_watch_look_at(gm_engine *engine, uint32_t param, gm_stream stream);
+/* The engine has read these bytes (what tensors show, whole) and does what comes of them. */
+void gm_watch_note_seen(gm_engine *engine, uint32_t param, const void *weight);
 /* The engine itself has written weights: later looks compare with what is there now. */
 gm_status gm_watch_renew(gm_engine *engine);
 /* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */

@@ -1,4 +1,8 @@
-/* watch.c - what is written through storages that show parameters, and how long a pass uses what they show. */
+/* watch.c - what is written through storages that show parameters, and how long a pass uses what they show.
+ *
+ * Invariant: the copies of all watched leases of a parameter are the same: the bytes that the engine has last seen.  With
+ * others of its own a lease would take what another tensor wrote for what an update has left, or would not find a write
+ * that undoes that of another tensor. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -53,6 +57,26 @@ bool gm_watch_is_any(const gm_engine *engine)
     return false;
 }
 
+/* Any: their copies are the same. */
+static gm_lease *watched(const gm_engine *engine, uint32_t param)
+{
+    gm_lease *lease = engine->watch.leases;
+    while (lease && !(lease->param == param && gm_watch_is_on(engine, lease))) {
+        lease = lease->next;
+    }
+    return lease;
+}
+
+void gm_watch_note_seen(gm_engine *engine, uint32_t param, const void *weight)
+{
+    size_t bytes = gm_field_shown(engine, &engine->params[param]).bytes;
+    for (gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
+        if (lease->param == param && atomic_load(&lease->is_watched)) {
+            memcpy(lease->old, weight, bytes);
+        }
+    }
+}
+
 static gm_status snapshot(gm_engine *engine, gm_lease *lease)
 {
     const gm_param *p = &engine->params[lease->param];
@@ -81,7 +105,7 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
             status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
             gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
         }
-        memcpy(lease->old, weight, s.bytes);
+        gm_watch_note_seen(engine, lease->param, weight);
     }
     free(weight);
     return status;
@@ -99,6 +123,16 @@ static gm_status look(gm_engine *engine, gm_lease *lease)
 {
     GM_TRY(wait_for_writes(engine, lease));
     return reconcile(engine, lease);
+}
+
+gm_status gm_watch_look_at(gm_engine *engine, uint32_t param, gm_stream stream)
+{
+    gm_lease *lease = watched(engine, param);
+    if (!lease) {
+        return GM_OK;
+    }
+    GM_TRY(engine->device->ops->stream_sync(engine->device, stream));
+    return look(engine, lease);
 }
 
 gm_status gm_watch_poll(gm_engine *engine)
@@ -136,7 +170,12 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
         GM_TRY(gm_saving_keep(lease->engine, p->place.chunk));
     }
     GM_TRY(engine->device->ops->stream_sync(engine->device, stream)); /* what others still write */
-    GM_TRY(snapshot(lease->engine, lease));
+    const gm_lease *other = watched(engine, lease->param);
+    if (other) {
+        memcpy(lease->old, other->old, bytes - 1);
+    } else {
+        GM_TRY(snapshot(lease->engine, lease));
+    }
     atomic_store(&lease->is_watched, true);
     return GM_OK;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from programs import Run, door
+from programs import Run, door, left, rows
 
 # ---- what was assigned ---------------------------------------------------------------------------
 
@@ -713,3 +714,61 @@ def _(run: Run) -> Any:
         b[0].item() == b.tolist()[0],
         [i for i, v in enumerate(b) if v > 0],
     ]
+
+
+# ---- several tensors on one weight ---------------------------------------------------------------
+
+
+def _from_inside(run: Run) -> Tensor:
+    """The memory of w, as its module has it."""
+    kept: list[Tensor] = []
+    handle = run.model.layers[3].register_forward_pre_hook(lambda m, _: kept.append(m.weight.data))
+    with torch.no_grad():
+        run.loss()
+    handle.remove()
+    return kept[0]
+
+
+def _both(run: Run) -> None:
+    kept = _from_inside(run)
+    kept[:16] = 0.125
+    with torch.no_grad():
+        run.w[8:24] = -0.5
+
+
+def _undone(run: Run) -> None:
+    kept = _from_inside(run)
+    was = kept.clone()
+    with torch.no_grad():
+        run.w.add_(0.5)
+        run.w.sum()  # the tensor that was written is gone by now
+    kept.copy_(was)
+
+
+def _undone_after_the_unit(run: Run) -> None:
+    kept = _from_inside(run)
+    was = kept.clone()
+    handle = run.model.layers[3].register_forward_pre_hook(lambda m, _: m.weight.data.add_(0.5))
+    with torch.no_grad():
+        run.loss()
+    handle.remove()
+    kept.copy_(was)
+
+
+def _two_tensors(write: Callable[[Run], None]) -> Callable[[Run], Any]:
+    def program(run: Run) -> Any:
+        run.step()
+        write(run)
+        return left(run)
+
+    return program
+
+
+for _precision in (None, "bf16-true"):
+    rows(
+        f"kept/two tensors on one weight, {_precision}",
+        "19",
+        {write.__name__: _two_tensors(write) for write in (_both, _undone, _undone_after_the_unit)},
+        precision=_precision,
+        needs_all=True,
+    )
