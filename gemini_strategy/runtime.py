@@ -543,7 +543,8 @@ class Runtime(Uncopied, Reporting):
         self._sumsq = ids, None
         self.clip_limit = max_norm
         self._late, self._is_late = set(slots), True
-        if has_waited or self.lent:  # a plan is made from what it came to, or memory shows it
+        # A plan is made from what it came to, or memory shows it; without gradients no step will ask.
+        if has_waited or self.lent or not slots:
             self._settle_clip()
         self.choose_way()
         return norm

@@ -182,7 +182,7 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
         noted = noted == GM_OK ? gm_watch_look_at(engine, id, stream) : noted;
         return gm_call_end(engine, noted);
     }
-    if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT)) {
+    if (!gm_chunks_has_old_weight(engine->chunks, chunk)) {
         return gm_call_end(engine,
                            GM_FAIL(GM_ERR_STATE,
                                    "a 16-bit weight was written in place inside its unit while its "

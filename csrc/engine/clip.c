@@ -3,7 +3,7 @@
  * Two words take turns, of even and of odd steps, on the device and at home.
  *
  *     the caller's stream  behind the total (arrive.c): factor -> the word there        -> there
- *     who changes sums     waits for `there`
+ *     who changes sums     waits for `there`, or has come behind the update that read the gradient
  *     stream               waits for `there`; copies the word home                      -> home
  *     update               waits for `there`; Adam reads the word there
  *     host_stream          waits for `home`; Adam reads the word at home

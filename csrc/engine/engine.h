@@ -230,9 +230,9 @@ void gm_engine_sums(const gm_engine *engine, uint64_t *out);
 
 /* Ended leases are processed at every call; this is such a call that does nothing else. */
 gm_status gm_engine_drain(gm_engine *engine);
-/* Before its end: after an error that has closed the engine, or has ended its communicators, fields can be read again, as
- * that error has left them; updates that still waited are forgotten.  `text` gets that error; false: the engine is not closed, and nothing has
- * changed. */
+/* Before its end: after an error that has closed the engine, or has ended its communicators, fields can
+ * be read again, as that error has left them; updates that still waited are forgotten.  `text` gets
+ * that error; false: the engine is not closed, and nothing has changed. */
 bool gm_engine_salvage(gm_engine *engine, char *text, size_t size);
 /* Gives room of `bytes` to others: evicts as needed; false when the budget does not allow it. */
 bool gm_engine_reserve(gm_engine *engine, size_t bytes);

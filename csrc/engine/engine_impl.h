@@ -94,8 +94,8 @@ enum { GM_SPECULATED = 2 };
 
 /* The small numbers on the device (sums.c). */
 typedef struct gm_sums {
-    gm_sumsq *
-        there; /* device memory: of parameters, and behind them those that gm_sums_total() begins */
+    /* In device memory: of parameters, and behind them those that gm_sums_total() begins. */
+    gm_sumsq *there;
     gm_sumsq *home; /* the same, pinned host memory */
     gm_block *blocks;
     size_t n_blocks;

@@ -163,6 +163,24 @@ gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream)
     return wait_fence(chunks, &p->homed, stream);
 }
 
+gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    fence *f = &p->homed;
+    p->is_home_late &= p->pins > 0;
+    if (p->is_written_inside) {
+        GM_TRY(wait_fence(chunks, f, stream));
+    }
+    if (f->is_set && f->stream != stream && !(f->has_seen && f->seen == stream)) {
+        bool is_done = false;
+        if (!f->is_open) {
+            GM_TRY(chunks->device->ops->event_query(chunks->device, f->event, &is_done));
+        }
+        f->is_set = !is_done;
+        p->is_home_late |= !is_done;
+    }
+    return GM_OK;
+}
+
 static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     GM_TRY(wait_fence(chunks, &p->homed, stream));
@@ -249,6 +267,7 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     GM_TRY(device->ops->copy_d2h(device, p->home, p->address, p->bytes, stream));
     gm_timeline_end(chunks->timeline, entry, stream);
     GM_TRY(set_fence(chunks, &p->homed, stream, false));
+    p->is_home_late |= p->pins > 0;
     chunks->stats.evicted_bytes += p->bytes;
     gm_piece_move(p, CLEAN);
     return GM_OK;
@@ -277,6 +296,16 @@ void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece kind)
     GM_ASSERT(p->pins > 0);
     p->pins--;
     p->last_use = ++chunks->clock;
+}
+
+bool gm_chunks_has_old_weight(gm_chunks *chunks, uint32_t id)
+{
+    piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
+    p->is_written_inside = true;
+    if (p->is_home_late) { /* it may have some of the new bytes */
+        gm_chunks_note_write(chunks, id, GM_WEIGHT);
+    }
+    return p->state != DIRTY;
 }
 
 void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)

@@ -84,6 +84,9 @@ gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece piece, g
 gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* The same where every access was put between a begin and an end below: it adds no order. */
 void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* Who has the weight pinned has written it in place: whether the home has the bytes of before for
+ * certain.  From now on who pins it comes after what copies it to its home. */
+bool gm_chunks_has_old_weight(gm_chunks *chunks, uint32_t id);
 /* The device copy was or will be written by work on the stream it is pinned for. */
 void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has happened, when its

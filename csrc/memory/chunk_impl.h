@@ -39,8 +39,10 @@ typedef struct piece {
     uint8_t *home;    /* NULL: none, the piece is resident */
     size_t home_from; /* where the arena has a place for it */
     fence filled, used, homed, home_used;
-    uint64_t version; /* changes with whatever may have changed the piece's bytes */
-    uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
+    bool is_home_late;      /* a copy to the home may read what whoever has it pinned writes */
+    bool is_written_inside; /* so whoever pins it comes after such a copy */
+    uint64_t version;       /* changes with whatever may have changed the piece's bytes */
+    uint8_t *spare;         /* as large as the home, for its next bytes; NULL: none */
     fence spare_homed, spare_used;
 } piece;
 
@@ -114,6 +116,8 @@ gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
 /* Orders `stream` behind whoever uses the device bytes: for writing them, or what takes over their blocks. */
+/* Before a pin of a weight for `stream`: is_home_late. */
+gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream);
 gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);

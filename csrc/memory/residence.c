@@ -47,6 +47,7 @@ gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream
         }
     }
     GM_TRY(gm_chunks_wait_ready(chunks, id, kind, stream));
+    GM_TRY(kind == GM_WEIGHT ? gm_piece_note_home(chunks, p, stream) : GM_OK);
     p->pins++;
     p->last_use = ++chunks->clock;
     return GM_OK;

@@ -556,6 +556,7 @@ class Slot(_C.Slot):
         self.leave_state("it was dropped with its entry in optimizer.state; clone it to keep it")
         self.write_moments(zeros, zeros, 0)
         self.has_state = False
+        self.popped = (lambda: None), 0
 
     def leave_state(self, why: str | None = None) -> None:
         """Another state takes the place of this one: see Given.leave."""

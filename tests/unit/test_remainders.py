@@ -188,6 +188,8 @@ BETWEEN: dict[str, Callable[[Pair], Any]] = {
     "a write, a step": lambda pair: (write(pair), steps(pair, 1)),
     "a step, a write": lambda pair: (steps(pair, 1), write(pair)),
     "another": load_other,
+    "a step, dropped": lambda pair: (steps(pair, 1), pair[1].state.pop(pair[0][0].weight)),
+    "a step, cleared": lambda pair: (steps(pair, 1), pair[1].state[pair[0][0].weight].clear()),
 }
 
 
