@@ -39,10 +39,9 @@ typedef struct piece {
     uint8_t *home;    /* NULL: none, the piece is resident */
     size_t home_from; /* where the arena has a place for it */
     fence filled, used, homed, home_used;
-    bool is_home_late;      /* a copy to the home may read what whoever has it pinned writes */
-    bool is_written_inside; /* so whoever pins it comes after such a copy */
-    uint64_t version;       /* changes with whatever may have changed the piece's bytes */
-    uint8_t *spare;         /* as large as the home, for its next bytes; NULL: none */
+    bool is_home_late, is_written_inside; /* see gm_piece_note_home */
+    uint64_t version; /* changes with whatever may have changed the piece's bytes */
+    uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
     fence spare_homed, spare_used;
 } piece;
 
@@ -116,9 +115,8 @@ gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
 /* Orders `stream` behind whoever uses the device bytes: for writing them, or what takes over their blocks. */
-/* Before a pin of a weight for `stream`: is_home_late. */
-gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream);
 gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
+gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream); /* before a pin */
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 
@@ -126,8 +124,7 @@ gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 size_t gm_home_after(size_t from, const size_t *piece_bytes, int n);
 /* As gm_chunks_give_homes(), of [begin, end). */
 gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end);
-/* Nothing uses the chunk's homes, and its pieces are resident. */
-void gm_home_drop(gm_chunks *chunks, uint32_t id);
+void gm_home_drop(gm_chunks *chunks, uint32_t id); /* nothing uses them; its pieces are resident */
 
 /* block.c */
 extern const gm_log_kind gm_log_of_fetch[GM_N_OWN_PIECES];
@@ -139,8 +136,7 @@ bool gm_block_may_grow(const gm_chunks *chunks);
 gm_status gm_block_grow(gm_chunks *chunks); /* one free block more */
 /* The piece, which is not resident, takes the blocks that its range still shows, if all are free. */
 bool gm_block_take_shown(gm_chunks *chunks, const piece *p);
-/* Gives the memory of one free block back to the device. */
-gm_status gm_block_shrink(gm_chunks *chunks);
+gm_status gm_block_shrink(gm_chunks *chunks); /* gives one free block back to the device */
 /* Evicts the piece that is needed last: the least recently used weights of a chunk that is not all resident;
  * then (the last such chunk first) the states and gradient of a chunk.  *out is false if nothing can go. */
 gm_status gm_block_evict_one(gm_chunks *chunks, bool *out);
