@@ -246,8 +246,9 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef gm_py_step_methods[] = {
     GM_CORE_METHOD(grad_sumsq, VARARGS,
                    "(params, stream) -> (sum of squares as a float, non-finite elements)"),
-    GM_CORE_METHOD(clip, VARARGS,
-                   "(params, max_norm, address of the norm, stream) -> whether the host has waited"),
+    GM_CORE_METHOD(
+        clip, VARARGS,
+        "(params, max_norm, address of the norm, stream) -> whether the host has waited"),
     GM_CORE_METHOD(clip_factor, FASTCALL, "() -> float"),
     GM_CORE_METHOD(step, VARARGS, "(updates, stream)"),
     GM_CORE_METHOD(step_clipped, VARARGS, "(updates, stream)"),
