@@ -16,7 +16,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 EVERY ?= 8
-JOBS ?= $(shell n=$$(nproc); [ $$n -lt 8 ] && echo $$n || echo 8)
+# Half as many more than cores: tests also wait, for other processes and for disks.
+JOBS ?= $(shell n=$$(nproc); n=$$((n + n / 2)); [ $$n -lt 8 ] && echo $$n || echo 8)
 C_SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh') $(wildcard tests/c/*.[ch])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,8 +29,9 @@ export PIP_ROOT_USER_ACTION := ignore
 demo: build
 	@$(PY) examples/finetune.py
 
+# Some set PYTHONDONTWRITEBYTECODE, and then each process that a test starts compiles what it imports.
 test: build test-c
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" tests
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" tests
 
 test-c:
 	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run

@@ -65,16 +65,9 @@ class State:
 
     def addresses(self) -> tuple[int, ...]:
         """Arguments of _C.adam_host up to the ranges."""
-        low = 0 if self.low is None else self.low.data_ptr()
-        return (
-            self.format,
-            self.grad_dtype,
-            self.weight.data_ptr(),
-            low,
-            self.m.data_ptr(),
-            self.v.data_ptr(),
-            self.grad.data_ptr(),
-        )
+        parts = self.weight, self.low, self.m, self.v, self.grad
+        addresses = (0 if part is None else part.data_ptr() for part in parts)
+        return (self.format, self.grad_dtype, *addresses)
 
     def ranges(self, step: int) -> list[tuple[int, int, bytes]]:
         """One range over everything, AdamW with usual hyperparameters."""

@@ -6,8 +6,6 @@ figures of both (those of bench_offload.py). Both losses are the same to the bit
 deterministic (`--deterministic`), which makes both runs slower.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -39,8 +37,7 @@ class Adapted(Loop):
         return adapted(super().build(), self.spec["rank"])
 
     def report(self) -> dict[str, Any]:
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return {"trained": trained}
+        return {"trained": sum(p.numel() for p in self.model.parameters() if p.requires_grad)}
 
 
 class Resident(Adapted, Hybrid):

@@ -26,8 +26,6 @@ less what was in use before the process began; "host_peak_rss_bytes" is the proc
 resident set, "host_used_peak_bytes" what the machine's available memory fell by.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

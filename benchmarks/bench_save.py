@@ -1,7 +1,8 @@
 """What a checkpoint costs while a model trains: `python3 benchmarks/bench_save.py --folder DIR --out FILE`.
 
 A model is trained under a budget until its plan stays. Then the same state is saved twice: once while training waits,
-and once in the background while the next steps run. The line that is written has, in seconds and bytes,
+and once in the background while the next steps run. A line is written then, and once more with what loading took. It
+has, in seconds and bytes,
 
     step_seconds       of a step without a save, the median
     save_seconds       of the call that waits for the disk; save_host_bytes: how far it raised the resident set
@@ -16,8 +17,6 @@ and once in the background while the next steps run. The line that is written ha
 Spares are there with --clip and a --max-norm that no step reaches. The folder needs room for one checkpoint, 12 bytes
 per parameter.
 """
-
-from __future__ import annotations
 
 import argparse
 import shutil
@@ -76,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, required=True, help="on the disk that is asked about"
     )
-    parser.add_argument("--out", type=Path, required=True, help="a line is added")
+    parser.add_argument("--out", type=Path, required=True, help="two lines are added")
     parser.add_argument("--model", choices=SHAPES, default="opt-3.4b")
     parser.add_argument("--budget", default="24GB")
     parser.add_argument("--policy", default="auto")
@@ -89,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Writes one line of JSON; 1 if the two checkpoints differ, or what was loaded."""
+    """Writes two lines of JSON; 1 if the two checkpoints differ, or what was loaded."""
     args = parse_arguments()
     device = torch.device(args.device)
     spec = vars(args) | {"micro_batches": 1}
@@ -138,9 +137,6 @@ def main() -> int:
     saving, call = told
     print(f"saved in the background in {written:.1f} s", flush=True)
     same = checksums(target) == first
-    load_seconds, load_bytes = raised(lambda: engine.load(target))
-    loaded_same = masters(engine) == before
-    shutil.rmtree(target)
     stats = engine.stats()
     line = {
         **{key: str(value) for key, value in vars(args).items() if key not in ("out", "folder")},
@@ -160,14 +156,16 @@ def main() -> int:
         "most": saving.most_bytes,
         "waits": saving.waits,
         "same": same,
-        "load_seconds": load_seconds,
-        "load_host_bytes": load_bytes,
-        "loaded_same": loaded_same,
         "host_bytes": stats["host_bytes"],
         "chunks": stats["chunks"],
         "environment": environment(device),
     }
+    keep_line(line, args.out)  # it stays where the time of a machine ends while this loads
+    seconds, n_bytes = raised(lambda: engine.load(target))
+    loaded_same = masters(engine) == before
+    shutil.rmtree(target)
     engine.close()
+    line |= {"load_seconds": seconds, "load_host_bytes": n_bytes, "loaded_same": loaded_same}
     keep_line(line, args.out)
     return 0 if same and loaded_same else 1
 

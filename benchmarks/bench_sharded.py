@@ -22,8 +22,6 @@ two more steps under torch's profiler. There each of our collectives costs milli
 it from a new thread; with --blocking it does not. "tok/s" is of one GPU. Losses are means over the ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -79,9 +77,7 @@ _SMALL = ("gemini-auto@24GB",)
 PRESETS = {
     "1b": Case("1b: 1.50 G parameters", "llama-1b", ("nccl", "fsdp2", "gemini-auto")),
     "8b": Case(
-        "8b: 8.03 G parameters",
-        "llama-8b",
-        ("nccl", "fsdp2", "gemini-auto@fsdp2", "gemini-auto"),
+        "8b: 8.03 G parameters", "llama-8b", ("nccl", "fsdp2", "gemini-auto@fsdp2", "gemini-auto")
     ),
     "13b": Case(
         "13b: 13.0 G parameters, 24 GB per GPU", "llama-13b", _SMALL, checkpointing=("on",)
@@ -448,32 +444,29 @@ def print_table(title: str, lines: list[dict[str, Any]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = options(__doc__, PRESETS, "8b")
-    parser.add_argument("--gpus", type=int, default=0, help="ranks; default: all GPUs")
-    parser.add_argument("--tokens", help="per GPU and step, separated by commas: 4096,8192")
-    parser.add_argument("--checkpointing", choices=("on", "off", "both"), help="of activations")
-    parser.add_argument(
-        "--host-budget", help="of each rank with gemini; default: a share of the host"
-    )
-    parser.add_argument("--chunk-size", help="of Gemini: 256MB; default: its own choice")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--micro-batches", type=int, default=1, help="per step, each of --tokens")
-    parser.add_argument("--no-clip", action="store_true", help="do not clip the gradients' norm")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--gpus", type=int, default=0, help="ranks; default: all GPUs")
+    add("--tokens", help="per GPU and step, separated by commas: 4096,8192")
+    add("--checkpointing", choices=("on", "off", "both"), help="of activations")
+    add("--host-budget", help="of each rank with gemini; default: a share of the host")
+    add("--chunk-size", help="of Gemini: 256MB; default: its own choice")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--micro-batches", type=int, default=1, help="per step, each of --tokens")
+    add("--no-clip", action="store_true", help="do not clip the gradients' norm")
+    add(
         "--settling",
         type=int,
         default=24,
         help="how many steps more Gemini may take to warm up (default 24)",
     )
-    parser.add_argument(
-        "--threads", type=int, default=0, help="torch's, per rank; default: a share"
-    )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run (300)")
-    parser.add_argument(
+    add("--threads", type=int, default=0, help="torch's, per rank; default: a share")
+    add("--timeout", type=float, default=300.0, help="seconds per run (300)")
+    add(
         "--blocking",
         action="store_true",
         help="NCCL_COMM_BLOCKING=1: NCCL issues in the thread that calls it, for the profiler's sake",
     )
-    parser.add_argument("--no-profile", action="store_true", help="do not look at exposed kernels")
+    add("--no-profile", action="store_true", help="do not look at exposed kernels")
     args = parse(parser, PRESETS, parse_run)
     if not args.gpus and args.device == "cuda":
         import torch

@@ -9,8 +9,6 @@ long each took from its start to its first step. With --max-norm 0 both update i
 runs before and after the Trainer, so that a machine that changes its speed is seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

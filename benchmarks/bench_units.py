@@ -5,7 +5,7 @@
 A model of many Linears that compute nearly nothing runs managed, with everything resident, and plain; what
 the managed one takes longer is the engine's host time. Prints one JSON line, microseconds:
 
-    hooks         two empty module hooks: torch's share of `enter_leave`, which nobody can save
+    hooks         two empty module hooks, which units do without: a yardstick of the machine
     enter_leave   one unit entered and left (forward without grad)
     pack          one tensor saved for backward (forward with grad; a Linear saves its input and its weight)
     touch         one backward node that unpacks its weight (autograd.grad to the input alone)
@@ -14,8 +14,6 @@ the managed one takes longer is the engine's host time. Prints one JSON line, mi
 
 Each figure is the difference of two minima over the repeats; managed and plain alternate.
 """
-
-from __future__ import annotations
 
 import argparse
 import os

@@ -6,8 +6,6 @@ rates that its plan was made from. Prints one line of Markdown for each.
     python benchmarks/check_estimates.py > benchmarks/results/estimates_2026-11-23.md
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -17,8 +17,6 @@ The exit status is 1 if there is a test that is not. Whether such a test only as
 pytest-timeout has to be installed. As a plugin of pytest this file is what replaces and counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -1,7 +1,5 @@
 """What drivers of runs share: options, processes that end, one JSON line for each run, tables of them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

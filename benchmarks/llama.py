@@ -4,8 +4,6 @@ Every parameter's values are drawn by themselves, from a seed and its name, on t
 of sharding begins from the same bf16 values, and no rank needs more of the model than what it draws.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 

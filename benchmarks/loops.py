@@ -7,8 +7,6 @@ The file named on the command line holds the run's specification; the result goe
 it names.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json
@@ -291,13 +289,9 @@ class DeepSpeed(Loop):
         import deepspeed
 
         # One rank, found without a launcher.
-        for name, value in {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29511",
-        }.items():
+        found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        for name, value in found.items():
             os.environ.setdefault(name, value)
         pinned = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         config = {

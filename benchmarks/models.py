@@ -4,8 +4,6 @@ Every run of a benchmark starts from the same bf16 values, whatever precision an
 them in: they are drawn per parameter from a seed, on the GPU where there is one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

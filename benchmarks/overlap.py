@@ -4,8 +4,6 @@ Communication is exposed while one of NCCL's kernels runs and no other kernel do
 other ranks inside, so that the figure holds what ranks wait for each other, too.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any

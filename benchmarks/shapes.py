@@ -1,7 +1,5 @@
 """Sizes of the models of models.py by name, without torch: a driver knows them before a run starts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ The ranks meet through a file that the specification names. Both loops train the
 each rank on batches of its own, with AdamW on fp32-precision masters and bf16 for compute and reduction.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gzip

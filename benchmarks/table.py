@@ -7,8 +7,6 @@ A row compares runs of one command only, as the hosts of two machines differ by 
 command in a file that has all of the row's runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator
@@ -123,10 +121,7 @@ def table() -> str:
             peers,
         ),
         against(
-            f"{model(clipped)}, clipped, 24 GB",
-            clipped,
-            {"DeepSpeed ZeRO-2 offload": zero2},
-            peers,
+            f"{model(clipped)}, clipped, 24 GB", clipped, {"DeepSpeed ZeRO-2 offload": zero2}, peers
         ),
         against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
         against(f"{model(four)}, 72 GB", four, {"FSDP2": four_fsdp2}, sharded),

@@ -130,11 +130,8 @@ def read_text(vocabulary: int, batch: int, length: int, steps: int, seed: int) -
 def parameter_groups(model: torch.nn.Module, lr: float) -> list[dict[str, Any]]:
     """Three groups, as one would use without Gemini: tables of tokens, other matrices, gains of norms."""
     groups: list[dict[str, Any]] = [
-        {
-            "params": [],
-            "lr": 3 * lr,
-            "weight_decay": 0.0,
-        },  # embedding and head: rows see few tokens
+        # Embedding and head: rows see few tokens.
+        {"params": [], "lr": 3 * lr, "weight_decay": 0.0},
         {"params": [], "lr": lr, "weight_decay": 0.1},
         {"params": [], "lr": lr, "weight_decay": 0.0},
     ]
@@ -182,10 +179,7 @@ class CausalLM(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, self.steps)
         )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
         self._began = time.perf_counter()
@@ -396,9 +390,8 @@ def settle_libraries() -> None:
     """Kernels that repeat themselves, and fewer notes."""
     # Equal bits need kernels that repeat themselves, with and without Gemini.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # costs time and decides no bit here
-    )
+    # Costs time and decides no bit here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     # Lightning's notes about accelerators and its products are not this program's subject.
     for tree in ("lightning", "pytorch_lightning", "lightning_fabric"):
         for name in (tree, f"{tree}.pytorch", f"{tree}.fabric"):
@@ -512,10 +505,7 @@ def main() -> int:
     budget = budget_bytes(size.budget, training_state)
     line("parameters", f"{parameters / 1e6:.1f} M ({size.layers} layers of {size.hidden})")
     line("precision", f"{precision} ({reason})")
-    line(
-        "training state",
-        f"{mb(training_state)}: {BYTES_PER_PARAMETER} bytes per parameter",
-    )
+    line("training state", f"{mb(training_state)}: {BYTES_PER_PARAMETER} bytes per parameter")
     line("device", "CPU (device memory is simulated)" if device.type == "cpu" else str(device))
     line("device budget", f"{mb(budget)}, {budget / training_state:.0%} of the training state")
 

@@ -83,21 +83,26 @@ has_backend_fallback = _private("torch._C._dispatch_has_backend_fallback")
 all_operator_names = _private("torch._C._dispatch_get_all_op_names")
 DisableTorchFunctionSubclass: Any = _private("torch._C.DisableTorchFunctionSubclass")
 disabled_torch_function = _private("torch._C._disabled_torch_function_impl")
+exclude_key = _private("torch._C._dispatch_tls_set_dispatch_key_excluded")
+n_dispatch_modes = _private("torch._C._len_torch_dispatch_stack")
 
 # ---- tracing, scripting, autograd ----
 
 tracing_state = _private("torch._C._get_tracing_state")
+is_tracing = _private("torch._C._is_tracing")
 detect_fake_mode = _private("torch._guards.detect_fake_mode")
 current_node = _private("torch._C._current_autograd_node")
 current_task = _private("torch._C._current_graph_task_id")
+has_saved_tensors_hooks = _private("torch._C._autograd._saved_tensors_hooks_is_enabled")
 top_saved_tensors_hooks = _private("torch._C._autograd._top_saved_tensors_default_hooks")
 push_saved_tensors_hooks = _private("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_tensors_hooks = _private("torch._C._autograd._pop_saved_tensors_default_hooks")
 proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
 get_proxy_mode = _private("torch.fx.experimental.proxy_tensor.get_proxy_mode")
-META_CONVERTER = (
-    "torch._subclasses.meta_utils"  # the module that asks for addresses to make fake tensors
-)
+# The module that asks for addresses to make fake tensors.
+META_CONVERTER = "torch._subclasses.meta_utils"
+recursive_scripting: Any = _private("torch.jit._recursive")
+foreach_types: Any = _private("torch.optim.optimizer._foreach_supported_types")
 register_builtin = _private("torch.jit._builtins._register_builtin")
 is_wrapper_subclass = _private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 execution_engine: Any = _private("torch.autograd.Variable._execution_engine")
@@ -108,7 +113,11 @@ device_constructors = _private("torch.utils._device._device_constructors")
 tree_flatten = _private("torch.utils._pytree.tree_flatten")
 tree_map = _private("torch.utils._pytree.tree_map")
 tree_unflatten = _private("torch.utils._pytree.tree_unflatten")
+COMPILED_CALL = "_compiled_call_impl"  # of a module: where it is not None, torch calls it
+_private(f"torch.nn.Module.{COMPILED_CALL}")
+_private("torch.nn.Module._call_impl")
 BatchNormBase: Any = _private("torch.nn.modules.batchnorm._NormBase")
+wait_tensor = _private("torch.ops._c10d_functional.wait_tensor")
 set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg_timeout")
 
 # ---- files ----

@@ -35,6 +35,7 @@ def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Set
     if ranks.size == 1:
         return settings
     sizes = settings.sizes
+    search = [sizes.searches, sizes.minimum, sizes.range, sizes.n_grids]
     ranks.agree(
         {
             "the version of gemini_strategy": __version__,
@@ -46,12 +47,7 @@ def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Set
             "gpu_margin_mem_ratio": settings.margin,
             "chunk_size": sizes.chunk,
             "block_size": sizes.block,
-            "the search for a chunk size": [
-                sizes.searches,
-                sizes.minimum,
-                sizes.range,
-                sizes.n_grids,
-            ],
+            "the search for a chunk size": search,
             "convert_inputs": settings.convert_inputs,
             "force_outputs_fp32": settings.force_outputs_fp32,
             "missing": settings.missing,
@@ -65,16 +61,12 @@ def common_settings(settings: Settings, scaler: LossScaler, ranks: Ranks) -> Set
     )
     if settings.device.type == "cuda":
         _check_devices(settings.device, ranks)
-    budgets = ranks.gather("budgets", [settings.device_budget, settings.host_budget])
-    return dataclasses.replace(
-        settings,
-        device_budget=_least(own[0] for own in budgets),
-        host_budget=_least(own[1] for own in budgets),
-    )
-
-
-def _least(budgets: Iterable[int]) -> int:
-    return min((budget for budget in budgets if budget >= 0), default=-1)
+    names = ("device_budget", "host_budget", "host_limit")
+    everyone = ranks.gather("budgets", [getattr(settings, name) for name in names])
+    least = {}
+    for name, budgets in zip(names, zip(*everyone, strict=True), strict=True):
+        least[name] = min((budget for budget in budgets if budget >= 0), default=-1)
+    return dataclasses.replace(settings, **least)
 
 
 def _check_devices(device: torch.device, ranks: Ranks) -> None:
@@ -97,6 +89,7 @@ def check_model(engine: Runtime, slots: list[Slot], units: tuple[list[int], list
     ranks, optimizer = engine.ranks, engine.optimizer
     if ranks.size == 1:
         return
+    groups = [] if optimizer is None else optimizer.param_groups
     lines = [_line(engine, slot) for slot in slots]
     lines += [
         f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in engine.model.named_buffers()
@@ -104,9 +97,7 @@ def check_model(engine: Runtime, slots: list[Slot], units: tuple[list[int], list
     ranks.agree(
         {
             "the optimizer": None if optimizer is None else type(optimizer).__name__,
-            "the numbers of parameters in its groups": []
-            if optimizer is None
-            else [len(group["params"]) for group in optimizer.param_groups],
+            "the numbers of parameters in its groups": [len(group["params"]) for group in groups],
             "the number of parameters": len(slots),
             "the number of modules with parameters": len(units[1]) - 1,
         },

@@ -26,7 +26,7 @@ from gemini_strategy.optim import managed
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import tables
-from gemini_strategy.report.progress import Done, progress
+from gemini_strategy.report.progress import progress
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -64,8 +64,9 @@ def _end_saving(engine: Runtime) -> GeminiError | None:
 
 def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
     cause = engine.core.salvage()
-    if cause is None:
-        cause = _give_up_step(engine)
+    if cause is None and engine.step_in_backward.give_up() is not None:
+        engine.core.salvage()
+        cause = "backward(step=True) had updated weights, and no optimizer.step() followed"
     cause = _meet(engine, cause)
     first = _let_go(engine, is_dead=cause is not None)
     if cause is None:
@@ -73,7 +74,10 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
             engine.settle()
             total = _bytes_to_read(engine, is_fp32, with_states)
             with progress("Gemini: closing", total, engine.ranks.rank) as done:
-                values = {slot: _read(slot, is_fp32, done) for slot in engine.slots}
+                values = {}
+                for slot in engine.slots:
+                    values[slot] = slot.read_master() if is_fp32 else slot.read_weight()
+                    done(values[slot].nbytes)
                 grads = _read_grads(engine)
                 if engine.optimizer is not None:
                     managed.release(engine, engine.optimizer, is_fp32, with_states, done)
@@ -98,7 +102,7 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
 
 
 def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:
-    """Of the weights and moments that are given back, as _read and managed.release count them."""
+    """Of the weights and moments that are given back, as _close and managed.release count them."""
     n_bytes = 0
     for slot in engine.slots:
         dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
@@ -106,12 +110,6 @@ def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:
     if with_states and engine.optimizer is not None:
         n_bytes += sum(managed.moment_bytes(s) for s in engine.slots if s.has_state)
     return n_bytes
-
-
-def _read(slot: Slot, is_fp32: bool, done: Done) -> torch.Tensor:
-    value = slot.read_master() if is_fp32 else slot.read_weight()
-    done(value.nbytes)
-    return value
 
 
 def _meet(engine: Runtime, cause: str | None) -> str | None:
@@ -132,14 +130,6 @@ def _meet(engine: Runtime, cause: str | None) -> str | None:
     except GeminiError as error:
         return cause or (str(error) if flying is None else reason)
     return next((f"rank {r}: {text}" for r, text in enumerate(causes) if text is not None), None)
-
-
-def _give_up_step(engine: Runtime) -> str | None:
-    """No step came after backward(step=True): why the weights are between two steps, or None."""
-    if engine.step_in_backward.give_up() is None:
-        return None
-    engine.core.salvage()
-    return "backward(step=True) had updated weights, and no optimizer.step() followed"
 
 
 def _let_go(engine: Runtime, is_dead: bool) -> Exception | None:
@@ -228,8 +218,8 @@ def give_back(
     for slot in values:
         slot.given.end()
     engine.closed = True
-    absent.drop_net(getattr(engine, "net", None))
-    for unit in engine.units:
+    absent.nets.discard(getattr(engine, "net", None))
+    for unit in reversed(engine.units):  # a module may be two, one around the other
         unit.remove()
     engine.root.remove()
     for handle in engine.handles:

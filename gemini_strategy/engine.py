@@ -31,8 +31,6 @@ from gemini_strategy.report import timeline as timelines
 from gemini_strategy.runtime import Runtime, Uncopied
 from gemini_strategy.sizes import parse_bytes
 
-__all__ = ["Engine"]
-
 
 class Engine(Uncopied):
     """The engine of one managed model; made by `manage()`.
@@ -510,21 +508,18 @@ class Engine(Uncopied):
         )
 
     def __repr__(self) -> str:
-        runtime = self._runtime
-        about = tables.about(runtime)
-        parts = [f"{about['model']} on {about['device']}"]
+        about, ranks = tables.about(self._runtime), self.ranks
+        where = f"{about['model']} on {about['device']}"
         if self.closed:
-            return f"<Engine: {parts[0]}, closed>"
-        budget = about["device_budget"]
-        parts.append(
-            "no device budget" if budget < 0 else f"{tables.bytes_text(budget)} of device memory"
-        )
-        parts.append(f"policy {about['policy']}")
-        plan = tables.plan_of(runtime)
-        parts.append("no plan yet" if plan is None else f"a plan with {plan['when']} updates")
-        parts.append(
-            "1 rank" if self.ranks.size == 1 else f"rank {self.ranks.rank} of {self.ranks.size}"
-        )
+            return f"<Engine: {where}, closed>"
+        budget, plan = about["device_budget"], tables.plan_of(self._runtime)
+        parts = [
+            where,
+            "no device budget" if budget < 0 else f"{tables.bytes_text(budget)} of device memory",
+            f"policy {about['policy']}",
+            "no plan yet" if plan is None else f"a plan with {plan['when']} updates",
+            "1 rank" if ranks.size == 1 else f"rank {ranks.rank} of {ranks.size}",
+        ]
         return f"<Engine: {', '.join(parts)}>"
 
     def __enter__(self) -> Engine:

@@ -1,7 +1,5 @@
 """The exceptions of the package: one tree, so that `except GeminiError` catches everything of ours."""
 
-__all__ = ["GeminiDeviceError", "GeminiError", "GeminiMemoryError", "GuardError"]
-
 
 class GeminiError(RuntimeError):
     """A call that Gemini cannot carry out in the present state; the text names the way out."""

@@ -28,6 +28,7 @@ from gemini_strategy.runtime import Runtime
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import (
     ChunkSizes,
+    host_limit,
     parse_bytes,
     parse_device_budget,
     physical_memory,
@@ -113,7 +114,7 @@ def manage(
         host_budget: bytes of host memory for weights, states and gradients, of this rank, and as far as it goes for
             updates of clipped steps; a fraction is one of its even share of the host. None: what the host has; of
             several ranks on it each has an even share. More than the machine has, or than this process's control group
-            allows, counts as that, with a warning.
+            allows, counts as that, with a warning. With "auto" what the host has no room for stays on the device.
         placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
             on the host; "auto": as much as fits.
         precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
@@ -193,11 +194,12 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
     share.use()
     rates = machine_rates(device.index if is_cuda else None, share.threads, ranks=ranks)
     memory = physical_memory() if share.memory is None else share.memory
+    free = int(_C.host_topology()["memory"]) if share.memory is None else share.memory
+    wanted = None
     host_budget = -1 if ranks.local_size == 1 else memory
     if given["host_budget"] is not None:
-        host_budget = _within_machine(
-            parse_bytes(given["host_budget"], memory, "host_budget"), ranks.local_rank == 0
-        )
+        asked = parse_bytes(given["host_budget"], memory, "host_budget")
+        wanted = host_budget = _within_machine(asked, ranks.local_rank == 0)
     return Settings(
         device=device,
         precision=Precision(given["precision"]),
@@ -206,6 +208,7 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
             given["device_budget"], is_cuda, torch.cuda.mem_get_info(device)[1] if is_cuda else None
         ),
         host_budget=host_budget,
+        host_limit=host_limit(wanted, free),
         sizes=ChunkSizes(
             given["chunk_size"],
             given["block_size"],

@@ -83,7 +83,7 @@ def weight_dtypes(model: nn.Module, precision: str | None) -> dict[nn.Parameter,
     """`weight_dtype` of every parameter; fp32 where modules that share one disagree."""
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
-        for p in module.parameters(recurse=False):
+        for p in (p for p in module._parameters.values() if p is not None):
             dtype = weight_dtype(module, p, precision)
             dtypes[p] = dtype if dtypes.get(p, dtype) is dtype else torch.float32
     return dtypes

@@ -42,8 +42,6 @@ from gemini_strategy.step_in_backward import StepInBackward
 from gemini_strategy.weights.loading import Loading
 from gemini_strategy.weights.transformers import adapter_parameters
 
-__all__ = ["Runtime", "Uncopied"]
-
 
 class Uncopied:
     """What neither copies nor pickles: a model's bytes are in one engine."""
@@ -111,17 +109,13 @@ class Runtime(Uncopied, Reporting):
         self._late: set[Slot] = set()
         self._in_backward = False
         self.steps = self.skipped_steps = 0
-        self._wants_numbers = (
-            False  # the core speculates: the first gradient brings a step's numbers
-        )
+        # The core speculates: the first gradient brings a step's numbers.
+        self._wants_numbers = False
         self.step_in_backward = StepInBackward(self)
         self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
-        self.masters: dict[
-            Slot, torch.Tensor
-        ] = {}  # that have been shown: see parameters/masters.py
-        self.stand_ins: weakref.WeakSet[stand_in.StandIn] = (
-            weakref.WeakSet()
-        )  # see parameters/stand_in.py
+        # Those that have been shown: see parameters/masters.py and parameters/stand_in.py.
+        self.masters: dict[Slot, torch.Tensor] = {}
+        self.stand_ins: weakref.WeakSet[stand_in.StandIn] = weakref.WeakSet()
         self.takes_thawed = False
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
@@ -159,7 +153,7 @@ class Runtime(Uncopied, Reporting):
         self.closed = True
         self.end_first_step()
         if hasattr(self, "net"):
-            absent.drop_net(self.net)
+            absent.nets.discard(self.net)
         for slot in self.slots:
             slot.shown = slot.inside = None
         try:
@@ -188,6 +182,8 @@ class Runtime(Uncopied, Reporting):
             slack_bytes=self.memory.slack_bytes(settings.device_budget),
             **communicators,
         )
+        if self.device.type == "cpu":
+            self.ranks.settles_by(self.core.settle)
         agreement.check_layout(self)
         budget = -1 if settings.policy == "cuda" else settings.device_budget
         name, trains = type(self.model).__name__, self.optimizer is not None
@@ -225,9 +221,7 @@ class Runtime(Uncopied, Reporting):
 
     def stream(self) -> int:
         """The raw handle of torch's current stream; 0 on the host device."""
-        if self.device.type == "cpu":
-            return 0
-        return _torch.current_raw_stream(self.device.index)
+        return 0 if self.device.type == "cpu" else _torch.current_raw_stream(self.device.index)
 
     def begin_pass(self) -> None:
         """Lets go of what earlier backward nodes no longer need."""
@@ -296,9 +290,8 @@ class Runtime(Uncopied, Reporting):
     def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
         is_asked = self.step_in_backward.waits or self.step_in_backward.used
-        is_asked = is_asked or self.lent or self._clipped or self._late
+        is_asked = is_asked or self.lent or self._clipped or self._late or self._wants_numbers
         is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
-        is_asked = is_asked or self._wants_numbers
         self.takes_plainly = self.scaler is None and not is_asked
 
     def collect(self) -> None:
@@ -310,11 +303,9 @@ class Runtime(Uncopied, Reporting):
         """The numbers that the coming step would have now: the core may begin with it (csrc/engine/speculation.c)."""
         self._wants_numbers = False
         self.choose_way()
-        try:
+        with contextlib.suppress(GeminiError):  # the step says it
             updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
             self.core.announce(updates)
-        except GeminiError:
-            pass  # the step says it
 
     def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
         """Adds one gradient to what the engine holds for a parameter."""

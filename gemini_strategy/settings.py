@@ -25,6 +25,7 @@ class Settings:
     policy: str
     device_budget: int
     host_budget: int
+    host_limit: int = -1  # of homes
     sizes: ChunkSizes
     is_grad_f32: bool
     margin: float | None = None
@@ -60,6 +61,7 @@ class Settings:
             "block_bytes": block_bytes,
             "device_budget": self.device_budget,
             "host_budget": self.host_budget,
+            "host_limit": self.host_limit,
             "policy": POLICIES[self.policy],
             "is_grad_f32": self.is_grad_f32,
             "rates": self.rates,

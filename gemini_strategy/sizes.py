@@ -98,6 +98,16 @@ def parse_device_budget(
     return parse_bytes(budget, gpu_bytes, "device_budget")  # type: ignore[arg-type]  # None is refused there
 
 
+def host_limit(host_budget: int | None, free: int) -> int:
+    """Bytes of the host that homes may take; what has none beyond that stays on the device (csrc/plan/stay.h).
+
+    Args:
+        host_budget: as given; it is believed where the host has so much free.
+        free: what this rank may take of the host. The process itself, loaders and checkpoints need a little of it.
+    """
+    return host_budget if host_budget is not None and host_budget <= free else free - free // 64
+
+
 class ChunkSizes:
     """Chunk and block sizes as the caller gave them (see arguments.py), and what they become for a model."""
 

@@ -36,15 +36,11 @@ def refuse(call: str, given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, s
         ValueError: another value.
     """
     for name, (value, reason) in fixed.items():
-        if not _is_same(given[name], value):
-            found = given[name]
+        found = given[name]
+        # True is not 1, but 1 is 1.0.
+        kinds = [int if type(each) is float else type(each) for each in (found, value)]
+        if found is not value and not (kinds[0] is kinds[1] and found == value):
             raise ValueError(f"{call}({name}={found!r}): only {value!r} is taken: {reason}.")
-
-
-def _is_same(found: Any, value: Any) -> bool:
-    """True is not 1, but 1 is 1.0."""
-    kinds = [int if type(each) is float else type(each) for each in (found, value)]
-    return found is value or (kinds[0] is kinds[1] and found == value)
 
 
 def is_first_rank() -> bool:
@@ -149,6 +145,10 @@ class WrappedModule(nn.Module):
         return self.engine.load_model_state_dict(dict(state_dict), strict)
 
 
+def _of_optim(name: str) -> Any:
+    return property(lambda self: getattr(self.optim, name))
+
+
 class WrappedOptimizer(Uncopied, torch.optim.Optimizer):
     """An optimizer that an engine has taken over, as `optim`; it makes the engine.
 
@@ -190,17 +190,7 @@ class WrappedOptimizer(Uncopied, torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self.optim!r}"
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optim.defaults
+    param_groups, state, defaults = map(_of_optim, ("param_groups", "state", "defaults"))
 
     @property
     def loss_scale(self) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import helpers.seeds  # noqa: F401
 from helpers.forked import RATES
 
 
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "core: of engine, guard, plans and ranks (make check)")
     config.addinivalue_line("markers", "timed: measures the arithmetic of a core as users have it")
     os.environ.setdefault("GEMINI_RATES", RATES)
+    # Of torch's compiler: a process that compiles beside this one imports torch first.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if config.getoption("asserted"):
         from gemini_strategy import _C
 

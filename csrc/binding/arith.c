@@ -78,10 +78,7 @@ static PyObject *isa_name(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unuse
 static PyObject *isa_force(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *name;
-    if (!PyArg_ParseTuple(args, "z:isa_force", &name)) {
-        return NULL;
-    }
-    return gm_py_finish(gm_isa_force(name));
+    return PyArg_ParseTuple(args, "z:isa_force", &name) ? gm_py_finish(gm_isa_force(name)) : NULL;
 }
 
 static PyObject *adam_scalars(PyObject *Py_UNUSED(module), PyObject *args)
@@ -100,10 +97,8 @@ static PyObject *adam_scalars(PyObject *Py_UNUSED(module), PyObject *args)
     hyper.bias_correction = bias_correction != 0;
     memset(&scalars, 0, sizeof scalars);
     gm_status status = gm_adam_scalars_init(&hyper, &scalars);
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return PyBytes_FromStringAndSize((const char *)&scalars, sizeof scalars);
+    return status == GM_OK ? PyBytes_FromStringAndSize((const char *)&scalars, sizeof scalars)
+                           : gm_py_raise(status);
 }
 
 static int parse_range(PyObject *item, void *out)
@@ -137,9 +132,7 @@ static PyObject *update(gm_adam_args *adam, PyObject *ranges, gm_device *device,
     }
     adam->ranges = parsed;
     gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = device ? device->ops->adam(device, adam, stream) : gm_adam_host(adam, pool);
-    Py_END_ALLOW_THREADS
+    GM_NO_GIL(status = device ? device->ops->adam(device, adam, stream) : gm_adam_host(adam, pool));
     free(parsed);
     return gm_py_finish(status);
 }
@@ -192,9 +185,7 @@ static PyObject *grad_add_host(PyObject *Py_UNUSED(module), PyObject *args)
     if (!pool) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    gm_grad_add_host(&add, pool);
-    Py_END_ALLOW_THREADS
+    GM_NO_GIL(gm_grad_add_host(&add, pool));
     Py_RETURN_NONE;
 }
 
@@ -238,9 +229,7 @@ static PyObject *sumsq_host(PyObject *Py_UNUSED(module), PyObject *args)
     if (!pool) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    gm_sumsq_host(data, dtype, numel, &sum, pool);
-    Py_END_ALLOW_THREADS
+    GM_NO_GIL(gm_sumsq_host(data, dtype, numel, &sum, pool));
     return sum_to_bytes(&sum);
 }
 
@@ -260,9 +249,7 @@ static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = device->ops->sumsq(device, data, dtype, numel, sum, stream);
-    Py_END_ALLOW_THREADS
+    GM_NO_GIL(status = device->ops->sumsq(device, data, dtype, numel, sum, stream));
     return gm_py_finish(status);
 }
 
@@ -276,13 +263,10 @@ static PyObject *sumsq_merge(PyObject *Py_UNUSED(module), PyObject *args)
     return sum_to_bytes(&a);
 }
 
-static PyObject *sumsq_value(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *sumsq_value(PyObject *Py_UNUSED(module), PyObject *bytes)
 {
     gm_sumsq sum;
-    if (!PyArg_ParseTuple(args, "O&:sumsq_value", to_sum, &sum)) {
-        return NULL;
-    }
-    return PyFloat_FromDouble(gm_sumsq_value(&sum));
+    return to_sum(bytes, &sum) ? PyFloat_FromDouble(gm_sumsq_value(&sum)) : NULL;
 }
 
 static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
@@ -348,7 +332,7 @@ PyMethodDef gm_py_arith_methods[] = {
      "Adds, asynchronously, to a sum in device memory: its address, 16-byte aligned; as many bytes "
      "as sumsq_merge(None, None) has."},
     {"sumsq_merge", sumsq_merge, METH_VARARGS, "The sum of two sums, exact."},
-    {"sumsq_value", sumsq_value, METH_VARARGS,
+    {"sumsq_value", sumsq_value, METH_O,
      "The sum rounded once to double; nan or inf if such elements were seen."},
     {"sumsq_read", sumsq_read, METH_VARARGS, "Copies a sum out of host memory."},
     {"split_host", split_host, METH_VARARGS,

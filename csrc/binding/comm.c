@@ -12,7 +12,6 @@
 #include <stdio.h>
 #include <stddef.h>
 #include <stdlib.h>
-#include <string.h>
 #include <structmember.h>
 
 typedef struct python_transport {
@@ -35,13 +34,10 @@ static PyTypeObject *comm_type;
 
 static PyObject *pieces(const gm_comm_piece *piece, int size)
 {
-    PyObject *list = PyList_New(size);
+    PyObject *list = PyList_New(0);
     for (int r = 0; list && r < size; r++) {
-        PyObject *pair =
-            Py_BuildValue("(Nn)", PyLong_FromVoidPtr(piece[r].data), (Py_ssize_t)piece[r].bytes);
-        if (!pair || PyList_SetItem(list, r, pair) < 0) {
-            Py_CLEAR(list);
-        }
+        list = gm_py_append(list, Py_BuildValue("(Nn)", PyLong_FromVoidPtr(piece[r].data),
+                                                (Py_ssize_t)piece[r].bytes));
     }
     return list;
 }
@@ -49,23 +45,16 @@ static PyObject *pieces(const gm_comm_piece *piece, int size)
 /* Takes the current exception: its words into why, itself into *cause. */
 static void take_exception(PyObject **cause, char *why, size_t why_bytes)
 {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    if (value && trace) {
-        (void)PyException_SetTraceback(value, trace);
-    }
-    PyObject *words = value ? PyObject_Str(value) : NULL;
+    PyObject *error = gm_py_set_aside();
+    PyObject *words = error ? PyObject_Str(error) : NULL;
     PyObject *bytes = words ? PyUnicode_AsEncodedString(words, "utf-8", "replace") : NULL;
     const char *text = bytes ? PyBytes_AsString(bytes) : NULL;
     (void)snprintf(why, why_bytes, "%s", text && *text ? text : "the transport failed");
     PyErr_Clear();
     Py_XDECREF(words);
     Py_XDECREF(bytes);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
     PyObject *earlier = *cause;
-    *cause = value;
+    *cause = error;
     Py_XDECREF(earlier);
 }
 
@@ -123,10 +112,7 @@ static void python_free(void *context)
 
 static gm_comm *begin(comm *self)
 {
-    if (!self->comm || self->is_closing) {
-        PyErr_SetString(PyExc_ValueError, "this communicator is closed");
-        return NULL;
-    }
+    GM_PY_FAIL_IF(!self->comm || self->is_closing, PyExc_ValueError, "this communicator is closed");
     self->n_inside++;
     return self->comm;
 }
@@ -136,14 +122,11 @@ static void release(comm *self)
 {
     gm_comm *taken = self->comm;
     if (taken && self->n_inside == 0) {
-        PyObject *type, *value, *trace;
+        PyObject *error = gm_py_set_aside();
         self->comm = NULL;
         self->transport = NULL;
-        PyErr_Fetch(&type, &value, &trace);
-        Py_BEGIN_ALLOW_THREADS
-        gm_comm_free(taken);
-        Py_END_ALLOW_THREADS
-        PyErr_Restore(type, value, trace);
+        GM_NO_GIL(gm_comm_free(taken));
+        gm_py_put_back(error);
     }
 }
 
@@ -158,11 +141,9 @@ static PyObject *end(comm *self, gm_status status)
             PyErr_SetObject((PyObject *)Py_TYPE(cause), cause);
             Py_DECREF(cause);
         } else {
-            PyObject *type, *value, *trace;
-            PyErr_Fetch(&type, &value, &trace);
-            PyErr_NormalizeException(&type, &value, &trace);
-            PyException_SetCause(value, cause); /* takes the reference */
-            PyErr_Restore(type, value, trace);
+            PyObject *error = gm_py_set_aside();
+            PyException_SetCause(error, cause); /* takes the reference */
+            gm_py_put_back(error);
         }
     }
     self->n_inside--;
@@ -180,9 +161,7 @@ static PyObject *end(comm *self, gm_status status)
         if (!c) {                  \
             return NULL;           \
         }                          \
-        Py_BEGIN_ALLOW_THREADS     \
-        status = call;             \
-        Py_END_ALLOW_THREADS       \
+        GM_NO_GIL(status = call);  \
         return end(self, status);  \
     } while (0)
 
@@ -246,12 +225,8 @@ static PyObject *comm_history(comm *self, PyObject *Py_UNUSED(unused))
     char words[GM_COMM_WORDS];
     for (uint64_t n = last > 512 ? last - 511 : 1; list && n <= last; n++) {
         if (gm_comm_recall(c, n, words)) {
-            PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
-            PyObject *pair = text ? Py_BuildValue("(KN)", (unsigned long long)n, text) : NULL;
-            if (!pair || PyList_Append(list, pair) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(pair);
+            list =
+                gm_py_append(list, Py_BuildValue("(KN)", (unsigned long long)n, gm_py_text(words)));
         }
     }
     return list;
@@ -304,10 +279,7 @@ static void comm_dealloc(comm *self)
 
 gm_comm *gm_py_comm_take(PyObject *object)
 {
-    if (!object || Py_TYPE(object) != comm_type) {
-        PyErr_SetString(PyExc_TypeError, "a Comm is wanted");
-        return NULL;
-    }
+    GM_PY_FAIL_IF(!object || Py_TYPE(object) != comm_type, PyExc_TypeError, "a Comm is wanted");
     gm_comm *taken = begin((comm *)object);
     if (taken) {
         Py_INCREF(object);
@@ -368,9 +340,7 @@ static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
     gm_comm_transport transport = {python_exchange, python_close, python_free, t};
     gm_status status;
     gm_comm *made = NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_host_new(&transport, rank, size, &made);
-    Py_END_ALLOW_THREADS
+    GM_NO_GIL(status = gm_comm_host_new(&transport, rank, size, &made));
     self->transport = status == GM_OK ? t : NULL;
     return finish_new(self, status, made);
 }
@@ -383,13 +353,9 @@ static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "z:comm_nccl_id", &path)) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_nccl_id(path, id);
-    Py_END_ALLOW_THREADS
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return PyBytes_FromStringAndSize((const char *)id, sizeof id);
+    GM_NO_GIL(status = gm_comm_nccl_id(path, id));
+    return status == GM_OK ? PyBytes_FromStringAndSize((const char *)id, sizeof id)
+                           : gm_py_raise(status);
 }
 
 static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
@@ -403,19 +369,15 @@ static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
                           &timeout)) {
         return NULL;
     }
-    if (id_bytes != GM_COMM_ID_BYTES) {
-        PyErr_Format(PyExc_ValueError, "id has %zd bytes; comm_nccl_id() makes %d", id_bytes,
-                     GM_COMM_ID_BYTES);
-        return NULL;
-    }
+    GM_PY_FAIL_IF(id_bytes != GM_COMM_ID_BYTES, PyExc_ValueError,
+                  "id has %zd bytes; comm_nccl_id() makes %d", id_bytes, GM_COMM_ID_BYTES);
     comm *self = new_object(rank, size);
     if (!self) {
         return NULL;
     }
     gm_comm *made = NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = gm_comm_nccl_new(path, ordinal, (const uint8_t *)id, rank, size, timeout, &made);
-    Py_END_ALLOW_THREADS
+    GM_NO_GIL(status =
+                  gm_comm_nccl_new(path, ordinal, (const uint8_t *)id, rank, size, timeout, &made));
     return finish_new(self, status, made);
 }
 
@@ -472,13 +434,6 @@ static PyType_Slot comm_parts[] = {
     {0, NULL},
 };
 
-static PyType_Spec comm_spec = {
-    .name = "gemini_strategy._C.Comm",
-    .basicsize = sizeof(comm),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = comm_parts,
-};
-
 static PyMethodDef module_methods[] = {
     {"comm_host", comm_host, METH_VARARGS,
      "exchange(out, into) gets two lists with one (address, bytes) for each rank, sends the first, "
@@ -495,6 +450,7 @@ static PyMethodDef module_methods[] = {
 
 int gm_py_comm_init(PyObject *module)
 {
-    comm_type = gm_py_add_type(module, &comm_spec);
+    comm_type = gm_py_add_type(module, "gemini_strategy._C.Comm", sizeof(comm),
+                               Py_TPFLAGS_DISALLOW_INSTANTIATION, comm_parts);
     return comm_type ? PyModule_AddFunctions(module, module_methods) : -1;
 }

@@ -14,6 +14,9 @@
 PyObject *gm_py_raise(gm_status status);
 PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
+/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other; NULL: that stays. */
+PyObject *gm_py_set_aside(void);
+void gm_py_put_back(PyObject *error);
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
 struct gm_workers;
 struct gm_workers *gm_py_workers(void);
@@ -29,14 +32,18 @@ gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* hos
         }                                      \
     } while (0)
 
-/* Runs a statement about a gm_engine without the GIL; close() on another thread must not take the engine away. */
-#define GM_WITHOUT_GIL(engine, ...) \
-    do {                            \
-        gm_engine_ref(engine);      \
-        Py_BEGIN_ALLOW_THREADS      \
-        __VA_ARGS__;                \
-        gm_engine_unref(engine);    \
-        Py_END_ALLOW_THREADS        \
+/* Runs a statement without the GIL. */
+#define GM_NO_GIL(...)         \
+    do {                       \
+        Py_BEGIN_ALLOW_THREADS \
+        __VA_ARGS__;           \
+        Py_END_ALLOW_THREADS   \
+    } while (0)
+/* The same about a gm_engine; close() on another thread must not take the engine away. */
+#define GM_WITHOUT_GIL(engine, ...)                      \
+    do {                                                 \
+        gm_engine_ref(engine);                           \
+        GM_NO_GIL(__VA_ARGS__; gm_engine_unref(engine)); \
     } while (0)
 
 #define GM_PY_METHOD(name, function, flags, doc) \
@@ -70,7 +77,11 @@ int gm_py_put(PyObject *dict, const char *key, PyObject *value);
 int gm_py_put_counts(PyObject *dict, const gm_py_count *counts, size_t n);
 int gm_py_put_figures(PyObject *dict, const gm_py_figure *figures, size_t n);
 /* Makes a type that lives as long as the process, and adds it under its name; NULL with an exception set on failure. */
-PyTypeObject *gm_py_add_type(PyObject *module, PyType_Spec *spec);
+PyTypeObject *gm_py_add_type(PyObject *module, const char *name, size_t bytes, unsigned flags,
+                             PyType_Slot *parts);
+/* The list with one item more (a new reference, or NULL with an exception set), which is given away; as gm_py_unless. */
+PyObject *gm_py_append(PyObject *list, PyObject *item);
+PyObject *gm_py_text(const char *text); /* which may be cut, inside a character */
 /* Adds a dict of these names, each with its place among them. */
 int gm_py_add_numbers(PyObject *module, const char *name, const char *const *names, int n);
 /* The object; NULL and no object where something has failed. */

@@ -12,9 +12,8 @@
 /* What others of this process hold on the device: torch's pool, counted by our allocator, and the rest
  * (driver context, modules, memory from before), told by Python. */
 typedef struct outside {
-    int ordinal; /* -1 on the host device */
-    atomic_bool
-        answers; /* for torch's pool: it counts here, and asks this engine before it grows */
+    int ordinal;         /* -1 on the host device */
+    atomic_bool answers; /* for torch's pool: it counts here, and asks before it grows */
     atomic_size_t external_bytes;
 } outside;
 
@@ -34,25 +33,9 @@ gm_engine *gm_py_engine_of(core *self); /* NULL with an exception after close() 
 gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
                        Py_ssize_t n_wanted, unsigned long long *out);
 
-/* A method that takes numbers, v[], at most GM_PY_MOST_NUMBERS: `gives` makes a Python object of what the expression, of
- * a C type, comes to without the GIL. */
+/* A method that takes numbers, v[], at most GM_PY_MOST_NUMBERS, and calls an expression without the GIL: a status, which
+ * leaves an `out` of a C type that `gives` makes a Python object of. */
 enum { GM_PY_MOST_NUMBERS = 7 };
-#define GM_PY_CALL(name, n_wanted, type, gives, expression)                            \
-    static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
-    {                                                                                  \
-        unsigned long long v[GM_PY_MOST_NUMBERS];                                      \
-        gm_engine *engine = gm_py_begin(self, #name, args, n_args, n_wanted, v);       \
-        if (!engine) {                                                                 \
-            return NULL;                                                               \
-        }                                                                              \
-        type result;                                                                   \
-        GM_WITHOUT_GIL(engine, result = expression);                                   \
-        return gives(result);                                                          \
-    }
-/* Where that is a status. */
-#define GM_PY_CALL_STATUS(name, n_wanted, expression) \
-    GM_PY_CALL(name, n_wanted, gm_status, gm_py_finish, expression)
-/* Where it is one, and the result is `out`. */
 #define GM_PY_CALL_OUT(name, n_wanted, type, gives, expression)                        \
     static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \
     {                                                                                  \
@@ -66,7 +49,12 @@ enum { GM_PY_MOST_NUMBERS = 7 };
         GM_WITHOUT_GIL(engine, status = expression);                                   \
         return status == GM_OK ? gives(out) : gm_py_raise(status);                     \
     }
-
+/* Where the expression is what `gives` gets. */
+#define GM_PY_CALL(name, n_wanted, type, gives, expression) \
+    GM_PY_CALL_OUT(name, n_wanted, type, gives, (out = expression, GM_OK))
+/* Where that is a status. */
+#define GM_PY_CALL_STATUS(name, n_wanted, expression) \
+    GM_PY_CALL(name, n_wanted, gm_status, gm_py_finish, expression)
 /* An entry of a table of methods: core_NAME, with the names of its arguments and what it gives. */
 #define GM_CORE_METHOD(name, flags, signature) \
     GM_PY_METHOD(#name, core_##name, METH_##flags, #name signature)

@@ -125,26 +125,26 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",        "params",      "unit_params",  "unit_begin",
-                            "unit_names",     "chunk_bytes", "block_bytes",  "device_budget",
-                            "host_budget",    "policy",      "is_grad_f32",  "threads",
-                            "external_bytes", "rates",       "state_share",  "slack_bytes",
-                            "is_tuned",       "shard_comm",  "replica_comm", "gather_rate",
-                            "reduce_rate",    "is_paper",    "host_bytes",   NULL};
+    static char *names[] = {
+        "ordinal",     "params",      "unit_params",    "unit_begin",   "unit_names",
+        "chunk_bytes", "block_bytes", "device_budget",  "host_budget",  "policy",
+        "is_grad_f32", "threads",     "external_bytes", "rates",        "state_share",
+        "slack_bytes", "is_tuned",    "shard_comm",     "replica_comm", "gather_rate",
+        "reduce_rate", "is_paper",    "host_bytes",     "host_limit",   NULL};
     PyObject *params, *unit_params, *unit_begin, *unit_names;
     int ordinal, policy, is_grad_f32, is_tuned, is_paper = 0;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes,
-        host_bytes = -1;
+        host_bytes = -1, host_limit = -1;
     double state_share;
     gm_rates rates = {0};
     PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOOnnnnipInOdnp|OOddpn", names, &ordinal, &params, &unit_params,
+            args, kwargs, "iOOOOnnnnipInOdnp|OOddpnn", names, &ordinal, &params, &unit_params,
             &unit_begin, &unit_names, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
             &policy, &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
             &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce, &is_paper,
-            &host_bytes) ||
+            &host_bytes, &host_limit) ||
         gm_py_rates_parse(figures, &rates) < 0) {
         return NULL;
     }
@@ -154,6 +154,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         .chunk_bytes = (size_t)chunk_bytes,
         .device_budget = device_budget < 0 ? SIZE_MAX : (size_t)device_budget,
         .host_budget = host_budget < 0 ? SIZE_MAX : (size_t)host_budget,
+        .host_limit = host_limit < 0 ? SIZE_MAX : (size_t)host_limit,
         .policy = (gm_policy)policy,
         .is_grad_f32 = is_grad_f32,
         .rates = rates,
@@ -186,10 +187,9 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (is_made) {
         self->n_params = options.n_params;
         gm_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = make_engine(self, &options, ordinal, is_paper,
-                             host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes, (size_t)block_bytes);
-        Py_END_ALLOW_THREADS
+        GM_NO_GIL(status = make_engine(self, &options, ordinal, is_paper,
+                                       host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes,
+                                       (size_t)block_bytes));
         is_made = status == GM_OK || gm_py_raise(status);
     }
     free(table);
@@ -252,6 +252,7 @@ GM_PY_CALL_STATUS(timeline_begin, 1, gm_engine_timeline_begin(engine, (uint32_t)
 GM_PY_CALL_STATUS(check, 0, gm_engine_check(engine))
 GM_PY_CALL_STATUS(drain, 0, gm_engine_drain(engine))
 GM_PY_CALL_STATUS(catch_up, 0, gm_engine_catch_up(engine))
+GM_PY_CALL_STATUS(settle, 0, gm_engine_settle(engine))
 
 static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -285,11 +286,9 @@ static PyObject *core_leased(core *self, PyObject *Py_UNUSED(unused))
     GM_WITHOUT_GIL(engine, gm_engine_leased(engine, is_leased));
     PyObject *result = PyList_New(0);
     for (uint32_t id = 0; result && id < self->n_params; id++) {
-        PyObject *number = is_leased[id] ? PyLong_FromUnsignedLong(id) : NULL;
-        if (is_leased[id] && (!number || PyList_Append(result, number) < 0)) {
-            Py_CLEAR(result);
+        if (is_leased[id]) {
+            result = gm_py_append(result, PyLong_FromUnsignedLong(id));
         }
-        Py_XDECREF(number);
     }
     free(is_leased);
     return result;
@@ -322,7 +321,7 @@ static PyObject *core_plan_info(core *self, PyObject *Py_UNUSED(unused))
     Py_END_ALLOW_THREADS
     const gm_plan *plan = gm_engine_plan(engine);
     int collects = PyGC_Disable(); /* a finalizer may want the lock */
-    PyObject *info = plan ? gm_py_plan_info(plan, stats.n_chunks) : Py_NewRef(Py_None);
+    PyObject *info = plan ? gm_py_plan_info(plan, stats.chunks) : Py_NewRef(Py_None);
     if (collects) {
         PyGC_Enable();
     }
@@ -338,11 +337,11 @@ static gm_engine_chunk *states_of(gm_engine *engine, uint32_t *out_n)
 {
     gm_engine_stats stats;
     gm_engine_get_stats(engine, &stats);
-    gm_engine_chunk *chunks = malloc(((size_t)stats.n_chunks + 1) * sizeof *chunks);
+    gm_engine_chunk *chunks = malloc(((size_t)stats.chunks + 1) * sizeof *chunks);
     if (chunks) {
         gm_engine_chunks(engine, chunks);
     }
-    *out_n = stats.n_chunks;
+    *out_n = stats.chunks;
     return chunks;
 }
 
@@ -357,11 +356,7 @@ static PyObject *core_chunk_states(core *self, PyObject *Py_UNUSED(unused))
     GM_WITHOUT_GIL(engine, chunks = states_of(engine, &n));
     PyObject *list = chunks ? PyList_New(0) : PyErr_NoMemory();
     for (uint32_t id = 0; list && id < n; id++) {
-        PyObject *dict = gm_py_chunk(&chunks[id]);
-        if (!dict || PyList_Append(list, dict) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(dict);
+        list = gm_py_append(list, gm_py_chunk(&chunks[id]));
     }
     free(chunks);
     return list;
@@ -436,8 +431,7 @@ static PyObject *core_salvage(core *self, PyObject *Py_UNUSED(unused))
     char text[512];
     bool was_dead;
     GM_WITHOUT_GIL(engine, was_dead = gm_engine_salvage(engine, text, sizeof text));
-    return was_dead ? PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace")
-                    : Py_NewRef(Py_None);
+    return was_dead ? gm_py_text(text) : Py_NewRef(Py_None);
 }
 
 static PyObject *torch_abi_init(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
@@ -457,6 +451,7 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(fill, FASTCALL, "(param, field, first, n, dtype, host_address, stream)"),
     GM_CORE_METHOD(drain, FASTCALL, "()"),
     GM_CORE_METHOD(catch_up, FASTCALL, "()"),
+    GM_CORE_METHOD(settle, FASTCALL, "()"),
     GM_CORE_METHOD(sums, NOARGS, "() -> bytes of (params,) uint64"),
     GM_CORE_METHOD(limit_unreduced, FASTCALL, "(bytes)"),
     GM_CORE_METHOD(address, FASTCALL, "(param) -> int"),
@@ -490,13 +485,6 @@ static PyType_Slot core_parts[] = {
     {0, NULL},
 };
 
-static PyType_Spec core_spec = {
-    .name = "gemini_strategy._C.Core",
-    .basicsize = sizeof(core),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = core_parts,
-};
-
 static int add_methods(PyMethodDef *methods)
 {
     PyObject *type = (PyObject *)gm_py_core_type;
@@ -511,7 +499,8 @@ static int add_methods(PyMethodDef *methods)
 
 int gm_py_engine_init(PyObject *module)
 {
-    gm_py_core_type = gm_py_add_type(module, &core_spec);
+    gm_py_core_type =
+        gm_py_add_type(module, "gemini_strategy._C.Core", sizeof(core), 0, core_parts);
     if (!gm_py_core_type || add_methods(gm_py_lease_methods) < 0 ||
         add_methods(gm_py_step_methods) < 0 || add_methods(gm_py_save_methods) < 0 ||
         add_methods(gm_py_room_methods) < 0 || add_methods(gm_py_paper_methods) < 0 ||

@@ -1,7 +1,5 @@
-/* errors.c - the translation of status codes into exceptions. */
+/* errors.c - the translation of status codes into exceptions, and keeping one while something else runs. */
 #include "binding/common.h"
-
-#include <string.h>
 
 static PyObject *gemini_error, *memory_error, *device_error;
 
@@ -16,8 +14,7 @@ PyObject *gm_py_raise(gm_status status)
     case GM_ERR_DEVICE: type = device_error; break;
     case GM_ERR_UNSUPPORTED: type = PyExc_NotImplementedError; break;
     }
-    const char *told = gm_last_error(); /* long ones are cut, perhaps inside a character */
-    PyObject *text = PyUnicode_DecodeUTF8(told, (Py_ssize_t)strlen(told), "replace");
+    PyObject *text = gm_py_text(gm_last_error());
     if (text) {
         PyErr_SetObject(type, text);
         Py_DECREF(text);
@@ -28,6 +25,27 @@ PyObject *gm_py_raise(gm_status status)
 PyObject *gm_py_finish(gm_status status)
 {
     return status == GM_OK ? Py_NewRef(Py_None) : gm_py_raise(status);
+}
+
+PyObject *gm_py_set_aside(void)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (error && trace) {
+        (void)PyException_SetTraceback(error, trace);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return error;
+}
+
+void gm_py_put_back(PyObject *error)
+{
+    if (error) {
+        PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error,
+                      PyException_GetTraceback(error));
+    }
 }
 
 /* The exceptions are classes of gemini_strategy.errors, so that they exist without this module. */

@@ -41,12 +41,9 @@ int gm_py_gate_hide(void)
     if (n_shown) {
         return 0;
     }
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
+    PyObject *error = gm_py_set_aside();
     int result = skip_gate(false);
-    if (type) {
-        PyErr_Restore(type, error, trace);
-    }
+    gm_py_put_back(error);
     return result;
 }
 

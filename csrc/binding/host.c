@@ -44,12 +44,9 @@ gm_workers *gm_py_workers(void)
 
 static PyObject *list_of(const unsigned *numbers, size_t n)
 {
-    PyObject *list = PyList_New((Py_ssize_t)n);
+    PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < n; i++) {
-        PyObject *number = PyLong_FromUnsignedLong(numbers[i]);
-        if (!number || PyList_SetItem(list, (Py_ssize_t)i, number) < 0) {
-            Py_CLEAR(list);
-        }
+        list = gm_py_append(list, PyLong_FromUnsignedLong(numbers[i]));
     }
     return list;
 }
@@ -103,16 +100,9 @@ static PyObject *host_threads(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "|nd:host_threads", &n_cores, &quota)) {
         return NULL;
     }
-    unsigned n = 0;
-    if (n_cores > 0) {
-        n = gm_topology_threads((size_t)n_cores, quota);
-    } else {
-        gm_status status = gm_workers_default(&n);
-        if (status != GM_OK) {
-            return gm_py_raise(status);
-        }
-    }
-    return PyLong_FromUnsignedLong(n);
+    unsigned n = n_cores > 0 ? gm_topology_threads((size_t)n_cores, quota) : 0;
+    gm_status status = n_cores > 0 ? GM_OK : gm_workers_default(&n);
+    return status == GM_OK ? PyLong_FromUnsignedLong(n) : gm_py_raise(status);
 }
 
 static PyObject *host_use(PyObject *Py_UNUSED(module), PyObject *args)

@@ -41,10 +41,9 @@ static int add_enumerations(PyObject *module)
     static const char *const fields[] = {[GM_FIELD_WEIGHT] = "weight", [GM_FIELD_MASTER] = "master",
                                          [GM_FIELD_M] = "exp_avg",     [GM_FIELD_V] = "exp_avg_sq",
                                          [GM_FIELD_GRAD] = "gradient", [GM_FIELD_LOW] = "low"};
-    return gm_py_add_numbers(module, "FORMATS", formats, sizeof formats / sizeof *formats) < 0 ||
-                   gm_py_add_numbers(module, "POLICIES", policies,
-                                     sizeof policies / sizeof *policies) < 0 ||
-                   gm_py_add_numbers(module, "FIELDS", fields, sizeof fields / sizeof *fields) < 0
+    return gm_py_add_numbers(module, "FORMATS", formats, GM_PY_N(formats)) < 0 ||
+                   gm_py_add_numbers(module, "POLICIES", policies, GM_PY_N(policies)) < 0 ||
+                   gm_py_add_numbers(module, "FIELDS", fields, GM_PY_N(fields)) < 0
                ? -1
                : 0;
 }
@@ -55,11 +54,11 @@ static int module_exec(PyObject *module)
         gm_py_rates_init(module) < 0 || PyModule_AddFunctions(module, gm_py_host_methods) < 0 ||
         gm_py_engine_init(module) < 0 || gm_py_gate_init(module) < 0 ||
         gm_py_slot_init(module) < 0 || gm_py_grad_init(module) < 0 || gm_py_unit_init(module) < 0 ||
-        gm_py_hook_init(module) < 0 || gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0 ||
+        gm_py_call_init(module) < 0 || gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0 ||
         add_enumerations(module) < 0) {
         return -1;
     }
-    for (size_t i = 0; i < sizeof built_with / sizeof built_with[0]; i++) {
+    for (size_t i = 0; i < GM_PY_N(built_with); i++) {
         if (PyModule_AddIntConstant(module, built_with[i].name, built_with[i].value) < 0) {
             return -1;
         }

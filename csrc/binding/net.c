@@ -67,8 +67,8 @@ static int changes_of(const gm_py_slot *slot, long long *out)
     if (gm_py_version(slot->parameter, out) < 0) {
         return -1;
     }
-    if (net && (PyObject *)net != Py_None &&
-        !gm_py_net_is_closed(net)) { /* updates in a backward */
+    if (net && (PyObject *)net != Py_None && !gm_py_net_is_closed(net)) {
+        /* updates in a backward */
         *out += (long long)gm_engine_n_immediate(gm_py_net_engine(net), (uint32_t)slot->id);
     }
     return 0;
@@ -339,10 +339,9 @@ static int push_hooks(const gm_py_net *net)
             PyObject_CallFunctionObjArgs(gm_torch.push_hooks, net->pack, net->unpack, NULL)) == 0) {
         return 1;
     }
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
+    PyObject *error = gm_py_set_aside();
     int is_enabled = gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_hooks_enabled));
-    PyErr_Restore(type, error, trace); /* hides one of its own */
+    gm_py_put_back(error); /* hides one of its own */
     if (is_enabled) {
         return -1;
     }
@@ -597,29 +596,26 @@ static PyObject *net_start(gm_py_net *net, PyObject *args)
     return none_unless(net->pack && net->unpack ? 0 : -1);
 }
 
-static int net_traverse(gm_py_net *net, visitproc visit, void *arg)
+/* Those that a clear lets go. */
+#define NET_FIELDS(X) X(engine) X(mark) X(pack) X(unpack)
+
+static int net_traverse(gm_py_net *self, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE((PyObject *)net));
-    Py_VISIT(net->core);
-    Py_VISIT(net->engine);
-    Py_VISIT(net->mark);
-    Py_VISIT(net->pack);
-    Py_VISIT(net->unpack);
-    Py_VISIT(net->slots);
-    for (size_t i = 0; i < net->outers.n; i++) {
-        const outer *frame = &((const outer *)(void *)net->outers.at)[i];
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    NET_FIELDS(GM_PY_VISIT)
+    Py_VISIT(self->core);
+    Py_VISIT(self->slots);
+    for (size_t i = 0; i < self->outers.n; i++) {
+        const outer *frame = &((const outer *)(void *)self->outers.at)[i];
         Py_VISIT(frame->pack);
         Py_VISIT(frame->unpack);
     }
     return 0;
 }
 
-static int net_clear(gm_py_net *net)
+static int net_clear(gm_py_net *self)
 {
-    Py_CLEAR(net->engine);
-    Py_CLEAR(net->mark);
-    Py_CLEAR(net->pack);
-    Py_CLEAR(net->unpack);
+    NET_FIELDS(GM_PY_CLEAR)
     return 0;
 }
 
@@ -669,15 +665,9 @@ static PyType_Slot net_parts[] = {
     {0, NULL},
 };
 
-static PyType_Spec net_spec = {
-    .name = "gemini_strategy._C.Net",
-    .basicsize = sizeof(gm_py_net),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = net_parts,
-};
-
 int gm_py_net_init(PyObject *module)
 {
-    gm_py_net_type = gm_py_add_type(module, &net_spec);
+    gm_py_net_type = gm_py_add_type(module, "gemini_strategy._C.Net", sizeof(gm_py_net),
+                                    Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, net_parts);
     return gm_py_net_type ? gm_py_saved_init() : -1;
 }

@@ -10,12 +10,9 @@ static const char *const tick_names[] = {"enter", "touch", "grad"}; /* of gm_tic
 
 static PyObject *classes_of(const gm_plan *plan, uint32_t n_chunks)
 {
-    PyObject *list = PyList_New((Py_ssize_t)n_chunks);
+    PyObject *list = PyList_New(0);
     for (uint32_t chunk = 0; list && chunk < n_chunks; chunk++) {
-        PyObject *name = PyUnicode_FromString(class_names[gm_plan_class(plan, chunk)]);
-        if (!name || PyList_SetItem(list, (Py_ssize_t)chunk, name) < 0) {
-            return gm_py_unless(list, 1);
-        }
+        list = gm_py_append(list, PyUnicode_FromString(class_names[gm_plan_class(plan, chunk)]));
     }
     return list;
 }
@@ -137,18 +134,11 @@ static PyObject *entry_dict(const gm_log_entry *entry)
 PyObject *gm_py_timeline(const gm_timeline *timeline)
 {
     PyObject *list = PyList_New(0);
-    int failed = !list;
-    for (uint32_t i = 0; !failed && i < gm_timeline_n(timeline); i++) {
-        PyObject *dict = entry_dict(gm_timeline_entry(timeline, i));
-        failed = !dict || PyList_Append(list, dict) < 0;
-        Py_XDECREF(dict);
+    for (uint32_t i = 0; list && i < gm_timeline_n(timeline); i++) {
+        list = gm_py_append(list, entry_dict(gm_timeline_entry(timeline, i)));
     }
     uint64_t n_lost = gm_timeline_n_dropped(timeline);
-    if (!failed && n_lost > 0) {
-        PyObject *lost =
-            Py_BuildValue("{s:s,s:K}", "kind", "lost", "n", (unsigned long long)n_lost);
-        failed = !lost || PyList_Append(list, lost) < 0;
-        Py_XDECREF(lost);
-    }
-    return gm_py_unless(list, failed);
+    return !list || n_lost == 0 ? list
+                                : gm_py_append(list, Py_BuildValue("{s:s,s:K}", "kind", "lost", "n",
+                                                                   (unsigned long long)n_lost));
 }

@@ -40,7 +40,7 @@ static const struct {
     {"d2h_beside", offsetof(gm_rates, d2h_beside)},
     {"device_adam", offsetof(gm_rates, device_adam)},
 };
-enum { N_FIGURES = sizeof figures / sizeof *figures };
+enum { N_FIGURES = GM_PY_N(figures) };
 
 PyObject *gm_py_rates(const gm_rates *r)
 {
@@ -83,13 +83,8 @@ static PyObject *rates_measure(PyObject *Py_UNUSED(module), PyObject *args)
                   block_bytes);
     gm_rates r;
     gm_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = measure(ordinal, threads, (size_t)block_bytes, &r);
-    Py_END_ALLOW_THREADS
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return gm_py_rates(&r);
+    GM_NO_GIL(status = measure(ordinal, threads, (size_t)block_bytes, &r));
+    return status == GM_OK ? gm_py_rates(&r) : gm_py_raise(status);
 }
 
 static PyMethodDef methods[] = {

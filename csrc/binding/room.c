@@ -28,10 +28,8 @@ static PyObject *core_refusal(core *self, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     char text[512];
-    Py_BEGIN_ALLOW_THREADS
-    gm_engine_refusal(engine, text, sizeof text);
-    Py_END_ALLOW_THREADS
-    return PyUnicode_FromString(text);
+    GM_WITHOUT_GIL(engine, gm_engine_refusal(engine, text, sizeof text));
+    return gm_py_text(text);
 }
 
 static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
@@ -43,9 +41,7 @@ void gm_py_stop_answering(core *self)
 {
     if (atomic_exchange(&self->outside->answers, false)) {
         /* Without the GIL: it waits for torch's question, which may wait for whoever wants the GIL. */
-        Py_BEGIN_ALLOW_THREADS
-        gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL);
-        Py_END_ALLOW_THREADS
+        GM_NO_GIL(gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL));
     }
 }
 
@@ -62,15 +58,11 @@ static PyObject *core_answer_for_torch(core *self, PyObject *yes)
         gm_py_stop_answering(self);
     } else if (self->outside->ordinal >= 0 && !atomic_exchange(&self->outside->answers, true)) {
         gm_engine_ref(engine);
-        Py_BEGIN_ALLOW_THREADS
-        gm_torch_alloc_set_reserve(self->outside->ordinal, reserve_for_torch, engine);
-        Py_END_ALLOW_THREADS
+        GM_NO_GIL(gm_torch_alloc_set_reserve(self->outside->ordinal, reserve_for_torch, engine));
         if (self->engine != engine) { /* close() on another thread */
             gm_py_stop_answering(self);
         }
-        Py_BEGIN_ALLOW_THREADS
-        gm_engine_unref(engine);
-        Py_END_ALLOW_THREADS
+        GM_NO_GIL(gm_engine_unref(engine));
     }
     Py_RETURN_NONE;
 }

@@ -23,8 +23,7 @@ typedef struct gm_running_node {
 typedef struct gm_running {
     gm_running_node *nodes;
     size_t n, capacity;
-    uintptr_t *
-        ended; /* what nodes had touched that are done with, until gm_running_next_ended has told of it */
+    uintptr_t *ended; /* what nodes had touched that are done with, until it is asked for */
     size_t n_ended, ended_capacity;
 } gm_running;
 

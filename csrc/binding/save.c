@@ -9,10 +9,8 @@ static PyObject *core_save_begin(core *self, PyObject *args)
     unsigned long long limit;
     size_t n;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OK:save_begin", &sequence, &limit)) {
-        return NULL;
-    }
-    uint32_t *ids = gm_py_ids(sequence, &n);
+    bool is_parsed = engine && PyArg_ParseTuple(args, "OK:save_begin", &sequence, &limit);
+    uint32_t *ids = is_parsed ? gm_py_ids(sequence, &n) : NULL;
     if (!ids) {
         return NULL;
     }

@@ -9,14 +9,13 @@ typedef enum saved_kind { SAVED_PLAIN, SAVED_TOKEN, SAVED_DELEGATED } saved_kind
 /* A saved tensor.  Not tracked by the cycle collector: autograd, which holds it, is not either. */
 typedef struct saved {
     PyObject_HEAD saved_kind kind;
-    PyObject *
-        tensor; /* detached, so that no node lives by its own output; what the user's pack gave; of a token NULL */
+    /* Detached, so that no node lives by its own output; what the user's pack gave; of a token NULL. */
+    PyObject *tensor;
     PyObject *owner;                  /* a token's slot, the user's unpack */
     uintptr_t address;                /* of a token, with */
     PyObject *shape, *stride, *dtype; /* NULL: it is the whole parameter */
     bool is_checked;                  /* its version is the parameter's */
-    long long
-        version; /* of the tensor; of the parameter and its updates; -1: not counted (inference) */
+    long long version; /* of the tensor, or the parameter and its updates; -1: none (inference) */
 } saved;
 
 extern PyTypeObject *gm_py_saved_type;

@@ -106,7 +106,7 @@ int gm_py_slot_open(gm_py_slot *slot, bool is_plain)
         return 0;
     }
     if (gm_py_slot_show(slot) < 0 || set_data(slot, slot->inside) < 0 ||
-        (is_plain && gm_py_set_class(slot->parameter, slot->plain_class) < 0)) {
+        (is_plain && PyObject_SetAttr(slot->parameter, gm_torch.s_class, slot->plain_class) < 0)) {
         return -1;
     }
     return gm_py_version(slot->parameter, &slot->version);
@@ -118,7 +118,8 @@ int gm_py_slot_close(gm_py_slot *slot, bool is_plain)
     if (slot->open_count > 0) {
         return 0;
     }
-    int result = is_plain ? gm_py_set_class(slot->parameter, slot->managed_class) : 0;
+    int result =
+        is_plain ? PyObject_SetAttr(slot->parameter, gm_torch.s_class, slot->managed_class) : 0;
     return set_data(slot, slot->absent) < 0 ? -1 : result;
 }
 
@@ -154,60 +155,39 @@ int gm_py_slot_end_use(gm_py_slot *slot)
 
 /* ---- the type ---- */
 
-static int slot_traverse(gm_py_slot *slot, visitproc visit, void *arg)
+/* Through which it may hold itself, and the others. */
+#define SLOT_CYCLES(X) X(parameter) X(engine) X(net) X(absent) X(shown) X(inside)
+#define SLOT_OTHERS(X) \
+    X(shown_storage) X(shown_lease) X(readers) X(dtype) X(plain_class) X(managed_class)
+
+static int slot_traverse(gm_py_slot *self, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE((PyObject *)slot));
-    Py_VISIT(slot->parameter);
-    Py_VISIT(slot->engine);
-    Py_VISIT(slot->net);
-    Py_VISIT(slot->absent);
-    Py_VISIT(slot->shown);
-    Py_VISIT(slot->inside);
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    SLOT_CYCLES(GM_PY_VISIT)
     return 0;
 }
 
-static int slot_clear(gm_py_slot *slot)
+static int slot_clear(gm_py_slot *self)
 {
-    Py_CLEAR(slot->parameter);
-    Py_CLEAR(slot->engine);
-    Py_CLEAR(slot->net);
-    Py_CLEAR(slot->absent);
-    Py_CLEAR(slot->shown);
-    Py_CLEAR(slot->inside);
+    SLOT_CYCLES(GM_PY_CLEAR)
     return 0;
 }
 
-static void slot_dealloc(gm_py_slot *slot)
+static void slot_dealloc(gm_py_slot *self)
 {
-    PyObject_GC_UnTrack(slot);
-    slot_clear(slot);
-    Py_XDECREF(slot->shown_storage);
-    Py_XDECREF(slot->shown_lease);
-    Py_XDECREF(slot->readers);
-    Py_XDECREF(slot->dtype);
-    Py_XDECREF(slot->plain_class);
-    Py_XDECREF(slot->managed_class);
-    gm_py_free((PyObject *)slot);
+    PyObject_GC_UnTrack(self);
+    slot_clear(self);
+    SLOT_OTHERS(GM_PY_DROP)
+    gm_py_free((PyObject *)self);
 }
 
+#define OBJECT(field) GM_PY_MEMBER(gm_py_slot, field, T_OBJECT),
 static PyMemberDef slot_members[] = {
-    GM_PY_MEMBER(gm_py_slot, id, T_LONGLONG),
+    SLOT_CYCLES(OBJECT) SLOT_OTHERS(OBJECT) GM_PY_MEMBER(gm_py_slot, id, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, format, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, version, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, open_count, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, touch_count, T_LONGLONG),
-    GM_PY_MEMBER(gm_py_slot, parameter, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, engine, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, net, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, dtype, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, plain_class, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, managed_class, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, absent, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, shown, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, inside, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, readers, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, shown_storage, T_OBJECT),
-    GM_PY_MEMBER(gm_py_slot, shown_lease, T_OBJECT),
     GM_PY_MEMBER(gm_py_slot, shown_count, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, is_watched, T_BOOL),
     GM_PY_MEMBER(gm_py_slot, is_lent, T_BOOL),
@@ -230,15 +210,9 @@ static PyType_Slot slot_parts[] = {
     {0, NULL},
 };
 
-static PyType_Spec slot_spec = {
-    .name = "gemini_strategy._C.Slot",
-    .basicsize = sizeof(gm_py_slot),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = slot_parts,
-};
-
 int gm_py_slot_init(PyObject *module)
 {
-    gm_py_slot_type = gm_py_add_type(module, &slot_spec);
+    gm_py_slot_type = gm_py_add_type(module, "gemini_strategy._C.Slot", sizeof(gm_py_slot),
+                                     Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slot_parts);
     return gm_py_slot_type ? 0 : -1;
 }

@@ -11,10 +11,8 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
     unsigned long long stream;
     size_t n;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OK", &sequence, &stream)) {
-        return NULL;
-    }
-    uint32_t *ids = gm_py_ids(sequence, &n);
+    bool is_parsed = engine && PyArg_ParseTuple(args, "OK", &sequence, &stream);
+    uint32_t *ids = is_parsed ? gm_py_ids(sequence, &n) : NULL;
     if (!ids) {
         return NULL;
     }
@@ -22,10 +20,9 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
     gm_sumsq sum;
     GM_WITHOUT_GIL(engine, status = gm_engine_sumsq(engine, ids, (uint32_t)n, &sum, stream));
     free(ids);
-    if (status != GM_OK) {
-        return gm_py_raise(status);
-    }
-    return Py_BuildValue("dK", gm_sumsq_value(&sum), (unsigned long long)(sum.n_inf + sum.n_nan));
+    return status == GM_OK ? Py_BuildValue("dK", gm_sumsq_value(&sum),
+                                           (unsigned long long)(sum.n_inf + sum.n_nan))
+                           : gm_py_raise(status);
 }
 
 /* clip(params, max_norm, address of the norm, stream) -> whether the host has waited */
@@ -36,10 +33,8 @@ static PyObject *core_clip(core *self, PyObject *args)
     double max_norm;
     size_t n;
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine || !PyArg_ParseTuple(args, "OdKK", &sequence, &max_norm, &norm, &stream)) {
-        return NULL;
-    }
-    uint32_t *ids = gm_py_ids(sequence, &n);
+    bool is_parsed = engine && PyArg_ParseTuple(args, "OdKK", &sequence, &max_norm, &norm, &stream);
+    uint32_t *ids = is_parsed ? gm_py_ids(sequence, &n) : NULL;
     if (!ids) {
         return NULL;
     }
@@ -156,57 +151,16 @@ static PyObject *core_stats(core *self, PyObject *Py_UNUSED(unused))
     }
     gm_engine_stats s;
     GM_WITHOUT_GIL(engine, gm_engine_get_stats(engine, &s));
-    const gm_py_count counts[] = {
-        {"fetches", s.fetches},
-        {"evictions", s.evictions},
-        {"fetched_bytes", s.fetched_bytes},
-        {"evicted_bytes", s.evicted_bytes},
-        {"device_bytes", s.device_bytes},
-        {"device_peak_bytes", s.device_peak_bytes},
-        {"host_bytes", s.host_bytes},
-        {"state_bytes", s.state_bytes},
-        {"weight_bytes", s.weight_bytes},
-        {"chunks", s.n_chunks},
-        {"blocks", s.n_blocks},
-        {"chunks_with_states", s.n_with_states},
-        {"leases", s.n_leases},
-        {"layout_hash", s.layout_hash},
-        {"plans", s.n_plans},
-        {"plan_breaks", s.n_breaks},
-        {"deviations", s.n_deviations},
-        {"replay_waits", s.n_replay_waits},
-        {"host_waits", s.n_host_waits},
-        {"traces", s.n_traces},
-        {"pending_updates", s.n_pending},
-        {"immediate_updates", s.n_immediate},
-        {"speculated_updates", s.n_speculated},
-        {"taken_updates", s.n_taken},
-        {"redone_updates", s.n_redone},
-        {"spare_bytes", s.spare_bytes},
-        {"leases_walked", s.n_leases_walked},
-        {"outside_peak_bytes", s.outside_peak_bytes},
-        {"planned", s.is_planned},
-        {"settling", s.is_provisional},
-        {"rank", s.rank},
-        {"shards", s.n_shards},
-        {"replicas", s.n_replicas},
-        {"gathers", s.gathers},
-        {"reduces", s.reduces},
-        {"gathered_bytes", s.gathered_bytes},
-        {"reduced_bytes", s.reduced_bytes},
-    };
-    const gm_py_figure figures[] = {
-        {"host_adam_seconds", s.host_adam_seconds},
-        {"host_pin_seconds", s.host_pin_seconds},
-        {"mapping_seconds", s.mapping_seconds},
-    };
-    PyObject *budget = s.device_budget_bytes == SIZE_MAX ? PyLong_FromLong(-1)
-                                                         : PyLong_FromSize_t(s.device_budget_bytes);
+#define X(type, name, value) {#name, s.name},
+    const gm_py_count counts[] = {GM_ENGINE_COUNTS(X)};
+    const gm_py_figure seconds[] = {GM_ENGINE_SECONDS(X)};
+#undef X
     PyObject *dict = PyDict_New();
     int failed = !dict || gm_py_put_counts(dict, counts, GM_PY_N(counts)) < 0 ||
-                 gm_py_put(dict, "device_budget_bytes", Py_XNewRef(budget)) < 0 ||
-                 gm_py_put_figures(dict, figures, GM_PY_N(figures)) < 0;
-    Py_XDECREF(budget);
+                 gm_py_put_figures(dict, seconds, GM_PY_N(seconds)) < 0;
+    if (!failed && s.device_budget_bytes == SIZE_MAX) {
+        failed = gm_py_put(dict, "device_budget_bytes", PyLong_FromLong(-1)) < 0;
+    }
     return gm_py_unless(dict, failed);
 }
 

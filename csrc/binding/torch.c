@@ -5,18 +5,13 @@
 
 gm_py_torch gm_torch;
 
-/* torch's own, whatever stands in their places on torch.Tensor or on a parameter's class. */
-static int find_originals(void)
+/* What a module has under a name. */
+static PyObject *of_module(const char *module, const char *name)
 {
-    PyObject *torch_c = PyImport_ImportModule("torch._C");
-    PyObject *base = torch_c ? PyObject_GetAttrString(torch_c, "TensorBase") : NULL;
-    Py_XDECREF(torch_c);
-    bool is_found = base && (gm_torch.get_data_ptr = PyObject_GetAttrString(base, "data_ptr")) &&
-                    (gm_torch.data = PyObject_GetAttrString(base, "data")) &&
-                    (gm_torch.version = PyObject_GetAttrString(base, "_version")) &&
-                    (gm_torch.grad = PyObject_GetAttrString(base, "grad"));
-    Py_XDECREF(base);
-    return is_found ? 0 : -1;
+    PyObject *imported = PyImport_ImportModule(module);
+    PyObject *found = imported ? PyObject_GetAttrString(imported, name) : NULL;
+    Py_XDECREF(imported);
+    return found;
 }
 
 int gm_py_torch_init(void)
@@ -25,68 +20,23 @@ int gm_py_torch_init(void)
     if (is_done) {
         return 0;
     }
-    static const struct {
-        PyObject **place;
-        const char *name;
-    } names[] = {
-        {&gm_torch.s_detach, "detach"},
-        {&gm_torch.s_sequence_nr, "_sequence_nr"},
-        {&gm_torch.s_class, "__class__"},
-        {&gm_torch.s_shape, "shape"},
-        {&gm_torch.s_stride, "stride"},
-        {&gm_torch.s_base, "_base"},
-        {&gm_torch.s_as_strided, "as_strided"},
-        {&gm_torch.s_layout, "layout"},
-        {&gm_torch.s_requires_grad, "requires_grad"},
-        {&gm_torch.s_module, "__module__"},
-        {&gm_torch.s_dtype, "dtype"},
-        {&gm_torch.s_begin, "__enter__"},
-        {&gm_torch.s_end, "__exit__"},
-    };
-    static const struct {
-        PyObject **place;
-        const char *module, *name;
-    } functions[] = {
-        {&gm_torch.current_node, "torch._C", "_current_autograd_node"},
-        {&gm_torch.current_task, "torch._C", "_current_graph_task_id"},
-        {&gm_torch.is_hooks_enabled, "torch._C._autograd", "_saved_tensors_hooks_is_enabled"},
-        {&gm_torch.top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks"},
-        {&gm_torch.push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks"},
-        {&gm_torch.pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks"},
-        {&gm_torch.use_count, "torch._C", "_storage_Use_Count"},
-        {&gm_torch.set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded"},
-        {&gm_torch.gate_key, "gemini_strategy.parameters.gate", "KEY"},
-        {&gm_torch.n_modes, "torch._C", "_len_torch_dispatch_stack"},
-        {&gm_torch.is_tracing, "torch._C", "_is_tracing"},
-        {&gm_torch.without_subclasses, "torch._C", "DisableTorchFunctionSubclass"},
-        {&gm_torch.strided, "torch", "strided"},
-        {&gm_torch.tensor_class, "torch", "Tensor"},
-    };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        *names[i].place = PyUnicode_InternFromString(names[i].name);
-        if (!*names[i].place) {
-            return -1;
-        }
-    }
-    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
-        PyObject *module = PyImport_ImportModule(functions[i].module);
-        PyObject *found = module ? PyObject_GetAttrString(module, functions[i].name) : NULL;
-        Py_XDECREF(module);
-        if (!found) {
-            return -1;
-        }
-        *functions[i].place = found;
-    }
-    if (find_originals() < 0) {
-        return -1;
-    }
-    /* Builds of torch without CUDA do not have it, and do not need it. */
-    PyObject *module = PyImport_ImportModule("torch._C");
-    gm_torch.raw_stream = module ? PyObject_GetAttrString(module, "_cuda_getCurrentRawStream") : 0;
-    Py_XDECREF(module);
-    PyErr_Clear();
-    is_done = true;
-    return 0;
+    gm_py_torch *t = &gm_torch;
+    bool is_found = true;
+#define X(field, name) \
+    is_found = is_found && (t->field = of_module("gemini_strategy._torch", name));
+    GM_TORCH_PRIVATE(X)
+#undef X
+#define X(field, name) \
+    is_found = is_found && (t->field = PyObject_GetAttrString(t->tensor_base, name));
+    GM_TORCH_OF_TENSORS(X)
+#undef X
+#define X(field, name) is_found = is_found && (t->field = PyUnicode_InternFromString(name));
+    GM_TORCH_NAMES(X)
+#undef X
+    is_done = is_found && (t->strided = of_module("torch", "strided")) &&
+              (t->tensor_class = of_module("torch", "Tensor")) &&
+              (t->gate_key = of_module("gemini_strategy.parameters.gate", "KEY"));
+    return is_done ? 0 : -1;
 }
 
 /* Of a descriptor in C: Python's way to call it takes as long as what it does. */
@@ -137,10 +87,11 @@ void gm_py_with_subclasses(PyObject *context)
     if (!context) {
         return;
     }
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    (void)gm_py_done(PyObject_CallNoArgs(PyTuple_GetItem(context, 1))); /* cannot fail */
-    PyErr_Restore(type, error, trace);
+    PyObject *error = gm_py_set_aside();
+    if (gm_py_done(PyObject_CallNoArgs(PyTuple_GetItem(context, 1))) < 0) {
+        PyErr_Clear(); /* it cannot fail */
+    }
+    gm_py_put_back(error);
     PyObject *before = spare_context;
     spare_context = context;
     Py_XDECREF(before);
@@ -182,7 +133,6 @@ int gm_py_in_backward(void)
     return node ? node != Py_None : -1;
 }
 
-/* A node's place in its thread's order of creation; -1 outside backward. */
 int gm_py_node_key(long long *out)
 {
     *out = -1;
@@ -245,37 +195,28 @@ int gm_py_raised(gm_status status)
 
 bool gm_py_made_room(PyObject *object, PyObject *about)
 {
-    PyObject *type, *error, *trace;
     if (!PyErr_ExceptionMatches(PyExc_MemoryError)) {
         return false;
     }
-    PyErr_Fetch(&type, &error, &trace);
-    int is_made = gm_py_is_true(PyObject_CallMethod(object, "make_room", "O", about));
-    if (is_made == 1) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(trace);
-        return true;
+    PyObject *error = gm_py_set_aside();
+    bool is_made = gm_py_is_true(PyObject_CallMethod(object, "make_room", "O", about)) == 1;
+    if (is_made) {
+        Py_CLEAR(error);
     }
-    PyErr_Clear(); /* the first error is the one to tell */
-    PyErr_Restore(type, error, trace);
-    return false;
+    gm_py_put_back(error); /* the first error is the one to tell */
+    return is_made;
 }
 
 int gm_py_explain(PyObject *object, const char *method, PyObject *about)
 {
-    PyObject *type, *error, *trace;
     if (!PyErr_ExceptionMatches(PyExc_MemoryError)) {
         return -1;
     }
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *error = gm_py_set_aside();
     if (gm_py_done(PyObject_CallMethod(object, method, "OO", about, error)) == 0) {
-        PyErr_SetObject(type, error);
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
     }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(trace);
+    Py_DECREF(error);
     return -1;
 }
 
@@ -284,9 +225,4 @@ int gm_py_is_true(PyObject *result)
     int truth = result ? PyObject_IsTrue(result) : -1;
     Py_XDECREF(result);
     return truth;
-}
-
-int gm_py_set_class(PyObject *parameter, PyObject *class)
-{
-    return PyObject_SetAttr(parameter, gm_torch.s_class, class);
 }

@@ -66,11 +66,9 @@ static int open_slots(const unit *self)
         /* Compiled code is specialized on plain parameters. */
         result = gm_py_slot_open(slot_at(self, i), self->is_compiled);
         if (result < 0) {
-            PyObject *type, *error, *trace;
-            PyErr_Fetch(&type, &error, &trace);
+            PyObject *error = gm_py_set_aside();
             (void)close_slots(self, i + 1);
-            PyErr_Clear();
-            PyErr_Restore(type, error, trace);
+            gm_py_put_back(error);
         }
     }
     gm_py_with_subclasses(context);
@@ -80,8 +78,7 @@ static int open_slots(const unit *self)
 /* Unpins; a pending exception stays and hides one of its own. */
 static int leave_core(const unit *self)
 {
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
+    PyObject *error = gm_py_set_aside();
     gm_engine *engine = gm_py_net_engine(self->net);
     gm_stream stream;
     int result = -1;
@@ -90,11 +87,8 @@ static int leave_core(const unit *self)
         GM_WITHOUT_GIL(engine, status = gm_engine_leave(engine, self->id, stream));
         result = gm_py_raised(status);
     }
-    if (type) {
-        PyErr_Restore(type, error, trace);
-        return -1;
-    }
-    return result;
+    gm_py_put_back(error);
+    return error ? -1 : result;
 }
 
 static int enter_core(const unit *self, bool *out_has_grad, bool *out_in_backward)
@@ -159,11 +153,10 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
         return 0;
     }
     if (is_netted < 0 || show_slots(self, in_backward, out) < 0) {
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
+        PyObject *error = gm_py_set_aside();
         (void)gm_py_net_pop_to(self->net, out->depth);
         Py_CLEAR(out->watched);
-        PyErr_Restore(type, error, trace);
+        gm_py_put_back(error);
         return -1;
     }
     out->state = is_netted ? FRAME_NETTED : FRAME_BARE;
@@ -247,16 +240,12 @@ static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
     if (!gm_py_net_is_closed(self->net)) {
         PyObject *context = left.is_open ? gm_py_without_subclasses() : NULL;
         result = UNLESS_FAILED(result, left.is_open ? find_writes(self, left.watched != NULL) : 0);
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
+        PyObject *error = gm_py_set_aside();
         int closed = left.is_open ? close_slots(self, n_slots(self)) : 0;
         gm_py_with_subclasses(context);
         closed = UNLESS_FAILED(closed, end_uses(self));
         Py_CLEAR(left.watched); /* its leases compare the bytes */
-        if (type) {
-            PyErr_Clear();
-            PyErr_Restore(type, error, trace);
-        }
+        gm_py_put_back(error);
         result = UNLESS_FAILED(result, closed);
         int unpinned = leave_core(self);
         result = UNLESS_FAILED(result, unpinned);
@@ -359,14 +348,10 @@ static PyType_Slot unit_parts[] = {
     {0, NULL},
 };
 
-static PyType_Spec unit_spec = {
-    .name = "gemini_strategy._C.Unit",
-    .basicsize = sizeof(unit),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = unit_parts,
-};
-
 int gm_py_unit_init(PyObject *module)
 {
-    return gm_py_add_type(module, &unit_spec) ? 0 : -1;
+    return gm_py_add_type(module, "gemini_strategy._C.Unit", sizeof(unit),
+                          Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, unit_parts)
+               ? 0
+               : -1;
 }

@@ -1,4 +1,4 @@
-/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c and hook.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
+/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c and call.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
  * functions of torch that both call for every unit and every backward node.
  *
  * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
@@ -25,8 +25,7 @@ typedef struct gm_py_slot {
     PyObject *shown;  /* its bytes: one tensor for all users; None: to be made */
     PyObject *shown_storage; /* the address of its StorageImpl, an int */
     long long shown_count;   /* references to that when nobody else has any */
-    PyObject
-        *readers; /* a list of threads whose operations on it have passed the gate; None: none */
+    PyObject *readers;     /* a list of threads whose operations have passed the gate; None: none */
     PyObject *shown_lease; /* which the storage of `shown` ends when it dies */
     long long id, format;
     PyObject *engine, *net, *dtype, *plain_class, *managed_class;
@@ -34,14 +33,31 @@ typedef struct gm_py_slot {
 
 typedef struct gm_py_net gm_py_net; /* net.c */
 
-/* Functions and names of torch, looked up once. */
+/* Of torch, each looked up once: its functions and classes that are not public (as _torch.py has them), attributes of every
+ * tensor (whatever stands in their places on torch.Tensor or on a parameter's class), and names. */
+/* clang-format off */
+#define GM_TORCH_PRIVATE(X)                                                                      \
+    X(current_node, "current_node") X(current_task, "current_task")                              \
+    X(is_hooks_enabled, "has_saved_tensors_hooks") X(top_hooks, "top_saved_tensors_hooks")       \
+    X(push_hooks, "push_saved_tensors_hooks") X(pop_hooks, "pop_saved_tensors_hooks")            \
+    X(use_count, "storage_use_count") X(raw_stream, "current_raw_stream")                        \
+    X(set_excluded, "exclude_key") X(n_modes, "n_dispatch_modes") X(is_tracing, "is_tracing")    \
+    X(without_subclasses, "DisableTorchFunctionSubclass") X(tensor_base, "TensorBase")
+#define GM_TORCH_OF_TENSORS(X)                                                                   \
+    X(get_data_ptr, "data_ptr") X(data, "data") X(grad, "grad") X(version, "_version")
+#define GM_TORCH_NAMES(X)                                                                        \
+    X(s_detach, "detach") X(s_sequence_nr, "_sequence_nr") X(s_class, "__class__")               \
+    X(s_layout, "layout") X(s_dtype, "dtype") X(s_shape, "shape") X(s_stride, "stride")          \
+    X(s_base, "_base") X(s_as_strided, "as_strided") X(s_requires_grad, "requires_grad")         \
+    X(s_module, "__module__") X(s_begin, "__enter__") X(s_end, "__exit__")                       \
+    X(s_locals, "f_locals") X(s_self, "self") X(s_call, "_call_impl")                            \
+    X(s_compiled_call, "_compiled_call_impl") X(s_training, "training")
+/* clang-format on */
 typedef struct gm_py_torch {
-    PyObject *current_node, *current_task, *is_hooks_enabled, *top_hooks, *push_hooks, *pop_hooks,
-        *use_count, *raw_stream, *strided, *tensor_class, *get_data_ptr, *set_excluded, *gate_key,
-        *n_modes, *is_tracing, *without_subclasses;
-    PyObject *data, *grad, *version; /* the attributes, as torch.TensorBase has them */
-    PyObject *s_detach, *s_sequence_nr, *s_class, *s_layout, *s_dtype, *s_shape, *s_stride, *s_base,
-        *s_as_strided, *s_requires_grad, *s_module, *s_begin, *s_end;
+    PyObject *strided, *tensor_class, *gate_key;
+#define X(field, name) PyObject *field;
+    GM_TORCH_PRIVATE(X) GM_TORCH_OF_TENSORS(X) GM_TORCH_NAMES(X)
+#undef X
 } gm_py_torch;
 extern gm_py_torch gm_torch;
 int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
@@ -63,13 +79,12 @@ int gm_py_set(PyObject *attribute, PyObject *tensor, PyObject *value);
 int gm_py_long(PyObject *number, long long *out); /* takes the reference, NULL is a failure */
 int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
-int gm_py_node_key(
-    long long *out); /* the running node's place in its thread's order; -1: outside backward */
-int gm_py_in_backward(void);              /* whether a node runs on this thread: 1 or 0 */
-bool gm_py_is_checkpoint(PyObject *pack); /* a hook of torch's checkpointing */
-int gm_py_stream(int ordinal,
-                 gm_stream *out); /* torch's current one on a GPU; 0 on the host device */
-int gm_py_task(long long *out);   /* the graph task that runs */
+/* The running node's place in its thread's order of creation; -1: outside backward. */
+int gm_py_node_key(long long *out);
+int gm_py_in_backward(void);                   /* whether a node runs on this thread: 1 or 0 */
+bool gm_py_is_checkpoint(PyObject *pack);      /* a hook of torch's checkpointing */
+int gm_py_stream(int ordinal, gm_stream *out); /* torch's current one; 0 on the host device */
+int gm_py_task(long long *out);                /* the graph task that runs */
 /* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another does. */
 int gm_py_gate_show(void);
 int gm_py_gate_hide(void);             /* a pending exception stays and hides one of its own */
@@ -79,7 +94,6 @@ int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last mak
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
  * and what may have been written is found. */
 int gm_py_slot_end_use(gm_py_slot *slot);
-int gm_py_set_class(PyObject *parameter, PyObject *class);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
 int gm_py_raised(gm_status status);  /* 0 if it is GM_OK */
@@ -98,11 +112,15 @@ int gm_py_gate_init(PyObject *module);
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
-int gm_py_hook_init(PyObject *module);
+int gm_py_call_init(PyObject *module);
 int gm_py_grad_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 
+/* For lists of the fields that are references, X(field) for each: what is done with all. */
+#define GM_PY_VISIT(field)              Py_VISIT(self->field);
+#define GM_PY_CLEAR(field)              Py_CLEAR(self->field);
+#define GM_PY_DROP(field)               Py_XDECREF(self->field);
 #define GM_PY_MEMBER(type, field, kind) {#field, kind, offsetof(type, field), 0, NULL}
 
 #endif

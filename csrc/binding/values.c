@@ -2,6 +2,7 @@
 #include "binding/common.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 void *gm_py_array(PyObject *sequence, size_t item_bytes, gm_py_parse parse, size_t *out_n)
 {
@@ -68,9 +69,23 @@ PyObject *gm_py_unless(PyObject *object, int failed)
     return object;
 }
 
-PyTypeObject *gm_py_add_type(PyObject *module, PyType_Spec *spec)
+PyObject *gm_py_append(PyObject *list, PyObject *item)
 {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
+    int result = list && item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return gm_py_unless(list, result < 0);
+}
+
+PyObject *gm_py_text(const char *text)
+{
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+PyTypeObject *gm_py_add_type(PyObject *module, const char *name, size_t bytes, unsigned flags,
+                             PyType_Slot *parts)
+{
+    PyType_Spec spec = {name, (int)bytes, 0, (unsigned)Py_TPFLAGS_DEFAULT | flags, parts};
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(&spec);
     return type && PyModule_AddType(module, type) == 0 ? type : NULL;
 }
 

@@ -25,10 +25,13 @@ int gm_comm_size(const gm_comm *comm)
     return comm->size;
 }
 
-gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size)
+gm_status gm_comm_new(const gm_comm_ops *ops, size_t bytes, int rank, int size, gm_comm **out)
 {
+    gm_comm *comm;
+    *out = NULL;
     GM_FAIL_IF(size < 1 || rank < 0 || rank >= size, GM_ERR_ARG,
                "rank %d of %d: a rank from 0 to size - 1 is wanted", rank, size);
+    GM_TRY(gm_new(&comm, bytes, "HOST: no %zu bytes for a communicator"));
     comm->ops = ops;
     comm->rank = rank;
     comm->size = comm->n_named = size;
@@ -36,6 +39,7 @@ gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size
     atomic_init(&comm->failed, GM_OK);
     pthread_mutex_init(&comm->lock, NULL);
     pthread_mutex_init(&comm->record, NULL);
+    *out = comm;
     return GM_OK;
 }
 
@@ -46,12 +50,13 @@ static void drop_context(gm_comm *comm)
     }
 }
 
-void gm_comm_fini(gm_comm *comm)
+void gm_comm_release(gm_comm *comm)
 {
     drop_context(comm);
     pthread_mutex_destroy(&comm->lock);
     pthread_mutex_destroy(&comm->record);
     free(comm->names);
+    free(comm);
 }
 
 gm_status gm_comm_name_ranks(gm_comm *comm, const int *names, int n)

@@ -61,9 +61,9 @@ struct gm_comm {
     void (*drop_context)(void *context); /* when no namer will need it; may be NULL */
 };
 
-/* GM_ERR_ARG for a rank or a size that cannot be. */
-gm_status gm_comm_init(gm_comm *comm, const gm_comm_ops *ops, int rank, int size);
-void gm_comm_fini(gm_comm *comm);
+/* A communicator of `bytes`, all zeros but what this header knows of it.  GM_ERR_ARG for a rank or a size that cannot be. */
+gm_status gm_comm_new(const gm_comm_ops *ops, size_t bytes, int rank, int size, gm_comm **out);
+void gm_comm_release(gm_comm *comm); /* the last of an implementation's free */
 
 size_t gm_comm_element_bytes(const gm_comm_call *call);
 /* All bytes that the collective reads or writes on a rank. */

@@ -371,8 +371,7 @@ static gm_status host_attach(gm_comm *comm, gm_device *dev)
                comm->size, dev->ops->name);
     if (c->dev && c->last != 0) {
         gm_status status = c->dev->ops->event_sync(c->dev, c->last);
-        c->dev->ops->event_free(c->dev, c->last);
-        c->last = 0;
+        gm_free_event(c->dev, &c->last);
         c->dev = NULL;
         GM_TRY(status);
     }
@@ -392,8 +391,7 @@ static void host_free(gm_comm *comm)
     (void)host_attach(comm, NULL); /* runs what is queued: it would find no communicator */
     c->transport.close(c->transport.context);
     c->transport.free(c->transport.context);
-    gm_comm_fini(comm);
-    free(c);
+    gm_comm_release(comm);
 }
 
 static const gm_comm_ops host_ops = {
@@ -406,17 +404,11 @@ static const gm_comm_ops host_ops = {
 
 gm_status gm_comm_host_new(const gm_comm_transport *transport, int rank, int size, gm_comm **out)
 {
-    *out = NULL;
-    host_comm *c = calloc(1, sizeof *c);
-    gm_status status =
-        c ? gm_comm_init(&c->base, &host_ops, rank, size)
-          : GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for a communicator", sizeof *c);
+    gm_status status = gm_comm_new(&host_ops, sizeof(host_comm), rank, size, out);
     if (status != GM_OK) {
         transport->free(transport->context);
-        free(c);
         return status;
     }
-    c->transport = *transport;
-    *out = &c->base;
+    as_host(*out)->transport = *transport;
     return GM_OK;
 }

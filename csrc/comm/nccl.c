@@ -75,8 +75,8 @@ typedef struct nccl_comm {
     double progress_at;  /* when the oldest flight became the oldest */
     CUdeviceptr digests; /* N_AGREEMENTS on the device */
     void *host_digests;  /* 2 * N_AGREEMENTS, pinned */
-    agreement agreements
-        [N_AGREEMENTS]; /* ring: the oldest pending one is at next_agreement or behind it */
+    /* A ring: the oldest pending one is at next_agreement or behind it. */
+    agreement agreements[N_AGREEMENTS];
     size_t next_agreement;
     uint64_t agreed_at; /* the collectives before this one are the same on all ranks */
     bool is_stopping;
@@ -559,8 +559,7 @@ static void nccl_free(gm_comm *comm)
     }
     pthread_cond_destroy(&c->wake);
     pthread_mutex_destroy(&c->lock);
-    gm_comm_fini(comm);
-    free(c);
+    gm_comm_release(comm);
 }
 
 static const gm_comm_ops nccl_ops = {
@@ -619,19 +618,15 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
 {
     const nccl_api *n;
     const gm_cuda_api *cuda;
+    gm_comm *made;
     *out = NULL;
     GM_FAIL_IF(!(timeout > 0 && timeout <= 1e9), GM_ERR_ARG, "timeout is %g s; it must be positive",
                timeout);
     GM_TRY(gm_nccl(path, &n));
     GM_TRY(gm_cuda(&cuda));
-    nccl_comm *c = calloc(1, sizeof *c);
-    gm_status status =
-        c ? gm_comm_init(&c->base, &nccl_ops, rank, size)
-          : GM_FAIL(GM_ERR_NOMEM, "HOST: no %zu bytes for a communicator", sizeof *c);
-    if (status != GM_OK) {
-        free(c);
-        return status;
-    }
+    GM_TRY(gm_comm_new(&nccl_ops, sizeof(nccl_comm), rank, size, &made));
+    nccl_comm *c = as_nccl(made);
+    gm_status status;
     init_locks(c);
     c->nccl = n;
     c->cuda = cuda;
@@ -643,10 +638,10 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDevicePrimaryCtxRetain"));
     GM_TRY_GOTO(status, fail, meet(c, id));
     GM_TRY_GOTO(status, fail, start_watcher(c));
-    *out = &c->base;
+    *out = made;
     return GM_OK;
 fail:
-    nccl_free(&c->base);
+    nccl_free(made);
     return status;
 }
 

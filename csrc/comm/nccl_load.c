@@ -104,22 +104,17 @@ static gm_status not_built(void)
                    "with the CUDA toolkit, or use device=\"cpu\"");
 }
 
-gm_status gm_comm_nccl_id(const char *path, uint8_t id[GM_COMM_ID_BYTES])
+gm_status gm_comm_nccl_id(const char *GM_UNUSED(path), uint8_t id[GM_COMM_ID_BYTES])
 {
-    (void)path;
     (void)id;
     return not_built();
 }
 
-gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_COMM_ID_BYTES],
-                           int rank, int size, double timeout, gm_comm **out)
+gm_status gm_comm_nccl_new(const char *GM_UNUSED(path), int GM_UNUSED(ordinal),
+                           const uint8_t id[GM_COMM_ID_BYTES], int GM_UNUSED(rank),
+                           int GM_UNUSED(size), double GM_UNUSED(timeout), gm_comm **out)
 {
-    (void)path;
-    (void)ordinal;
     (void)id;
-    (void)rank;
-    (void)size;
-    (void)timeout;
     *out = NULL;
     return not_built();
 }

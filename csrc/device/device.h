@@ -114,6 +114,23 @@ static inline void gm_note_access(gm_device *dev, const void *address, size_t by
     }
 }
 
+/* Each does nothing where there is none, and there is none afterwards. */
+static inline void gm_free_event(gm_device *dev, gm_event *event)
+{
+    if (*event) {
+        dev->ops->event_free(dev, *event);
+        *event = 0;
+    }
+}
+
+static inline void gm_free_stream(gm_device *dev, gm_stream *stream)
+{
+    if (*stream) {
+        dev->ops->stream_free(dev, *stream);
+        *stream = 0;
+    }
+}
+
 /* block_bytes is rounded up to the granularity (host: page size; cuda: 2 MiB as the driver says). */
 gm_status gm_device_host_new(size_t block_bytes, gm_workers *pool, gm_device **out);
 /* ordinal: CUDA device index; uses its primary context (torch's).  GM_ERR_UNSUPPORTED, with the

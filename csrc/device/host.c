@@ -21,8 +21,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "device/device.h"
 #include "device/hostmem.h"
+#include "device/ops.h"
 
 enum {
     GROW_BLOCKS = 64, /* the file's size grows by this many blocks, or by half */
@@ -556,39 +556,7 @@ static void host_free(gm_device *base)
     free(dev);
 }
 
-static const gm_device_ops host_ops = {
-    .name = "host",
-    .free = host_free,
-    .range_new = host_range_new,
-    .range_free = host_range_free,
-    .block_new = host_block_new,
-    .block_free = host_block_free,
-    .map = host_map,
-    .poison = host_poison,
-    .unmap = host_unmap,
-    .stream_new = host_stream_new,
-    .stream_free = host_stream_free,
-    .stream_sync = host_stream_sync,
-    .event_new = host_event_new,
-    .event_free = host_event_free,
-    .event_record = host_event_record,
-    .event_wait = host_event_wait,
-    .event_sync = host_event_sync,
-    .event_query = host_event_query,
-    .event_elapsed = host_event_elapsed,
-    .host_call = host_host_call,
-    .copy_h2d = host_copy_h2d,
-    .copy_d2h = host_copy_d2h,
-    .copy_d2d = host_copy_d2d,
-    .fill = host_fill,
-    .adam = host_adam,
-    .grad_add = host_grad_add,
-    .sumsq = host_sumsq,
-    .clip = host_clip,
-    .pin = host_pin,
-    .unpin = host_unpin,
-    .memory = host_memory,
-};
+static const gm_device_ops host_ops = {GM_DEVICE_OPS(host, host, host, host)};
 
 size_t gm_device_host_granularity(void)
 {

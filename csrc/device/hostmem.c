@@ -321,7 +321,7 @@ void gm_arena_drop(gm_arena *arena, size_t offset)
     give_back(arena, &extent);
 }
 
-gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out)
+gm_status gm_arena_new(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out)
 {
     gm_arena *arena;
     if (!device || !device->is_paper) {
@@ -335,11 +335,6 @@ gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm
     }
     *out = arena;
     return GM_OK;
-}
-
-gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out)
-{
-    return gm_arena_new_for(NULL, bytes, pool, out);
 }
 
 void gm_arena_free(gm_arena *arena)

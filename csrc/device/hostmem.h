@@ -18,12 +18,11 @@ gm_status gm_host_available(size_t *out_bytes);
 /* The same, and what the machine or the smallest enclosing cgroup has in all.  Reads below the folder
  * `root` in place of "/" (tests bring a /proc and /sys of their own); "" is this machine. */
 gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out_total);
-/* Fails with GM_ERR_NOMEM before touching anything if `bytes` > gm_host_available().
- * The memory reads as zeros.  bytes 0 gives a valid empty arena. */
-gm_status gm_arena_new(size_t bytes, gm_workers *pool, gm_arena **out);
-/* The same, pinned for the copies of a device, which outlives it; GM_ERR_NOMEM also where that cannot be.  For a device on
- * paper: addresses alone, which nobody may use, with no limit but the address space's. */
-gm_status gm_arena_new_for(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out);
+/* Fails with GM_ERR_NOMEM before touching anything if `bytes` > gm_host_available().  The memory
+ * reads as zeros.  bytes 0 gives a valid empty arena.  Pinned for the copies of a device, which
+ * outlives it (NULL: of none); GM_ERR_NOMEM also where that cannot be.  For a device on paper:
+ * addresses alone, which nobody may use, with no limit but the address space's. */
+gm_status gm_arena_new(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out);
 /* Address space for a device's copies, in which nothing is there yet. */
 gm_status gm_arena_reserve(gm_device *device, size_t bytes, gm_arena **out);
 /* [offset, offset + bytes) of it; apart from the end of the arena, whole pages. */

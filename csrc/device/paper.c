@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device/ops.h"
+
 /* Between what user space and the kernel may have. */
 #define FIRST_ADDRESS    ((uintptr_t)1 << 56)
 #define CUDA_GRANULARITY ((size_t)2 << 20)
@@ -104,15 +106,10 @@ static gm_status paper_event_wait(gm_device *dev, gm_event GM_UNUSED(event), gm_
     return paper_stream_sync(dev, stream);
 }
 
-static gm_status paper_event_sync(gm_device *dev, gm_event event)
-{
-    return paper_stream_sync(dev, event);
-}
-
 static gm_status paper_event_query(gm_device *dev, gm_event event, bool *out)
 {
     *out = true;
-    return paper_event_sync(dev, event);
+    return paper_stream_sync(dev, event);
 }
 
 static gm_status paper_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds)
@@ -194,39 +191,16 @@ static gm_status paper_memory(gm_device *GM_UNUSED(dev), size_t *free_bytes, siz
     return GM_OK;
 }
 
-static const gm_device_ops paper_ops = {
-    .name = "paper",
-    .free = paper_free,
-    .range_new = paper_range_new,
-    .range_free = paper_range_free,
-    .block_new = new_id,
-    .block_free = free_id,
-    .map = paper_map,
-    .poison = paper_unmap,
-    .unmap = paper_unmap,
-    .stream_new = new_id,
-    .stream_free = free_id,
-    .stream_sync = paper_stream_sync,
-    .event_new = paper_event_new,
-    .event_free = free_id,
-    .event_record = paper_event_record,
-    .event_wait = paper_event_wait,
-    .event_sync = paper_event_sync,
-    .event_query = paper_event_query,
-    .event_elapsed = paper_event_elapsed,
-    .host_call = paper_host_call,
-    .copy_h2d = paper_copy_h2d,
-    .copy_d2h = paper_copy_d2h,
-    .copy_d2d = paper_copy_d2d,
-    .fill = paper_fill,
-    .adam = paper_adam,
-    .grad_add = paper_grad_add,
-    .sumsq = paper_sumsq,
-    .clip = paper_clip,
-    .pin = paper_pin,
-    .unpin = paper_unpin,
-    .memory = paper_memory,
-};
+/* Operations of one body. */
+#define paper_block_new   new_id
+#define paper_stream_new  new_id
+#define paper_block_free  free_id
+#define paper_stream_free free_id
+#define paper_event_free  free_id
+#define paper_event_sync  paper_stream_sync
+#define paper_poison      paper_unmap
+
+static const gm_device_ops paper_ops = {GM_DEVICE_OPS(paper, paper, paper, paper)};
 
 gm_status gm_device_paper_new(size_t block_bytes, bool is_host, size_t host_bytes, gm_device **out)
 {

@@ -160,53 +160,48 @@ static gm_status take_back(gm_engine *engine, uint32_t id, gm_stream stream)
     return status;
 }
 
-gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
+static gm_status note_write(gm_engine *engine, uint32_t id, gm_stream stream)
 {
-    GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
-    GM_TRY(gm_call_begin(engine));
     uint32_t chunk = p->place.chunk;
     if (p->spec.numel == 0) {
-        return gm_call_end(engine, GM_OK);
+        return GM_OK;
     }
     if (engine->shown == GM_GATHERED) {
-        return gm_call_end(engine, take_back(engine, id, stream));
+        return take_back(engine, id, stream);
     }
-    gm_status kept = gm_saving_keep_unseen(engine, id);
-    if (kept != GM_OK) {
-        return gm_call_end(engine, kept);
-    }
+    GM_TRY(gm_saving_keep_unseen(engine, id));
     if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
         gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
         gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
-        noted = noted == GM_OK ? gm_watch_look_at(engine, id, stream) : noted;
-        return gm_call_end(engine, noted);
+        return noted == GM_OK ? gm_watch_look_at(engine, id, stream) : noted;
     }
-    if (!gm_chunks_has_old_weight(engine->chunks, chunk)) {
-        return gm_call_end(engine,
-                           GM_FAIL(GM_ERR_STATE,
-                                   "a 16-bit weight was written in place inside its unit while its "
-                                   "chunk had no current home, so its fp32 master cannot follow"));
-    }
+    GM_FAIL_IF(
+        !gm_chunks_has_old_weight(engine->chunks, chunk), GM_ERR_STATE,
+        "a 16-bit weight was written in place inside its unit while its chunk had no current "
+        "home, so its fp32 master cannot follow");
     gm_slice s = gm_field_slice(engine, p, GM_FIELD_WEIGHT);
     uint8_t *weight = malloc(s.bytes);
-    gm_status status =
-        weight ? engine->device->ops->stream_sync(engine->device, stream) /* the write itself */
-               : GM_FAIL(GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
-    if (status == GM_OK) {
-        status = gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight);
-    }
-    if (status == GM_OK) { /* the home is current: it holds the old bytes, and gets the new ones */
-        status = gm_chunks_claim_home(engine->chunks, chunk, GM_WEIGHT);
-    }
-    if (status == GM_OK) {
-        uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
-        status = gm_field_reset_low(engine, p, home, weight, stream);
-        if (status == GM_OK) {
-            memcpy(home, weight, s.bytes);
-            gm_watch_note_seen(engine, id, weight);
-        }
-    }
+    GM_FAIL_IF(!weight, GM_ERR_NOMEM, "HOST: %zu bytes of scratch", s.bytes);
+    gm_status status;
+    /* the write itself */
+    GM_TRY_GOTO(status, done, engine->device->ops->stream_sync(engine->device, stream));
+    GM_TRY_GOTO(status, done,
+                gm_chunks_read_device(engine->chunks, chunk, GM_WEIGHT, s.offset, s.bytes, weight));
+    /* the home is current: it holds the old bytes, and gets the new ones */
+    GM_TRY_GOTO(status, done, gm_chunks_claim_home(engine->chunks, chunk, GM_WEIGHT));
+    uint8_t *home = gm_chunks_home(engine->chunks, chunk, GM_WEIGHT) + s.offset;
+    GM_TRY_GOTO(status, done, gm_field_reset_low(engine, p, home, weight, stream));
+    memcpy(home, weight, s.bytes);
+    gm_watch_note_seen(engine, id, weight);
+done:
     free(weight);
-    return gm_call_end(engine, status);
+    return status;
+}
+
+gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    GM_TRY(gm_call_begin(engine));
+    return gm_call_end(engine, note_write(engine, id, stream));
 }

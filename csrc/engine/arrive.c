@@ -1,11 +1,16 @@
 /* arrive.c - gradients as they arrive from autograd, updates inside the backward that brings them, and their exact norm.
  *
+ * Some parameters never get a gradient.  So a chunk's are complete when as many have come as in the steps before, which
+ * ranks know alike: they have compared what came (gradient.c, 3) before a step counts.  Whatever comes later in a pass
+ * waits until they have compared again, as it may come on some ranks only, which a collective would wait for.  An update
+ * inside the backward needs all, as it would use up what comes too early: else the step makes it.
+ *
  * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait; sum_at_home, for gradients at home. */
 #include "engine/engine_impl.h"
 
 #include <string.h>
 
-/* Counts the arrival; *out_complete says that it was the last one of its chunk in this pass. */
+/* Counts the arrival; *out_complete says that no other one of its chunk is to come in this pass. */
 static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
 {
     gm_chunk_state *chunk = &engine->chunk_states[p->place.chunk];
@@ -13,22 +18,27 @@ static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
         chunk->arrival = engine->pass.n;
         chunk->n_arrived = 0;
     }
+    gm_habit *habit = &chunk->arrivals;
+    uint32_t usual = habit->most ? habit->most : chunk->n_params;
+    chunk->is_late |= chunk->n_arrived >= usual;
     bool is_repeated = p->arrival == engine->pass.n;
     engine->arrive.has_repeats |= is_repeated;
     p->arrival = engine->pass.n;
     chunk->n_arrived += !is_repeated;
     p->has_grad = true;
-    *out_complete = !is_repeated && chunk->n_arrived == chunk->n_params;
-    chunk->n_backwards += *out_complete;
+    habit->now = chunk->n_arrived > habit->now ? chunk->n_arrived : habit->now;
+    *out_complete = !is_repeated && chunk->n_arrived == usual;
+    chunk->backwards.now += !is_repeated && chunk->n_arrived == chunk->n_params;
 }
 
-/* All gradients of a chunk have come in this pass. */
+/* The gradients of a chunk have come in this pass. */
 static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
     /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
      * updated by the step itself. */
-    if (!state->is_armed || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
+    bool is_updated = state->is_armed && state->n_arrived == state->n_params;
+    if (!is_updated || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
         GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
         gm_timer_start(engine, stream);
         return GM_OK;
@@ -101,7 +111,7 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     chunk->n_held -= p->is_held;
     p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
     p->sums = 0;
-    chunk->n_backwards = chunk->n_held == 0 ? 0 : chunk->n_backwards;
+    chunk->backwards.now = chunk->n_held == 0 ? 0 : chunk->backwards.now;
     if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
         status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
     }
@@ -111,15 +121,25 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
 gm_status gm_engine_catch_up(gm_engine *engine)
 {
     GM_TRY(gm_call_begin(engine));
-    gm_status status = gm_gradient_reduce_all(engine);
+    gm_status status = GM_OK;
+    for (uint32_t i = 0; i < gm_layout_n_chunks(engine->layout) && status == GM_OK; i++) {
+        status = engine->chunk_states[i].is_late ? GM_OK : gm_gradient_reduce(engine, i);
+    }
     return gm_call_end(engine, status == GM_OK && engine->device->is_host ? gm_ranks_settle(engine)
                                                                           : status);
+}
+
+gm_status gm_engine_settle(gm_engine *engine)
+{
+    GM_TRY(gm_call_begin(engine));
+    return gm_call_end(engine, engine->device->is_host ? gm_ranks_settle(engine) : GM_OK);
 }
 
 void gm_engine_sums(const gm_engine *engine, uint64_t *out)
 {
     for (uint32_t id = 0; id < engine->n_params; id++) {
-        out[id] = engine->params[id].sums;
+        const gm_param *p = &engine->params[id];
+        out[id] = p->is_unreduced ? gm_fnv1a(p->sums, ~engine->gradient.n_reduces) : p->sums;
     }
 }
 
@@ -132,14 +152,14 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
     uint32_t chunk = p->place.chunk;
     gm_dtype dtype = gm_grad_dtype(engine, &p->spec);
     gm_sumsq *sum = &engine->sums.there[p - engine->params];
-    GM_TRY(gm_chunks_begin_read(engine->chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_begin(engine->chunks, chunk, GM_GRAD, GM_READ, stream));
     const void *data = (const void *)(gm_chunks_address(engine->chunks, chunk, GM_GRAD) +
                                       p->part_offset * gm_dtype_bytes(dtype));
     GM_TRY(device->ops->fill(device, (uintptr_t)sum, 0, sizeof *sum, stream));
     GM_TRY(device->ops->sumsq(device, data, dtype, p->part_numel, sum, stream));
     p->has_sum = true;
     p->is_sum_zero = false;
-    return gm_chunks_end_read(engine->chunks, chunk, GM_GRAD, stream);
+    return gm_chunks_end(engine->chunks, chunk, GM_GRAD, GM_READ, stream);
 }
 
 static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *params, uint32_t n)

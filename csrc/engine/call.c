@@ -26,11 +26,6 @@ static gm_status free_ended_leases(gm_engine *engine)
     return status;
 }
 
-static gm_status fail_dead(const gm_engine *engine)
-{
-    return GM_FAIL(engine->dead, "the engine is closed by an earlier error: %s", engine->dead_text);
-}
-
 /* A host update that has failed on its stream closes the engine, too. */
 static void notice_failed_update(gm_engine *engine)
 {
@@ -44,7 +39,10 @@ gm_status gm_call_begin(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     notice_failed_update(engine);
-    gm_status status = engine->dead == GM_OK ? free_ended_leases(engine) : fail_dead(engine);
+    gm_status status = engine->dead == GM_OK
+                           ? free_ended_leases(engine)
+                           : GM_FAIL(engine->dead, "the engine is closed by an earlier error: %s",
+                                     engine->dead_text);
     if (status != GM_OK) {
         gm_saving_unlock(engine);
     }

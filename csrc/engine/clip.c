@@ -45,19 +45,14 @@ gm_status gm_clip_new(gm_engine *engine)
 
 void gm_clip_free(gm_engine *engine)
 {
-    const gm_device_ops *ops = engine->device ? engine->device->ops : NULL;
     gm_clips *c = &engine->clip;
-    for (int turn = 0; ops && turn < 2; turn++) {
-        gm_event events[] = {c->there[turn], c->home[turn], c->used[turn][0], c->used[turn][1]};
-        for (int i = 0; i < 4; i++) {
-            if (events[i]) {
-                ops->event_free(engine->device, events[i]);
-            }
-        }
+    for (int turn = 0; turn < 2; turn++) {
+        gm_free_event(engine->device, &c->there[turn]);
+        gm_free_event(engine->device, &c->home[turn]);
+        gm_free_event(engine->device, &c->used[turn][0]);
+        gm_free_event(engine->device, &c->used[turn][1]);
     }
-    if (c->stream) {
-        ops->stream_free(engine->device, c->stream);
-    }
+    gm_free_stream(engine->device, &c->stream);
 }
 
 gm_status gm_clip_order_sums(gm_engine *engine, gm_stream stream)

@@ -49,10 +49,11 @@ uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t id)
 
 void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_need *out)
 {
+    size_t own = gm_stays(engine, chunk) ? 0 : gm_engine_piece_blocks(engine, chunk, GM_WEIGHT);
+    bool is_gathered = engine->shown == GM_GATHERED;
     *out = (gm_engine_need){
-        .shown = gm_engine_piece_blocks(engine, chunk, engine->shown),
-        .gathering =
-            engine->shown == GM_GATHERED ? gm_engine_piece_blocks(engine, chunk, GM_WEIGHT) : 0,
+        .shown = is_gathered ? gm_engine_piece_blocks(engine, chunk, GM_GATHERED) : own,
+        .gathering = is_gathered ? own : 0,
         .unreduced = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED),
     };
 }
@@ -87,6 +88,21 @@ uint64_t gm_engine_count_waits(const gm_engine *engine)
     gm_chunks_get_stats(engine->chunks, &stats);
     return stats.n_host_waits + stats.n_maps + engine->arrive.n_waits + engine->clip.n_waits +
            engine->ranks.n_waits;
+}
+
+void gm_habit_learn(gm_habit *habit)
+{
+    enum { FEWER = 8 }; /* in a row */
+    bool is_fewer = habit->now < habit->most;
+    if (habit->now == 0) {
+        return;
+    }
+    habit->n_fewer = is_fewer ? habit->n_fewer + 1 : 0;
+    if (!is_fewer || habit->n_fewer == FEWER) {
+        habit->most = habit->now;
+        habit->n_fewer = 0;
+    }
+    habit->now = 0;
 }
 
 gm_status gm_engine_die(gm_engine *engine, gm_status status)

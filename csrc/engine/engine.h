@@ -14,6 +14,7 @@
 #include "base/base.h"
 #include "comm/comm.h"
 #include "device/device.h"
+#include "engine/counts.h"
 #include "plan/plan.h"
 #include "memory/timeline.h"
 
@@ -42,6 +43,9 @@ typedef struct gm_engine_options {
     size_t chunk_bytes;
     size_t device_budget; /* SIZE_MAX: what the device has */
     size_t host_budget;   /* SIZE_MAX: what the host has */
+    /* Of homes, the same on all ranks: where those of all chunks have more, and the policy is "auto", some chunks stay on
+     * the device without one (plan/stay.h).  SIZE_MAX: none does. */
+    size_t host_limit;
     gm_policy policy;
     bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
     gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
@@ -66,36 +70,13 @@ typedef enum gm_field {
 } gm_field;
 
 typedef struct gm_engine_stats {
-    uint64_t fetches, evictions, fetched_bytes, evicted_bytes;
-    size_t device_bytes, device_peak_bytes, device_budget_bytes;
-    size_t host_bytes;       /* the arena, and spares */
-    double mapping_seconds;  /* of the host, for device memory: making, mapping, giving back */
-    double host_pin_seconds; /* that taking and pinning it took */
-    size_t state_bytes;      /* weights + optimizer states + gradients of all chunks, as blocks */
-    size_t weight_bytes;     /* weights of all chunks, as blocks */
-    uint32_t rank, n_shards, n_replicas;
-    uint64_t gathers, reduces;              /* collectives on chunks */
-    uint64_t gathered_bytes, reduced_bytes; /* of whole chunks */
-    uint32_t n_chunks, n_blocks, n_with_states, n_leases;
-    uint64_t layout_hash;
-    double host_adam_seconds;   /* of updates on the host, so far */
-    uint64_t n_plans, n_breaks; /* adopted; left because of memory or a pass that was not planned */
-    uint64_t n_deviations;      /* passes that left their trace */
-    uint64_t n_host_waits;      /* and mappings, so far, wherever */
-    uint64_t n_replay_waits;    /* host waits and mappings in calls that followed a plan: 0 */
-    uint32_t n_traces, n_pending;
-    uint64_t n_immediate;  /* updates of chunks inside a backward */
-    uint64_t n_speculated; /* begun before their step; of these, what the step was, and was not */
-    uint64_t n_taken, n_redone;
-    size_t spare_bytes;        /* of host_bytes, for these */
-    uint64_t n_leases_walked;  /* to find those that have ended: no call may look at all of them */
-    size_t outside_peak_bytes; /* of others of this process, as plans expect it, with the slack */
-    bool is_planned;
-    bool is_provisional; /* there is no plan, or one is due, or steps still judge it */
+#define X(type, name, value) type name;
+    GM_ENGINE_COUNTS(X) GM_ENGINE_SECONDS(X)
+#undef X
 } gm_engine_stats;
 
-/* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes, or when policy
- * "cuda" does not fit the budget. */
+/* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes and the device none for what would
+ * have to stay there, or when policy "cuda" does not fit the budget. */
 gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out);
 void gm_engine_ref(gm_engine *engine);
 void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
@@ -110,8 +91,8 @@ uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
 uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
 /* The elements of a parameter that are in this rank's shard: [*first, *first + *n). */
 gm_status gm_engine_part(const gm_engine *engine, uint32_t param, uint64_t *first, uint64_t *n);
-/* Bytes of blocks that a chunk takes, for the floor of the budget: while its weights are used; beside these while they
- * are gathered; from its first gradient of a pass to their sum over ranks. */
+/* Bytes of blocks that a chunk takes, beside those of chunks that stay, for the floor of the budget: while its weights are
+ * used; beside these while they are gathered; from its first gradient of a pass to their sum over ranks. */
 typedef struct gm_engine_need {
     size_t shown, gathering, unreduced;
 } gm_engine_need;
@@ -221,11 +202,14 @@ uintptr_t gm_lease_address(const gm_lease *lease);
  * master can therefore not be kept (16-bit weights whose home is not current). */
 gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stream);
 
-/* Issues the reductions that still wait for gradients and, where collectives run on the host, runs what is issued:
- * before the ranks talk to each other by other means, so that no rank waits here and another one there. */
+/* Issues the reductions that still wait for gradients, but for those that came late (arrive.c), and, where collectives run
+ * on the host, runs what is issued: before the ranks talk to each other by other means, so that no rank waits here and
+ * another one there. */
 gm_status gm_engine_catch_up(gm_engine *engine);
-/* Of every parameter, a hash of which sums over ranks brought its gradient: (n_params,), equal on ranks that had
- * gradients in the same backward passes. */
+/* The second half of it alone: what is issued has run, and gradients are not summed earlier than they would be. */
+gm_status gm_engine_settle(gm_engine *engine);
+/* Of every parameter, a hash of which sums over ranks brought its gradient, or will: (n_params,), equal on ranks that
+ * had gradients in the same backward passes. */
 void gm_engine_sums(const gm_engine *engine, uint64_t *out);
 
 /* Ended leases are processed at every call; this is such a call that does nothing else. */

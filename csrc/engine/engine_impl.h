@@ -32,8 +32,7 @@ typedef struct gm_param {
     /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
      * NULL: nobody has written weights since, or they were bf16 whose low parts are all 0. */
     uint8_t *before;
-    bool
-        is_low_given; /* low parts were written since: they go with any weight whose master they can be */
+    bool is_low_given; /* low parts were written since, for any weight whose master they can be */
 } gm_param;
 
 struct gm_lease {
@@ -58,14 +57,19 @@ typedef struct gm_task {
     size_t n_ranges;
     atomic_bool is_running; /* issued as a host call that has not ended */
     atomic_bool is_dropped; /* nobody wants its result any more: if it has not begun it need not */
-    bool
-        is_late; /* its gradients are multiplied by the step's clip (clip.c), which nobody had seen */
+    bool is_late; /* gradients are multiplied by the step's clip (clip.c), which nobody had seen */
     bool is_redo; /* it has nothing to do if that did not fire */
 } gm_task;
+
+/* How many of something a step has, as far as the steps before tell: the most, until some steps in a row had fewer. */
+typedef struct gm_habit {
+    uint32_t now, most, n_fewer; /* since the last step; 0: not known yet; steps in a row */
+} gm_habit;
 
 typedef struct gm_chunk_state {
     uint32_t first_param, n_params; /* in engine->chunk_params */
     uint32_t n_arrived;             /* of them, gradients in this pass */
+    bool is_late;                   /* some came after those that are usual, and are not summed */
     uint32_t n_held;                /* of them, is_held */
     uint32_t n_unreduced;           /* of them, is_unreduced */
     uint64_t unreduced_since;       /* the first of these, in the order of all */
@@ -82,10 +86,10 @@ typedef struct gm_chunk_state {
     bool is_armed;              /* task[] is ready for an immediate update */
     gm_task task[3];            /* of even steps, of odd ones, GM_SPECULATED */
     /* See speculation.c. */
-    bool is_numbered, has_result;     /* task[GM_SPECULATED] may run; it has, or will */
-    uint64_t seen[GM_N_OWN_PIECES];   /* versions of the pieces that it has read */
-    uint32_t n_backwards;             /* that completed its gradient since the last step */
-    uint32_t most_backwards, n_fewer; /* of a step; steps in a row that had fewer */
+    bool is_numbered, has_result;   /* task[GM_SPECULATED] may run; it has, or will */
+    uint64_t seen[GM_N_OWN_PIECES]; /* versions of the pieces that it has read */
+    gm_habit backwards;             /* that completed its gradient */
+    gm_habit arrivals;              /* of gradients in one backward, see arrive.c */
 } gm_chunk_state;
 
 enum { GM_SPECULATED = 2 };
@@ -169,6 +173,12 @@ typedef struct gm_room {
     bool is_settled;   /* the homes that the plan does not need have gone */
     uint64_t n_plans, n_breaks;
 } gm_room;
+
+typedef struct gm_stay {
+    bool *chunks;      /* (n_chunks,) those that stay on the device; NULL: none */
+    size_t bytes;      /* of their blocks */
+    size_t home_bytes; /* that the arena has addresses for, and never memory */
+} gm_stay;
 
 typedef struct gm_updates {
     gm_adam_range *ranges;            /* (3, n_params) behind the tasks */
@@ -321,6 +331,7 @@ struct gm_engine {
     struct gm_stage *stage; /* NULL: no chunk's states are streamed */
     gm_watch watch;
     gm_room room;
+    gm_stay stay;
     gm_updates update;
     gm_weights weights;
     gm_gradients gradient;
@@ -371,6 +382,12 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
     return &engine->params[gm_layout_chunk(engine->layout, chunk)->first_param].spec;
 }
 
+/* It is on the device from the beginning to the end, and has no home. */
+static inline bool gm_stays(const gm_engine *engine, uint32_t chunk)
+{
+    return engine->stay.chunks && engine->stay.chunks[chunk];
+}
+
 #define GM_NO_CHUNK UINT32_MAX
 #define GM_NO_OP    UINT32_MAX
 
@@ -413,6 +430,7 @@ uint64_t gm_engine_count_waits(const gm_engine *engine);
 /* The engine is closed from now on, with this as the cause; returns status. */
 gm_status gm_engine_die(gm_engine *engine, gm_status status);
 void gm_engine_revive(gm_engine *engine);
+void gm_habit_learn(gm_habit *habit); /* at a step; one that had none tells nothing */
 
 /* names.c */
 typedef struct gm_names gm_names;
@@ -484,7 +502,6 @@ gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n,
 void gm_saving_done(gm_engine *engine, uint32_t chunk);    /* it has been written */
 void gm_saving_end(gm_engine *engine, gm_saving_use *out); /* written or not; out may be NULL */
 gm_status gm_saving_check(gm_engine *engine);              /* why it cannot be right any more */
-size_t gm_saving_bytes(const gm_engine *engine, uint32_t chunk); /* of a copy */
 /* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
 gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
@@ -492,14 +509,13 @@ gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same
  * and spare have changed places the writer has the spare, until it has written it. */
 bool gm_saving_wants(gm_engine *engine, uint32_t chunk);
 gm_status gm_saving_settle(gm_engine *engine, uint32_t chunk);
-void gm_saving_note_spare(gm_engine *engine, uint32_t chunk);
+gm_status gm_saving_note_spare(gm_engine *engine, uint32_t chunk);
 bool gm_saving_has_spare(gm_engine *engine, uint32_t chunk);
 /* The same after the weight has changed on the device, as long as its chunk's state does not say so yet. */
 gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
-/* For the writer alone, without the engine's lock: a chunk that is kept, or GM_NO_CHUNK; and how it gets at one.  It waits
- * for the engine's lock as long as no chunk is kept, and has to unlock it then. */
-uint32_t gm_saving_next(gm_engine *engine);
+/* For the writer alone, without the engine's lock (as gm_engine_save_next): how it gets at a chunk.  It waits for the
+ * engine's lock as long as no chunk is kept, and has to unlock it then. */
 typedef enum gm_saving_way {
     GM_SAVING_LOCKED,
     GM_SAVING_KEPT,
@@ -541,9 +557,8 @@ void gm_window_spoil(gm_engine *engine);      /* something else than steps runs 
 void gm_window_end_asking(gm_engine *engine); /* its plan is made, or there is none */
 /* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
 double gm_window_rate(const gm_engine *engine);
-bool gm_window_has_verdict(const gm_engine *engine); /* there is something to judge */
-bool gm_window_is_provisional(
-    const gm_engine *engine); /* there is no plan, or another may follow soon */
+bool gm_window_has_verdict(const gm_engine *engine);    /* there is something to judge */
+bool gm_window_is_provisional(const gm_engine *engine); /* no plan, or another may follow soon */
 /* What a window has shown (0 seconds: nothing) decides.  True: a plan should be made anew. */
 bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless);
 /* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
@@ -625,6 +640,11 @@ gm_status gm_room_drop_plan(gm_engine *engine);
 /* Makes one piece resident and pins it, with whatever it takes to find room. */
 gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stream stream);
 
+/* stay.c */
+gm_status gm_stay_new(gm_engine *engine,
+                      const gm_engine_options *options); /* the layout is there */
+void gm_stay_free(gm_engine *engine);                    /* the table is gone */
+
 /* speculation.c */
 void gm_speculation_init(gm_engine *engine, const gm_engine_options *options);
 void gm_speculation_free(gm_engine *engine); /* nothing runs any more, and the table is gone */
@@ -695,6 +715,7 @@ gm_status gm_gradient_drop(gm_engine *engine, gm_param *p); /* what waits for th
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk);
 gm_status gm_gradient_reduce_all(gm_engine *engine);
+void gm_gradient_note_step(gm_engine *engine); /* whose gradients all ranks have found alike */
 
 /* check.c */
 /* With assertions, every call ends with it. */

@@ -80,21 +80,21 @@ static gm_status put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype 
     p->has_sum = false;
     if (is_here) {
         gm_sumsq *sum = engine->arrive.wants_sums ? &engine->sums.there[p - engine->params] : NULL;
-        GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GRAD, stream));
+        GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_WRITE, stream));
         args.dst = (void *)(gm_chunks_address(chunks, chunk, GM_GRAD) + offset);
         GM_TRY(device->ops->grad_add(device, &args, sum, stream));
         p->has_sum = sum != NULL;
         p->is_sum_zero &= sum == NULL;
-        return gm_chunks_end_write(chunks, chunk, GM_GRAD, stream);
+        return gm_chunks_end(chunks, chunk, GM_GRAD, GM_WRITE, stream);
     }
     args.dst = gm_chunks_home(chunks, chunk, GM_GRAD) + offset;
     if (device->is_host || p->is_held || dtype != home_dtype || gm_grad_is_divided(&args)) {
         return add_at_home(engine, chunk, &args, stream);
     }
-    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_WRITE, stream));
     GM_TRY(device->ops->copy_d2h(device, args.dst, (uintptr_t)grad,
                                  args.numel * gm_dtype_bytes(dtype), stream));
-    return gm_chunks_end_home_write(chunks, chunk, GM_GRAD, stream);
+    return gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_WRITE, stream);
 }
 
 static void note_held(gm_engine *engine, gm_param *p)
@@ -128,6 +128,7 @@ void gm_gradient_limit(gm_engine *engine, size_t bytes)
 static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk)
 {
     engine->gradient.unreduced_bytes -= gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED);
+    engine->chunk_states[chunk].is_late = false;
     gm_chunks_unpin_ordered(engine->chunks, chunk, GM_UNREDUCED);
     return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
 }
@@ -153,7 +154,7 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
     gm_stream stream = engine->ranks.stream;
     uint64_t numel = gm_layout_chunk(engine->layout, chunk)->shard_numel;
     gm_ranks_label(engine, GM_FOR_REDUCE, chunk);
-    GM_TRY(gm_chunks_begin_write(engine->chunks, chunk, GM_UNREDUCED, stream));
+    GM_TRY(gm_chunks_begin(engine->chunks, chunk, GM_UNREDUCED, GM_WRITE, stream));
     GM_TRY(fill_absent(engine, chunk, gm_dtype_bytes(dtype)));
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_REDUCE, GM_ON_COMM, chunk, GM_UNREDUCED,
@@ -170,7 +171,7 @@ static gm_status issue_reduce(gm_engine *engine, uint32_t chunk, uintptr_t mine,
     gm_timeline_end(engine->timeline, entry, stream);
     engine->gradient.n_reduces++;
     engine->gradient.reduced_bytes += gm_engine_piece_bytes(engine, chunk, GM_UNREDUCED);
-    return gm_chunks_end_write(engine->chunks, chunk, GM_UNREDUCED, stream);
+    return gm_chunks_end(engine->chunks, chunk, GM_UNREDUCED, GM_WRITE, stream);
 }
 
 static gm_status reduce(gm_engine *engine, uint32_t chunk)
@@ -182,7 +183,7 @@ static gm_status reduce(gm_engine *engine, uint32_t chunk)
     uintptr_t mine = gm_chunks_address(chunks, chunk, GM_UNREDUCED) +
                      engine->ranks.rank * gm_engine_piece_bytes(engine, chunk, GM_GRAD);
     GM_TRY(issue_reduce(engine, chunk, mine, dtype));
-    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_UNREDUCED, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_UNREDUCED, GM_READ, stream));
     for (uint32_t i = 0; i < state->n_params; i++) {
         gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
         if (!p->is_unreduced) {
@@ -197,7 +198,7 @@ static gm_status reduce(gm_engine *engine, uint32_t chunk)
         p->is_unreduced = false;
     }
     state->n_unreduced = 0;
-    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_UNREDUCED, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_UNREDUCED, GM_READ, stream));
     return forget_unreduced(engine, chunk);
 }
 
@@ -252,7 +253,7 @@ static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *gra
     if (state->n_unreduced == 0) {
         GM_TRY(begin_unreduced(engine, chunk, stream));
     }
-    gm_status status = gm_chunks_begin_write(chunks, chunk, GM_UNREDUCED, stream);
+    gm_status status = gm_chunks_begin(chunks, chunk, GM_UNREDUCED, GM_WRITE, stream);
     if (status == GM_OK && p->spec.numel > 0) {
         gm_grad_add_args args = {
             .dst = (void *)(whole + p->place.offset * gm_dtype_bytes(kept)),
@@ -265,7 +266,7 @@ static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *gra
         };
         status = device->ops->grad_add(device, &args, NULL, stream);
     }
-    gm_status ended = gm_chunks_end_write(chunks, chunk, GM_UNREDUCED, stream);
+    gm_status ended = gm_chunks_end(chunks, chunk, GM_UNREDUCED, GM_WRITE, stream);
     status = status == GM_OK ? ended : status;
     if (status != GM_OK) {
         return gm_engine_die(engine, status); /* the other ranks sum what this one does not have */
@@ -308,4 +309,11 @@ gm_status gm_gradient_reduce_all(gm_engine *engine)
         GM_TRY(gm_gradient_reduce(engine, chunk));
     }
     return gm_ranks_check(engine);
+}
+
+void gm_gradient_note_step(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_habit_learn(&engine->chunk_states[chunk].arrivals);
+    }
 }

@@ -80,6 +80,7 @@ static gm_status describe_chunks(gm_engine *engine, gm_inputs *in)
         uint64_t most = shape->used < shape->shard_numel ? shape->used : shape->shard_numel;
         chunk->numel = gm_chunk_spec(engine, id)->has_moments ? most : 0;
         chunk->must_reside = gm_chunks_pins(engine->chunks, id, GM_WEIGHT) > 0;
+        chunk->stays = gm_stays(engine, id);
     }
     in->plan.chunks = in->chunks;
     in->plan.n_chunks = n;

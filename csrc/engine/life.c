@@ -33,6 +33,7 @@ static void engine_free(gm_engine *engine)
     if (engine->clip.stream) { /* it copies words home, and has tasks, too */
         (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     }
+    gm_saving_free(engine); /* what it has of the chunks goes back */
     gm_chunks_free(engine->chunks);
     if (engine->weights.collectives != engine->room.plan) {
         gm_plan_free(engine->weights.collectives);
@@ -47,13 +48,13 @@ static void engine_free(gm_engine *engine)
     gm_update_free(engine);
     gm_clip_free(engine);
     gm_sums_free(engine);
-    gm_saving_free(engine);
     gm_ranks_free(engine);
     gm_weights_free(engine);
     for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
         gm_spill_forget(engine, i);
     }
     gm_arena_free(engine->arena);
+    gm_stay_free(engine);
     gm_speculation_free(engine);
     gm_layout_free(engine->layout);
     engine->device->ops->free(engine->device);
@@ -198,7 +199,19 @@ static size_t bytes_wanted(const gm_engine *engine)
     return own + whole / 4;
 }
 
-/* Chunks that all fit begin on the device, and get homes when one of them has to go.  Else they begin at home. */
+/* Those that stay, or all. */
+static gm_status make_resident(gm_engine *engine, bool is_all)
+{
+    gm_status status = GM_OK;
+    for (uint32_t id = 0; status == GM_OK && id < gm_layout_n_chunks(engine->layout); id++) {
+        status =
+            is_all || gm_stays(engine, id) ? gm_chunks_make_resident(engine->chunks, id) : GM_OK;
+    }
+    return status;
+}
+
+/* Chunks that all fit begin on the device, and get homes when one of them has to go.  Else they begin at home, but for
+ * those that have none. */
 static gm_status give_places(gm_engine *engine)
 {
     size_t free_bytes = SIZE_MAX, total_bytes, limit = gm_room_limit(engine);
@@ -208,13 +221,11 @@ static gm_status give_places(gm_engine *engine)
     }
     bool is_all_here = engine->policy == GM_POLICY_AUTO && engine->inputs.state_share >= 1 &&
                        wanted <= limit && wanted <= free_bytes;
+    GM_TRY(make_resident(engine, false));
     if (!is_all_here && engine->policy != GM_POLICY_CUDA) {
         return gm_chunks_give_homes(engine->chunks);
     }
-    gm_status status = GM_OK;
-    for (uint32_t id = 0; status == GM_OK && id < gm_layout_n_chunks(engine->layout); id++) {
-        status = gm_chunks_make_resident(engine->chunks, id);
-    }
+    gm_status status = make_resident(engine, true);
     return status == GM_ERR_NOMEM && is_all_here ? gm_chunks_give_homes(engine->chunks) : status;
 }
 
@@ -243,6 +254,7 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
                          gm_wanted(needed).text, gm_there(limit).text);
         goto done;
     }
+    GM_TRY_GOTO(status, done, gm_stay_new(engine, options));
     GM_TRY_GOTO(
         status, done,
         make_arena(engine,
@@ -254,6 +266,7 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
         .has_homes = has_homes,
         .homes = engine->arena,
         .home_limit = options->host_budget,
+        .stays = engine->stay.chunks,
         .workers = engine->workers,
         .device_limit = limit,
     };

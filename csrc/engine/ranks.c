@@ -111,15 +111,12 @@ void gm_ranks_leave(gm_engine *engine)
 
 void gm_ranks_free(gm_engine *engine)
 {
-    gm_event events[] = {engine->ranks.summed, engine->ranks.wished[0], engine->ranks.wished[1]};
-    for (int i = 0; i < 3; i++) {
-        if (events[i]) {
-            engine->device->ops->event_free(engine->device, events[i]);
-        }
-    }
+    gm_free_event(engine->device, &engine->ranks.summed);
+    gm_free_event(engine->device, &engine->ranks.wished[0]);
+    gm_free_event(engine->device, &engine->ranks.wished[1]);
     if (engine->ranks.stream) {
         gm_ranks_leave(engine);
-        engine->device->ops->stream_free(engine->device, engine->ranks.stream);
+        gm_free_stream(engine->device, &engine->ranks.stream);
     }
 }
 

@@ -128,10 +128,10 @@ static gm_status take_host_memory(bench *b)
                "HOST: measuring the machine's rates needs %s, a fourth of what is available, which "
                "is %s; free host memory, or give rates in GEMINI_RATES",
                gm_wanted(LEAST_HOST_BYTES).text, gm_there(available).text);
-    gm_status status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
+    gm_status status = gm_arena_new(b->device, bytes, b->workers, &b->arena);
     while (status == GM_ERR_NOMEM && bytes / 2 >= LEAST_HOST_BYTES) { /* a limit on locked memory */
         bytes /= 2;
-        status = gm_arena_new_for(b->device, bytes, b->workers, &b->arena);
+        status = gm_arena_new(b->device, bytes, b->workers, &b->arena);
     }
     return status;
 }
@@ -183,11 +183,9 @@ static gm_status open_bench(bench *b)
 static void close_lane(bench *b, lane *way)
 {
     for (size_t i = 0; i < way->n_events; i++) {
-        b->device->ops->event_free(b->device, way->done[i]);
+        gm_free_event(b->device, &way->done[i]);
     }
-    if (way->stream) {
-        b->device->ops->stream_free(b->device, way->stream);
-    }
+    gm_free_stream(b->device, &way->stream);
 }
 
 static void close_bench(bench *b)
@@ -201,9 +199,7 @@ static void close_bench(bench *b)
     }
     close_lane(b, &b->in);
     close_lane(b, &b->out);
-    if (b->begin) {
-        ops->event_free(b->device, b->begin);
-    }
+    gm_free_event(b->device, &b->begin);
     gm_arena_free(b->arena);
     if (b->range_bytes) {
         ops->range_free(b->device, b->addr, b->range_bytes);

@@ -109,11 +109,17 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
 }
 
 /* What stays on the device has its bytes: whoever has asked for the room goes without. */
-static bool note_refusal(gm_engine *engine, gm_status status)
+static bool note_refusal(gm_engine *engine, gm_status status, bool is_enough)
 {
-    snprintf(engine->room.refusal, sizeof engine->room.refusal, "%s",
-             status == GM_OK ? "" : gm_last_error());
-    return status == GM_OK;
+    char *out = engine->room.refusal;
+    if (status != GM_OK) {
+        snprintf(out, sizeof engine->room.refusal, "%s", gm_last_error());
+    } else if (is_enough) {
+        out[0] = '\0';
+    } else {
+        gm_chunks_say_staying(engine->chunks, out, sizeof engine->room.refusal);
+    }
+    return status == GM_OK && is_enough;
 }
 
 void gm_engine_refusal(gm_engine *engine, char *text, size_t size)
@@ -134,9 +140,8 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
         if (stats.device_bytes > limit - bytes) { /* the plan asks too much */
             (void)leave_plan(engine);
         }
-        has_room =
-            note_refusal(engine, gm_chunks_set_limit(engine->chunks, limit - bytes, &held)) &&
-            held <= limit - bytes;
+        gm_status status = gm_chunks_set_limit(engine->chunks, limit - bytes, &held);
+        has_room = note_refusal(engine, status, held <= limit - bytes);
     }
     gm_saving_unlock(engine);
     return has_room;
@@ -152,8 +157,8 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     gm_status status = leave_plan(engine);
     status = status == GM_OK ? gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held)
                              : status;
-    bool is_done = note_refusal(engine, status);
+    bool is_done = note_refusal(engine, status, held < before);
     engine->room.shed_limit = held;
     gm_saving_unlock(engine);
-    return is_done && held < before;
+    return is_done;
 }

@@ -100,11 +100,6 @@ gm_status gm_engine_save_read(gm_engine *engine, uint32_t id, gm_field field, ui
     return status;
 }
 
-uint32_t gm_engine_save_next(gm_engine *engine)
-{
-    return gm_saving_next(engine);
-}
-
 gm_status gm_engine_save_done(gm_engine *engine, uint32_t chunk)
 {
     GM_FAIL_IF(chunk >= gm_layout_n_chunks(engine->layout), GM_ERR_ARG, "chunk %u does not exist",

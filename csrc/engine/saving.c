@@ -13,7 +13,9 @@
  *   3. A unit or a tensor on the device may write weights before anybody is told.  Where their home still has the old
  *      bytes, these are copied.  Where it has not, the checkpoint fails by name, and from the next one on the chunk is
  *      copied at the beginning.
- *   4. Between gm_saving_end and the next begin nothing is due or kept, but for one that a keeper is
+ *   4. What is kept beside a spare is lent (chunk.h): the table refuses to change it.  What is not due is refused to the
+ *      writer.
+ *   5. Between gm_saving_end and the next begin nothing is due or kept, but for one that a keeper is
  *      making: it drops that itself.
  *
  * `lock` comes after the engine's lock; who holds it takes that only by trying.  The host waits in: gm_saving_keep, gm_saving_settle. */
@@ -76,13 +78,31 @@ gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n,
     return GM_OK;
 }
 
+static size_t state_offset(const gm_engine *engine, uint32_t chunk)
+{
+    return gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT), 64);
+}
+
+static size_t copy_bytes(const gm_engine *engine, uint32_t chunk)
+{
+    return state_offset(engine, chunk) + gm_engine_piece_bytes(engine, chunk, GM_STATE);
+}
+
+static void give_back(gm_engine *engine, uint32_t chunk)
+{
+    gm_chunks_give_spare_back(engine->chunks, chunk, GM_WEIGHT);
+    gm_chunks_give_spare_back(engine->chunks, chunk, GM_STATE);
+}
+
 static void drop_kept(gm_engine *engine, uint32_t chunk)
 {
     saved *s = &engine->saving.chunks[chunk];
     if (s->copy) {
-        engine->saving.held -= gm_saving_bytes(engine, chunk);
+        engine->saving.held -= copy_bytes(engine, chunk);
         gm_arena_free(s->copy);
         s->copy = NULL;
+    } else if (s->weights) {
+        give_back(engine, chunk);
     }
     s->weights = s->states = NULL;
     s->is_due = false;
@@ -113,16 +133,6 @@ void gm_saving_end(gm_engine *engine, gm_saving_use *out)
 
 /* ---- copies ---- */
 
-static size_t state_offset(const gm_engine *engine, uint32_t chunk)
-{
-    return gm_round_up(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT), 64);
-}
-
-size_t gm_saving_bytes(const gm_engine *engine, uint32_t chunk)
-{
-    return state_offset(engine, chunk) + gm_engine_piece_bytes(engine, chunk, GM_STATE);
-}
-
 /* With `lock`.  The checkpoint cannot be right any more; training is not concerned. */
 static void fail(gm_engine *engine, uint32_t param, const char *why)
 {
@@ -142,7 +152,7 @@ static bool is_wanted(const gm_engine *engine, uint32_t chunk)
 /* Waits for room.  Whether the chunk is still wanted: room is taken then. */
 static bool take_room(gm_engine *engine, uint32_t chunk, bool waits)
 {
-    size_t bytes = gm_saving_bytes(engine, chunk);
+    size_t bytes = copy_bytes(engine, chunk);
     pthread_mutex_lock(&engine->saving.lock);
     bool has_waited = false;
     while (waits && is_wanted(engine, chunk) && engine->saving.held > 0 &&
@@ -175,7 +185,7 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
     size_t weights = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     size_t states = gm_engine_piece_bytes(engine, chunk, GM_STATE);
     gm_arena *copy = NULL;
-    (void)gm_arena_new(gm_saving_bytes(engine, chunk), engine->workers, &copy);
+    (void)gm_arena_new(NULL, copy_bytes(engine, chunk), engine->workers, &copy);
     gm_status status = GM_OK;
     if (copy) {
         status = gm_chunks_read(engine->chunks, chunk, GM_WEIGHT, 0, weights, gm_arena_base(copy),
@@ -197,7 +207,7 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
         s->weights = gm_arena_base(copy);
         s->states = s->weights + state_offset(engine, chunk);
     } else { /* not due: the checkpoint has failed meanwhile */
-        engine->saving.held -= gm_saving_bytes(engine, chunk);
+        engine->saving.held -= copy_bytes(engine, chunk);
         gm_arena_free(copy);
     }
     pthread_cond_broadcast(&engine->saving.changed);
@@ -259,16 +269,22 @@ gm_status gm_saving_settle(gm_engine *engine, uint32_t chunk)
     return gm_chunks_write_back(engine->chunks, chunk, GM_WEIGHT);
 }
 
-void gm_saving_note_spare(gm_engine *engine, uint32_t chunk)
+gm_status gm_saving_note_spare(gm_engine *engine, uint32_t chunk)
 {
     saved *s = &engine->saving.chunks[chunk];
+    /* What the two wait for is over since gm_saving_settle. */
+    GM_TRY(gm_chunks_lend_spare(engine->chunks, chunk, GM_WEIGHT));
+    GM_TRY(gm_chunks_lend_spare(engine->chunks, chunk, GM_STATE));
     pthread_mutex_lock(&engine->saving.lock);
-    if (is_wanted(engine, chunk)) { /* else it has been written meanwhile */
+    if (is_wanted(engine, chunk)) {
         s->weights = gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT);
         s->states = gm_chunks_spare(engine->chunks, chunk, GM_STATE);
         pthread_cond_broadcast(&engine->saving.changed);
+    } else { /* it has been written meanwhile */
+        give_back(engine, chunk);
     }
     pthread_mutex_unlock(&engine->saving.lock);
+    return GM_OK;
 }
 
 bool gm_saving_has_spare(gm_engine *engine, uint32_t chunk)
@@ -305,7 +321,7 @@ static uint32_t first_kept(const gm_engine *engine)
     return first;
 }
 
-uint32_t gm_saving_next(gm_engine *engine)
+uint32_t gm_engine_save_next(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->saving.lock);
     uint32_t chunk = first_kept(engine);
@@ -328,6 +344,8 @@ gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
             *out = GM_SAVING_KEPT;
             *out_weights = s->weights;
             *out_states = s->states;
+        } else if (!s->is_due) { /* it may have changed since */
+            status = GM_FAIL(GM_ERR_STATE, "chunk %u is no more to be written", chunk);
         } else if (pthread_mutex_trylock(&engine->lock) == 0) {
             *out = GM_SAVING_LOCKED;
         } else if (first_kept(engine) == GM_NO_CHUNK) {

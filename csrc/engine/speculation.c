@@ -29,7 +29,7 @@
 #include <string.h>
 
 enum { PINNED_BYTES_PER_ENTRY = 512 }; /* in the driver's tables on the device, of an H200 */
-enum { PATIENCE = 4, FEWER = 8 };      /* steps until a plan, or a count of backwards, is changed */
+enum { PATIENCE = 4 };                 /* steps until a plan is changed */
 
 void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 {
@@ -68,7 +68,7 @@ static gm_status find_available(const gm_engine *engine, size_t homes, size_t *o
 static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    size_t available, homes = gm_arena_reserved(engine->arena);
+    size_t available, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
     if (!s->has_limit) {
         s->has_limit = true;
         if (engine->policy == GM_POLICY_CUDA ||
@@ -163,18 +163,6 @@ static void consider(gm_engine *engine)
     }
 }
 
-/* Invariant 4. */
-static void count_backwards(gm_chunk_state *state)
-{
-    bool is_fewer = state->n_backwards < state->most_backwards;
-    state->n_fewer = is_fewer ? state->n_fewer + 1 : 0;
-    if (!is_fewer || state->n_fewer == FEWER) {
-        state->most_backwards = state->n_backwards;
-        state->n_fewer = 0;
-    }
-    state->n_backwards = 0;
-}
-
 void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     gm_speculation *s = &engine->speculation;
@@ -193,9 +181,7 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
     s->has_norm = s->has_numbers = false;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         engine->chunk_states[chunk].is_numbered = false;
-        if (engine->chunk_states[chunk].n_backwards > 0) {
-            count_backwards(&engine->chunk_states[chunk]);
-        }
+        gm_habit_learn(&engine->chunk_states[chunk].backwards); /* invariant 4 */
     }
     consider(engine);
 }
@@ -251,7 +237,12 @@ static gm_status move_spares(gm_engine *engine)
 void gm_speculation_take_room(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    if (n_planned(engine) == 0 || move_spares(engine) != GM_OK) {
+    if (n_planned(engine) == 0) {
+        return;
+    }
+    gm_status moved = move_spares(engine);
+    if (moved != GM_OK) { /* a spare that is being read, or the device has failed */
+        (void)gm_engine_die(engine, moved);
         return;
     }
     size_t bytes = 0, left = s->limit - s->bytes;
@@ -264,7 +255,7 @@ void gm_speculation_take_room(gm_engine *engine)
         return;
     }
     double began = gm_seconds();
-    if (gm_arena_new_for(engine->device, bytes, engine->workers, &arena) != GM_OK) {
+    if (gm_arena_new(engine->device, bytes, engine->workers, &arena) != GM_OK) {
         return; /* what has no spare is updated as without speculation */
     }
     engine->speculation.arenas[s->n_arenas++] = arena;
@@ -307,7 +298,7 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
                   gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
                   !state->is_pending && !state->has_result && !atomic_load(&task->is_running);
     is_due = is_due && state->n_held == state->n_params &&
-             state->n_backwards == state->most_backwards && may_use_spare(engine, chunk) &&
+             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk) &&
              !gm_saving_has_spare(engine, chunk);
     return is_due ? task : NULL;
 }

@@ -34,12 +34,9 @@ void gm_stage_free(gm_engine *engine)
     struct gm_stage *stage = engine->stage;
     for (uint32_t i = 0; stage && stage->slots && i < stage->n_slots; i++) {
         slot *s = &stage->slots[i];
-        gm_event events[] = {s->in, s->done, s->out};
-        for (int k = 0; k < 3; k++) {
-            if (events[k]) {
-                engine->device->ops->event_free(engine->device, events[k]);
-            }
-        }
+        gm_free_event(engine->device, &s->in);
+        gm_free_event(engine->device, &s->done);
+        gm_free_event(engine->device, &s->out);
     }
     if (stage) {
         free(stage->slots);
@@ -239,19 +236,19 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     gm_stream in, out, update = engine->update.stream;
     gm_chunks_state_streams(chunks, &in, &out);
     GM_ASSERT(!gm_chunks_is_resident(chunks, chunk, GM_STATE));
-    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_STATE, in));
-    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, out));
-    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, update));
-    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_READ, in));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_WRITE, out));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_WRITE, update));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, update));
     pass_through p = {.chunk = chunk, .task = task};
     if (task->is_late) { /* states may come in before the factor is known: they do not wait for it */
         GM_TRY(gm_clip_order(engine, false, update, &p.grad_scale));
     }
     GM_TRY(update_slices(engine, &p));
-    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, update));
-    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, update));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_WRITE, update));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, update));
     /* Each slice was read in before it went out: the last copy home is the last access to the home. */
-    return gm_chunks_end_home_write(chunks, chunk, GM_STATE, out);
+    return gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_WRITE, out);
 }
 
 gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task)
@@ -264,17 +261,17 @@ gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *t
                       .has_weights = gm_chunks_is_resident(chunks, chunk, GM_WEIGHT)};
     gm_chunks_state_streams(chunks, &in, &out);
     GM_ASSERT(!gm_chunks_is_resident(chunks, chunk, GM_STATE));
-    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_STATE, in));
-    GM_TRY(p.has_weights ? gm_chunks_begin_read(chunks, chunk, GM_WEIGHT, update)
-                         : gm_chunks_begin_home_read(chunks, chunk, GM_WEIGHT, in));
-    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, update));
-    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_WEIGHT, out));
-    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_STATE, out));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_READ, in));
+    GM_TRY(p.has_weights ? gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_READ, update)
+                         : gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_HOME_READ, in));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, update));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, out));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_SPARE_WRITE, out));
     GM_TRY(update_slices(engine, &p));
-    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_STATE, in));
-    GM_TRY(p.has_weights ? gm_chunks_end_read(chunks, chunk, GM_WEIGHT, update)
-                         : gm_chunks_end_home_read(chunks, chunk, GM_WEIGHT, in));
-    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_GRAD, update));
-    GM_TRY(gm_chunks_end_spare_write(chunks, chunk, GM_WEIGHT, out));
-    return gm_chunks_end_spare_write(chunks, chunk, GM_STATE, out);
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_READ, in));
+    GM_TRY(p.has_weights ? gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_READ, update)
+                         : gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_HOME_READ, in));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, update));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, out));
+    return gm_chunks_end(chunks, chunk, GM_STATE, GM_SPARE_WRITE, out);
 }

@@ -49,11 +49,11 @@ static void follow_loop(gm_engine *engine)
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     if (engine->update.is_armed) {
-        gm_update_disarm(
-            engine); /* what was not complete in backward becomes pending now, with the same numbers */
+        /* what was not complete in backward becomes pending now, with the same numbers */
+        gm_update_disarm(engine);
     } else {
-        GM_TRY(
-            gm_update_issue_all(engine)); /* of the last step: chunks that no pass has used since */
+        /* of the last step: chunks that no pass has used since */
+        GM_TRY(gm_update_issue_all(engine));
         GM_TRY(gm_clip_note_issued(engine));
         engine->step.n++;
     }
@@ -130,10 +130,10 @@ static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, b
         }
         if (status == GM_OK) {
             gm_pass_end(engine);
+            gm_gradient_note_step(engine);
             gm_speculation_note_step(engine, sorted, n);
             follow_loop(engine);
-            gm_status planned =
-                gm_planner_run(engine); /* without one the engine goes on, on demand */
+            gm_status planned = gm_planner_run(engine); /* without one it goes on, on demand */
             if (engine->ranks.stream && planned != GM_OK) {
                 status = gm_engine_die(engine, planned);
             }

@@ -13,10 +13,8 @@ enum { TIMED_RUNS = 2 };
 void gm_timer_free(gm_engine *engine)
 {
     for (size_t i = 0; i < engine->timer.capacity; i++) {
-        const gm_event events[] = {engine->timer.ticks[i].start, engine->timer.ticks[i].end};
-        for (int k = 0; k < 2 && events[k]; k++) {
-            engine->device->ops->event_free(engine->device, events[k]);
-        }
+        gm_free_event(engine->device, &engine->timer.ticks[i].start);
+        gm_free_event(engine->device, &engine->timer.ticks[i].end);
     }
     free(engine->timer.ticks);
 }

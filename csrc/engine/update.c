@@ -45,12 +45,8 @@ gm_status gm_update_new(gm_engine *engine)
 
 void gm_update_free(gm_engine *engine)
 {
-    if (engine->update.stream) {
-        engine->device->ops->stream_free(engine->device, engine->update.stream);
-    }
-    if (engine->update.host_stream) {
-        engine->device->ops->stream_free(engine->device, engine->update.host_stream);
-    }
+    gm_free_stream(engine->device, &engine->update.stream);
+    gm_free_stream(engine->device, &engine->update.host_stream);
     free(engine->update.ranges);
 }
 
@@ -94,9 +90,9 @@ static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *tas
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update.stream;
-    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_STATE, stream));
-    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_WRITE, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_WRITE, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, stream));
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
@@ -106,9 +102,9 @@ static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *tas
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
     gm_timeline_end(engine->timeline, entry, stream);
-    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(gm_chunks_end_write(chunks, chunk, GM_STATE, stream));
-    return gm_chunks_end_read(chunks, chunk, GM_GRAD, stream);
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_WRITE, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_WRITE, stream));
+    return gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, stream);
 }
 
 /* Weights and gradient are on the device; so are the states, or they pass through the stage. */
@@ -188,17 +184,17 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
     }
-    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(gm_chunks_begin_home_write(chunks, chunk, GM_STATE, stream));
-    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_WRITE, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
     set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
                gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
     GM_TRY(task->is_late ? gm_clip_order(engine, true, stream, &task->args.grad_scale) : GM_OK);
     note_task(engine, chunk, false, stream);
     GM_TRY(call_host(engine, chunk, task, stream));
-    GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(gm_chunks_end_home_write(chunks, chunk, GM_STATE, stream));
-    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_WRITE, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
     GM_TRY(gm_chunks_discard(chunks, chunk, GM_STATE)); /* stale; with a placement it is free */
     GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
@@ -210,10 +206,10 @@ static gm_status redo_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->clip.stream; /* not behind the speculations of other chunks */
     GM_TRY(gm_chunks_send_home(chunks, chunk, GM_GRAD));
-    GM_TRY(gm_chunks_begin_home_read(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
     for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(gm_chunks_begin_spare_read(chunks, chunk, (gm_piece)piece, stream));
-        GM_TRY(gm_chunks_begin_home_write(chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_SPARE_READ, stream));
+        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_HOME_WRITE, stream));
         gm_note_access(engine->device, gm_chunks_spare(chunks, chunk, (gm_piece)piece),
                        gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), false, stream);
     }
@@ -222,10 +218,10 @@ static gm_status redo_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
     task->is_redo = true;
     note_task(engine, chunk, false, stream);
     GM_TRY(call_host(engine, chunk, task, stream));
-    GM_TRY(gm_chunks_end_home_read(chunks, chunk, GM_GRAD, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
     for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(gm_chunks_end_spare_read(chunks, chunk, (gm_piece)piece, stream));
-        GM_TRY(gm_chunks_end_home_write(chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_SPARE_READ, stream));
+        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_HOME_WRITE, stream));
     }
     return GM_OK;
 }
@@ -236,18 +232,18 @@ static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *t
     gm_stream stream = engine->update.host_stream;
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
-        GM_TRY(gm_chunks_begin_home_read(chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_HOME_READ, stream));
     }
-    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_WEIGHT, stream));
-    GM_TRY(gm_chunks_begin_spare_write(chunks, chunk, GM_STATE, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_SPARE_WRITE, stream));
     set_out_of_place(engine, chunk, task, true);
     note_task(engine, chunk, true, stream);
     GM_TRY(call_host(engine, chunk, task, stream));
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_end_home_read(chunks, chunk, (gm_piece)piece, stream));
+        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_HOME_READ, stream));
     }
-    GM_TRY(gm_chunks_end_spare_write(chunks, chunk, GM_WEIGHT, stream));
-    return gm_chunks_end_spare_write(chunks, chunk, GM_STATE, stream);
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, stream));
+    return gm_chunks_end(chunks, chunk, GM_STATE, GM_SPARE_WRITE, stream);
 }
 
 gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
@@ -341,7 +337,7 @@ static gm_status update_apart(gm_engine *engine, uint32_t chunk, gm_task *task, 
     GM_TRY(is_on_device ? gm_stage_speculate(engine, chunk, task)
                         : speculate_at_home(engine, chunk, task));
     gm_speculation_flip(engine, chunk);
-    gm_saving_note_spare(engine, chunk);
+    GM_TRY(gm_saving_note_spare(engine, chunk));
     return take_result(engine, chunk, task);
 }
 
@@ -367,10 +363,10 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     }
     if (status == GM_OK) {
         gm_speculation_take(engine, chunk, task, &is_taken);
-        if (is_taken &&
-            is_apart) { /* at once: what fails from here on leaves the writer its bytes */
-            gm_saving_note_spare(engine, chunk);
-        }
+        /* At once: what fails from here on leaves the writer its bytes. */
+        status = is_taken && is_apart ? gm_saving_note_spare(engine, chunk) : GM_OK;
+    }
+    if (status == GM_OK) {
         status = is_taken ? take_result(engine, chunk, task)
                           : bring_to_device(engine, chunk, &is_on_device);
     }
@@ -484,8 +480,8 @@ static gm_status add_range(gm_task *task, const gm_param *p, const gm_adam_hyper
 /* Those that an immediate update has done already are left out. */
 gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_t n, bool arm)
 {
-    for (uint32_t i = 0; i < n;
-         i++) { /* empty first: a chunk's parameters need not be neighbours */
+    for (uint32_t i = 0; i < n; i++) {
+        /* empty first: a chunk's parameters need not be neighbours */
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         gm_task *task;

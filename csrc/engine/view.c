@@ -6,61 +6,26 @@
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
 {
     pthread_mutex_lock(&engine->lock);
-    gm_chunks_stats stats;
-    gm_chunks_get_stats(engine->chunks, &stats);
-    uint32_t n = gm_layout_n_chunks(engine->layout);
-    uint64_t n_late = atomic_load(&engine->update.n_late);
-    *out = (gm_engine_stats){
-        .fetches = stats.fetches,
-        .evictions = stats.evictions,
-        .fetched_bytes = stats.fetched_bytes,
-        .evicted_bytes = stats.evicted_bytes,
-        .mapping_seconds = stats.mapping_seconds,
-        .device_bytes = stats.device_bytes,
-        .device_peak_bytes = stats.device_peak_bytes,
-        .device_budget_bytes = engine->room.budget,
-        .host_pin_seconds =
-            engine->arena_seconds + stats.home_seconds + engine->speculation.seconds,
-        .host_bytes = gm_arena_bytes(engine->arena) + engine->speculation.bytes,
-        .spare_bytes = engine->speculation.bytes,
-        .n_speculated = engine->speculation.n_made,
-        .n_taken = engine->speculation.n_taken - n_late,
-        .n_redone = engine->speculation.n_redone + n_late,
-        .n_chunks = n,
-        .rank = engine->ranks.rank,
-        .n_shards = engine->ranks.n_shards,
-        .n_replicas = engine->ranks.n_replicas,
-        .gathers = engine->weights.n_gathers,
-        .reduces = engine->gradient.n_reduces,
-        .gathered_bytes = engine->weights.gathered_bytes,
-        .reduced_bytes = engine->gradient.reduced_bytes,
-        .n_blocks = stats.n_blocks,
-        .layout_hash = gm_layout_hash(engine->layout),
-        .host_adam_seconds = (double)atomic_load(&engine->update.host_ns) * 1e-9,
-        .n_plans = engine->room.n_plans,
-        .n_breaks = engine->room.n_breaks,
-        .n_deviations = engine->pass.n_deviations,
-        .n_replay_waits = engine->pass.n_replay_waits,
-        .n_host_waits = gm_engine_count_waits(engine),
-        .n_traces = gm_book_n_traces(engine->pass.book),
-        .n_pending = engine->update.n_pending,
-        .n_leases_walked = engine->watch.n_walked,
-        .outside_peak_bytes = engine->inputs.outside_peak_bytes,
-        .is_planned = engine->room.plan != NULL,
-        .is_provisional = gm_window_is_provisional(engine),
-    };
-    for (uint32_t id = 0; id < n; id++) {
-        out->weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
+    gm_chunks_stats table;
+    gm_chunks_get_stats(engine->chunks, &table);
+    uint64_t n_late = atomic_load(&engine->update.n_late), n_immediate = 0;
+    size_t state_bytes = 0, weight_bytes = 0;
+    uint32_t n_with_states = 0, n_leases = 0;
+    for (uint32_t id = 0; id < gm_layout_n_chunks(engine->layout); id++) {
+        weight_bytes += gm_engine_piece_blocks(engine, id, GM_WEIGHT);
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
-            out->state_bytes += gm_engine_piece_blocks(engine, id, (gm_piece)piece);
+            state_bytes += gm_engine_piece_blocks(engine, id, (gm_piece)piece);
         }
-        out->n_immediate += atomic_load(&engine->chunk_states[id].n_immediate);
-        out->n_with_states += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
-                              gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
+        n_immediate += atomic_load(&engine->chunk_states[id].n_immediate);
+        n_with_states += gm_chunks_is_resident(engine->chunks, id, GM_STATE) &&
+                         gm_engine_piece_blocks(engine, id, GM_STATE) > 0;
     }
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
-        out->n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
+        n_leases += lease->is_pinned && !atomic_load(&lease->is_ended);
     }
+#define X(type, name, value) .name = (value),
+    *out = (gm_engine_stats){GM_ENGINE_COUNTS(X) GM_ENGINE_SECONDS(X)};
+#undef X
     gm_saving_unlock(engine);
 }
 

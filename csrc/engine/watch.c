@@ -111,17 +111,12 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
     return status;
 }
 
-/* Writes must have passed before bytes are compared: the tensor's stream's and the default one's. */
-static gm_status wait_for_writes(gm_engine *engine, const gm_lease *lease)
-{
-    GM_TRY(engine->device->ops->stream_sync(engine->device, lease->stream));
-    return engine->device->ops->stream_sync(engine->device, 0);
-}
-
-/* Finds what was written through the lease's tensor since the last look. */
+/* Finds what was written through the lease's tensor since the last look.  Writes must have passed
+ * before bytes are compared: the tensor's stream's and the default one's. */
 static gm_status look(gm_engine *engine, gm_lease *lease)
 {
-    GM_TRY(wait_for_writes(engine, lease));
+    GM_TRY(engine->device->ops->stream_sync(engine->device, lease->stream));
+    GM_TRY(engine->device->ops->stream_sync(engine->device, 0));
     return reconcile(engine, lease);
 }
 
@@ -235,8 +230,8 @@ gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
     for (; (lease = *link); link = &lease->next) {
         engine->watch.n_walked++;
         if (atomic_load(&lease->is_ended)) {
-            if (lease->is_pinned &&
-                gm_watch_is_on(engine, lease)) { /* else its users have looked */
+            if (lease->is_pinned && gm_watch_is_on(engine, lease)) {
+                /* else its users have looked */
                 GM_TRY(look(engine, lease));
             }
             note_use(engine, lease);

@@ -27,19 +27,19 @@ static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_WEIGHT);
     uintptr_t whole = gm_chunks_address(chunks, chunk, GM_GATHERED);
     gm_ranks_label(engine, GM_FOR_GATHER, chunk);
-    GM_TRY(gm_chunks_begin_write(chunks, chunk, GM_GATHERED, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GATHERED, GM_WRITE, stream));
     uint32_t entry = gm_timeline_begin(engine->timeline, GM_LOG_GATHER, GM_ON_COMM, chunk,
                                        GM_GATHERED, bytes * engine->ranks.n_shards, stream);
-    GM_TRY(gm_chunks_begin_read(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_READ, stream));
     GM_TRY(engine->device->ops->copy_d2d(engine->device, whole + engine->ranks.rank * bytes,
                                          gm_chunks_address(chunks, chunk, GM_WEIGHT), bytes,
                                          stream));
-    GM_TRY(gm_chunks_end_read(chunks, chunk, GM_WEIGHT, stream));
+    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_READ, stream));
     GM_TRY(gm_comm_all_gather(engine->ranks.shard_comm, whole, bytes, stream));
     gm_timeline_end(engine->timeline, entry, stream);
     engine->weights.n_gathers++;
     engine->weights.gathered_bytes += bytes * engine->ranks.n_shards;
-    return gm_chunks_end_write(chunks, chunk, GM_GATHERED, stream);
+    return gm_chunks_end(chunks, chunk, GM_GATHERED, GM_WRITE, stream);
 }
 
 static bool is_valid(const gm_chunk_state *state)

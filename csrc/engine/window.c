@@ -60,12 +60,8 @@ void gm_window_start(gm_engine *engine)
 
 void gm_window_free(gm_engine *engine)
 {
-    if (engine->window.begin) {
-        engine->device->ops->event_free(engine->device, engine->window.begin);
-    }
-    if (engine->window.end) {
-        engine->device->ops->event_free(engine->device, engine->window.end);
-    }
+    gm_free_event(engine->device, &engine->window.begin);
+    gm_free_event(engine->device, &engine->window.end);
 }
 
 /* Between the events are STEPS_MEASURED whole steps of the caller's stream. */

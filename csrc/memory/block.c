@@ -31,7 +31,7 @@ gm_status gm_block_map(gm_chunks *chunks, piece *p)
 static gm_status poison_piece(gm_chunks *chunks, piece *p)
 {
     const gm_device_ops *ops = chunks->device->ops;
-    bool is_shown = gm_piece_index(chunks, p) % GM_N_PIECES == gm_shown_piece(chunks);
+    bool is_shown = gm_piece_index(chunks, p) % GM_N_PIECES == chunks->shown;
     chunks->stats.n_maps++;
     p->is_mapped = false;
     return (is_shown ? ops->poison : ops->unmap)(chunks->device, p->address, p->n_blocks);
@@ -133,8 +133,8 @@ gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece kind)
     if (gm_is_transient(kind)) {
         return release(chunks, p, id, kind);
     }
-    GM_FAIL_IF(!chunks->has_homes, GM_ERR_STATE,
-               "chunk %u has no home on the host (policy \"cuda\")", id);
+    GM_FAIL_IF(gm_has_to_stay(chunks, id), GM_ERR_STATE,
+               "chunk %u stays on the device and has no home on the host", id);
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
     GM_TRY(release(chunks, p, id, kind));
     chunks->is_all_resident[id] = false;
@@ -163,6 +163,7 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)
     for (uint32_t id = 0; id < chunks->n_chunks; id++) {
         const piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
         if (gm_is_resident(p) && p->pins == 0 && !chunks->is_all_resident[id] && p->n_blocks > 0 &&
+            !gm_has_to_stay(chunks, id) &&
             (victim == UINT32_MAX ||
              p->last_use < gm_piece_at(chunks, victim, GM_WEIGHT)->last_use)) {
             victim = id;
@@ -176,7 +177,7 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)
         const piece *state = gm_piece_at(chunks, id, GM_STATE);
         const piece *grad = gm_piece_at(chunks, id, GM_GRAD);
         bool is_here = chunks->is_all_resident[id] || gm_is_resident(state) || gm_is_resident(grad);
-        if (is_here && state->pins == 0 && grad->pins == 0) {
+        if (is_here && !gm_has_to_stay(chunks, id) && state->pins == 0 && grad->pins == 0) {
             GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));
             GM_TRY(gm_chunks_evict(chunks, id, GM_GRAD));
             chunks->is_all_resident[id] = false;
@@ -194,13 +195,34 @@ bool gm_block_take_shown(gm_chunks *chunks, const piece *p)
         uint32_t at = chunks->free_at[p->blocks[b]];
         is_free = at < chunks->n_free && chunks->free_blocks[at] == p->blocks[b];
     }
-    for (uint32_t b = 0; is_free && b < p->n_blocks;
-         b++) { /* the top of the stack takes its place */
+    /* The top of the stack takes the place of each. */
+    for (uint32_t b = 0; is_free && b < p->n_blocks; b++) {
         uint32_t at = chunks->free_at[p->blocks[b]], top = gm_block_pop(chunks);
         chunks->free_blocks[at] = top;
         chunks->free_at[top] = at;
     }
     return is_free;
+}
+
+/* Nothing can be evicted now. */
+static gm_status fail_full(const gm_chunks *chunks, uint32_t n)
+{
+    size_t block = chunks->device->block_bytes;
+    gm_size_text wanted = gm_wanted((size_t)n * block);
+    char why[256];
+    gm_chunks_say_staying(chunks, why, sizeof why);
+    const char *by = why[0] ? ".  " : "";
+    GM_FAIL_IF(chunks->limit == 0, GM_ERR_NOMEM,
+               "DEVICE: %s wanted for a chunk, and activations and what else is on the "
+               "device take all of device_budget; raise it, or use fewer tokens or "
+               "activation checkpointing%s%s",
+               wanted.text, by, why);
+    return GM_FAIL(GM_ERR_NOMEM,
+                   "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at this "
+                   "moment and %s free; raise device_budget, or use a smaller chunk_size%s%s",
+                   wanted.text, gm_there((size_t)(chunks->n_blocks - chunks->n_free) * block).text,
+                   gm_there(chunks->limit).text, gm_there((size_t)chunks->n_free * block).text, by,
+                   why);
 }
 
 /* n blocks for one piece, by creating or by evicting. */
@@ -226,19 +248,7 @@ static gm_status take_blocks(gm_chunks *chunks, uint32_t n, bool is_fresh, uint3
         bool evicted;
         GM_TRY(gm_block_evict_one(chunks, &evicted));
         if (!evicted) {
-            size_t block = chunks->device->block_bytes;
-            gm_size_text wanted = gm_wanted((size_t)n * block);
-            GM_FAIL_IF(chunks->limit == 0, GM_ERR_NOMEM,
-                       "DEVICE: %s wanted for a chunk, and activations and what else is on the "
-                       "device take all of device_budget; raise it, or use fewer tokens or "
-                       "activation checkpointing",
-                       wanted.text);
-            return GM_FAIL(
-                GM_ERR_NOMEM,
-                "DEVICE: %s wanted, %s of the %s that are left for chunks are in use at this "
-                "moment and %s free; raise device_budget, or use a smaller chunk_size",
-                wanted.text, gm_there((size_t)(chunks->n_blocks - chunks->n_free) * block).text,
-                gm_there(chunks->limit).text, gm_there((size_t)chunks->n_free * block).text);
+            return fail_full(chunks, n);
         }
     }
     for (uint32_t b = 0; b < n; b++) {

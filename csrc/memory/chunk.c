@@ -37,25 +37,24 @@ uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 
 void gm_chunks_weight_span(const gm_chunks *chunks, uintptr_t *begin, uintptr_t *end)
 {
-    gm_piece shown = gm_shown_piece(chunks);
-    *begin = chunks->span[shown];
-    *end = *begin + chunks->span_bytes[shown];
+    *begin = chunks->span[chunks->shown];
+    *end = *begin + chunks->span_bytes[chunks->shown];
 }
 
 uint32_t gm_chunks_at(const gm_chunks *chunks, uintptr_t address)
 {
-    gm_piece shown = gm_shown_piece(chunks);
     uint32_t low = 0, high = chunks->n_chunks;
     while (low < high) { /* first chunk whose weights end beyond the address */
         uint32_t middle = low + (high - low) / 2;
-        const piece *p = gm_piece_at(chunks, middle, shown);
+        const piece *p = gm_piece_at(chunks, middle, chunks->shown);
         if (p->address + (size_t)p->n_blocks * chunks->device->block_bytes > address) {
             high = middle;
         } else {
             low = middle + 1;
         }
     }
-    bool is_inside = low < chunks->n_chunks && gm_piece_at(chunks, low, shown)->address <= address;
+    bool is_inside =
+        low < chunks->n_chunks && gm_piece_at(chunks, low, chunks->shown)->address <= address;
     return is_inside ? low : UINT32_MAX;
 }
 
@@ -190,6 +189,24 @@ static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
     return wait_fence(chunks, &p->filled, stream);
 }
 
+static gm_status check_not_lent(const gm_chunks *chunks, piece *p)
+{
+    return atomic_load(&p->is_spare_lent)
+               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its spare is being read, and was to be changed",
+                         gm_piece_chunk(chunks, p))
+               : GM_OK;
+}
+
+static gm_status order_spare_write(gm_chunks *chunks, piece *p, gm_stream stream)
+{
+    GM_ASSERT(p->spare);
+    GM_TRY(check_not_lent(chunks, p));
+    GM_TRY(wait_fence(chunks, &p->spare_homed, stream));
+    GM_TRY(wait_fence(chunks, &p->spare_used, stream));
+    GM_TRY(wait_fence(chunks, &p->filled, stream));
+    return wait_fence(chunks, &p->homed, stream);
+}
+
 gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     p->version++;
@@ -256,8 +273,8 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
         return GM_OK;
     }
     GM_ASSERT(!gm_is_transient(kind));
-    GM_FAIL_IF(!chunks->has_homes, GM_ERR_STATE,
-               "chunk %u has no home on the host (policy \"cuda\")", id);
+    GM_FAIL_IF(gm_has_to_stay(chunks, id), GM_ERR_STATE,
+               "chunk %u stays on the device and has no home on the host", id);
     GM_TRY(gm_home_give(chunks, id, id + 1)); /* nothing has changed if there are none */
     gm_stream stream = chunks->out[kind];
     /* Its users may be writers (a unit that changes its weights): the copy comes after them too. */
@@ -321,62 +338,39 @@ void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
 
 /* ---- work on pieces ---- */
 
-gm_status gm_chunks_begin_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+gm_status gm_chunks_begin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_work work,
+                          gm_stream stream)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(gm_is_resident(p));
-    return wait_fence(chunks, &p->filled, stream);
+    GM_ASSERT(work > GM_WRITE || gm_is_resident(p));
+    GM_ASSERT(work <= GM_WRITE || work == GM_SPARE_READ || p->state != DIRTY);
+    p->version += work == GM_WRITE || work == GM_HOME_WRITE;
+    switch (work) {
+    case GM_READ: return wait_fence(chunks, &p->filled, stream);
+    case GM_WRITE: return gm_piece_order_write(chunks, p, stream);
+    case GM_HOME_READ: return wait_fence(chunks, &p->homed, stream);
+    case GM_HOME_WRITE: return order_home_write(chunks, p, stream);
+    case GM_SPARE_READ: return wait_fence(chunks, &p->spare_homed, stream);
+    default: return order_spare_write(chunks, p, stream);
+    }
 }
 
-gm_status gm_chunks_end_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->used, stream, false);
-}
-
-gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
+gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_work work,
+                        gm_stream stream)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(gm_is_resident(p));
-    p->version++;
-    return gm_piece_order_write(chunks, p, stream);
-}
-
-gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    gm_chunks_note_write(chunks, id, kind);
-    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->filled, stream, false);
+    fence *const done[GM_N_WORKS] = {&p->used,  &p->filled,     &p->home_used,
+                                     &p->homed, &p->spare_used, &p->spare_homed};
+    if (work == GM_WRITE) {
+        gm_chunks_note_write(chunks, id, kind);
+    }
+    return set_fence(chunks, done[work], stream, false);
 }
 
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     return p->pins > 0 ? set_fence(chunks, &p->used, stream, true) : GM_OK;
-}
-
-gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->state != DIRTY);
-    return wait_fence(chunks, &p->homed, stream);
-}
-
-gm_status gm_chunks_end_home_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->home_used, stream, false);
-}
-
-gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece kind,
-                                     gm_stream stream)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->state != DIRTY);
-    p->version++;
-    return order_home_write(chunks, p, stream);
-}
-
-gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->homed, stream, false);
 }
 
 /* ---- spares ---- */
@@ -411,43 +405,17 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
 {
     piece *p = gm_piece_at(chunks, from, kind);
     GM_ASSERT(p->spare && p->bytes == gm_piece_at(chunks, to, kind)->bytes);
+    GM_TRY(check_not_lent(chunks, p));
     GM_TRY(gm_piece_wait_idle(chunks, p));
     GM_TRY(gm_chunks_give_spare(chunks, to, kind, p->spare));
     p->spare = NULL;
     return GM_OK;
 }
 
-gm_status gm_chunks_begin_spare_write(gm_chunks *chunks, uint32_t id, gm_piece kind,
-                                      gm_stream stream)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare && p->state != DIRTY);
-    GM_TRY(wait_fence(chunks, &p->spare_homed, stream));
-    GM_TRY(wait_fence(chunks, &p->spare_used, stream));
-    GM_TRY(wait_fence(chunks, &p->filled, stream));
-    return wait_fence(chunks, &p->homed, stream);
-}
-
-gm_status gm_chunks_end_spare_write(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_homed, stream, false);
-}
-
-gm_status gm_chunks_begin_spare_read(gm_chunks *chunks, uint32_t id, gm_piece kind,
-                                     gm_stream stream)
-{
-    return wait_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_homed, stream);
-}
-
-gm_status gm_chunks_end_spare_read(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
-{
-    return set_fence(chunks, &gm_piece_at(chunks, id, kind)->spare_used, stream, false);
-}
-
 void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare && p->state != DIRTY);
+    GM_ASSERT(p->spare && p->state != DIRTY && !atomic_load(&p->is_spare_lent));
     uint8_t *home = p->home;
     fence homed = p->homed, home_used = p->home_used;
     p->home = p->spare;
@@ -457,6 +425,21 @@ void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
     p->spare_homed = homed;
     p->spare_used = home_used;
     p->version++;
+}
+
+gm_status gm_chunks_lend_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->spare);
+    GM_TRY(wait_fence_on_host(chunks, &p->spare_homed));
+    gm_note_access(chunks->device, p->spare, p->bytes, false, GM_STREAM_HOST);
+    atomic_store(&p->is_spare_lent, true);
+    return GM_OK;
+}
+
+void gm_chunks_give_spare_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    atomic_store(&gm_piece_at(chunks, id, kind)->is_spare_lent, false);
 }
 
 /* ---- the host's own access ---- */

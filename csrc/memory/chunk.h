@@ -2,7 +2,8 @@
  *
  * A chunk has three pieces: its weights, its optimizer states, its gradient.  A piece has one device
  * address range for life and, unless the table was made without homes, one home on the host.  A chunk has homes for all
- * its pieces or for none: without, all are on the device.  It gets them when the first piece is to go home.
+ * its pieces or for none: without, all are on the device.  It gets them when the first piece is to go home.  A chunk
+ * that stays (plan/stay.h) never does: none of its pieces leaves, once it is there.
  *
  *             fetch                 note_write
  *     HOME ----------> CLEAN ---------------------> DIRTY     HOME   only the home holds the bytes
@@ -18,7 +19,7 @@
  * the host waits.  With one (gm_chunks_adopt) every piece has its blocks for good: fetching overwrites what other
  * pieces showed there, behind their fences, and neither maps nor waits.
  *
- * Threads: one caller at a time (the engine's lock).
+ * Threads: one caller at a time (the engine's lock), but for gm_chunks_give_spare_back.
  *
  * Above the length budget because it is the table's whole face. */
 #ifndef GM_CHUNK_H
@@ -41,6 +42,7 @@ typedef struct gm_chunks_options {
     bool has_homes;                           /* false: all pieces stay resident */
     gm_arena *homes; /* begins with gm_chunks_home_bytes() that nobody holds; NULL: all resident */
     size_t home_limit;   /* bytes of homes */
+    const bool *stays;   /* (n_chunks,) borrowed; NULL: none does */
     gm_workers *workers; /* that touch them first */
     size_t device_limit; /* bytes of blocks */
 } gm_chunks_options;
@@ -96,7 +98,7 @@ gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, boo
  * be claimed without a placement too, as gm_chunks_pin() takes blocks. */
 gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream,
                           bool *out);
-/* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes or when pinned. */
+/* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes, when it stays, or when pinned. */
 gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The device copy is forgotten, its bytes lost (no-op when not resident or pinned; of pieces that are not transient
  * also without homes or without a placement). */
@@ -104,19 +106,22 @@ gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- work on pieces, ordered by fences ---- */
 
-/* Between begin and end, work issued on `stream` reads (writes) the device copy of a resident piece. */
-gm_status gm_chunks_begin_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_end_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_begin_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_end_write(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-/* The same for homes.  After a home was written a resident copy is stale: home_written or discard. */
-gm_status gm_chunks_begin_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                    gm_stream stream);
-gm_status gm_chunks_end_home_read(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-gm_status gm_chunks_begin_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                     gm_stream stream);
-gm_status gm_chunks_end_home_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                   gm_stream stream);
+/* Between begin and end, work issued on `stream` reads or writes the device copy of a resident
+ * piece, its home, or its spare.  After a home was written a resident copy is stale: home_written
+ * or discard. */
+typedef enum gm_work {
+    GM_READ,
+    GM_WRITE,
+    GM_HOME_READ,
+    GM_HOME_WRITE,
+    GM_SPARE_READ,
+    GM_SPARE_WRITE,
+    GM_N_WORKS
+} gm_work;
+gm_status gm_chunks_begin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_work work,
+                          gm_stream stream);
+gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_work work,
+                        gm_stream stream);
 /* Whoever has the piece pinned reads it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* If DIRTY: issues the copy. */
@@ -132,19 +137,13 @@ gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, u
 /* Another piece, as long, gets it; waits for whoever uses it. */
 gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece piece);
 uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
-/* Between begin and end, work issued on `stream` writes the spare. */
-gm_status gm_chunks_begin_spare_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                      gm_stream stream);
-gm_status gm_chunks_end_spare_write(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                    gm_stream stream);
-/* The same, reads it. */
-gm_status gm_chunks_begin_spare_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                     gm_stream stream);
-gm_status gm_chunks_end_spare_read(gm_chunks *chunks, uint32_t id, gm_piece piece,
-                                   gm_stream stream);
 /* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from here on.  A resident
  * copy is stale then: home_written. */
 void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* Waits for what is being written there.  Another thread reads the spare from now on until it is given back, by any thread.
+ * So long who would write or move it gets GM_ERR_STATE. */
+gm_status gm_chunks_lend_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
+void gm_chunks_give_spare_back(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- the host's own access; it may wait ---- */
 
@@ -169,13 +168,16 @@ gm_status gm_chunks_sync(gm_chunks *chunks); /* waits for everything that was is
 
 /* ---- memory ---- */
 
-/* All chunks have homes from now on, for good; GM_ERR_NOMEM has the bytes that lack, and nothing has changed. */
+/* All chunks but those that stay have homes from now on, for good; GM_ERR_NOMEM has the bytes that lack, and nothing has
+ * changed. */
 gm_status gm_chunks_give_homes(gm_chunks *chunks);
+/* Why some chunks stay, as errors say it; "": none does. */
+void gm_chunks_say_staying(const gm_chunks *chunks, char *out, size_t bytes);
 /* Homes that came later, of chunks that the adopted plan keeps on the device, go back, but where spares are or have been
  * beside them.  Fetches what is not there yet, and waits. */
 gm_status gm_chunks_drop_homes(gm_chunks *chunks, const gm_plan *plan);
 
-/* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends this). */
+/* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends this), or never. */
 gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id);
 /* Changes the limit; evicts and gives blocks back until it holds, or as far as pins allow (a placement that is too
  * large is left): *out_bytes (may be NULL) says what is held afterwards. */

@@ -14,6 +14,8 @@
 #ifndef GM_CHUNK_IMPL_H
 #define GM_CHUNK_IMPL_H
 
+#include <stdatomic.h>
+
 #include "memory/chunk.h"
 
 typedef enum piece_state { HOME, CLEAN, DIRTY, N_STATES } piece_state;
@@ -42,6 +44,7 @@ typedef struct piece {
     bool is_home_late, is_written_inside; /* see gm_piece_note_home */
     uint64_t version; /* changes with whatever may have changed the piece's bytes */
     uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
+    atomic_bool is_spare_lent;
     fence spare_homed, spare_used;
 } piece;
 
@@ -51,7 +54,9 @@ struct gm_chunks {
     piece *pieces;          /* (n_chunks, GM_N_PIECES) */
     uint32_t *piece_blocks; /* (capacity,) their blocks[], one behind the other */
     bool *is_all_resident;  /* (n_chunks,) */
+    const bool *stays;      /* (n_chunks,) or NULL */
     bool has_homes, keeps_homes, has_placement;
+    gm_piece shown; /* what tensors show */
     gm_arena *homes;
     gm_workers *workers;
     uintptr_t span[GM_N_PIECES];
@@ -92,17 +97,6 @@ static inline uint32_t gm_piece_index(const gm_chunks *chunks, const piece *p)
     return (uint32_t)(p - chunks->pieces);
 }
 
-static inline bool gm_is_transient(gm_piece kind)
-{
-    return kind >= GM_N_OWN_PIECES;
-}
-
-/* What tensors show. */
-static inline gm_piece gm_shown_piece(const gm_chunks *chunks)
-{
-    return chunks->span_bytes[GM_GATHERED] > 0 ? GM_GATHERED : GM_WEIGHT;
-}
-
 static inline bool gm_is_resident(const piece *p)
 {
     return p->state != HOME;
@@ -122,14 +116,13 @@ gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 
 /* home.c */
 size_t gm_home_after(size_t from, const size_t *piece_bytes, int n);
-/* As gm_chunks_give_homes(), of [begin, end). */
-gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end);
+gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end); /* to [begin, end) */
+bool gm_has_to_stay(const gm_chunks *chunks, uint32_t id); /* it has no home, and gets none */
 void gm_home_drop(gm_chunks *chunks, uint32_t id); /* nothing uses them; its pieces are resident */
 
 /* block.c */
 extern const gm_log_kind gm_log_of_fetch[GM_N_OWN_PIECES];
-/* The range shows blocks[]. */
-gm_status gm_block_map(gm_chunks *chunks, piece *p);
+gm_status gm_block_map(gm_chunks *chunks, piece *p);   /* the range shows blocks[] */
 void gm_block_push(gm_chunks *chunks, uint32_t index); /* onto the free ones */
 uint32_t gm_block_pop(gm_chunks *chunks);
 bool gm_block_may_grow(const gm_chunks *chunks);
@@ -143,8 +136,7 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out);
 /* Without a placement: the piece gets blocks, by creating or by evicting, and its bytes. */
 gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);
 
-/* place.c */
-/* Takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */
+/* place.c: takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */
 gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);
 
 #endif

@@ -1,7 +1,8 @@
 /* home.c - the memory of homes: a chunk's come when its first piece is to leave the device (residence.c gives them back).
  *
  * Invariant (gm_chunks_check): a chunk of which a piece is not on the device has homes for all its pieces.  So a copy home, or an update that
- * runs there, finds memory; and where there is none to be had, nothing has left the device yet. */
+ * runs there, finds memory; and where there is none to be had, nothing has left the device yet.  One that stays has none. */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "memory/chunk_impl.h"
@@ -14,6 +15,11 @@ size_t gm_home_after(size_t from, const size_t *piece_bytes, int n)
         from += gm_round_up(piece_bytes[kind], 4096);
     }
     return n < GM_N_OWN_PIECES ? from : gm_round_up(from, gm_device_host_granularity());
+}
+
+bool gm_has_to_stay(const gm_chunks *chunks, uint32_t id)
+{
+    return !chunks->has_homes || (chunks->stays && chunks->stays[id]);
 }
 
 size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n_chunks)
@@ -43,7 +49,8 @@ static size_t find_missing(const gm_chunks *chunks, uint32_t begin, uint32_t end
     *out_bytes = 0;
     for (uint32_t id = begin; id < end; id++) {
         gm_extent extent = extent_of(chunks, id);
-        if (!gm_piece_at(chunks, id, GM_WEIGHT)->home && extent.bytes > 0) {
+        if (!gm_piece_at(chunks, id, GM_WEIGHT)->home && extent.bytes > 0 &&
+            !gm_has_to_stay(chunks, id)) {
             if (extents) {
                 extents[n] = extent;
             }
@@ -75,11 +82,32 @@ gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end)
     chunks->stats.home_bytes += bytes;
     for (uint32_t id = begin; id < end; id++) {
         piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
-        for (int kind = 0; !p[GM_GRAD].home && kind < GM_N_OWN_PIECES; kind++) {
+        bool is_given = !p[GM_GRAD].home && !gm_has_to_stay(chunks, id);
+        for (int kind = 0; is_given && kind < GM_N_OWN_PIECES; kind++) {
             p[kind].home = (uint8_t *)gm_arena_base(chunks->homes) + p[kind].home_from;
         }
     }
     return GM_OK;
+}
+
+void gm_chunks_say_staying(const gm_chunks *chunks, char *out, size_t bytes)
+{
+    size_t all = 0, staying = 0;
+    for (uint32_t id = 0; chunks->stays && id < chunks->n_chunks; id++) {
+        all += extent_of(chunks, id).bytes;
+        staying += chunks->stays[id] ? extent_of(chunks, id).bytes : 0;
+    }
+    out[0] = '\0';
+    if (staying > 0) {
+        const char *which =
+            chunks->home_limit < SIZE_MAX ? "host_budget is" : "the host had room for";
+        size_t limit = chunks->home_limit < SIZE_MAX ? chunks->home_limit : all - staying;
+        (void)snprintf(
+            out, bytes,
+            "HOST: %s wanted for weights, states and gradients, %s %s, so that chunks of "
+            "%s stay on the device",
+            gm_wanted(all).text, which, gm_there(limit).text, gm_there(staying).text);
+    }
 }
 
 gm_status gm_chunks_give_homes(gm_chunks *chunks)

@@ -121,7 +121,7 @@ gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id)
     }
     if (status == GM_OK) {
         chunks->is_all_resident[id] = true;
-    } else if (chunks->has_homes) { /* not by half; the text of the first error is what counts */
+    } else if (!gm_has_to_stay(chunks, id)) { /* not by half; the text of the first error counts */
         char text[512];
         snprintf(text, sizeof text, "%s", gm_last_error());
         GM_TRY(gm_chunks_evict(chunks, id, GM_STATE));

@@ -30,6 +30,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             GM_TRY(device->ops->range_new(device, chunks->span_bytes[kind], &chunks->span[kind]));
         }
     }
+    chunks->shown = chunks->span_bytes[GM_GATHERED] > 0 ? GM_GATHERED : GM_WEIGHT;
     GM_FAIL_IF(blocks_needed > UINT32_MAX - 1, GM_ERR_ARG,
                "block_size %zu gives %zu blocks: choose a larger block_size", block_bytes,
                blocks_needed);
@@ -57,7 +58,7 @@ static gm_status lay_out_pieces(gm_chunks *chunks, const gm_chunks_options *opti
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             p->address = address;
             address += (size_t)p->n_blocks * block_bytes;
-            if (p->n_blocks > 0 && kind == (int)gm_shown_piece(chunks)) { /* see block.c */
+            if (p->n_blocks > 0 && kind == (int)chunks->shown) { /* see block.c */
                 GM_TRY(device->ops->poison(device, p->address, p->n_blocks));
             }
         }
@@ -75,13 +76,6 @@ static gm_status make_streams(gm_chunks *chunks)
     return device->ops->stream_new(device, &chunks->refresh);
 }
 
-static void free_stream(gm_device *device, gm_stream stream)
-{
-    if (stream) {
-        device->ops->stream_free(device, stream);
-    }
-}
-
 gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
 {
     gm_status status;
@@ -92,6 +86,7 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     chunks->has_homes = options->has_homes;
     chunks->homes = options->homes;
     chunks->home_limit = options->home_limit;
+    chunks->stays = options->stays;
     chunks->workers = options->workers;
     chunks->limit = options->device_limit;
     size_t n = options->n_chunks ? options->n_chunks : 1;
@@ -134,13 +129,6 @@ fail:
     return status;
 }
 
-static void free_fence(gm_device *device, fence *f)
-{
-    if (f->event) {
-        device->ops->event_free(device, f->event);
-    }
-}
-
 void gm_chunks_free(gm_chunks *chunks)
 {
     if (!chunks) {
@@ -152,12 +140,12 @@ void gm_chunks_free(gm_chunks *chunks)
     }
     for (size_t i = 0; chunks->pieces && i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
         piece *p = &chunks->pieces[i];
-        free_fence(device, &p->filled);
-        free_fence(device, &p->used);
-        free_fence(device, &p->homed);
-        free_fence(device, &p->home_used);
-        free_fence(device, &p->spare_homed);
-        free_fence(device, &p->spare_used);
+        gm_free_event(device, &p->filled.event);
+        gm_free_event(device, &p->used.event);
+        gm_free_event(device, &p->homed.event);
+        gm_free_event(device, &p->home_used.event);
+        gm_free_event(device, &p->spare_homed.event);
+        gm_free_event(device, &p->spare_used.event);
     }
     for (int kind = 0; kind < GM_N_PIECES; kind++) {
         if (chunks->span[kind]) {
@@ -174,10 +162,10 @@ void gm_chunks_free(gm_chunks *chunks)
         }
     }
     for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
-        free_stream(device, chunks->in[kind]);
-        free_stream(device, chunks->out[kind]);
+        gm_free_stream(device, &chunks->in[kind]);
+        gm_free_stream(device, &chunks->out[kind]);
     }
-    free_stream(device, chunks->refresh);
+    gm_free_stream(device, &chunks->refresh);
     free(chunks->pieces);
     free(chunks->piece_blocks);
     free(chunks->is_all_resident);
@@ -203,6 +191,8 @@ static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t i
     }
     GM_FAIL_IF(p->n_blocks > 0 && !p->is_mapped, GM_ERR_STATE,
                "invariant 2: chunk %u is resident but not mapped", id);
+    GM_FAIL_IF(p->home && gm_has_to_stay(chunks, id), GM_ERR_STATE,
+               "home.c: chunk %u stays on the device, and has a home", id);
     GM_FAIL_IF(p->state == CLEAN && !p->home && p->n_blocks > 0, GM_ERR_STATE,
                "invariant 5: chunk %u is clean without a home", id);
     for (uint32_t b = 0; b < p->n_blocks; b++) {

@@ -71,10 +71,8 @@ void gm_timeline_free(gm_timeline *log)
         return;
     }
     for (uint32_t i = 0; i < log->capacity; i++) {
-        const gm_event events[] = {log->rows[i].start, log->rows[i].end};
-        for (int k = 0; k < 2 && events[k] != 0; k++) {
-            log->device->ops->event_free(log->device, events[k]);
-        }
+        gm_free_event(log->device, &log->rows[i].start);
+        gm_free_event(log->device, &log->rows[i].end);
     }
     free(log->rows);
     free(log);

@@ -12,7 +12,8 @@
  *    blocks free and no update due, so that every rank can issue it, whatever it holds.
  * 7. A gradient that is summed over ranks has whole blocks while it grows, and what was summed before is on the device
  *    when the sum is added.
- * 8. What is speculated is of a complete gradient; the next update takes it in one step, and does without it in the next,
+ * 8. Of a chunk that stays nothing leaves: class R, each piece in blocks of its own, and its gradient never goes home.
+ * 9. What is speculated is of a complete gradient; the next update takes it in one step, and does without it in the next,
  *    as when a clip fires. */
 #include <stdlib.h>
 #include <string.h>
@@ -111,8 +112,15 @@ static gm_status check_place(gm_model *m, uint32_t chunk, uint32_t piece)
     uint32_t blocks = gm_plan_blocks(m->input, chunk, piece, place->is_resident);
     bool has_own_weights = cls == GM_CLASS_R || cls == GM_CLASS_S1 || cls == GM_CLASS_C1;
     bool has_ring_states = cls == GM_CLASS_S1 || cls == GM_CLASS_S2;
-    VIOLATION_IF(m, cls >= GM_N_CLASSES || (shape->must_reside && !has_own_weights),
+    VIOLATION_IF(m,
+                 cls >= GM_N_CLASSES || (shape->must_reside && !has_own_weights) ||
+                     (shape->stays && cls != GM_CLASS_R),
                  "chunk %u may not be of class %d", chunk, (int)cls);
+    VIOLATION_IF(m,
+                 shape->stays && piece < GM_N_OWN_PIECES && shape->blocks[piece] > 0 &&
+                     !place->is_resident,
+                 "chunk %u stays on the device, and its %s have no blocks of their own", chunk,
+                 piece_names[piece]);
     if (place->length == 0 || blocks == 0) {
         bool is_needed = piece == GM_WEIGHT || piece == GM_GATHERED ||
                          (piece == GM_STATE && (cls == GM_CLASS_R || has_ring_states));
@@ -267,6 +275,8 @@ static gm_status grad_out(gm_model *m, uint32_t c)
 {
     VIOLATION_IF(m, m->chunks[c].is_growing && !is_reduced(m, c),
                  "the gradient of chunk %u goes home while it grows", c);
+    VIOLATION_IF(m, m->input->chunks[c].stays,
+                 "the gradient of chunk %u goes home, and it has none", c);
     if (m->chunks[c].is_grad_dirty) {
         m->chunks[c].is_grad_dirty = false;
         m->chunks[c].has_home_grad = true;
@@ -306,7 +316,7 @@ static gm_status update(gm_model *m, uint32_t c)
     return GM_OK;
 }
 
-/* Invariant 8. */
+/* Invariant 9. */
 static gm_status speculate(gm_model *m, uint32_t c)
 {
     gm_model_chunk *chunk = &m->chunks[c];

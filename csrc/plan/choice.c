@@ -66,18 +66,19 @@ static void choose_classes(const gm_filling *f)
         choice->of[c].is_kept = chunk->bytes[GM_GATHERED] > 0 &&
                                 (chunk->must_reside || room->kept >= 1 ||
                                  pick(&kept_carry, chunk->blocks[GM_GATHERED], room->kept));
-        bool is_resident = chunk->must_reside || is_all_cuda || chunk->blocks[GM_WEIGHT] == 0 ||
+        bool has_to = is_all_cuda || chunk->stays; /* all of it be resident */
+        bool is_resident = chunk->must_reside || has_to || chunk->blocks[GM_WEIGHT] == 0 ||
                            room->weights >= 1 || choice->of[c].is_kept ||
                            pick(&weight_carry, chunk->blocks[GM_WEIGHT], room->weights);
         bool is_frozen = chunk->numel == 0;
-        bool is_fitting = is_all_cuda || (!is_full && problem->is_trained[c] &&
-                                          chunk->blocks[GM_STATE] <= states_left);
+        bool is_fitting = has_to || (!is_full && problem->is_trained[c] &&
+                                     chunk->blocks[GM_STATE] <= states_left);
         is_full |= !is_frozen && !is_fitting;
         gm_class cls;
         if (is_frozen) {
             cls = is_resident ? GM_CLASS_R : GM_CLASS_C2;
         } else if (is_fitting) {
-            states_left -= is_all_cuda ? 0 : chunk->blocks[GM_STATE];
+            states_left -= has_to ? 0 : chunk->blocks[GM_STATE];
             cls = GM_CLASS_R;
         } else if (!problem->is_trained[c] || f->dials->depth[GM_STATE] == 0 ||
                    pick(&host_carry, (double)chunk->numel, f->dials->host)) {
@@ -118,12 +119,12 @@ static void choose_late(const gm_filling *f)
     }
 }
 
-/* Whether a resident gradient saves copies. */
+/* Whether a resident gradient saves copies; one that stays is there anyhow. */
 static bool wants_grad(const gm_filling *f, uint32_t c)
 {
     const gm_problem *problem = f->problem;
     const gm_choice *choice = f->choice;
-    return problem->input->chunks[c].bytes[GM_GRAD] > 0 &&
+    return problem->input->chunks[c].bytes[GM_GRAD] > 0 && !problem->input->chunks[c].stays &&
            (problem->n_passes > 1 ||
             (choice->of[c].is_late && !gm_is_on_host(choice->of[c].class_of)));
 }
@@ -140,9 +141,10 @@ static gm_status choose(gm_filling *f)
     choose_late(f);
     for (uint32_t i = 0; i < problem->n; i++) {
         uint32_t c = problem->order[i], blocks = problem->input->chunks[c].blocks[GM_GRAD];
-        bool is_in = is_all || (wants_grad(f, c) && blocks <= left);
+        bool has_to = is_all || problem->input->chunks[c].stays;
+        bool is_in = has_to || (wants_grad(f, c) && blocks <= left);
         f->choice->of[c].is_grad_resident = is_in;
-        left -= is_in && !is_all ? blocks : 0;
+        left -= is_in && !has_to ? blocks : 0;
     }
     GM_TRY(gm_plan_place_all(problem, f->choice, f->plan));
     *f->least_blocks = f->plan->n_blocks < *f->least_blocks ? f->plan->n_blocks : *f->least_blocks;
@@ -157,7 +159,7 @@ static uint64_t first_states(const gm_problem *problem, const gm_dials *dials)
     uint64_t blocks = 0, n = problem->input->state_share >= 1 ? (uint64_t)dials->first : 0;
     for (uint32_t i = 0; i < problem->n && n > 0; i++) {
         uint32_t c = problem->order[i];
-        if (problem->is_trained[c]) {
+        if (problem->is_trained[c] && !problem->input->chunks[c].stays) {
             blocks += problem->input->chunks[c].blocks[GM_STATE];
             n--;
         }
@@ -200,7 +202,8 @@ static gm_status fill_weights(gm_filling *f)
 {
     uint64_t weights = 1, blocks = f->dials->blocks;
     for (uint32_t c = 0; c < f->problem->n; c++) {
-        weights += f->problem->input->chunks[c].blocks[GM_WEIGHT];
+        const gm_plan_chunk *chunk = &f->problem->input->chunks[c];
+        weights += chunk->stays ? 0 : chunk->blocks[GM_WEIGHT];
     }
     GM_TRY(choose(f));
     double best = 0, most = f->room.weights, *now = &f->room.weights;

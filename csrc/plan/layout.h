@@ -33,6 +33,11 @@ typedef enum gm_piece {
     GM_N_OWN_PIECES = 3
 } gm_piece;
 
+static inline bool gm_is_transient(gm_piece kind)
+{
+    return kind >= GM_N_OWN_PIECES;
+}
+
 typedef struct gm_param_spec {
     uint64_t numel;        /* may be 0 */
     uint32_t kind;         /* parameters of equal kind may share a chunk */

@@ -251,6 +251,7 @@ static bool is_resident(const gm_problem *problem, const gm_plan *plan, uint32_t
     case GM_WEIGHT: return !gm_is_streamed(cls);
     case GM_STATE: return cls == GM_CLASS_R;
     case GM_GATHERED: return true;
+    case GM_GRAD: return problem->n_passes > 0 || problem->input->chunks[c].stays;
     default: return problem->n_passes > 0;
     }
 }

@@ -12,7 +12,8 @@
  *   S2  weights and states streamed
  *   C1  weights resident, updated on the host, then refreshed
  *   C2  weights streamed, updated on the host
- * A chunk without states (frozen) is R (resident weights) or C2 (streamed).
+ * A chunk without states (frozen) is R (resident weights) or C2 (streamed).  One that stays is R, and its gradient is
+ * resident, whatever the policy: nothing of it ever leaves.
  *
  * Operations are conditional and idempotent: each is a wish that the engine fulfils unless it holds already, so a plan
  * may be entered from any state.
@@ -71,6 +72,7 @@ typedef struct gm_plan_chunk {
     uint32_t blocks[GM_N_PIECES]; /* that it takes on the device */
     uint64_t numel;               /* elements that Adam updates; 0: frozen */
     bool must_reside; /* somebody shows its weights, gathered if they are: no eviction */
+    bool stays;       /* it has no home (stay.h): class R, with its gradient, in every plan */
 } gm_plan_chunk;
 
 typedef struct gm_plan_input {

@@ -243,7 +243,7 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
     }
     if (move == GM_N_CLASSES) {
         choice->of[c].is_grad_resident = !choice->of[c].is_grad_resident;
-        return chunk->bytes[GM_GRAD] > 0;
+        return chunk->bytes[GM_GRAD] > 0 && !chunk->stays;
     }
     if (move > GM_N_CLASSES) {
         choice->of[c].is_late = !choice->of[c].is_late;
@@ -253,7 +253,7 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
     bool is_bad = (gm_is_streamed(move) && (chunk->must_reside || choice->of[c].is_kept)) ||
                   (!problem->is_trained[c] && gm_is_state_streamed(move)) ||
                   (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2) ||
-                  choice->of[c].class_of == move;
+                  (chunk->stays && move != GM_CLASS_R) || choice->of[c].class_of == move;
     choice->of[c].class_of = (uint8_t)move;
     choice->of[c].is_late &= move != GM_CLASS_R || !gm_may_be_early(problem, c);
     return !is_bad;
@@ -343,7 +343,7 @@ static gm_status ask_about_all(gm_search *s, bool is_late, bool is_kept)
         bool is_allowed = true, is_best;
         for (uint32_t c = 0, rest = code; c < n; c++, rest /= GM_N_CLASSES) {
             s->choice.of[c].class_of = GM_N_CLASSES;
-            s->choice.of[c].is_grad_resident = false;
+            s->choice.of[c].is_grad_resident = s->problem->input->chunks[c].stays;
             s->choice.of[c].is_late = true;
             s->choice.of[c].is_kept = s->problem->input->chunks[c].bytes[GM_GATHERED] > 0 &&
                                       (is_kept || s->problem->input->chunks[c].must_reside);

@@ -113,14 +113,14 @@ class Saving:
     def __init__(self, work: _Work) -> None:
         self.folder = work.writing.made
         self.copied_bytes = self.most_bytes = self.waits = 0
-        self._error: str | None = (
-            None  # a text: an exception holds frames, and they what was to be written
-        )
+        # A text: an exception holds frames, and they what was to be written.
+        self._error: str | None = None
         self._is_told = False
         self._lock = threading.Lock()
         self._acts: list[Callable[[], object]] = []
         self._is_over = False  # nothing is added to them any more
         self._pid = os.getpid()
+        self._ranks = weakref.ref(work.runtime.ranks)
         _all.add(self)
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=False)
@@ -141,7 +141,7 @@ class Saving:
         Raises:
             GeminiError: it could not be written, on which rank and why. The checkpoint before is whole.
         """
-        self._thread.join()
+        self.join()
         if self._error is not None:
             self._is_told = True
             raise GeminiError(self._error)
@@ -158,11 +158,14 @@ class Saving:
 
     def join(self, seconds: float | None = None) -> None:
         """Waits, at most so long, and raises nothing."""
+        ranks = self._ranks()
+        if ranks is not None and seconds is None and not self.done:
+            ranks.settle()  # another rank's writer may be in a collective that this thread has issued
         self._thread.join(seconds)
 
     def finish(self) -> None:
         """`wait`, unless its error has been raised already."""
-        self._thread.join()
+        self.join()
         if not self._is_told:
             self.wait()
 
@@ -186,10 +189,8 @@ class Saving:
             while self._next_act():
                 pass
         except BaseException as error:
-            text = str(error)
-            self._error = (
-                text if isinstance(error, GeminiError) else f"{type(error).__name__}: {text}"
-            )
+            is_ours = isinstance(error, GeminiError)
+            self._error = str(error) if is_ours else f"{type(error).__name__}: {error}"
             with self._lock:
                 self._is_over = True
                 self._acts.clear()

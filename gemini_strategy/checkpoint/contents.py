@@ -17,12 +17,11 @@ from torch import nn
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters.homes import MOMENTS
 from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,8 @@ class Field:
         is_float = slot.is_float
         name = "weight" if self.name == "master" and not is_float else self.name
         values = values.to(torch.float32 if is_float else slot.dtype)
-        args = (
-            first,
-            values.numel(),
-            _C.FORMATS["float32"],
-            values.data_ptr(),
-            slot.engine.stream(),
-        )
-        slot.engine.core.fill(slot.id, _C.FIELDS[name], *args)
+        numbers = values.numel(), _C.FORMATS["float32"], values.data_ptr(), slot.engine.stream()
+        slot.engine.core.fill(slot.id, _C.FIELDS[name], first, *numbers)
 
 
 class Model:

@@ -130,10 +130,7 @@ class Draft:
     """
 
     def __init__(
-        self,
-        target: Path,
-        objection: Callable[[Path], str | None],
-        claim: Claim | None = None,
+        self, target: Path, objection: Callable[[Path], str | None], claim: Claim | None = None
     ) -> None:
         self.target = target
         is_empty = target.is_dir() and not any(target.iterdir())
@@ -172,21 +169,15 @@ def put(draft: Path, target: Path) -> None:
         draft.rename(target)
         sync(target.parent)
     else:
-        old = _exchange(draft, target)
+        old = draft
+        if not rename_exchange(draft, target):
+            old = other_name(target, "old")
+            target.rename(old)
+            draft.rename(target)
         sync(target.parent)
         remove(old)
     for old in _beside(target, "old"):
         remove(old)
-
-
-def _exchange(draft: Path, target: Path) -> Path:
-    """Gives where the old one is now."""
-    if rename_exchange(draft, target):
-        return draft
-    old = other_name(target, "old")
-    target.rename(old)
-    draft.rename(target)
-    return old
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy.checkpoint.contents import MOMENTS, Field, Model, memory_order, moment
+from gemini_strategy.checkpoint.contents import Field, Model, memory_order, moment
 from gemini_strategy.checkpoint.folder import find
 from gemini_strategy.checkpoint.manifest import Manifest, Stored
 from gemini_strategy.checkpoint.plain import decode
@@ -28,6 +28,7 @@ from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
 from gemini_strategy.parameters import order as orders
+from gemini_strategy.parameters.homes import MOMENTS
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report.progress import Done, progress
 
@@ -87,9 +88,12 @@ class _Loading:
             self._states = self._decoded(optimizer.get("others"), 0)
             if self._with_optimizer:
                 self._check_optimizer()
-            own = self._own()
-            self.extra = self._decoded(own["extra"], own["rank"])
-            self._random = self._decoded(own["random"], own["rank"])
+            # Of each rank; at another number of ranks rank 0's, without its random numbers.
+            saved, ranks = self._rest["ranks"], runtime.ranks
+            is_alike = len(saved) == ranks.size
+            rank = ranks.rank if is_alike else 0
+            self.extra = self._decoded(saved[rank]["extra"], rank)
+            self._random = self._decoded(saved[rank]["random"], rank) if is_alike else None
             self._others = {
                 name: self._decoded(code, 0) for name, code in self._rest.get("model", {}).items()
             }
@@ -107,13 +111,6 @@ class _Loading:
                 f"{name}: a tensor outside its module shows it (inside engine.full_parameters(), or its NumPy array): "
                 "load when nobody has one"
             )
-
-    def _own(self) -> dict[str, Any]:
-        """What was kept for each rank: at another number of ranks rank 0's, without its random numbers."""
-        saved, ranks = self._rest["ranks"], self._runtime.ranks
-        if len(saved) == ranks.size:
-            return {**saved[ranks.rank], "rank": ranks.rank}
-        return {"extra": saved[0]["extra"], "random": None, "rank": 0}
 
     def _decoded(self, code: Any, rank: int) -> Any:
         return decode(code, lambda number: self.manifest.whole(f"rank {rank}: {number}"))

@@ -38,10 +38,6 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class Piece:
     """Some of a tensor's elements: the n from `first` on, in the order of its memory, at `offset` bytes of a file."""
@@ -160,13 +156,8 @@ class Manifest:
         flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
         for first, values in self.read(stored, 0, stored.numel):
             flat[first : first + values.numel()] = values
-        return in_shape(flat, stored)
-
-
-def in_shape(flat: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """A view of all elements, as they lie in memory, in the tensor's shape."""
-    inverse = [stored.order.index(d) for d in range(len(stored.shape))]
-    return flat.view([stored.shape[d] for d in stored.order]).permute(inverse)
+        inverse = [stored.order.index(d) for d in range(len(stored.shape))]
+        return flat.view([stored.shape[d] for d in stored.order]).permute(inverse)
 
 
 def _read_at(file: int, data: bytearray, offset: int) -> int:

@@ -76,23 +76,19 @@ def whole(path: Path, make: Callable[[Path], None]) -> None:
     claim = folder.Claim(path)
     try:
         folder.clear(path)
-        _make_beside(path, make)
+        draft = folder.other_name(path, "saving")
+        try:
+            make(draft)
+            folder.sync(draft)
+            folder.put(draft, path)
+        except BaseException as error:
+            folder.remove(draft)
+            if isinstance(error, OSError):
+                text = f"cannot write the checkpoint: {error}"
+                raise OSError(error.errno, text, str(path)) from error
+            raise
     finally:
         claim.release()
-
-
-def _make_beside(path: Path, make: Callable[[Path], None]) -> None:
-    draft = folder.other_name(path, "saving")
-    try:
-        make(draft)
-        folder.sync(draft)
-        folder.put(draft, path)
-    except OSError as error:
-        folder.remove(draft)
-        raise OSError(error.errno, f"cannot write the checkpoint: {error}", str(path)) from error
-    except BaseException:
-        folder.remove(draft)
-        raise
 
 
 def _write_archive(checkpoint: Any, draft: Path) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy.checkpoint import manifest
 from gemini_strategy.checkpoint.boxes import Box, boxes
 from gemini_strategy.checkpoint.contents import Field, Model, memory_order
 from gemini_strategy.checkpoint.plain import encode
@@ -45,7 +44,7 @@ class Part:
     def begin(self, name: str, value: torch.dtype, shape: Any, order: Any = None) -> None:
         """A tensor, of which this rank may have pieces."""
         order = list(range(len(shape)) if order is None else order)
-        kind = {"dtype": manifest.dtype_name(value), "shape": list(shape), "order": order}
+        kind = {"dtype": str(value).removeprefix("torch."), "shape": list(shape), "order": order}
         self.stored[name] = {**kind, "pieces": []}
 
     def begin_field(self, field: Field) -> None:

@@ -140,11 +140,6 @@ class _Plan:
         n = source.numel() if isinstance(source, torch.Tensor) else source.part()[1]
         return n * self.dtype_of(name).itemsize
 
-    def _is_in_order(self, name: str) -> bool:
-        """Whether its elements lie as in a file."""
-        source = self.sources[name]
-        return isinstance(source, torch.Tensor) or source.is_row_major
-
     def _assign(self, output: Output) -> None:
         """Whose bytes each tensor of the files is; those that share a source belong together."""
         groups: list[tuple[set[str], list[str]]] = []
@@ -155,10 +150,12 @@ class _Plan:
                     f"{name} is made of none of the model's tensors: engine.close(dtype=torch.float32), then "
                     "model.save_pretrained()"
                 )
-            source = next(iter(found), "")
-            if len(found) == 1 and tensor is self._stands[source] and self._is_in_order(source):
-                self.direct.append((output, name, source))
-                continue
+            source = next(iter(found))
+            if len(found) == 1 and tensor is self._stands[source]:
+                whole = self.sources[source]
+                if isinstance(whole, torch.Tensor) or whole.is_row_major:  # it lies as in a file
+                    self.direct.append((output, name, source))
+                    continue
             joined = (set(found), [name])
             for group in [each for each in groups if each[0] & found]:
                 joined = (joined[0] | group[0], group[1] + joined[1])

@@ -59,14 +59,9 @@ def save(runtime: Runtime, wanted: Wanted) -> Path:
     try:
         total = sum(field.part_bytes for field in writing.fields)
         with progress("Gemini: saving", total, ranks.rank) as done:
-            in_stretches(
-                ranks,
-                what,
-                (
-                    (field.n_bytes, functools.partial(_write_field, runtime, part, field, done))
-                    for field in writing.fields
-                ),
-            )
+            write = functools.partial(_write_field, runtime, part, done)
+            work = ((field.n_bytes, functools.partial(write, field)) for field in writing.fields)
+            in_stretches(ranks, what, work)
 
         def rest() -> dict[str, Any]:
             beside = write_rest(runtime, writing.model, part, wanted.extra, wanted.with_optimizer)
@@ -80,7 +75,7 @@ def save(runtime: Runtime, wanted: Wanted) -> Path:
     return writing.made
 
 
-def _write_field(runtime: Runtime, part: Part, field: Field, done: Done) -> None:
+def _write_field(runtime: Runtime, part: Part, done: Done, field: Field) -> None:
     part.begin_field(field)
     for piece in pieces(runtime, field):
         part.put(piece, field.read(piece.first, piece.n))
@@ -255,11 +250,8 @@ def _write_manifest(path: Path, everyone: list[dict[str, Any]], names: list[str]
     order = [f"model.{name}" for name in names]  # as the model has them
     order += [*stored, *parts]
     parts = {key: parts[key] for key in dict.fromkeys(order) if key in parts}
-    kinds = {
-        key: manifest.kind_of(stored[name])
-        for key in parts
-        if (name := same.get(key, key)) in stored
-    }
+    named = [(key, same.get(key, key)) for key in parts]
+    kinds = {key: manifest.kind_of(stored[name]) for key, name in named if name in stored}
     distcp.write(path, paths, kinds, parts)
     rest["ranks"] = [{key: own["rest"][key] for key in ("extra", "random")} for own in everyone]
     del rest["extra"], rest["random"]

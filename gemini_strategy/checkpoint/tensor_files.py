@@ -76,11 +76,8 @@ class TensorFile:
             if entry.dtype not in _CODES:
                 raise GeminiError(f"{entry.name} is {entry.dtype}, which safetensors cannot hold")
             begin, end = end, end + entry.n_bytes
-            told[entry.name] = {
-                "dtype": _CODES[entry.dtype],
-                "shape": entry.shape,
-                "data_offsets": [begin, end],
-            }
+            kind = {"dtype": _CODES[entry.dtype], "shape": entry.shape}
+            told[entry.name] = {**kind, "data_offsets": [begin, end]}
         text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text

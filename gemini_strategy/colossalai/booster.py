@@ -182,7 +182,9 @@ class Booster:
             gather_dtensor, prefix, use_async: True, None, False.
         """
         refuse("Booster.save_model", locals(), _IO)
-        engine = _engine_of(model)
+        engine = model.engine
+        if engine is None:
+            raise GeminiError("the model is not managed yet: boost it with its optimizer first")
         if shard:
             if not use_safetensors:
                 raise ValueError(
@@ -246,12 +248,6 @@ class Booster:
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
         """What save_lr_scheduler has saved."""
         lr_scheduler.load_state_dict(torch.load(checkpoint, weights_only=True))
-
-
-def _engine_of(model: GeminiDDP) -> Any:
-    if model.engine is None:
-        raise GeminiError("the model is not managed yet: boost it with its optimizer first")
-    return model.engine
 
 
 def _write(

@@ -47,12 +47,8 @@ def management(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
     refuse(call, given, FIXED)
     arguments = Arguments(call, given)
     arguments.check_bool("force_outputs_fp32", "verbose", "enable_gradient_accumulation")
-    precisions = {
-        "fp16": "16-mixed",
-        "bf16": "bf16-mixed",
-        torch.float16: "16-mixed",
-        torch.bfloat16: "bf16-mixed",
-    }
+    precisions = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+    precisions |= {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
     arguments.check_choice("mixed_precision", tuple(precisions))
     return {
         "placement_policy": _policy(call, given),
@@ -196,11 +192,7 @@ class GeminiOptimizer(WrappedOptimizer):
         Arguments("GeminiOptimizer", given).check(norm_type == 2, "norm_type", "2: the 2-norm")
         scaling = {name: given[name] for name in LOSS_SCALING}
         super().__init__(
-            module,
-            optim,
-            max_norm=max_norm,
-            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            **scaling,
+            module, optim, max_norm=max_norm, gpu_margin_mem_ratio=gpu_margin_mem_ratio, **scaling
         )
 
     def get_grad_norm(self) -> float:

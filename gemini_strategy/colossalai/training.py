@@ -167,7 +167,11 @@ def initialize(
         report=verbose or None,
         **arguments,
     )
-    with _seeded(model):
+    seed = init_seed(model)
+    with contextlib.ExitStack() as stack:
+        if seed is not None:  # initial values are drawn with that of the model's ZeroInitContext
+            stack.enter_context(torch.random.fork_rng([]))
+            torch.manual_seed(seed)
         taken = WrappedOptimizer(
             wrapped, optimizer, max_norm=config.get("clip_grad_norm") or 0.0, **more
         )
@@ -175,17 +179,6 @@ def initialize(
     if lr_scheduler is not None and engine.accumulation > 1:
         lr_scheduler = _Schedule(lr_scheduler, engine)
     return engine, train_dataloader, test_dataloader, lr_scheduler
-
-
-@contextlib.contextmanager
-def _seeded(model: nn.Module) -> Any:
-    """Initial values are drawn with the seed of the context in which the model was built."""
-    seed = init_seed(model)
-    with contextlib.ExitStack() as stack:
-        if seed is not None:
-            stack.enter_context(torch.random.fork_rng([]))
-            torch.manual_seed(seed)
-        yield
 
 
 def _check_keys(

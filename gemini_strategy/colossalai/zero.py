@@ -81,10 +81,7 @@ class ZeroInitContext:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
-        alive = [
-            parameter for parameter in (built() for built in self._built) if parameter is not None
-        ]
-        own = {id(parameter): parameter for parameter in alive}
+        own = {id(p): p for built in self._built if (p := built()) is not None}
         self._built = []
         for parameter in own.values():
             parameter._gm_init_seed = self.seed  # type: ignore[attr-defined]

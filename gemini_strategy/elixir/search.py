@@ -31,11 +31,7 @@ from gemini_strategy.report.tables import bytes_text, plan_of, plan_table
 from gemini_strategy.sizes import ChunkSizes, parse_device_budget
 from gemini_strategy.wrapper import is_first_rank, refuse
 
-PRECISION_OF = {
-    torch.float32: "32-true",
-    torch.float16: "16-mixed",
-    torch.bfloat16: "bf16-mixed",
-}
+PRECISION_OF = {torch.float32: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
 StepFunction = Callable[[nn.Module, Any], Any]
 """(model, inp): runs a forward of the model and a backward; what it returns is not looked at."""
 NO_GRADIENT = "step_fn has left no gradient: it has to run the forward of the model that it is given, and a backward"
@@ -175,11 +171,7 @@ def _shapes(model: nn.Module, precision: str) -> list[tuple[int, int, int]]:
 
 
 def _result(
-    model: nn.Module,
-    given: dict[str, Any],
-    chunk_size: int | None,
-    policy: str,
-    overlap: bool,
+    model: nn.Module, given: dict[str, Any], chunk_size: int | None, policy: str, overlap: bool
 ) -> SearchResult:
     found: dict[str, Any] = {"chunk_size": chunk_size, "device_budget": given["device_budget"]}
     if given["step_fn"] is not None:
@@ -248,18 +240,13 @@ def _traced(
                 )
             _run(engine, given, overlap)
             found = _figures(engine)
-            _discard(engine)
+            # Nobody wants the twin's weights, which close() would bring together on every rank.
+            engine.zero_grad()
+            engine.ranks.gather("the end of a search")
+            for slot in engine._runtime.slots:
+                slot.shown = None
+            give_back(engine._runtime, {}, {})
     return found
-
-
-def _discard(engine: gs.Engine) -> None:
-    """Closes the engine; nobody wants the twin's weights, which close() would bring together on every rank."""
-    runtime = engine._runtime
-    engine.zero_grad()
-    runtime.ranks.gather("the end of a search")
-    for slot in runtime.slots:
-        slot.shown = None
-    give_back(runtime, {}, {})
 
 
 def _run(engine: gs.Engine, given: dict[str, Any], overlap: bool) -> None:

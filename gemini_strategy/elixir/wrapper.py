@@ -55,7 +55,12 @@ class ElixirModule(WrappedModule):
                 f"ElixirModule(search_result=...): it is of a model with {len(search_result.numels)} parameters of "
                 f"other sizes than this {type(module).__name__}'s: search again"
             )
-        _check_ranks(search_result, process_group)
+        size = group_size(process_group)
+        if size != search_result.world_size:
+            raise ValueError(
+                f"ElixirModule(search_result=...): it is for {search_result.world_size} ranks, and the group has "
+                f"{size}: search with the size of the group"
+            )
         if use_fused_kernels:
             _fuse(module)
         super().__init__(
@@ -77,15 +82,6 @@ class ElixirModule(WrappedModule):
         reason = "every rank gives the whole state; load the file on each"
         refuse("ElixirModule.load_state_dict", locals(), {"only_rank_0": (False, reason)})
         return super().load_state_dict(state_dict, strict)
-
-
-def _check_ranks(found: SearchResult, group: ProcessGroup | None) -> None:
-    size = group_size(group)
-    if size != found.world_size:
-        raise ValueError(
-            f"ElixirModule(search_result=...): it is for {found.world_size} ranks, and the group has {size}: search "
-            "with the size of the group"
-        )
 
 
 def _fuse(module: nn.Module) -> None:

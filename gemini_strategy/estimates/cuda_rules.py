@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.estimates.tensors import HALF
+from gemini_strategy.parameters.hooks import to_fp32
 
 _LARGEST_HEAD = 256  # of the attention without a mask
 
@@ -30,11 +31,6 @@ nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh sm
 softmax softmin softplus sum renorm tan triplet_margin_loss
 """
 _IN_FP32 = frozenset(_FP32_NAMES.split())
-
-
-def _to_fp32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in HALF
-    return value.float() if is_half else value
 
 
 def _attention(
@@ -55,8 +51,7 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     aten = torch.ops.aten
-    is_flash = attn_mask is None and query.dtype in HALF and query.shape[-1] <= _LARGEST_HEAD
-    if is_flash:
+    if attn_mask is None and query.dtype in HALF and query.shape[-1] <= _LARGEST_HEAD:
         return aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
@@ -158,15 +153,9 @@ def _backward(
         gradient = torch.ones_like(loss)
     inputs = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     keeps = create_graph if retain_graph is None else retain_graph
-    _torch.execution_engine.run_backward(
-        (loss,),
-        (gradient,),
-        keeps,
-        create_graph,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    ways = {"allow_unreachable": True, "accumulate_grad": True}
+    given = (loss,), (gradient,), keeps, create_graph, tuple(inputs)
+    _torch.execution_engine.run_backward(*given, **ways)
 
 
 class CudaRules(TorchFunctionMode):
@@ -186,5 +175,5 @@ class CudaRules(TorchFunctionMode):
             return out
         name = getattr(func, "__name__", "")
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_to_fp32, (args, kwargs))
+            args, kwargs = tree_map(to_fp32, (args, kwargs))
         return func(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,13 @@ from gemini_strategy.memory.budget import DRIVER_RESERVE
 from gemini_strategy.precision import Precision, PrecisionName
 from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.settings import Settings
-from gemini_strategy.sizes import ChunkSizes, parse_bytes, parse_device_budget, physical_memory
+from gemini_strategy.sizes import (
+    ChunkSizes,
+    host_limit,
+    parse_bytes,
+    parse_device_budget,
+    physical_memory,
+)
 
 _SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
 # Bytes of a trained parameter in engine.state_dict(), whatever its weight has.
@@ -96,6 +102,7 @@ class Estimate:
         pool_bytes, context_bytes: what torch's allocator makes of those, and the driver with its libraries.
         host_bytes: homes of weights, states and gradients, and spares.
         spare_bytes: of host_bytes, what clipping takes beside the homes.
+        staying_bytes: of the device, blocks of chunks that have no home there, as the host has no room for all.
         host_peak_bytes: of the process, with the model built on the meta device and `weights=`.
         model_bytes: what is there beside the homes until manage() is done if the model is built on the CPU.
         saving_peak_bytes: of the process while engine.save writes.
@@ -122,6 +129,7 @@ class Estimate:
     context_bytes: int = 0
     host_bytes: int = 0
     spare_bytes: int = 0
+    staying_bytes: int = 0
     host_peak_bytes: int = 0
     model_bytes: int = 0
     saving_peak_bytes: int = 0
@@ -151,7 +159,12 @@ def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
         host_budget = parse_bytes(given["host_budget"], memory, "host_budget")
     elif given["ranks"] > 1 and machine.host_memory is not None:  # as manage() has it
         host_budget = machine.host_memory // given["ranks"]
+    limit = host_budget  # is believed where it is given, as it may be of another machine
+    if given["host_budget"] is None and machine.host_memory is not None:  # as manage() finds it
+        alone = max(machine.host_memory - PROCESS_BYTES, 0)
+        limit = host_limit(None, alone if given["ranks"] == 1 else host_budget)
     return Settings(
+        host_limit=limit,
         device=torch.device("cuda", 0) if is_cuda else torch.device("cpu"),
         precision=Precision(given["precision"]),
         policy=given["placement_policy"],
@@ -163,6 +176,11 @@ def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
         threads=1,
         rates=tuple(machine.rates[name] for name in _C.RATES),
     )
+
+
+def _with_host(settings: Settings, budget: int) -> Settings:
+    """-1: no limit."""
+    return replace(settings, host_budget=budget, host_limit=budget)
 
 
 class _Forecaster:
@@ -234,27 +252,39 @@ class _Forecaster:
 
     def refusals(self, settings: Settings) -> list[Refusal]:
         """Why these budgets cannot work; [] if they can."""
-        found = []
-        unlimited = replace(settings, host_budget=-1)
-        if (
-            settings.host_budget >= 0
-            and settings.policy != "cuda"
-            and isinstance(self.try_budget(settings), str)
-        ):
-            at_home = replace(settings, policy="cpu", device_budget=_plenty(settings))
-            with_homes = self.try_budget(replace(at_home, host_budget=-1))
-            wanted = 0 if isinstance(with_homes, str) else int(with_homes.stats["host_bytes"])
-            if wanted > settings.host_budget:
-                text = self.try_budget(at_home)
-                assert isinstance(text, str)
-                found.append(Refusal("host", wanted - settings.host_budget, wanted, text))
-        if settings.device_budget >= 0:
-            text = self.try_budget(unlimited)
-            if isinstance(text, str):
-                enough = self.least_device(unlimited)
-                missing = None if enough is None else enough - settings.device_budget
-                found.append(Refusal("device", missing, enough, text))
-        return found
+        why = self.try_budget(settings)
+        if not isinstance(why, str):
+            return []
+        found, with_enough, unlimited = [], settings, _with_host(settings, -1)
+        text = self.try_budget(unlimited)
+        if settings.device_budget >= 0 and isinstance(text, str):
+            enough = self.least_device(unlimited)
+            missing = None if enough is None else enough - settings.device_budget
+            found.append(Refusal("device", missing, enough, text))
+            with_enough = replace(settings, device_budget=enough or settings.device_budget)
+        if settings.policy != "cuda" and settings.host_limit >= 0:
+            found = self._host_refusals(with_enough) + found
+        return found or [Refusal("device", None, None, why)]
+
+    def _host_refusals(self, settings: Settings) -> list[Refusal]:
+        """What the host lacks, if the device does not; with "auto" what has no home stays on the device."""
+        text = self.try_budget(settings)
+        at_home = replace(settings, policy="cpu", device_budget=_plenty(settings))
+        with_homes = self.try_budget(_with_host(at_home, -1))
+        if not isinstance(text, str) or isinstance(with_homes, str):
+            return []
+        wanted, limit = int(with_homes.stats["host_bytes"]), settings.host_limit
+        if settings.policy == "auto":
+            wanted = self._least_host(settings, wanted)
+        return [Refusal("host", wanted - limit, wanted, text)] if wanted > limit else []
+
+    def _least_host(self, settings: Settings, high: int) -> int:
+        """The least of the host with a plan, to about 1 %; `high` suffices, if any does."""
+
+        def suffices(budget: int) -> bool:
+            return not isinstance(self.try_budget(_with_host(settings, budget)), str)
+
+        return _least(settings.host_limit, high, suffices)
 
     def least_device(self, settings: Settings) -> int | None:
         """The least device budget with a plan, to about 1 %; None: none is enough. Found once for all that are less."""
@@ -265,21 +295,24 @@ class _Forecaster:
         return self._least[key]
 
     def _find_least(self, settings: Settings) -> int | None:
+        def suffices(budget: int) -> bool:
+            return not isinstance(self.try_budget(replace(settings, device_budget=budget)), str)
+
         low = settings.device_budget  # does not suffice
-        if isinstance(self.try_budget(replace(settings, device_budget=_plenty(settings))), str):
+        if not suffices(_plenty(settings)):
             return None
         step = max(low // 16, 1)
-        high = low + step
-        while isinstance(self.try_budget(replace(settings, device_budget=high)), str):
-            low, step = high, 2 * step
-            high = low + step
-        while high - low > max(high // 100, 1):
-            middle = (low + high) // 2
-            if isinstance(self.try_budget(replace(settings, device_budget=middle)), str):
-                low = middle
-            else:
-                high = middle
-        return high
+        while not suffices(low + step):
+            low, step = low + step, 2 * step
+        return _least(low, low + step, suffices)
+
+
+def _least(low: int, high: int, suffices: Callable[[int], bool]) -> int:
+    """The least budget that does, to about 1 %: `low` does not, `high` does, if any."""
+    while high - low > max(high // 100, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
 
 
 def _plenty(settings: Settings) -> int:
@@ -311,7 +344,7 @@ def _gains(
         )
     if settings.policy != "cuda":
         budget = max(settings.host_budget, host_bytes) + _MORE_HOST
-        buys = _gain(forecaster, replace(settings, host_budget=budget), now[:1])
+        buys = _gain(forecaster, _with_host(settings, budget), now[:1])
         found.append(f"{_MORE_HOST // 10**9} GB more of host memory: {buys}")
     return found
 
@@ -355,6 +388,7 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
         context_bytes=planned.context_bytes,
         host_bytes=host_bytes,
         spare_bytes=int(stats["spare_bytes"]),
+        staying_bytes=int(stats["staying_bytes"]),
         host_peak_bytes=peak,
         model_bytes=sum(s.parameter.numel() * s.original_dtype.itemsize for s in slots),
         saving_peak_bytes=peak + _SAVING_BYTES,
@@ -401,9 +435,9 @@ def estimate(
         rates: measured figures in the place of the GPU's (see machine_of).
         device: "cuda"; "cpu": the host device.
         device_budget, host_budget, placement_policy, precision, chunk_size, block_size, gradient_dtype,
-            convert_inputs: as for manage(). host_budget None: no limit for homes, and for spares half of what is free
-            beside them on this host, if the GPU is this one's, or the device the host device. The host of another GPU
-            is not known: then there are no spares.
+            convert_inputs: as for manage(). host_budget None: for homes what is free on this host, and for spares half
+            of what is free beside them, if the GPU is this one's, or the device the host device. The host of another
+            GPU is not known: then there is no limit for homes, and there are no spares.
         micro_batches: passes in one optimizer step.
         ranks: that train together on one host, each with a GPU and inputs of its own. They share weights and states;
             budgets and rates are of each. Collectives take the time that the GPUs' links give (Machine.link).

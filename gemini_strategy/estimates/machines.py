@@ -132,16 +132,6 @@ def _present() -> tuple[Any, str | None]:
     return about, max(near, key=len, default=None)
 
 
-def _here() -> Machine:
-    """Of the GPU that this process has."""
-    if not torch.cuda.is_available():
-        raise ValueError(f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}")
-    about, known = _present()
-    if known is None:
-        raise ValueError(f"no figures for this GPU, {about.name}: known are {', '.join(GPUS)}")
-    return replace(_of_gpu(known), name=about.name, memory=about.total_memory)
-
-
 def is_here(gpu: str | None) -> bool:
     """Whether this process has such a GPU; gpu: as for machine_of, which knows it."""
     if gpu is None or not torch.cuda.is_available():
@@ -174,7 +164,12 @@ def machine_of(gpu: str | None, rates: str | Path | Mapping[str, Any] | None = N
         ValueError: no GPU has that name, or a figure is unknown or not positive.
     """
     if gpu is None:
-        machine = _here()
+        if not torch.cuda.is_available():
+            raise ValueError(f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}")
+        about, known = _present()
+        if known is None:
+            raise ValueError(f"no figures for this GPU, {about.name}: known are {', '.join(GPUS)}")
+        machine = replace(_of_gpu(known), name=about.name, memory=about.total_memory)
     else:
         names = {_plain(name): name for name in GPUS}
         if _plain(gpu) not in names:

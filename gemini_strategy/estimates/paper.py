@@ -175,14 +175,6 @@ def _play(
         core.grad_sumsq(sorted(recorded.parameters), 0)
 
 
-def _communicators(machine: Machine, n_ranks: int) -> dict[str, Any]:
-    """As Ranks.communicators of a run whose ranks share all chunks."""
-    if n_ranks == 1:
-        return {}
-    rate = machine.collective_rate(n_ranks)
-    return {"shard_comm": _C.comm_paper(n_ranks), "gather_rate": rate, "reduce_rate": rate}
-
-
 def _host_bytes(settings: Settings, machine: Machine) -> int:
     """Of the host, for the engine, as the core would find it before it has anything; -1: no limit.
 
@@ -224,6 +216,10 @@ def plan_on_paper(
     budget = settings.device_budget
     has_limit = is_cuda and budget >= 0
     n_ranks = paper.ranks.size
+    more: dict[str, Any] = {}
+    if n_ranks > 1:  # as Ranks.communicators of a run whose ranks share all chunks
+        rate = machine.collective_rate(n_ranks)
+        more = {"shard_comm": _C.comm_paper(n_ranks), "gather_rate": rate, "reduce_rate": rate}
     core = _C.Core(
         **settings.core_arguments(paper.registration, n_ranks),
         threads=1,
@@ -231,7 +227,7 @@ def plan_on_paper(
         slack_bytes=slack(budget) if has_limit else 0,
         is_paper=True,
         host_bytes=_host_bytes(settings, machine),
-        **_communicators(machine, n_ranks),
+        **more,
     )
 
     def context() -> int:

@@ -73,11 +73,8 @@ def multiplied(registration: Registration, live: Live, touch: Touch) -> Iterator
     params, begins = registration.unit_tables()
     with contextlib.ExitStack() as stack:
         for unit, (name, module) in enumerate(registration.modules()):
-            numbers = [
-                i
-                for i in dict.fromkeys(params[begins[unit] : begins[unit + 1]])
-                if registration.slots[i].is_raw
-            ]
+            own = dict.fromkeys(params[begins[unit] : begins[unit + 1]])
+            numbers = [i for i in own if registration.slots[i].is_raw]
             if not numbers:
                 continue
             if not isinstance(module, nn.Linear):

@@ -44,14 +44,11 @@ def _binds(schedule: Schedule) -> str:
     return f"{found.binds} ({_seconds(found.seconds)} in a step); {compute}"
 
 
-def _reason(refusal: Refusal) -> str:
-    """What the run would say, without its own way out: that would be enough for steps on demand only."""
-    text = re.sub(r"^(DEVICE|HOST): ", "", refusal.text)
-    return re.split(r"[:;] (?:raise|use) ", text)[0]
-
-
 def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]:
-    rows = [(f"{refusal.what} memory", f"does not fit: {_reason(refusal)}")]
+    text = re.sub(r"^(DEVICE|HOST): ", "", refusal.text)
+    # Without the run's own way out: that would be enough for steps on demand only.
+    reason = re.split(r"[:;] (?:raise|use) ", text)[0]
+    rows = [(f"{refusal.what} memory", f"does not fit: {reason}")]
     if refusal.missing is None or refusal.enough is None:
         return [*rows, ("way out", "no budget suffices for this model and these inputs")]
     enough = size_text(refusal.enough, is_wanted=True)
@@ -59,12 +56,16 @@ def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]
     rows.append(("missing", f"{missing}: {enough} suffice"))
     option = f"{refusal.what}_budget"
     ways = [f"raise {option} to {enough}"]
+    if refusal.what == "host" and estimate.settings.host_budget < 0:
+        ways = [f"a host with {enough} free for them"]
     if refusal.what == "device" and estimate.pool_bytes:
         ways.append(
             f"or fewer tokens in a micro-batch: torch holds {bytes_text(estimate.pool_bytes)} for activations"
         )
         ways.append("or activation checkpointing, if the model has it off")
     if refusal.what == "host":
+        if estimate.settings.policy == "auto":
+            ways.append("or raise device_budget: what the host has no room for stays there")
         ways.append(
             "or freeze parameters (LoRA): of trained ones states and gradients are there, too"
         )
@@ -112,7 +113,7 @@ def _clipping(estimate: Estimate) -> list[tuple[str, str]]:
     is_trained = any(schedule.when == "immediate" for schedule in estimate.schedules)
     if not is_trained or plan["n_of_class"]["R"] == of:
         return []
-    left = settings.host_budget - estimate.host_bytes + estimate.spare_bytes
+    left = max(settings.host_budget - estimate.host_bytes + estimate.spare_bytes, 0)
     within = f"the {bytes_text(left)} of the host budget beside the homes"
     if settings.host_budget < 0:
         within = "half of what this host has free beside the homes"
@@ -145,6 +146,12 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
             f"{bytes_text(estimate.context_bytes)} driver",
         ),
         ("host peak", _host_peak(estimate)),
+    ]
+    if estimate.staying_bytes:
+        limit = bytes_text(estimate.settings.host_limit)
+        text = f"{bytes_text(estimate.staying_bytes)} stay on the device whole, as {limit} of the host hold the rest"
+        rows.append(("without homes", text))
+    rows += [
         (
             "host peak, saving",
             f"{bytes_text(estimate.saving_peak_bytes)} with engine.save; "

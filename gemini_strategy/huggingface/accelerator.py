@@ -121,10 +121,7 @@ class GeminiAccelerator(Accelerator):
         )
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Manages the model, if nobody does; it is neither moved nor wrapped."""
         self._place(model)
@@ -146,9 +143,8 @@ class GeminiAccelerator(Accelerator):
             optimizer = optimizer.optimizer
         model = model_of(optimizer, models)
         engine = self._engines.train(model, optimizer)
-        model._is_accelerate_prepared = (
-            True  # for accelerate's own prepare_model: nothing is left to do
-        )
+        # For accelerate's own prepare_model: nothing is left to do.
+        model._is_accelerate_prepared = True
         if engine.scaler is not None:
             self.scaler = engine.scaler  # save_state and load_state know it
         is_ours = isinstance(given, GeminiOptimizer) and given.optimizer is optimizer
@@ -230,9 +226,8 @@ class GeminiAccelerator(Accelerator):
         if engine is None:
             return super().clip_grad_norm_(given, max_norm, norm_type=norm_type)
         if max_norm == math.inf and norm_type == 2:
-            return torch.tensor(
-                engine.grad_norm(), dtype=torch.float32, device=engine._runtime.device
-            )
+            norm, device = engine.grad_norm(), engine._runtime.device
+            return torch.tensor(norm, dtype=torch.float32, device=device)
         if not self.sync_gradients:
             raise GeminiError(
                 "accelerator.clip_grad_norm_ between the micro-batches of a step: Gemini clips the sum of a step's "

@@ -142,12 +142,8 @@ class Engines:
                 "of each model by themselves"
             )
         engine: Engine = engines.pop()
-        trained = {
-            id(p)
-            for group in (engine.optimizer.param_groups if engine.optimizer is not None else ())
-            for p in group["params"]
-            if p.requires_grad
-        }
+        groups = engine.optimizer.param_groups if engine.optimizer is not None else ()
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         ids = {id(parameter) for parameter in given if parameter.requires_grad}
         if ids != trained:
             raise GeminiError(

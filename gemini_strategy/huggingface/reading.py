@@ -26,12 +26,7 @@ from gemini_strategy.huggingface.extras import imported
 from gemini_strategy.parameters import absent
 from gemini_strategy.weights import unread
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @contextlib.contextmanager
@@ -71,20 +66,16 @@ def leave_unread(utils: ModuleType) -> None:
 
     @functools.wraps(finalize.__func__)
     def finalize_read(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _read_buffers(model)
+        for module in model.modules():  # invariant 3
+            for key, buffer in module._buffers.items():
+                if buffer is not None and unread.home(buffer) is not None:
+                    values = buffer.clone()
+                    values.__dict__.update(buffer.__dict__)
+                    module._buffers[key] = values
         return finalize.__func__(model, *args, **kwargs)
 
     utils.safe_open = functools.partial(_File, utils.safe_open)
     utils.PreTrainedModel._finalize_model_loading = staticmethod(finalize_read)
-
-
-def _read_buffers(model: nn.Module) -> None:
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and unread.home(buffer) is not None:
-                values = buffer.clone()
-                values.__dict__.update(buffer.__dict__)
-                module._buffers[key] = values
 
 
 class _File:

@@ -104,10 +104,8 @@ def _built(call: str, tree: str) -> tuple[type, type, type]:
 
 def _register(tree: str) -> None:
     trainer, fabric = (sys.modules[module] for module in MODULES[tree])
-    of_trainer, of_fabric = (
-        trainer.strategies.StrategyRegistry,
-        fabric.strategies.STRATEGY_REGISTRY,
-    )
+    of_trainer = trainer.strategies.StrategyRegistry
+    of_fabric = fabric.strategies.STRATEGY_REGISTRY
     strategy, of_own_loops, old = _classes[tree]
     wanted = [(of_trainer, _OLD_NAME, old, {"placement_policy": "auto"})]
     for name, preset in _NAMES.items():

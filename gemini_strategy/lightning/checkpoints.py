@@ -98,12 +98,8 @@ class Checkpoints(EngineStrategy):
         runtime = self.engine._runtime
         meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         has_thread = isinstance(self.checkpoint_io, self._home.plugins.AsyncCheckpointIO)
-        wanted = Wanted(
-            folders.local(filepath),
-            meta=meta,
-            with_optimizer="optimizer_states" in checkpoint,
-            replaces_files=True,
-        )
+        target, has_optimizer = folders.local(filepath), "optimizer_states" in checkpoint
+        wanted = Wanted(target, meta=meta, with_optimizer=has_optimizer, replaces_files=True)
         (save_in_background if has_thread else save)(runtime, wanted)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -163,6 +159,7 @@ class Checkpoints(EngineStrategy):
         is_blank = any(parameter.is_meta for parameter in module.parameters())
         is_in_folder = isinstance(checkpoint["state_dict"], _InFolder)
         if not is_blank and not is_in_folder and self._weights_of(module) is None:
+            _untie(module, checkpoint["state_dict"])
             _widen(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
             return
@@ -200,14 +197,18 @@ def _is_for_file() -> bool:
     return str(caller).endswith(".checkpoint_connector")
 
 
+def _untie(module: nn.Module, state: Any) -> None:
+    """What `on_load_checkpoint` took from the module itself is copied: the Trainer keeps it until manage() has come."""
+    memory = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory:
+            state[name] = value.clone()
+
+
 @torch.no_grad()
 def _widen(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Parameters in half precision take fp32 values whole (invariant 4); manage() rounds them, and keeps the rest."""
-    wide = {
-        name
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.dtype is torch.float32
-    }
+    wide = {n for n, v in state.items() if isinstance(v, Tensor) and v.dtype is torch.float32}
     if not wide:
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):

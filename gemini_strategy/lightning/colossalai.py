@@ -23,19 +23,16 @@ def build_colossalai(strategy: type) -> type:
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _has_said
         plain(self, *args, **kwargs)
-        _say_once(self, plain)
+        if not _has_said:
+            _has_said = True
+            defaults = inspect.signature(plain).parameters
+            given = self.engine_arguments.items()
+            shown = [
+                f"{name}={value!r}" for name, value in given if value != defaults[name].default
+            ]
+            self._say(_TEXT.format(arguments=", ".join(shown)))
 
     parts = {"__init__": init, "__doc__": strategy.__doc__, "__module__": __name__}
     return type("ColossalAIStrategy", (strategy,), parts)
-
-
-def _say_once(strategy: Any, plain: Any) -> None:
-    global _has_said
-    if _has_said:
-        return
-    _has_said = True
-    defaults = inspect.signature(plain).parameters
-    given = strategy.engine_arguments.items()
-    shown = [f"{name}={value!r}" for name, value in given if value != defaults[name].default]
-    strategy._say(_TEXT.format(arguments=", ".join(shown)))

@@ -2,6 +2,7 @@
 #
 # A class for both to inherit from; nothing here imports Lightning.
 
+import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -156,9 +157,11 @@ class EngineStrategy(RankProcesses):
     @property
     def _has_plain_io(self) -> bool:
         """Whether files are written and read as Lightning's own IO does, which need not be asked then."""
-        # A method that was set on it (by a mock, for example) is somebody's own.
-        is_plain = type(self.checkpoint_io) is self._home.plugins.TorchCheckpointIO
-        return is_plain and not {"save_checkpoint", "load_checkpoint"} & {*vars(self.checkpoint_io)}
+        # A method that was set on it or on its class (by a mock, for example) is somebody's own.
+        plain, io = self._home.plugins.TorchCheckpointIO, self.checkpoint_io
+        methods = (getattr(io, name, None) for name in ("save_checkpoint", "load_checkpoint"))
+        own = vars(sys.modules[plain.__module__])
+        return type(io) is plain and all(getattr(m, "__globals__", None) is own for m in methods)
 
     def _write_plain(self, checkpoint: Any, path: Any, storage_options: Any) -> bool:
         """Whether it is written, piece by piece; False: another has to, and may read from now on."""

@@ -64,8 +64,7 @@ def masters_of(module: nn.Module, rank0_only: bool, for_file: bool = False) -> d
         return module.state_dict()
     root = 0 if rank0_only else None
     if engine.model is module and type(module).state_dict is nn.Module.state_dict:
-        runtime = engine._runtime
-        return model_state_dict(runtime, True, root, for_file)
+        return model_state_dict(engine._runtime, True, root, for_file)
     # The module has its own idea of what is saved: its keys and shapes, our masters.
     state = dict(module.state_dict())
     masters: dict[nn.Parameter, Tensor] = {}
@@ -88,12 +87,8 @@ def materialize(module: nn.Module, warn: Callable[[str], None]) -> None:
     """
     silent = silent_modules(module)
     silent_ids = {id(part) for part in silent}
-    spoken_for = {
-        id(parameter)
-        for part in module.modules()
-        if id(part) not in silent_ids
-        for parameter in part._parameters.values()
-    }
+    others = [part for part in module.modules() if id(part) not in silent_ids]
+    spoken_for = {id(p) for part in others for p in part._parameters.values()}
     made: dict[int, nn.Parameter] = {}
     named = set()
     for part in silent:

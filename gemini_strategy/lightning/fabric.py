@@ -164,11 +164,8 @@ class FabricStrategy(EngineStrategy):
         return self._set_up(module, None)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        slots = [
-            getattr(parameter, "_gm_slot", None)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        slots = [getattr(parameter, "_gm_slot", None) for parameter in parameters]
         engines = {slot.engine.engine for slot in slots if slot is not None}
         if None in slots or len(engines) != 1 or not engines <= set(self._engines()):
             raise RuntimeError(
@@ -196,17 +193,14 @@ class FabricStrategy(EngineStrategy):
                 )
             engine.close(dtype=torch.float32)
         self._make_ready(module)
-        self._manage(module, optimizer)
-        self._set_device_and_dtype(module)
-        return Managed(module)
-
-    def _manage(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         engine = self._make_engine(module, optimizer, self.report)
         if engine is not None:
             _made.add(engine)
             self._loaded.add(module)
             self._mine.add(engine)
             self.precision.attach(engine)
+        self._set_device_and_dtype(module)
+        return Managed(module)
 
     def _check_is_whole(self, engine: Any) -> None:
         """Invariant 2: 16-bit weights that were frozen without an optimizer have lost what they would train on."""
@@ -268,7 +262,10 @@ class FabricStrategy(EngineStrategy):
         failure = None
         if self.is_global_zero:
             try:
-                self._write(saved, path, storage_options)
+                if not self._write_plain(saved, path, storage_options):
+                    self.checkpoint_io.save_checkpoint(
+                        checkpoint=saved, path=path, storage_options=storage_options
+                    )
             except Exception as error:
                 failure = error
         if self._is_connected:
@@ -280,12 +277,6 @@ class FabricStrategy(EngineStrategy):
                 raise gs.GeminiError(f"rank 0 could not write the checkpoint {path}: {said}")
         if failure is not None:
             raise failure
-
-    def _write(self, saved: dict[str, Any], path: Any, storage_options: Any) -> None:
-        if not self._write_plain(saved, path, storage_options):
-            self.checkpoint_io.save_checkpoint(
-                checkpoint=saved, path=path, storage_options=storage_options
-            )
 
     def _convert_stateful_objects_in_state(self, state: dict[str, Any], filters: Any) -> Any:
         modules = {id(obj.module) for obj in state.values() if isinstance(obj, Managed)}

@@ -16,16 +16,11 @@ import torch
 
 from gemini_strategy.report import tables
 
+_FIGURES = """
+    tokens_per_s stall_percent h2d_gb_s d2h_gb_s host_adam_seconds device_peak_bytes host_peak_bytes
+"""
 # Key of engine.stats() -> the name that loggers get.
-LOGGED = {
-    "tokens_per_s": "gemini/tokens_per_s",
-    "stall_percent": "gemini/stall_percent",
-    "h2d_gb_s": "gemini/h2d_gb_s",
-    "d2h_gb_s": "gemini/d2h_gb_s",
-    "host_adam_seconds": "gemini/host_adam_seconds",
-    "device_peak_bytes": "gemini/device_peak_bytes",
-    "host_peak_bytes": "gemini/host_peak_bytes",
-}
+LOGGED = {key: f"gemini/{key}" for key in _FIGURES.split()}
 
 # The hooks in which a step is logged: with manual optimization one may be taken anywhere, where Lightning refuses it.
 _STEPPING = ("optimizer_step", "training_step")

@@ -23,15 +23,10 @@ from torch import Tensor
 
 import gemini_strategy as gs
 from gemini_strategy.lightning.trees import Tree, import_tree
+from gemini_strategy.precision import PRECISIONS, Precision
 
-SUPPORTED = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
-
-_COMPUTE_DTYPE = {
-    "32-true": torch.float32,
-    "bf16-true": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
+SUPPORTED = PRECISIONS
+_COMPUTE_DTYPE = {name: Precision(name).dtype or torch.float32 for name in SUPPORTED}
 # Where other plugins of Lightning store a gradient scale, in the order in which they are looked for.
 _FOREIGN_SCALES = ("MixedPrecision", "FSDPPrecision")
 _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")

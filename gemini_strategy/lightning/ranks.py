@@ -34,6 +34,7 @@ PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
 MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
 TRAINERS_NAMES = ("state_dict", "optimizer_states")  # of what is copied into chunks
 MESH_NAMES = ("replicate", "shard")
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
 # How long processes may take to start: one may be importing what another has in its cache.
 START_PATIENCE = timedelta(seconds=300)
 # How long a checkpoint may take to write. A rank that dies meanwhile is seen at once, one that stops is not.
@@ -151,11 +152,8 @@ class RankProcesses:
                 f" {wanted} processes, one for each device, but {type(self.cluster_environment).__name__} reports"
                 f" {self.world_size}."
             )
-        if (
-            isinstance(self.device_mesh, tuple)
-            and self.device_mesh[0] * self.device_mesh[1] != wanted
-        ):
-            replicas, shards = self.device_mesh
+        replicas, shards = self.device_mesh if isinstance(self.device_mesh, tuple) else (1, wanted)
+        if replicas * shards != wanted:
             raise self._misconfiguration(
                 f"{self._call}(device_mesh={self.device_mesh!r}): {replicas} replicas of {shards} shards need"
                 f" {replicas * shards} devices, and the {self._runner} has {wanted}."
@@ -269,12 +267,7 @@ class RankProcesses:
         return self._reduced(tensor.detach(), group, name).to(tensor.device, tensor.dtype)
 
     def _reduced(self, tensor: Tensor, group: Any, name: str) -> Tensor:
-        wide = {
-            torch.float16: torch.float32,
-            torch.bfloat16: torch.float32,
-            torch.bool: torch.int64,
-        }
-        total = tensor.to(self._device_of(group), wide.get(tensor.dtype, tensor.dtype), copy=True)
+        total = tensor.to(self._device_of(group), _WIDE.get(tensor.dtype, tensor.dtype), copy=True)
         total = total.contiguous()
         with self._named(f"reduce ({name}) of {tuple(tensor.shape)}"):
             dist.all_reduce(

@@ -13,6 +13,7 @@
 #   5. Whatever cannot be honoured is refused by name, at construction of the Trainer if it is known then.
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, ClassVar, Literal
@@ -32,11 +33,7 @@ from gemini_strategy.lightning.engine_strategy import EngineStrategy, joined
 from gemini_strategy.lightning.engines import engines_of_parts
 from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, plugin_property, precision_class
-from gemini_strategy.lightning.schedule import (
-    UPDATE_SCHEDULES,
-    StepSchedule,
-    saves_after_errors,
-)
+from gemini_strategy.lightning.schedule import UPDATE_SCHEDULES, StepSchedule, saves_after_errors
 from gemini_strategy.lightning.trainer_ranks import TrainerRanks
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.weights.loading import Weights
@@ -291,25 +288,23 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             self._manage_again(engine, drops_grads=is_first and module.automatic_optimization)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining():
-            return self._outputs(super().training_step(*args, **kwargs))
+        return self._outputs(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining():
-            return self._outputs(super().validation_step(*args, **kwargs))
+        return self._outputs(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining():
-            return self._outputs(super().test_step(*args, **kwargs))
+        return self._outputs(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining():
-            return self._outputs(super().predict_step(*args, **kwargs))
+        return self._outputs(super().predict_step, args, kwargs)
 
-    def _outputs(self, outputs: Any) -> Any:
-        if not self.force_outputs_fp32:
-            return outputs
-        return apply_to_collection(outputs, Tensor, cast_floating, torch.float32)
+    def _outputs(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._explaining():
+            outputs = step(*args, **kwargs)
+            if not self.force_outputs_fp32:
+                return outputs
+            return apply_to_collection(outputs, Tensor, cast_floating, torch.float32)
 
     # -- the engine ------------------------------------------------------------------------------------------
 
@@ -332,12 +327,10 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                     " strategy='gemini' manages the whole LightningModule: call engine.close() first, or pass the"
                     " unmanaged model."
                 )
-        if (
-            reuse
-            and engine is not None
-            and _configurations.get(engine) == self._configuration()
-            and _manages_all(engine, module)
-        ):
+        slots = [getattr(parameter, "_gm_slot", None) for parameter in module.parameters()]
+        is_whole = all(slot is not None and slot.engine.engine is engine for slot in slots)
+        goes_on = reuse and engine is not None and is_whole
+        if goes_on and _configurations.get(engine) == self._configuration():
             return engine
         for found in managed:
             found.close(dtype=torch.float32)
@@ -388,13 +381,10 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             found.optimizer if isinstance(found, optimizers_of.LightningOptimizer) else found
             for found in self.optimizers
         ]
-        if len(optimizers) == 1 and not isinstance(optimizers[0], optimizers_of._MockOptimizer):
-            return optimizers[0]
-        names = ", ".join(
-            type(found).__name__
-            for found in optimizers
-            if not isinstance(found, optimizers_of._MockOptimizer)
-        )
+        given = [each for each in optimizers if not isinstance(each, optimizers_of._MockOptimizer)]
+        if len(optimizers) == len(given) == 1:
+            return given[0]
+        names = ", ".join(type(found).__name__ for found in given)
         self._reset_optimizers_and_schedulers()
         raise self._misconfiguration(
             f"strategy='gemini' trains with exactly one optimizer; configure_optimizers returned {names or 'none'}."
@@ -433,12 +423,3 @@ def _init_for(tree: Tree) -> FunctionType:
         "precision_plugin": tree.pl.plugins.Precision | None,
     }
     return init
-
-
-def _manages_all(engine: Any, module: nn.Module) -> bool:
-    try:
-        for parameter in module.parameters():
-            engine._runtime.slot_of(parameter)
-    except gs.GeminiError:
-        return False
-    return True

@@ -62,9 +62,7 @@ def import_tree(name: str) -> Tree:
     trainer, fabric = (importlib.import_module(module) for module in MODULES[name])
     if not is_first:
         rank_zero.log = log
-    roots = {
-        n: frozenset(module.partition(".")[0] for module in pair) for n, pair in MODULES.items()
-    }
+    roots = {n: frozenset(m.partition(".")[0] for m in pair) for n, pair in MODULES.items()}
     foreign = frozenset().union(*roots.values()) - roots[name]
     return Tree(name, trainer, fabric, foreign)
 

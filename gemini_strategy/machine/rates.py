@@ -117,9 +117,8 @@ def are_tuned(has_gpu: bool) -> bool:
     wish = os.environ.get("GEMINI_TUNE", "")
     if wish not in ("", "0", "1"):
         raise ValueError(f"GEMINI_TUNE is {wish!r}: set it to 0 or 1, or not at all")
-    return (
-        wish == "1" if wish else has_gpu and os.environ.get("GEMINI_RATES", "") in ("", "measure")
-    )
+    is_measured = os.environ.get("GEMINI_RATES", "") in ("", "measure")
+    return wish == "1" if wish else has_gpu and is_measured
 
 
 def _given(wish: str) -> dict[str, float]:

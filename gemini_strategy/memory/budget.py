@@ -270,9 +270,8 @@ class _Device:
         parts: dict[DeviceMemory, int] = {}
         if len(bounded) > 1:
             room = self._room(lead) - slack(lead.budget) - first_reserve(lead.budget)
-            parts = dict(
-                zip(bounded, parts_of(room, [e.needs(lead) for e in bounded]), strict=True)
-            )
+            sizes = parts_of(room, [engine.needs(lead) for engine in bounded])
+            parts = dict(zip(bounded, sizes, strict=True))
         for engine in self._engines:
             if engine is not lead:
                 engine.answer_for_torch(False)

@@ -31,8 +31,6 @@ from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.order import is_dense, is_same
 from gemini_strategy.precision import weight_dtypes
 
-__all__ = ["CPUAdam", "HybridAdam", "cast_model_", "clip_coefficient", "grad_norm"]
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # key in optimizer.state, and dtype, of what a weight lacks to be an fp32 master
 _LOW = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
@@ -53,14 +51,11 @@ def _ordered_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = Non
     """`tensor` in the memory order and on the device of `model`; itself if it is so already."""
     dtype = dtype or tensor.dtype
     if tensor.dtype == dtype and tensor.device == model.device:
-        wanted = model if is_dense(model) else None
-        if wanted is None and tensor.is_contiguous():
-            return tensor
-        if (
-            wanted is not None
-            and is_dense(tensor)
-            and is_same(tensor.shape, tensor.stride(), wanted.stride())
-        ):
+        if not is_dense(model):
+            is_ordered = tensor.is_contiguous()
+        else:
+            is_ordered = is_dense(tensor) and is_same(tensor.shape, tensor.stride(), model.stride())
+        if is_ordered:
             return tensor
     return torch.empty_like(model, dtype=dtype, requires_grad=False).copy_(tensor)
 
@@ -226,6 +221,7 @@ class HybridAdam(torch.optim.Optimizer):
         state = dict(state)
         kept = state.pop("_gm_kept", None)
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
         if "_gm_lows" not in self.__dict__:  # a copy, or unpickled
             self._gm_lows = WeakTensorKeyDictionary()
             self._note_lows()

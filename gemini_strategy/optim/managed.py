@@ -51,6 +51,12 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
         raise GeminiError(
             f"optimizer is the class {name}, and an object is wanted: {name}(model.parameters())"
         )
+    if isinstance(optimizer, _Managed):
+        name = type(optimizer).__name__
+        raise GeminiError(
+            f"this {name} is managed already, with another model: make one {name} for each model, or close() that "
+            "model's engine first"
+        )
     if type(optimizer) not in _SUPPORTED:
         raise GeminiError(
             f"optimizer {type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "

@@ -281,14 +281,10 @@ def check_entry(name: str | None, shape: tuple[int, ...], entry: Mapping[str, An
         _check_moment(name, shape, key, entry[key])
 
 
-def _plain(values: torch.Tensor) -> torch.Tensor:
-    """A copy on the host: `values` may be a tensor without bytes."""
-    return values.detach().to("cpu", torch.float32, copy=True)
-
-
 def load_entry(slot: Slot, entry: Mapping[str, Any]) -> None:
     """Sets the state of one parameter; `entry` has been checked."""
-    moments = [_plain(entry[key]) for key in MOMENTS]
+    # Copies: they may be tensors without bytes.
+    moments = [entry[key].detach().to("cpu", torch.float32, copy=True) for key in MOMENTS]
     step = checked_step(slot.name, entry["step"])
     slot.leave_state()
     slot.write_moments(*moments, step)

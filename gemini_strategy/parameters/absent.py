@@ -11,7 +11,7 @@ Invariants
        place. What reads no bytes (views, metadata) passes through, so that a view of an absent tensor is absent
        (`_PASSED`).
     2. What an operation writes is its home's before the operation returns, or at the end of the lease that it wrote
-       through.
+       through. A collective is waited for where that is before its bytes come (collectives.py).
     3. What takes memory or numbers past the dispatcher (NumPy, DLPack, addresses, pickle, float()) asks at a door first
        (`_DOORS`). Memory that is given away there is compared afterwards: nobody counts what is written through it.
     4. What asks at no door (a C++ extension without dispatch) finds NaN that cannot be written on the host, and an
@@ -36,28 +36,7 @@ import torch
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import gate, keyed, order, subclasses
-
-__all__ = [
-    "Home",
-    "add_net",
-    "anchor_of",
-    "drop_net",
-    "drop_unused",
-    "forget",
-    "home_of",
-    "install",
-    "is_absent",
-    "keep",
-    "n_users",
-    "nets",
-    "plain",
-    "plainly",
-    "set_data",
-    "slot_behind",
-    "sweep",
-    "tensor",
-]
+from gemini_strategy.parameters import collectives, gate, keyed, order, subclasses
 
 _KEY = _torch.dispatch_key("Fake")
 _KEYS = _torch.DispatchKeySet(_KEY)
@@ -83,6 +62,7 @@ _WRITES_UNSAID = {
     "aten::_batch_norm_impl_index",
     "aten::fused_moving_avg_obs_fake_quant",
 }
+_OVER_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # Their schemas say what they write; of others nobody knows.
 _TOLD = ("aten", "prims", "prim", "bitsandbytes", "torchao")
 _REFUSED = {
@@ -113,6 +93,10 @@ class Home:
 
     def write(self, values: torch.Tensor) -> None:
         """`values`, in the geometry of what `open` gives, are the present ones: what it gave may be a copy."""
+
+    def takes_late(self) -> bool:
+        """Whether what is written into what `open` gave counts when it comes after `write`, too."""
+        return False
 
     def lend(self) -> torch.Tensor | None:
         """What `open` gives, for somebody who writes there without asking; it counts all the same. None: it cannot."""
@@ -150,6 +134,9 @@ class _Kept(Home):
     def open(self, is_written: bool) -> torch.Tensor:
         return self.values
 
+    def takes_late(self) -> bool:
+        return True
+
 
 class _Entry(NamedTuple):
     """Of a storage: it stands for as long as anybody has the storage, so its address is nobody else's."""
@@ -166,7 +153,8 @@ class _Entry(NamedTuple):
 _homes: dict[int, _Entry] = {}  # by the storage's address
 _n_live = 0  # of them, when last counted
 _heavy: set[int] = set()  # addresses of homes with memory of their own
-_nets: weakref.WeakSet[Any] = weakref.WeakSet()  # of the open engines
+# Of the open engines: doors ask `net.find` which slot's bytes a plain tensor shows.
+nets: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_absent(value: Any) -> bool:
@@ -299,11 +287,7 @@ def _like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     if shown.dtype != base.dtype:
         n = shown.element_size() // math.gcd(shown.element_size(), base.element_size())
         base = order.flat(base)[: base.numel() // n * n].view(shown.dtype)
-    elif (
-        shown.shape == base.shape
-        and shown.stride() == base.stride()
-        and shown.storage_offset() == 0
-    ):
+    elif (shown.shape, shown.stride(), shown.storage_offset()) == (base.shape, base.stride(), 0):
         return base
     return base.as_strided(shown.shape, shown.stride(), shown.storage_offset())
 
@@ -315,6 +299,8 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]
     """id() of the tensors that the operation may write; None: of any."""
     schema = op._schema
     namespace = schema.name.split("::")[0]
+    if collectives.only_reads(schema.name):
+        return set()
     if namespace not in _TOLD or schema.name in _WRITES_UNSAID:
         return None
     if not schema.is_mutable:
@@ -332,10 +318,6 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two absent tensors are one view of the same bytes."""
     views = {(_address(t), t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (a, b)}
     return len(views) == 1
-
-
-def _is_over_lists(name: str) -> bool:
-    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
 
 
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -368,11 +350,8 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     if not absent:
         return op(*args, **kwargs)
-    if (
-        _is_over_lists(name)
-        and len(absent) > 1
-        and any(len(a) > 1 for a in args if isinstance(a, list | tuple))
-    ):
+    is_over_lists = name.startswith(_OVER_LISTS) and len(absent) > 1
+    if is_over_lists and any(len(a) > 1 for a in args if isinstance(a, list | tuple)):
         return _one_by_one(op, args, kwargs)
     if name in _REFUSED and absent[0][0] == 0:
         raise GuardError(f"{_home_at(absent[0][2]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
@@ -389,6 +368,11 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         is_written = writes is None or id(item) in writes
         if address not in opened or (is_written and not opened[address][2]):
             opened[address] = (_home_at(address), item, is_written)
+    hasty = [
+        home for home, _, is_written in opened.values() if is_written and not home.takes_late()
+    ]
+    for home in hasty:
+        collectives.check(name, home.name)
     with plainly():
         bases = {a: home.open(is_written) for a, (home, _, is_written) in opened.items()}
         shown_as: dict[int, torch.Tensor] = {}
@@ -398,6 +382,8 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree_unflatten(flat, spec)
     kept = {id(item) for item in flat}
     result = op(*args, **kwargs)
+    written = [bases[a] for a, (_, _, is_written) in opened.items() if is_written]
+    collectives.wait(name, bool(hasty), written, result)
     of_base = {_address(base): a for a, base in bases.items()}
 
     def returned(value: Any) -> Any:
@@ -421,25 +407,11 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
 # ---- doors ----
 
 
-def add_net(net: Any) -> None:
-    """An engine is open: doors ask `net.find` which slot's bytes a plain tensor shows."""
-    _nets.add(net)
-
-
-def drop_net(net: Any) -> None:
-    """It is closed."""
-    _nets.discard(net)
-
-
-def nets() -> list[Any]:
-    return list(_nets)
-
-
 def slot_behind(value: Any) -> Any:
     """The slot whose bytes a plain tensor shows, or None."""
     if isinstance(value, _torch.FakeTensor):  # it has none
         return None
-    for net in nets():
+    for net in list(nets):
         try:
             slot = net.find(value)
         except RuntimeError:  # no address at all: not ours
@@ -456,18 +428,13 @@ def _expose(value: Any) -> None:
         slot.expose(value)
 
 
-def _freeze(array: Any) -> Any:
-    array.flags.writeable = False
-    return array
-
-
 def _door(original: Any, name: str) -> Any:
     """`original`, a method of tensors that takes their memory, with the bytes in place."""
 
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_absent(self):
-            if _nets:
+            if nets:
                 _expose(self)
             return original(self, *args, **kwargs)
         home = home_of(self)
@@ -492,7 +459,9 @@ def _door(original: Any, name: str) -> Any:
             set_data(self, plain)  # from now on this tensor keeps the bytes here
             return original(self)
         result = original(plain.requires_grad_(self.requires_grad), *args, **kwargs)
-        return _freeze(result) if lent is None and name == "numpy" else result
+        if lent is None and name == "numpy":
+            result.flags.writeable = False
+        return result
 
     return method
 
@@ -569,7 +538,7 @@ def _norm_door(original: Any) -> Any:
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if _nets and not torch.compiler.is_compiling():
+        if nets and not torch.compiler.is_compiling():
             for statistics in args[3:5]:
                 if isinstance(statistics, torch.Tensor) and not is_absent(statistics):
                     _expose(statistics)
@@ -592,20 +561,21 @@ def _refuse_swap(original: Any) -> Any:
     return swap_tensors
 
 
-def _compile_door(original: Any) -> Any:
-    @functools.wraps(original)
-    def compiling(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(model, "__self__", model)
-        if isinstance(module, torch.nn.Module):
-            for name, parameter in module.named_parameters():
-                if hasattr(parameter, "_gm_slot"):
-                    raise GuardError(
-                        f"{name} of {type(module).__name__} is managed, and hooks have no place in a graph: compile "
-                        "modules before manage(), engine.close() first"
-                    )
-        return original(model, *args, **kwargs)
+def _recording_door(original: Any, why: str) -> Any:
+    """A function that keeps what modules compute, to go past their calls, which enter units."""
 
-    return compiling
+    @functools.wraps(original)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            for given in value if isinstance(value, tuple) else (value,):
+                module = getattr(given, "__self__", given)
+                named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+                for name, parameter in named:
+                    if hasattr(parameter, "_gm_slot"):
+                        raise GuardError(f"{name} of {type(module).__name__} is managed, and {why}")
+        return original(*args, **kwargs)
+
+    return recording
 
 
 def _dlpack_door(original: Any) -> Any:
@@ -630,7 +600,27 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch, "to_dlpack", _dlpack_door),
     *((torch, name, _norm_door) for name in ("batch_norm", "instance_norm", "native_batch_norm")),
     (torch.utils, "swap_tensors", _refuse_swap),
-    (torch, "compile", _compile_door),
+    *(
+        (owner, name, functools.partial(_recording_door, why=why))
+        for owner, name, why in (
+            (
+                torch,
+                "compile",
+                "entering a unit has no place in a graph: compile modules before manage(), engine.close() first",
+            ),
+            (
+                _torch.recursive_scripting,
+                "infer_methods_to_compile",
+                "has no code that could be scripted: close the engine first (engine.close() makes the model "
+                "ordinary again)",
+            ),
+            (
+                torch.cuda,
+                "make_graphed_callables",
+                "a CUDA graph enters no unit: its weights would not be there when it runs: engine.close() first",
+            ),
+        )
+    ),
 )
 _libraries: list[torch.library.Library] = []
 
@@ -643,11 +633,7 @@ def _serve_under_modes(library: torch.library.Library) -> None:
             name, _, overload = full.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
             if op is not None:
-                library.impl(
-                    name + ("." + overload if overload else ""),
-                    functools.partial(_serve, op),
-                    "Fake",
-                )
+                library.impl(full.removeprefix("aten::"), functools.partial(_serve, op), "Fake")
 
 
 def install() -> None:

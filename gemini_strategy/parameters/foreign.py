@@ -10,8 +10,6 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 
-__all__ = ["check_modules"]
-
 _WAY_OUT = (
     "load the model without device_map (on the CPU), or build it on the meta device and give manage() weights=, "
     "so that the engine places its weights"

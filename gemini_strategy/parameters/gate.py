@@ -31,8 +31,6 @@ from gemini_strategy.parameters import keyed
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
 
-__all__ = ["KEY", "KEYS", "await_readers", "inside", "install", "passing"]
-
 KEY = _torch.dispatch_key("DeferredInit")
 KEYS = _torch.DispatchKeySet(KEY)
 
@@ -77,9 +75,8 @@ def passing(*slots: Slot) -> Iterator[None]:
                 _passed.append(thread)
                 passed.append(slot)
         with _torch.ExcludeDispatchKeyGuard(KEYS):
-            leases += [
-                slot.lease(is_watched=False) for slot in slots if slot.open_count > slot.is_raw
-            ]
+            in_units = [slot for slot in slots if slot.open_count > slot.is_raw]
+            leases += [slot.lease(is_watched=False) for slot in in_units]
             yield
     finally:
         leases.clear()

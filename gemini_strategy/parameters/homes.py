@@ -16,13 +16,8 @@ from gemini_strategy.parameters import absent
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
 
-__all__ = ["LOWS", "MOMENTS", "STATES", "Entry", "Field", "SlotHome", "Weight"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LOWS = (
-    "remainder",
-    "master",
-)  # what a weight of bf16, of fp16 lacks to be its master: see low.split_low
+LOWS = ("remainder", "master")  # what bf16, fp16 weights lack to be masters: see low.split_low
 STATES = (*MOMENTS, *LOWS)  # what a step changes beside the weight
 
 
@@ -73,6 +68,9 @@ class Weight(SlotHome):
 
     def write(self, values: torch.Tensor) -> None:
         self.slot.given.refresh("weight")
+
+    def takes_late(self) -> bool:
+        return self.slot.engine.closed or not self.slot.given.loans  # the lease's end counts
 
     def lend(self) -> torch.Tensor | None:
         try:

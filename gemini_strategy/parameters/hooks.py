@@ -1,4 +1,9 @@
-"""Module hooks that enter and leave units, and the net that catches what autograd saves.
+"""Calls that enter and leave units, and the net that catches what autograd saves.
+
+[Note: units without forward hooks]
+    Some modules look whether they or their children have hooks, and take another way then, with other bits:
+    nn.TransformerEncoderLayer leaves its fast path. So a unit has none. It is entered by what torch calls in the place
+    of the module's own call (`_compiled_call_impl`), and the hooks that a module has run inside.
 
 [Note: backward without backward hooks]
     Inside a unit's forward, autograd's saved-tensor hooks are ours. A saved tensor that shows managed
@@ -20,8 +25,8 @@ import contextlib
 import copy
 import functools
 import os
+import sys
 import types
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,16 +40,6 @@ from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
-
-__all__ = [
-    "MarkedUnit",
-    "RootForward",
-    "SavedTensorNet",
-    "Unit",
-    "is_compiled",
-    "keep_nets_on_top",
-    "wants_marks",
-]
 
 _OF_CODE = ("__code__", "__globals__", "__name__")
 _MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation: {}."
@@ -64,7 +59,7 @@ def keep_nets_on_top() -> None:
 
     def enter(self: Any) -> Any:
         result = hooks._gm_enter(self)
-        net = next(iter(absent.nets()), None)  # any: the one on top packs for all
+        net = next(iter(list(absent.nets)), None)  # any: the one on top packs for all
         self._gm_net = None if net is None else (net, net.push())
         return result
 
@@ -93,7 +88,7 @@ class SavedTensorNet(_C.Net):
             slot.net = self
         for unit in engine.units:
             unit.start(self, tuple(unit.slots))
-        absent.add_net(self)
+        absent.nets.add(self)
 
     def is_absent(self, tensor: torch.Tensor) -> bool:
         return absent.is_absent(tensor)
@@ -143,12 +138,17 @@ def _mark_touch(slot: Slot) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling the module runs a compiled graph (torch.compile(module) or module.compile())."""
+    call = module._compiled_call_impl
+    while isinstance(call, _UnitCall):
+        call = call.compiled
     # torch.compile's wrapper is known by its child: importing its class costs over a second.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return "_orig_mod" in module._modules or call is not None
 
 
 class Unit(_C.Unit):
     """A module that directly owns managed parameters, or a compiled module with all of its own.
+
+    Or one that uses its children's itself: then it is entered while it evaluates, see registration.py.
 
     Entering and leaving are the core's Unit's; here is what it calls when something is unusual.
     """
@@ -159,20 +159,12 @@ class Unit(_C.Unit):
         self.name = name
         self.slots = slots
         self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
-        self._handles: list[Any] = []
-        self._entering: _Enter | None = None
+        self.is_for_evaluation = False
+        self._call: _UnitCall | None = None
 
     def install(self, module: nn.Module) -> None:
         self.is_compiled = is_compiled(module)
-        if module._compiled_call_impl is not None:  # it would compile hooks too: enter around it
-            module._compiled_call_impl = _CompiledCall(self, module._compiled_call_impl)
-            self._handles = [_Restore(module)]
-            return
-        self._entering = _Enter(self.enter)
-        self._handles = [
-            module.register_forward_pre_hook(self._entering, prepend=True),
-            module.register_forward_hook(_Leave(self.leave), always_call=True),
-        ]
+        self._call = _UnitCall(self, module)
 
     def enter_by(self, call: types.MethodType | None) -> None:
         """Entering is this method of the unit from now on; None: its own again."""
@@ -180,13 +172,13 @@ class Unit(_C.Unit):
             vars(self).pop("enter", None)
         else:
             self.enter = call  # type: ignore[method-assign]
-        if self._entering is not None:
-            self._entering.call = self.enter
+        if self._call is not None:
+            self._call.enter = self.enter
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._call is not None:
+            self._call.remove()
+            self._call = None
 
     def refuse_thread(self) -> NoReturn:
         raise GuardError(
@@ -218,32 +210,6 @@ class MarkedUnit(Unit):
             torch.cuda.nvtx.range_pop()
 
 
-class _CompiledCall:
-    """A compiled `module.__call__` with its unit entered around it."""
-
-    def __init__(self, unit: Unit, call: Any) -> None:
-        self.unit = unit
-        self.call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.unit.enter()
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            self.unit.leave()
-
-
-class _Restore:
-    """Takes a _CompiledCall away again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def remove(self) -> None:
-        if isinstance(self.module._compiled_call_impl, _CompiledCall):
-            self.module._compiled_call_impl = self.module._compiled_call_impl.call
-
-
 class _UntraceableError(GuardError, AttributeError):
     """An attribute that only somebody asks for who wants the code of a managed model."""
 
@@ -262,38 +228,50 @@ def _is_traced() -> bool:
     return get_proxy_mode() is not None or detect_fake_mode() is not None
 
 
-class _UnitHook:
-    """A hook that the core calls, and that copies as nothing: a deep copy of a managed model is unmanaged."""
+class _UnitCall(_C.UnitCall):
+    """A module's call with its unit entered around it; see [Note: units without forward hooks].
 
-    __slots__ = ()
+    It copies as nothing: a copy of a managed model is unmanaged.
+    """
 
-    def __init__(self, call: Callable[[], None] | None) -> None:
-        self.call = call
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self.module = module
+        self.enter, self.leave = unit.enter, unit.leave
+        self.compiled = module.__dict__.get(_torch.COMPILED_CALL)
+        self.is_for_evaluation = unit.is_for_evaluation
+        self._name = unit.name or type(module).__name__
+        self._had_own = _torch.COMPILED_CALL in module.__dict__
+        # Not by setattr: what torch.compile makes of a module hands most attributes on to that.
+        module.__dict__[_torch.COMPILED_CALL] = self
+        # Dynamo goes past calls of modules without hooks, and looks here, too. Of no hook, nothing else reads it.
+        module._forward_hooks_with_kwargs[_torch.COMPILED_CALL] = True  # type: ignore[index]
+
+    def remove(self) -> None:
+        """Those that came later are gone."""
+        own = self.module.__dict__
+        self.module._forward_hooks_with_kwargs.pop(_torch.COMPILED_CALL, None)  # type: ignore[call-overload]
+        if own.get(_torch.COMPILED_CALL) is not self:
+            return
+        if self._had_own:
+            own[_torch.COMPILED_CALL] = self.compiled
+        else:
+            del own[_torch.COMPILED_CALL]
+
+    def refuse_if_traced(self) -> None:
+        """The core asks where a dispatch mode is on, or torch.jit traces: nothing else writes down what runs."""
+        if _is_traced():
+            refuse_tracing(self._name)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_CODE:
-            refuse_tracing("hooks of a module")
+            refuse_tracing(self._name)
         raise AttributeError(name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
-        return type(self)(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
     def __reduce__(self) -> Any:
-        return type(self), (None,)
-
-
-class _Enter(_UnitHook, _C.EnterHook):
-    __slots__ = ()
-
-    def refuse_if_traced(self, module: nn.Module, args: Any) -> None:
-        """The core's hook asks where a dispatch mode is on, or torch.jit traces: nothing else writes down what runs."""
-        if _is_traced():
-            unit: Any = self.call.__self__
-            refuse_tracing(unit.name or type(module).__name__)
-
-
-class _Leave(_UnitHook, _C.LeaveHook):
-    __slots__ = ()
+        return type(None), ()
 
 
 class RootForward:
@@ -326,7 +304,18 @@ class RootForward:
         else:
             self.model.__dict__.pop("forward", None)
 
+    def _other(self) -> nn.Module | None:
+        """A module that was made of a copy of the model's dict, so has this too, if it is that one which is called."""
+        frame = sys._getframe(2)
+        if frame.f_globals.get("__name__") != nn.Module.__module__:
+            return None
+        module = frame.f_locals.get("self")
+        return None if module is self.model or not isinstance(module, nn.Module) else module
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        other = None if self._had_own else self._other()
+        if other is not None:
+            return type(other).forward(other, *args, **kwargs)
         if self.engine.memory.recover():
             self.engine.core.forget_outside()
         plan = self.engine.precision_plan
@@ -335,20 +324,14 @@ class RootForward:
             args, kwargs = plan.convert_inputs((args, kwargs))
             context = plan.forward_context(self.engine.device.type)
         try:
-            with (
-                self.engine.meter.counting((args, kwargs)),
-                context,
-                self.engine.explaining(),
-            ):
+            with self.engine.meter.counting((args, kwargs)), context, self.engine.explaining():
                 output = self._forward(*args, **kwargs)
-        except Exception:
+        except BaseException as error:
             self.engine.interrupt_first_step()
-            raise  # torch has run the units' leave hooks
-        except BaseException:
-            self.engine.interrupt_first_step()
-            self.engine.recover()
+            if not isinstance(error, Exception):  # else torch has run the units' leave hooks
+                self.engine.recover()
             raise
-        return tree_map(_to_fp32, output) if self.force_outputs_fp32 else output
+        return tree_map(to_fp32, output) if self.force_outputs_fp32 else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model is unmanaged: its forward is its class's (or the copied own) again."""
@@ -360,6 +343,7 @@ class RootForward:
         return getattr, (self.model, "forward")
 
 
-def _to_fp32(value: Any) -> Any:
+def to_fp32(value: Any) -> Any:
+    """A half-precision tensor in fp32; anything else as it is."""
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value

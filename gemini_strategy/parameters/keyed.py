@@ -9,8 +9,6 @@ import torch
 
 from gemini_strategy import _torch
 
-__all__ = ["MODES", "set_data", "tensor"]
-
 MODES = _torch.DispatchKeySet(_torch.DispatchKey.Python)
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = _torch.TensorBase.data.__set__
 
@@ -32,11 +30,7 @@ def tensor(
     device: torch.device,
 ) -> torch.Tensor:
     """A torch.Tensor with these keys besides its own, from the storage's first byte on. storage: None: of no bytes."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        _torch.ExcludeDispatchKeyGuard(keys | MODES),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), _torch.ExcludeDispatchKeyGuard(keys | MODES):
         keyed = _torch.make_wrapper_subclass(
             _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=keys
         )

@@ -35,8 +35,6 @@ from gemini_strategy.parameters.homes import LOWS, Entry, Field
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
 
-__all__ = ["Given"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["merge", "note_seen", "settled_low", "split_low"]
-
 
 def merge(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a 16-bit weight and its low part (csrc/arith/arith.h); CPU tensors.

@@ -23,8 +23,6 @@ from gemini_strategy.parameters.slot import Slot
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["shown"]
-
 
 class _Master(SlotHome):
     """The master; of what has none the weight, in the dtype that it came in. What `open` gives is a copy."""
@@ -56,7 +54,8 @@ def shown(engine: Runtime) -> Iterator[None]:
     before = {slot: slot.absent for slot in slots}
     for slot in slots:
         if slot not in engine.masters:
-            engine.masters[slot] = _absent_master(slot)
+            geometry = slot.shape, slot.strides, _dtype(slot), torch.device("cpu")
+            engine.masters[slot] = absent.tensor(_Master(slot), *geometry, is_gated=True)
         _show(slot, engine.masters[slot])
     try:
         yield
@@ -68,12 +67,6 @@ def shown(engine: Runtime) -> Iterator[None]:
 
 def _dtype(slot: Slot) -> torch.dtype:
     return torch.float32 if slot.has_low or slot.dtype is torch.float32 else slot.original_dtype
-
-
-def _absent_master(slot: Slot) -> torch.Tensor:
-    dtype = _dtype(slot)
-    home, host = _Master(slot), torch.device("cpu")
-    return absent.tensor(home, slot.shape, slot.strides, dtype, host, is_gated=True)
 
 
 def _show(slot: Slot, data: torch.Tensor) -> None:

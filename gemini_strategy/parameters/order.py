@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["flat", "is_dense", "is_same", "ordered", "row_major"]
-
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one run of memory, each once, in whatever order of dimensions."""

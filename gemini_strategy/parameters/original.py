@@ -24,9 +24,7 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy.parameters import quantized
 
-__all__ = ["Original"]
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -61,7 +59,7 @@ class _Parameter:
         with _torch.DisableTorchFunctionSubclass():
             self._grad = parameter.grad if parameter.is_leaf else None
             self._requires_grad = parameter.requires_grad
-            hooks = [(name, getattr(parameter, name)) for name in _HOOKS]
+            hooks = [(name, getattr(parameter, name)) for name in HOOKS]
         self._hooks = [(n, table, None if table is None else _Table(table)) for n, table in hooks]
         self.data: torch.Tensor | None = None  # once it is about to change
 
@@ -123,7 +121,7 @@ class Original:
             tables = [optimizer.__dict__, state, groups, *inner]
             self._tables += [_Table(t) for t in tables if isinstance(t, dict | set | list)]
         self._random = torch.get_rng_state()
-        self._acts: list[Callable[[], None]] = []
+        self._acts: list[Callable[[], object]] = []
 
     def keep_data(self, parameter: nn.Parameter) -> None:
         """Before a parameter's data is replaced by `p.data = `; its old storage lives on until `forget`."""
@@ -132,23 +130,19 @@ class Original:
     def keep_alias(self, tensor: torch.Tensor) -> None:
         """Before the data of a tensor that is no parameter is replaced."""
         data = tensor.detach()
-
-        def put_back() -> None:
-            tensor.data = data
-
-        self._acts.append(put_back)
+        self._acts.append(lambda: setattr(tensor, "data", data))
 
     def keep_values(self, tensor: torch.Tensor) -> None:
         """Before a tensor is written in place."""
         values = tensor.detach().clone()
 
+        @torch.no_grad()
         def write() -> None:
-            with torch.no_grad():
-                tensor.copy_(values)
+            tensor.copy_(values)
 
         self._acts.append(write)
 
-    def on_restore(self, act: Callable[[], None]) -> None:
+    def on_restore(self, act: Callable[[], object]) -> None:
         """`act` is called by `restore`, last come first; it finds the parameters with their own classes."""
         self._acts.append(act)
 

@@ -19,8 +19,6 @@ from gemini_strategy._torch import proxy_tensor
 from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import gate
 
-__all__ = ["managed_class"]
-
 _base = _torch.TensorBase
 
 
@@ -71,6 +69,14 @@ class _Managed:
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
         return self
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        plain = self._gm_slot.plain_class
+        if plain is not nn.Parameter:
+            return plain.__repr__(self, *args, **kwargs)
+        # torch names the class of what is no plain Parameter, and for such a one twice.
+        shown = self.detach().requires_grad_(self.requires_grad)
+        return "Parameter containing:\n" + repr(shown)
 
     def detach(self) -> torch.Tensor:
         with gate.passing(self._gm_slot):
@@ -132,11 +138,11 @@ class _Managed:
         slot = self._gm_slot
         values = slot.read_master() if slot.shows_master else slot.read_weight()
         values = values.to(device, self.dtype)
-        if slot.is_raw and isinstance(self, nn.Parameter):
+        if not isinstance(self, nn.Parameter):
+            return values
+        if slot.is_raw:
             return self._gm_quantized_copy(values, memo)
-        return (
-            nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
-        )
+        return nn.Parameter(values, self.requires_grad)
 
 
 _classes: dict[type, type] = {}
@@ -147,8 +153,11 @@ def managed_class(plain: type) -> type:
     if plain not in _classes:
         # Its base has it, too, but torch looks for it at every use, and here first.
         own = {"__torch_function__": _torch.disabled_torch_function}
-        _classes[plain] = type(f"Managed{plain.__name__}", (_Managed, plain), own)
-        proxy_tensor.HANDLED_TYPES += (
-            _classes[plain],
-        )  # make_fx knows parameters by their very class
+        # Libraries know quantized weights by the names of their classes.
+        own |= {key: getattr(plain, key) for key in ("__module__", "__qualname__")}
+        _classes[plain] = type(plain.__name__, (_Managed, plain), own)
+        # make_fx and torch's optimizers know parameters by their very class.
+        proxy_tensor.HANDLED_TYPES += (_classes[plain],)
+        if plain in _torch.foreach_types:
+            _torch.foreach_types.append(_classes[plain])
     return _classes[plain]

@@ -17,25 +17,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-
-__all__ = [
-    "Unpacked",
-    "aliases",
-    "check",
-    "companions",
-    "follow",
-    "is_bytes",
-    "is_wrapper",
-    "parts",
-    "would_pack",
-]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -82,39 +69,34 @@ def check(name: str, parameter: torch.Tensor) -> None:
             "trained; freeze it (requires_grad_(False)), and train an adapter"
         )
     is_waiting = getattr(parameter, "bnb_quantized", None) is False
-    if is_waiting or (kind == "Int8Params" and not _is_quantized_int8(parameter)):
+    is_int8 = parameter.dtype is torch.int8 or getattr(parameter, "has_fp16_weights", False)
+    if is_waiting or (kind == "Int8Params" and not is_int8):
         raise GeminiError(
             f"{name} is a {kind} that has not been quantized yet, as that happens when the module is moved: "
             'model.to("cpu") or model.to("cuda") before manage()'
         )
 
 
-def _is_quantized_int8(parameter: Any) -> bool:
-    return parameter.dtype is torch.int8 or getattr(parameter, "has_fp16_weights", False)
-
-
-def _kept(module: nn.Module, parameter: torch.Tensor) -> Iterator[dict[str, Any]]:
-    """The attributes in which a class of bitsandbytes keeps tensors beside a parameter."""
-    yield vars(parameter)
+def _kept(module: nn.Module, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The tensors that a class of bitsandbytes keeps beside a parameter, by id(); of other parameters nothing."""
+    if not is_bytes(parameter):
+        return {}
+    tables = [vars(parameter)]
     for value in (*vars(module).values(), *vars(parameter).values()):
         is_theirs = type(value).__module__.startswith("bitsandbytes.")
         if is_theirs and not isinstance(value, torch.Tensor | nn.Module | type):
-            yield vars(value)
+            tables.append(vars(value))
             inner = vars(value).get("state2")
             if inner is not None:
-                yield vars(inner)
+                tables.append(vars(inner))
+    return {id(v): v for table in tables for v in table.values() if type(v) is torch.Tensor}
 
 
 def aliases(module: nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:
     """Other tensors of a quantized parameter's class that are the whole of its data, each once."""
-    found: dict[int, torch.Tensor] = {}
-    if not is_bytes(parameter) or parameter.is_meta:
+    if parameter.is_meta:
         return []
-    for attributes in _kept(module, parameter):
-        for value in attributes.values():
-            if type(value) is torch.Tensor and _is_same(value, parameter):
-                found[id(value)] = value
-    return list(found.values())
+    return [value for value in _kept(module, parameter).values() if _is_same(value, parameter)]
 
 
 def _is_same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -128,12 +110,7 @@ def _is_same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 def companions(module: nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a class of bitsandbytes keeps beside the bytes: scales, tables."""
     known = {id(alias) for alias in aliases(module, parameter)} | {id(parameter)}
-    found: dict[int, torch.Tensor] = {}
-    for attributes in _kept(module, parameter) if is_bytes(parameter) else ():
-        for value in attributes.values():
-            if type(value) is torch.Tensor and id(value) not in known:
-                found[id(value)] = value
-    return list(found.values())
+    return [value for key, value in _kept(module, parameter).items() if key not in known]
 
 
 def follow(wrapper: torch.Tensor) -> None:

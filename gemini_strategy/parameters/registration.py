@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
     from gemini_strategy.weights.loading import Loading
 
-__all__ = ["Registration", "keeping_fp32"]
-
 
 @contextlib.contextmanager
 def keeping_fp32(frozen: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -45,20 +43,24 @@ def keeping_fp32(frozen: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @dataclass
 class _FoundUnit:
-    """A module that directly owns parameters, before it is managed."""
+    """A module that directly owns parameters, before it is managed.
+
+    is_for_evaluation: or one that uses its children's itself while it evaluates.
+    """
 
     name: str
     module: nn.Module
     owned: list[tuple[str, nn.Parameter]]
+    is_for_evaluation: bool = False
 
 
 def _find_units(model: nn.Module) -> list[_FoundUnit]:
     """The modules that directly own parameters, in registration order.
 
     nn.MultiheadAttention uses its out_proj's weight itself, so the two are one unit. A compiled module is
-    one unit with everything in it: hooks have no place inside a graph.
+    one unit with everything in it: entering has no place inside a graph. Units for evaluation come last.
     """
-    units = []
+    units, readers = [], []
     absorbed: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in absorbed:
@@ -77,12 +79,33 @@ def _find_units(model: nn.Module) -> list[_FoundUnit]:
             owned += [(f"{prefix}out_proj.{n}", p) for n, p in projection if p is not None]
         if owned:
             units.append(_FoundUnit(name, module, list(_expanded(owned))))
-    return units
+        if _has_fast_path(module):
+            inside = module.named_parameters(remove_duplicate=False)
+            owned = list(_expanded((prefix + n, p) for n, p in inside))
+            readers.append(_FoundUnit(name, module, owned, is_for_evaluation=True))
+    return units + readers
 
 
-def _expanded(
-    owned: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _has_fast_path(module: nn.Module) -> bool:
+    """Whether torch may evaluate it by one operation on all weights inside: what it asks of the module.
+
+    Where this says no and torch does, the operation is served as any other outside units; no bits depend on it.
+    """
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return False
+    attention = getattr(module, "self_attn", None)  # a subclass need not have what its base has
+    is_usual = bool(getattr(module, "activation_relu_or_gelu", 0))
+    if not is_usual or not isinstance(attention, nn.MultiheadAttention):
+        return False
+    # Other norms may stand in the places of torch's: it asks these for eps, too, but not before it evaluates.
+    norms = [getattr(module, name, None) for name in ("norm1", "norm2")]
+    is_alike = all(isinstance(norm, nn.LayerNorm) for norm in norms)
+    is_alike = is_alike and norms[0].eps == norms[1].eps
+    is_alike = is_alike and attention._qkv_same_embed_dim and attention.in_proj_bias is not None
+    return is_alike and attention.batch_first and attention.num_heads % 2 == 0
+
+
+def _expanded(owned: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """With the parts of quantized parameters in the place of those that are made of other tensors."""
     for name, parameter in owned:
         quantized.check(name, parameter)
@@ -141,10 +164,6 @@ def _is_raw(parameter: torch.Tensor) -> bool:
     return type(parameter) is torch.Tensor or quantized.is_bytes(parameter)
 
 
-def _dtype_of(parameter: torch.Tensor, dtypes: dict[nn.Parameter, torch.dtype]) -> torch.dtype:
-    return parameter.dtype if _is_raw(parameter) else dtypes[parameter]
-
-
 def _hook_gradient(parameter: nn.Parameter) -> Any:
     """take_grad gets its gradients; torch wants it to be trained at that moment."""
     is_trained = parameter.requires_grad
@@ -166,13 +185,13 @@ class Registration:
         self._index: dict[int, int] = {}  # id(parameter) -> slot id
         dtypes = weight_dtypes(engine.model, engine.precision)
         for unit in self._units:
-            for name, parameter in unit.owned:
+            for name, parameter in () if unit.is_for_evaluation else unit.owned:
                 if id(parameter) in self._index:
                     self.slots[self._index[id(parameter)]].names.append(name)
                     continue
                 _check_parameter(name, parameter, engine.device)
                 self._index[id(parameter)] = len(self.slots)
-                dtype = _dtype_of(parameter, dtypes)
+                dtype = parameter.dtype if _is_raw(parameter) else dtypes[parameter]
                 is_grouped = id(parameter) in groups
                 is_adapter = id(parameter) in adapters and dtype in FORMATS
                 slot = self._new_slot(name, parameter, dtype, is_grouped, is_adapter)
@@ -213,21 +232,15 @@ class Registration:
 
     def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
         """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param)."""
-        return [
-            (
-                math.prod(slot.shape),
-                slot.dtype.itemsize,
-                slot.format,
-                slot.has_low,
-                slot.has_moments,
-                slot.has_grad_home,
-            )
-            for slot in self.slots
-        ]
+        found = []
+        for slot in self.slots:
+            places = slot.has_low, slot.has_moments, slot.has_grad_home
+            found.append((math.prod(slot.shape), slot.dtype.itemsize, slot.format, *places))
+        return found
 
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """Names and modules of the units, in the order of their numbers."""
-        return [(unit.name, unit.module) for unit in self._units]
+        """Names and modules of the units that training enters, in the order of their numbers."""
+        return [(unit.name, unit.module) for unit in self._units if not unit.is_for_evaluation]
 
     def unit_tables(self) -> tuple[list[int], list[int]]:
         """(parameter ids unit after unit, where each unit begins)."""
@@ -247,9 +260,14 @@ class Registration:
         core = self._engine.core
         return max((core.chunk(slot.id)[3] for slot in self.slots), default=0)
 
+    @property
+    def _staying(self) -> int:
+        """Bytes of chunks that stay on the device."""
+        return int(self._engine.core.stats()["staying_bytes"])
+
     def floor_bytes(self) -> int:
         """The least that chunks need of the device."""
-        return self._most_at_once[0] + self._waiting
+        return self._staying + self._most_at_once[0] + self._waiting
 
     def check_floor(self, budget: int, available: int) -> int:
         """Every module must fit together with the modules around it that own parameters, and with the gradients
@@ -262,10 +280,14 @@ class Registration:
             GeminiMemoryError: naming the module, its largest parameter and the budget that suffices.
         """
         wanted, unit = self._most_at_once
-        waiting, total = self._waiting, self.floor_bytes()
+        waiting, staying, total = self._waiting, self._staying, self.floor_bytes()
         if unit is not None and total > available:
             largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
             beside = f" and {size_text(waiting, is_wanted=True)} for gradients" if waiting else ""
+            if staying:
+                beside += (
+                    f", beside {size_text(staying, is_wanted=True)} for which the host has no room"
+                )
             left = f"leaves {size_text(available)}" if available > 0 else "leaves nothing"
             enough = budget + total - available
             raise GeminiMemoryError(
@@ -275,7 +297,7 @@ class Registration:
                 f"{size_text(enough, is_wanted=True)} ({enough} bytes), or give a smaller chunk_size"
             )
         if waiting:
-            room = self._engine.ranks.gather("room for gradients", available - wanted)
+            room = self._engine.ranks.gather("room for gradients", available - staying - wanted)
             self._engine.core.limit_unreduced(min(room))
         return available - total
 
@@ -290,7 +312,7 @@ class Registration:
         chunks = {
             key: frozenset(chunk(self._index[id(p)]) for _, p in unit.owned)
             for key, unit in units.items()
-        }
+        }  # of a module that is two units: those for evaluation, which are more
         most: tuple[int, _FoundUnit | None] = (0, None)
         waiting: list[tuple[nn.Module, frozenset[tuple[int, int, int, int]]]] = [
             (self._engine.model, frozenset())
@@ -334,6 +356,7 @@ class Registration:
         for index, found in enumerate(self._units):
             slots = list(dict.fromkeys(self.slots[self._index[id(p)]] for _, p in found.owned))
             unit = unit_class(self._engine, index, found.name, slots)
+            unit.is_for_evaluation = found.is_for_evaluation
             is_renormed = isinstance(found.module, nn.Embedding | nn.EmbeddingBag)
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)

@@ -23,8 +23,6 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent, quantized
 
-__all__ = ["check_sharing"]
-
 
 @dataclass
 class _Shown:
@@ -166,7 +164,7 @@ def _find_others(shown: list[_Shown]) -> tuple[_Shown, int] | None:
         expected = alone + len(items) - 1 + grads.get(key, 0)
         others = _references(first.tensor) - expected
         # Of slices of one storage, others may be no concern of ours.
-        if others > 0 and any(item.is_parameter for item in items):
+        if others > 0:
             bystanders = sum(1 for t in _visible(key, own) if not _overlaps(t, items))
             if others > bystanders:
                 return first, others - bystanders
@@ -204,9 +202,8 @@ def _refusal(model: nn.Module, shown: list[_Shown], parameter: _Shown, count: in
     own = {id(item.tensor) for item in shown}
     key = parameter.tensor.untyped_storage()._cdata
     tensors = [t for t in _visible(key, own) if _overlaps(t, shown)]
-    with (
-        _torch.DisableTorchFunctionSubclass()
-    ):  # views first: what they were taken from lives because of them
+    # Views first: what they were taken from lives because of them.
+    with _torch.DisableTorchFunctionSubclass():
         tensors.sort(key=lambda tensor: tensor._base is None)
     attributes = [
         f"{f'{name}.' if name else ''}{attribute}"

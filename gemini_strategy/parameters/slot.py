@@ -21,8 +21,6 @@ from gemini_strategy.parameters.low import merge, split_low
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["FORMATS", "Slot", "checked_step"]
-
 FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient", "low")
 _WEIGHT, _MASTER, _M, _V, _GRAD, _LOW = (_C.FIELDS[name] for name in _NAMES)
@@ -99,9 +97,8 @@ class Slot(_C.Slot):
         self.state_changes = 0
         self.given = Given(self)
         self.is_whole = False  # since the last update a whole master was loaded
-        self.is_settled = (
-            False  # in manage(): low parts of the optimizer's are of the weights of now
-        )
+        # In manage(): low parts of the optimizer's are of the weights of now.
+        self.is_settled = False
         self.n_same = 0  # writes of what was there
         # a weak reference to what it lacks in an entry that was popped from optimizer.state, and the version then
         self.popped: tuple[Any, int] = ((lambda: None), 0)
@@ -234,13 +231,9 @@ class Slot(_C.Slot):
         """Whether it is the weight as a whole."""
         if not absent.is_absent(value):
             return False
-        is_same = (value.shape, value.stride(), value.dtype) == (
-            self.shape,
-            self.strides,
-            self.dtype,
-        )
+        geometry = (value.shape, value.stride(), value.storage_offset(), value.dtype)
         is_mine = absent.home_of(value) is absent.home_of(self.absent)
-        return is_mine and is_same and value.storage_offset() == 0
+        return is_mine and geometry == (self.shape, self.strides, 0, self.dtype)
 
     def leave_data(self) -> None:
         """The parameter gets other data: whoever has its absent one goes on with the present values."""

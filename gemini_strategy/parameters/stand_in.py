@@ -27,8 +27,6 @@ from gemini_strategy.parameters.slot import Slot
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-__all__ = ["StandIn", "home", "master", "moments", "settle"]
-
 
 class StandIn(SlotHome):
     """The home of one.

@@ -18,8 +18,6 @@ import torch
 
 from gemini_strategy import _torch
 
-__all__ = ["install"]
-
 _FOREIGN = ("FakeTensor", "FunctionalTensor")  # torch's own tracers, which have no absent parts
 
 

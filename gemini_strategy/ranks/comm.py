@@ -18,7 +18,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,13 +30,8 @@ from gemini_strategy import _C
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 
 # The core's numbers (gm_comm_dtype); 64-bit integers are summed and compared without a sign.
-COMM_DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.uint64: 3,
-    torch.int64: 3,
-}
+COMM_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+COMM_DTYPES |= {torch.uint64: 3, torch.int64: 3}
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
 _PROBE_BYTES, _PROBE_RUNS = 64 << 20, 6
@@ -151,8 +146,7 @@ class Communicator:
             where = (buffer.data_ptr(), stream.cuda_stream)
             gather = self._rate(stream, lambda: self.all_gather(where[0], 2 * count, where[1]))
             reduce = self._rate(
-                stream,
-                lambda: self.reduce_scatter(where[0], count, torch.bfloat16, where[1]),
+                stream, lambda: self.reduce_scatter(where[0], count, torch.bfloat16, where[1])
             )
             self.check()
             del buffer
@@ -191,15 +185,7 @@ class Communicator:
             _first_difference(calls),
             _not_reached(calls, number or self.core.failed_at, number > 0),
         ]
-        me = self._notes.name
-        parts += [f"rank {r} said: {text}" for r, text in said.items() if r != me]
-        silent = [r for r in self._notes.names if r not in said and r != me]
-        if silent and self._notes.is_lost:
-            parts.append(
-                f"the group's store does not answer, {ranks_text(silent)} could not be asked"
-            )
-        elif silent:
-            parts.append(f"{ranks_text(silent)} said nothing (ended, stopped, or busy elsewhere)")
+        parts += self._notes.of_others(said, " (ended, stopped, or busy elsewhere)")
         return type(error)("; ".join([str(error), *filter(None, parts)]))
 
     def abort(self, reason: str) -> None:
@@ -298,13 +284,7 @@ class _Notes:
     """One text for each rank and topic, in the group's store. A store that fails or hangs costs time, no error."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        names: Sequence[int] = (),
-        *,
-        patience: float,
+        self, store: dist.Store, rank: int, size: int, names: Sequence[int] = (), *, patience: float
     ) -> None:
         self.store = store.clone()  # a visit that hangs must not block whoever else uses it
         # for one visit: whoever serves the store may be the rank that stopped
@@ -329,22 +309,23 @@ class _Notes:
             raise GeminiDeviceError(
                 f"{words}: {ranks_text(others)} made it for another kind of device than {kind}"
             )
+        failed, cause = [], None
         try:
             made = make()
         except NotImplementedError:
             raise
         except RuntimeError as error:
-            self.write("made", str(error) or type(error).__name__)
-            raise GeminiDeviceError(f"{words}: {error}") from error
-        # A rank that goes at once would close connections that others are still making.
-        self.write("made", "")
-        ended = self.read("made", wait=timeout)
-        failed = [f"rank {r} said: {text}" for r, text in ended.items() if text]
+            failed, cause = [str(error) or type(error).__name__], error
+        # A rank that goes at once would close connections that others are still making; and one whose connections were
+        # closed says why: the one that closed them has said it, or will at once.
+        self.write("made", "".join(failed))
+        ended = self.read("made", wait=patience_of(timeout) if failed else timeout)
+        failed += [f"rank {r} said: {t}" for r, t in ended.items() if t and r != self.name]
         missing = [r for r in self.names if r not in ended]
-        if missing:
+        if missing and not failed:
             failed.append(f"{ranks_text(missing)} did not make it within {timeout:g} s")
         if failed:
-            raise GeminiDeviceError(f"{words}: {'; '.join(failed)}")
+            raise GeminiDeviceError(f"{words}: {'; '.join(failed)}") from cause
         return made
 
     def has(self, key: str) -> bool:
@@ -375,6 +356,18 @@ class _Notes:
 
         self._visit(visit, wait + self.patience)
         return dict(sorted(found.copy().items()))
+
+    def of_others(self, said: Mapping[int, str], guess: str = "") -> list[str]:
+        """What the others have said of a failure, and who of them has said nothing; `guess`: why."""
+        parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.name]
+        silent = [r for r in self.names if r not in said and r != self.name]
+        if silent and self.is_lost:
+            parts.append(
+                f"the group's store does not answer, {ranks_text(silent)} could not be asked"
+            )
+        elif silent:
+            parts.append(f"{ranks_text(silent)} said nothing{guess}")
+        return parts
 
     def _visit(self, do: Callable[[], None], patience: float) -> None:
         is_done = threading.Event()

@@ -10,6 +10,8 @@ Invariants
        all raise, by name.
     3. The first failure ends it for all ranks: whoever waits is told, and later calls raise the same error at once.
     4. One rank alone says nothing to anybody, and needs no torch.distributed.
+    5. Before a rank waits for others here its collectives have run, where these run in calls of its own: another rank
+       may be waiting in one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,7 @@ class Ranks:
         self.local_rank, self.local_size = 0, 1
         self._local = [0]
         self._comms: list[Communicator] = []
+        self._settle: Callable[[], object] | None = None
         # kind and text only: an exception that was raised holds the frames below it, and their tensors
         self._failure: tuple[type[GeminiError], str] | None = None
         self._gloo: Any = None
@@ -144,6 +147,7 @@ class Ranks:
         mesh, is_sharded = self._how
         twin = Ranks(mesh, self.timeout, is_sharded=is_sharded)
         twin.timeout = twin._gloo.timeout = _MAX_TIMEOUT
+        twin._settle = self._settle
         self._twins.add(twin)
         return twin
 
@@ -263,12 +267,10 @@ class Ranks:
         return {r: texts.get(r, mine) for r in sizes}
 
     def _exchange(
-        self,
-        what: str,
-        out: Mapping[int, tuple[int, int]],
-        into: Mapping[int, tuple[int, int]],
+        self, what: str, out: Mapping[int, tuple[int, int]], into: Mapping[int, tuple[int, int]]
     ) -> None:
         self.check()
+        self.settle()
         nothing = (0, 0)
         try:
             self._gloo.exchange(
@@ -281,6 +283,16 @@ class Ranks:
         except BaseException as error:  # KeyboardInterrupt: half of it may have been sent
             self._broken(GeminiDeviceError(f"{what}: {type(error).__name__} on this rank"))
             raise
+
+    def settle(self) -> None:
+        """Invariant 5, before this process waits for what another rank has a part in."""
+        if self._settle is not None and self._reason is None:  # else it may be the only one here
+            with contextlib.suppress(GeminiError):  # whoever uses what it brings raises it
+                self._settle()
+
+    def settles_by(self, settle: Callable[[], object]) -> None:
+        """`settle()` runs the collectives that are issued."""
+        self._settle = settle
 
     # ---- failure ----
 
@@ -349,15 +361,7 @@ class Ranks:
         self._end(self._reason or str(error))
         if isinstance(error, GeminiDeviceError):
             said = self._notes.read("failed", wait=min(2.0, patience_of(self.timeout)))
-            parts = [f"rank {r} said: {text}" for r, text in said.items() if r != self.rank]
-            silent = [r for r in range(self.size) if r not in said and r != self.rank]
-            if silent and self._notes.is_lost:
-                parts.append(
-                    f"the group's store does not answer, {ranks_text(silent)} could not be asked"
-                )
-            elif silent:
-                parts.append(f"{ranks_text(silent)} said nothing")
-            error = type(error)("; ".join([str(error), *parts]))
+            error = type(error)("; ".join([str(error), *self._notes.of_others(said)]))
             self._failure = type(error), str(error)
         return error
 
@@ -445,6 +449,7 @@ class Ranks:
         _open.discard(self)
         if self._pid != os.getpid():
             return
+        self._settle = None
         for comm in self._comms:
             comm.close()
         if self._gloo is not None:

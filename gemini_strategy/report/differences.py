@@ -62,13 +62,9 @@ def _step(found: Compared, key: str) -> str:
             return "shorter than the compute that the plan counts on, which it has from slower runs of the passes"
         return "compute, copies or updates were faster than when they were measured for the plan"
     causes = []
-    for count, text in (
-        (
-            "plan_breaks",
-            "the plan was left {} times since the beginning, and then steps are served on demand",
-        ),
-        ("deviations", "{} passes since the beginning were not as traced"),
-    ):
+    breaks = "the plan was left {} times since the beginning, and then steps are served on demand"
+    deviations = "{} passes since the beginning were not as traced"
+    for count, text in (("plan_breaks", breaks), ("deviations", deviations)):
         if found.measured.get(count, 0):
             causes.append(text.format(found.measured[count]))
     is_enough, adam = bool(causes), "host_adam_seconds"
@@ -105,11 +101,9 @@ def _rate(found: Compared, key: str) -> str:
     times = found.bytes_ratio(key)
     if abs(times - 1.0) <= _FAR:
         return f"the planned bytes in a {'longer' if found.ratio('step_seconds') > 1 else 'shorter'} step"
-    why = (
-        "what the plan did not foresee was moved on demand"
-        if times > 1
-        else "what was in its place already was not moved"
-    )
+    why = "what was in its place already was not moved"
+    if times > 1:
+        why = "what the plan did not foresee was moved on demand"
     return f"{times:.2f} times the planned bytes: {why}"
 
 
@@ -130,10 +124,6 @@ def _device_peak(found: Compared, key: str) -> str:
     return "it is of all steps: the first one, on demand, or an earlier plan held more"
 
 
-def _homes(found: Compared, key: str) -> str:
-    return "the plan counts the homes that there were when it was made"
-
-
 def _host_peak(found: Compared, key: str) -> str:
     if found.ratio(key) < 1:
         return "the plan adds the model's own memory, which goes as the engine's fills"
@@ -148,6 +138,6 @@ _REASONS: dict[str, Callable[[Compared, str], str]] = {
     "d2h_gb_s": _rate,
     "host_adam_seconds": _host_adam,
     "device_peak_bytes": _device_peak,
-    "host_bytes": _homes,
+    "host_bytes": lambda *_: "the plan counts the homes that there were when it was made",
     "host_peak_bytes": _host_peak,
 }

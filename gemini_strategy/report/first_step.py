@@ -34,7 +34,7 @@ class FirstStep:
     """
 
     def __init__(self, units: Iterable[Unit], rank: int) -> None:
-        self._units = list(units)
+        self._units = [unit for unit in units if not unit.is_for_evaluation]
         self._units_of: dict[Slot, list[Unit]] = {}
         for unit in self._units:
             for slot in unit.slots:
@@ -49,11 +49,6 @@ class FirstStep:
         self.is_watched = is_watched(rank)
         for unit in self._units if self.is_watched else ():
             unit.enter_by(types.MethodType(functools.partial(self._enter, unit.enter), unit))
-
-    def _begin(self) -> None:
-        self._n_passes += 1
-        number = f", pass {self._n_passes}" if self._n_passes > 1 else ""
-        self._bar = bar(f"Gemini: the first step{number}", self._total, " modules")
 
     def interrupt(self) -> None:
         """The pass has ended, by an error or otherwise."""
@@ -77,7 +72,9 @@ class FirstStep:
         if self._got and _torch.current_node() is None:  # a forward after a backward
             self.interrupt()
         if self._bar is None:
-            self._begin()
+            self._n_passes += 1
+            number = f", pass {self._n_passes}" if self._n_passes > 1 else ""
+            self._bar = bar(f"Gemini: the first step{number}", self._total, " modules")
         self._note(unit, self._entered)
 
     def note_grad(self, slot: Slot) -> None:

@@ -68,12 +68,5 @@ def bar(what: str, total: int, unit: str = "B") -> Bar:
     """
     from tqdm import tqdm
 
-    return tqdm(
-        desc=what,
-        total=total,
-        unit=unit,
-        unit_scale=unit == "B",
-        delay=_DELAY,
-        leave=False,
-        file=sys.stderr,
-    )
+    where = {"delay": _DELAY, "leave": False, "file": sys.stderr}
+    return tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", **where)

@@ -14,72 +14,30 @@ from gemini_strategy.report.timeline import Recording
 
 # What stats() has, group after group; docs/tuning.md says what each is. The last of "memory" is there on CUDA only, the
 # last group with a plan.
-STATS: dict[str, tuple[str, ...]] = {
-    "steps": (
-        "steps",
-        "skipped_steps",
-        "loss_scale",
-        "step_seconds",
-        "tokens_per_step",
-        "tokens_per_s",
-        "stall_percent",
-        "host_adam_seconds",
-        "h2d_gb_s",
-        "d2h_gb_s",
-    ),
-    "model": ("parameters", "weight_bytes", "state_bytes", "chunks", "blocks", "layout_hash"),
-    "memory": (
-        "device_budget_bytes",
-        "device_bytes",
-        "device_peak_bytes",
-        "outside_peak_bytes",
-        "host_bytes",
-        "host_peak_bytes",
-        "spare_bytes",
-        "leases",
-        "total_peak_bytes",
-    ),
-    "since manage()": (
-        "fetches",
-        "fetched_bytes",
-        "evictions",
-        "evicted_bytes",
-        "host_pin_seconds",
-        "mapping_seconds",
-    ),
-    "plan": (
-        "planned",
-        "settling",
-        "plans",
-        "plan_breaks",
-        "traces",
-        "deviations",
-        "replay_waits",
-        "host_waits",
-        "chunks_with_states",
-        "pending_updates",
-        "immediate_updates",
-        "speculated_updates",
-        "taken_updates",
-        "redone_updates",
-    ),
-    "ranks": (
-        "rank",
-        "shards",
-        "replicas",
-        "gathers",
-        "gathered_bytes",
-        "reduces",
-        "reduced_bytes",
-    ),
-    "foretold": (
-        "predicted_step_seconds",
-        "predicted_bound_seconds",
-        "predicted_compute_seconds",
-        "predicted_device_peak_bytes",
-        "predicted_host_peak_bytes",
-    ),
+_NAMES = {
+    "steps": """
+        steps skipped_steps loss_scale step_seconds tokens_per_step tokens_per_s stall_percent host_adam_seconds
+        h2d_gb_s d2h_gb_s
+    """,
+    "model": "parameters weight_bytes state_bytes chunks blocks layout_hash",
+    "memory": """
+        device_budget_bytes device_bytes device_peak_bytes outside_peak_bytes host_bytes host_peak_bytes spare_bytes
+        staying_bytes leases total_peak_bytes
+    """,
+    "since manage()": """
+        fetches fetched_bytes evictions evicted_bytes host_pin_seconds mapping_seconds
+    """,
+    "plan": """
+        planned settling plans plan_breaks traces deviations replay_waits host_waits chunks_with_states
+        pending_updates immediate_updates speculated_updates taken_updates redone_updates
+    """,
+    "ranks": "rank shards replicas gathers gathered_bytes reduces reduced_bytes",
+    "foretold": """
+        predicted_step_seconds predicted_bound_seconds predicted_compute_seconds predicted_device_peak_bytes
+        predicted_host_peak_bytes
+    """,
 }
+STATS = {group: tuple(names.split()) for group, names in _NAMES.items()}
 
 _log = logging.getLogger("gemini_strategy")
 

@@ -347,10 +347,7 @@ def rank_rows(stats: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Row]:
     n = stats["replicas"]
     replicas = f", in each of {n} replicas" if n > 1 else ""
     return [
-        (
-            "ranks",
-            f"{stats['shards']} share each chunk{replicas}; {collectives}",
-        ),
+        ("ranks", f"{stats['shards']} share each chunk{replicas}; {collectives}"),
         (
             "whole chunks",
             f"{plan['n_kept']} stay gathered, {bytes_text(plan['kept_gathered_bytes'])}; rings: "
@@ -366,12 +363,12 @@ def plan_rows(
     """Rows (name, text) of the table before training."""
     rows = _about_rows(about)
     if plan is None:
-        rows += [
+        return [
+            *rows,
             ("chunks", f"{stats['chunks']}, {bytes_text(stats['weight_bytes'])} of weights"),
             ("plan", _NO_PLAN if stats.get("steps", 0) > 1 else "on demand: no plan yet"),
             ("host memory", _of_budget(stats["host_bytes"], about["host_budget"])),
         ]
-        return rows
     expected = _expected(stats, plan)
     outside = _outside_bytes(stats, plan)
     rings = [
@@ -566,9 +563,7 @@ def report(engine: Any) -> str:
     return "\n\n".join(tables)
 
 
-def announce(
-    engine: Any, is_wanted: bool, table: Callable[[Any], str] = lambda engine: plan_table(engine)
-) -> None:
+def announce(engine: Any, is_wanted: bool, table: Callable[[Any], str] = plan_table) -> None:
     """Prints a table of the engine to stderr if it `is_wanted` or GEMINI_REPORT=1."""
     if is_wanted or os.environ.get("GEMINI_REPORT") == "1":
         print(table(engine), file=sys.stderr, flush=True)

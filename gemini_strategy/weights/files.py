@@ -131,11 +131,8 @@ class WeightFiles:
             self._open = (file, _safe_open(file))
         tensors = self._open[1]
         try:
-            values = (
-                tensors.get_slice(name)[top:bottom]
-                if self.shapes[name]
-                else tensors.get_tensor(name)
-            )
+            has_rows = bool(self.shapes[name])
+            values = tensors.get_slice(name)[top:bottom] if has_rows else tensors.get_tensor(name)
         except Exception as error:
             raise GeminiError(f"{name} cannot be read from {file}: {error}") from None
         self._read_bytes += values.nbytes

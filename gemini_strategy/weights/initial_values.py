@@ -49,11 +49,6 @@ def _walk(
     yield name, module, owner
 
 
-def _rotary(module: nn.Module) -> None:
-    """Rotary embeddings that keep the function which computes their frequencies."""
-    module.inv_freq.copy_(module.rope_init_fn(module.config, torch.device("cpu"))[0])
-
-
 def _initializers(module: nn.Module, owner: nn.Module | None) -> list[Callable[[], Any]]:
     """What may set a module's values, in the order in which it is tried."""
     found: list[Callable[[], Any]] = []
@@ -63,8 +58,10 @@ def _initializers(module: nn.Module, owner: nn.Module | None) -> list[Callable[[
         found.append(module._reset_parameters)
     elif callable(getattr(module, "reset_parameters", None)):
         found.append(module.reset_parameters)
-    if callable(getattr(module, "rope_init_fn", None)) and hasattr(module, "config"):
-        found.append(functools.partial(_rotary, module))
+    rotary: Any = module  # embeddings that keep the function which computes their frequencies
+    if callable(getattr(rotary, "rope_init_fn", None)) and hasattr(rotary, "config"):
+        host = torch.device("cpu")
+        found.append(lambda: rotary.inv_freq.copy_(rotary.rope_init_fn(rotary.config, host)[0]))
     return found
 
 
@@ -197,10 +194,9 @@ class InitialValues:
         # Apart, so that nothing here has the last values when the next module wants their memory.
         def offer(module: nn.Module, own: dict[str, torch.Tensor], stage: _Stage) -> None:
             for tensor, values in stage.written():
-                is_tied = any(tensor is t for t in own.values())
-                if id(tensor) in self._wanted and not (
-                    is_tied and self._owner_of[id(tensor)] is not module
-                ):
+                is_own = any(tensor is t for t in own.values())
+                is_tied = is_own and self._owner_of[id(tensor)] is not module
+                if id(tensor) in self._wanted and not is_tied:
                     keep(tensor, values)
 
         done: set[int] = set()
@@ -208,10 +204,8 @@ class InitialValues:
             own = _own_tensors(module)
             stage = _Stage(self._known, present)
             for number, initialize in enumerate(found):
-                is_first = number == 0
-                if not is_first and all(
-                    id(t) in done or id(t) not in self._wanted for t in own.values()
-                ):
+                lacking = [t for t in own.values() if id(t) in self._wanted and id(t) not in done]
+                if number and not lacking:
                     break
                 _run(module, own, stage, initialize)
                 done.update(id(tensor) for tensor, _ in stage.written())

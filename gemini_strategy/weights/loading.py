@@ -24,7 +24,7 @@ from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters.original import Original
+from gemini_strategy.parameters.original import HOOKS, Original
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.report.progress import Done, nothing
@@ -42,7 +42,6 @@ from gemini_strategy.weights.transformers import (
 
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 _log = logging.getLogger("gemini_strategy")
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:
@@ -91,14 +90,19 @@ class Loading:
             for prefix, path in _by_prefix(model, weights):
                 self._files.append(WeightFiles(path))
                 self._match(prefix, self._files[-1])
-        wanted = {
-            key: self._names[key] for key in self._tensors if key in blank - set(self._sources)
-        }
+        blank -= self._sources.keys()
+        wanted = {key: self._names[key] for key in self._tensors if key in blank}
         if weights is not None and missing == "refuse":
             self._check_missing(wanted)
         self._initial = InitialValues(model, wanted) if wanted else None
-        for module, files, names in self._unused:
-            _warn_unused(module, files, names)
+        for module, files, names in self._unused:  # as transformers does
+            unused = [name for name in names if not ignores_unused(module, name)]
+            if unused:
+                warnings.warn(
+                    f"{files.path} has {len(unused)} tensors that {type(module).__name__} has no place for, and that "
+                    f"are not used: {_some(unused)}",
+                    stacklevel=1,
+                )
         self._n_random = sum(key in self._parameters for key in wanted)
 
     def has(self, parameter: torch.Tensor) -> bool:
@@ -116,11 +120,8 @@ class Loading:
                     )
         for name, module in self._model.named_modules():
             for key, value in module.__dict__.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.is_meta
-                    and id(value) not in self._tensors
-                ):
+                is_meta = isinstance(value, torch.Tensor) and value.is_meta
+                if is_meta and id(value) not in self._tensors:
                     raise GeminiError(
                         f"{f'{name}.' if name else ''}{key} is a tensor on the meta device that is neither a parameter "
                         "nor a buffer, so nothing says what is in it: register it as a buffer, or build "
@@ -137,7 +138,6 @@ class Loading:
             if len(tops) == 1 and tops[0]:  # a module around one transformers model
                 self._match(tops[0], files)
                 return
-        found: dict[str, str] = {}
         rename = renaming(module)
         own = {name: rename(name) for name in files.shapes}
         converted = [name for name, now in own.items() if now is None]
@@ -146,9 +146,7 @@ class Loading:
                 f"{files.path} keeps {_some(converted, 2)} in another form than {type(module).__name__} does, and "
                 "transformers converts it while it loads: load the model with from_pretrained() and manage that"
             )
-        for name in files.shapes:
-            if name in known:
-                found[name] = name
+        found = {name: name for name in files.shapes if name in known}
         taken = set(found.values())
         for name, now in own.items():
             other = None if name in found else _with_other_prefix(module, str(now), known)
@@ -246,12 +244,11 @@ class Loading:
             ranks.agree(begins, "the beginning of each weight in the files")
         if self._initial is not None:
             if self._n_random and ranks.rank == 0:
+                has_files = self._files or self._unread
                 _log.info(
                     "%d parameters on the meta device begin with their modules' own initial values, as %s",
                     self._n_random,
-                    "the files have none"
-                    if self._files or self._unread
-                    else "no weights= was given",
+                    "the files have none" if has_files else "no weights= was given",
                 )
             self._fill_initial(by_parameter, ready, ranks, done)
 
@@ -327,7 +324,7 @@ class Loading:
 def _swap(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges what two tensors are; each object stays who it is, with its hooks."""
     _torch.swap_tensor_impl(parameter, other)
-    for name in _HOOKS:  # torch keeps them in both places
+    for name in HOOKS:  # torch keeps them in both places
         hooks = getattr(parameter, name)
         if hooks is not None:
             setattr(parameter, name, hooks)
@@ -368,14 +365,3 @@ def _with_other_prefix(module: nn.Module, name: str, known: Mapping[str, Any]) -
     base = base_prefix(module)
     names = [name, *([name.removeprefix(f"{base}."), f"{base}.{name}"] if base else [])]
     return next((other for other in names if other in known), None)
-
-
-def _warn_unused(module: nn.Module, files: WeightFiles, names: list[str]) -> None:
-    """As transformers does: says which tensors of the files have no place in the model."""
-    unused = [name for name in names if not ignores_unused(module, name)]
-    if unused:
-        warnings.warn(
-            f"{files.path} has {len(unused)} tensors that {type(module).__name__} has no place for, and that are not "
-            f"used: {_some(unused)}",
-            stacklevel=2,
-        )

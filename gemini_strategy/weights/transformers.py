@@ -5,11 +5,11 @@ Nothing here imports either: a program that has a model of them has loaded them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,8 @@ def outputs(module: nn.Module, state: dict[str, Tensor]) -> list[Output]:
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors if revert is None else revert(module, dict(tensors))
 
-    def describe(folder: Path, dtype: torch.dtype | None) -> None:
-        _describe_model(module, folder, dtype)
-
     tensors = convert(_without_ties(module, state, True))
+    describe = functools.partial(_describe_model, module)
     return [Output("", "model", tensors, convert, describe)]
 
 
@@ -225,17 +223,6 @@ def _is_table(encoder: nn.Module) -> bool:
     return type(encoder) is _loaded("model", "PromptEmbedding", "peft.tuners.prompt_tuning.")
 
 
-@contextlib.contextmanager
-def _replaced(table: dict[str, Any], key: str, value: Any) -> Iterator[None]:
-    """Inside, another value stands in the table."""
-    before = table[key]
-    table[key] = value
-    try:
-        yield
-    finally:
-        table[key] = before
-
-
 def _adapter(module: Any, state: dict[str, Tensor], name: str) -> Output:
     """One adapter of a PeftModel."""
     is_prompt = module.peft_config[name].is_prompt_learning
@@ -249,10 +236,13 @@ def _adapter(module: Any, state: dict[str, Tensor], name: str) -> Output:
         known = {**state, **tensors}
         if not is_prompt:
             return _adapter_state(module, known, name)
-        config = copy.copy(module.peft_config[name])
-        config.inference_mode = True  # else its prompts are computed
-        with _replaced(module.peft_config, name, config):
+        before = module.peft_config[name]
+        module.peft_config[name] = copy.copy(before)
+        try:
+            module.peft_config[name].inference_mode = True  # else its prompts are computed
             found = _adapter_state(module, known, name)
+        finally:
+            module.peft_config[name] = before
         return found | {"prompt_embeddings": known[f"prompt_encoder.{name}.embedding.weight"]}
 
     def describe(folder: Path, dtype: torch.dtype | None) -> None:

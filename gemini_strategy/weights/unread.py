@@ -72,8 +72,6 @@ class _Unread(absent.Home):
         values: its own, once it was written or used twice.
     """
 
-    field = "weight"
-
     def __init__(self, files: UnreadFile, key: str, dtype: torch.dtype) -> None:
         self.name = key
         self.files = files

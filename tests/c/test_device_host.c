@@ -61,7 +61,7 @@ static void check_aliasing_loses_nothing(gm_device *dev)
     size_t chunk_bytes = BLOCKS_PER_CHUNK * dev->block_bytes;
     size_t n_words = chunk_bytes / sizeof(uint64_t);
     gm_arena *arena;
-    CHECK_OK(gm_arena_new(N_CHUNKS * chunk_bytes, NULL, &arena));
+    CHECK_OK(gm_arena_new(NULL, N_CHUNKS * chunk_bytes, NULL, &arena));
     CHECK_OK(ops->pin(dev, gm_arena_base(arena), gm_arena_bytes(arena)));
     gm_stream fetch, evict;
     gm_event landed;

@@ -80,7 +80,7 @@ static void check_figures(void)
 static void check_arena(gm_workers *pool, size_t bytes)
 {
     gm_arena *arena;
-    CHECK_OK(gm_arena_new(bytes, pool, &arena));
+    CHECK_OK(gm_arena_new(NULL, bytes, pool, &arena));
     CHECK(gm_arena_bytes(arena) == bytes);
     unsigned char *base = gm_arena_base(arena);
     if (bytes) {
@@ -186,7 +186,7 @@ static long faults_of_arena(gm_workers *pool)
     struct rusage before, after;
     gm_arena *arena;
     CHECK(getrusage(RUSAGE_THREAD, &before) == 0);
-    CHECK_OK(gm_arena_new((size_t)128 << 20, pool, &arena));
+    CHECK_OK(gm_arena_new(NULL, (size_t)128 << 20, pool, &arena));
     CHECK(getrusage(RUSAGE_THREAD, &after) == 0);
     gm_arena_free(arena);
     return after.ru_minflt - before.ru_minflt;
@@ -233,7 +233,7 @@ static void check_placement(void)
         gm_workers *pool;
         gm_arena *arena;
         CHECK_OK(gm_workers_new_on(&mask[c], 1, 1, &pool));
-        CHECK_OK(gm_arena_new((size_t)20 << 20, pool, &arena));
+        CHECK_OK(gm_arena_new(NULL, (size_t)20 << 20, pool, &arena));
         int node = node_of(mask[c]);
         void *pages[10];
         int nodes[10];
@@ -305,9 +305,9 @@ int main(void)
 
     size_t before = resident_bytes();
     gm_arena *arena = NULL;
-    CHECK(gm_arena_new(total + 1, pool, &arena) == GM_ERR_NOMEM && !arena);
+    CHECK(gm_arena_new(NULL, total + 1, pool, &arena) == GM_ERR_NOMEM && !arena);
     CHECK(strstr(gm_last_error(), "host memory"));
-    CHECK(gm_arena_new(SIZE_MAX, pool, &arena) == GM_ERR_NOMEM && !arena);
+    CHECK(gm_arena_new(NULL, SIZE_MAX, pool, &arena) == GM_ERR_NOMEM && !arena);
     CHECK(resident_bytes() < before + (64 << 20)); /* refused before anything was touched */
     gm_arena_free(NULL);
     gm_workers_free(pool);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -345,6 +347,85 @@ def _(run: Run) -> Any:
     model(run.x().cpu())
     run.manage(model, gs.HybridAdam(model.parameters(), lr=2e-3))
     return run.step(3)
+
+
+# ---- fast paths ----------------------------------------------------------------------------------
+
+
+def _attend(run: Run, is_training: bool, **how: Any) -> Any:
+    """Outputs of the layer by itself, whatever torch makes of masks, modes and autocast."""
+    part = run.model.part.train(is_training)
+    x, outputs = run.randn(6, 6, 32), []
+    pads = torch.arange(6, device=run.device) >= torch.tensor([[6], [4], [6], [2], [5], [3]]).to(
+        x.device
+    )
+    causal = nn.Transformer.generate_square_subsequent_mask(6, device=run.device)
+    for masks in ({}, {"src_key_padding_mask": pads}, {"mask": causal}):
+        for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+            torch.manual_seed(3)
+            with mode(), torch.autocast(run.device, dtype=torch.bfloat16, **how):
+                try:
+                    outputs.append(part(x, **masks).detach().clone())
+                except RuntimeError as error:  # torch's own, of nested tensors under autocast
+                    if isinstance(error, gs.GeminiError):
+                        raise
+                    outputs.append(str(error))
+    run.model.train()
+    return outputs
+
+
+class _Around(nn.Module):
+    """An encoder between layers that take no batches."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        options = {"batch_first": True, "nhead": 4} | how
+        is_nested = options.pop("is_nested", True)
+        layer = nn.TransformerEncoderLayer(32, dim_feedforward=48, dropout=0.1, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), is_nested)
+
+    def forward(self, h: Tensor, **masks: Any) -> Tensor:
+        return self.encoder(h, **masks) if h.dim() == 3 else self.encoder(h[None])[0]
+
+
+_ENCODERS: dict[str, dict[str, Any]] = {
+    "nested": {},
+    "not nested": {"is_nested": False},
+    "norm first": {"norm_first": True},
+    "gelu": {"activation": "gelu"},
+    "one head": {"nhead": 1},
+    "batch second": {"batch_first": False},
+}
+for _name, _how in _ENCODERS.items():
+    _encoder = _body(functools.partial(_Around, **_how))
+    for _is_training in (True, False):
+        for _is_cast in (True, False):
+            _mode = ("training" if _is_training else "evaluation") + ", autocast" * _is_cast
+            door(f"encoder/{_name}, {_mode}", model=_encoder, served=True)(
+                functools.partial(_attend, is_training=_is_training, enabled=_is_cast)
+            )
+
+
+@door("encoder/a frozen one", model=None, served=True)
+def _(run: Run) -> Any:
+    """It takes the fast path while gradients are on."""
+    model = _body(_Around)()
+    model.part.requires_grad_(False)
+    run.manage(model, gs.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=2e-3))
+    return [_attend(run, False, enabled=False), _attend(run, False, enabled=True), run.step(2)]
+
+
+@door("encoder/attention by itself", model=_body(_Attention), served=True)
+def _(run: Run) -> Any:
+    part, x, outputs = run.model.part.eval().attention, run.randn(4, 6, 32), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        for is_cast in (True, False):
+            for wants in (True, False):
+                with mode(), torch.autocast(run.device, dtype=torch.bfloat16, enabled=is_cast):
+                    out, weights = part(x, x, x, need_weights=wants)
+                outputs += [out.clone(), None if weights is None else weights.clone()]
+    run.model.train()
+    return outputs
 
 
 # ---- strides -------------------------------------------------------------------------------------

@@ -237,7 +237,9 @@ def _(life: Life) -> Any:
 
 for _kind, _transform in {
     "jvp": lambda f, ps: jvp(f, (ps,), (ps,)),
-    "jacfwd": lambda f, ps: jacfwd(lambda s: f({k: p * s for k, p in ps.items()}))(torch.ones(())),
+    "jacfwd": lambda f, ps: jacfwd(lambda s: f({k: p * s for k, p in ps.items()}))(
+        next(iter(ps.values())).new_ones(())
+    ),
     "functionalize": lambda f, ps: functionalize(f)(ps),
 }.items():
 

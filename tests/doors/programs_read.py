@@ -7,7 +7,6 @@ import ctypes
 import io
 import json
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -169,7 +168,7 @@ rows(
         ],
         "format": lambda r: f"{r.w[0, 0]:.9f} {r.w[0, 0].item():.3e}",
         "str": lambda r: str(r.w.data) + repr(r.w.detach()[0]),
-        "str of p": lambda r: re.findall(r"-?\d\.\d+", str(r.w)),
+        "str of p": lambda r: [str(r.w), repr(r.b), f"{r.w}"],
         "float": lambda r: [float(r.w[1, 2]), int(r.w[0, 0] * 1000), bool(r.w[0, 0] > 0)],
         "contains": lambda r: r.w[0, 0].item() in r.w.detach(),
         "truth of equal": lambda r: [torch.equal(r.w, r.w.clone()), torch.allclose(r.w, r.w.data)],
@@ -520,7 +519,7 @@ def _(run: Run) -> Any:
     return [q.sum(), q.detach().clone()]
 
 
-@door("kept/in a hook of another layer", "8")
+@door("kept/in a hook of another layer", "8", needs_all=True)  # beside those of the hook's own
 def _(run: Run) -> Any:
     seen: list[Any] = []
 

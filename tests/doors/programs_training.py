@@ -277,7 +277,7 @@ def _(run: Run) -> Any:
         out.append(run.step(1))
         with torch.no_grad():
             for p in run.model.parameters():
-                p.add_(torch.randn(p.shape).to(p.dtype), alpha=1e-3)
+                p.add_(torch.randn(p.shape).to(run.device, p.dtype), alpha=1e-3)
     return out
 
 
@@ -404,7 +404,7 @@ def _(run: Run) -> Any:
 
 @in_each("GradNorm over a shared layer", BF16)
 def _(run: Run) -> Any:
-    out, factors = [], torch.ones(2)
+    out, factors = [], torch.ones(2, device=run.device)
     for i in range(3):
         y = run.call(run.x(i)).float()
         losses = [y[:, :4].square().mean(), (y[:, 4:] - 1).square().mean()]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
+from helpers import scripts
 from helpers.lean import without_unused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,24 +50,34 @@ if N_GPUS > 3:
     SCRIPTS += [gpu("gpu", "1,3", False, ["cuda:1", "cuda:3"])]
 
 
+def start(folder: Path, words: list[Any]) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (without_unused(folder), CASES, ROOT)))
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        [sys.executable, *words],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250.0,
+    )
+
+
+def fork(folder: Path, words: list[Any]) -> subprocess.CompletedProcess[str]:
+    """tests/integration/test_lightning_launch.py starts ranks on the CPU as a person does."""
+    return scripts.run(folder, words, imported=("lightning.pytorch",), paths=(CASES, ROOT))
+
+
 @pytest.mark.parametrize(("accelerator", "devices", "by_torchrun", "places"), SCRIPTS)
 def test_script(
     accelerator: str, devices: str, by_torchrun: bool, places: list[str], tmp_path: Path
 ) -> None:
     size = len(places)
     prefix = (*TORCHRUN, f"--nproc-per-node={size}") if by_torchrun else ()
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (without_unused(tmp_path), CASES, ROOT)))
-    environment["OMP_NUM_THREADS"] = "1"
     script = Path(__file__).with_name("lightning_gpu.py")
-    done = subprocess.run(
-        [sys.executable, *prefix, script, tmp_path, accelerator, devices],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250.0,
-    )
+    words = [*prefix, script, tmp_path, accelerator, devices]
+    done = start(tmp_path, words) if accelerator == "gpu" else fork(tmp_path, words)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [torch.load(tmp_path / f"{rank}.said", weights_only=False) for rank in range(size)]
 

@@ -44,7 +44,9 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.func",
     "numpy",
+    "pytest",
     "safetensors.torch",
+    "helpers.seeds",
     "gemini_strategy",
 )
 

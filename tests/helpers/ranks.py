@@ -27,7 +27,6 @@ from helpers import forked
 
 PRELOADED = (
     *forked.PRELOADED,
-    "pytest",
     "helpers.ranks",
     "helpers.zoo",
     "helpers.warm",
@@ -79,7 +78,7 @@ def _rank_main(
     os._exit(0)  # the other ranks may be gone, and an orderly end would wait for them
 
 
-def _context() -> Any:
+def fork_context() -> Any:
     """Of processes that are forked from one that has imported torch and the package; beside a GPU of fresh ones."""
     if torch.cuda.is_available():
         return mp.get_context("spawn")
@@ -101,7 +100,7 @@ def run_ranks(
     size: int, folder: Path, body: Callable[..., Any], *args: Any, timeout: float = 200.0
 ) -> list[Ended]:
     """body(rank, size, *args) on `size` processes; a rank that runs longer than `timeout` seconds is killed."""
-    context = _context()
+    context = fork_context()
     environment = dict(os.environ)
     processes = [
         context.Process(target=_rank_main, args=(body, rank, size, str(folder), args, environment))

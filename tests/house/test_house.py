@@ -188,6 +188,7 @@ def test_gil_is_taken_back_wherever_it_is_released(path: Path) -> None:
     begins = len(re.findall(r"\bPy_BEGIN_ALLOW_THREADS\b", text))
     spans = re.findall(r"\bPy_BEGIN_ALLOW_THREADS\b(.*?)\bPy_END_ALLOW_THREADS\b", text, re.DOTALL)
     assert begins == len(spans) == len(re.findall(r"\bPy_END_ALLOW_THREADS\b", text)), name(path)
+    spans += re.findall(r"(?<!define )\bGM_(?:NO|WITHOUT)_GIL\((.*?)\);", text, re.DOTALL)
     for span in spans:
         assert not re.search(r"\b(return|goto|Py\w+)\b", span), f"{name(path)}: {span}"
 

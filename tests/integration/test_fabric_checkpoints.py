@@ -226,15 +226,20 @@ def test_a_checkpoint_io_of_ones_own_is_used(tmp_path: Path) -> None:
     close(model)
 
 
-def test_a_method_that_is_put_in_place_of_the_ios_is_called(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_class", [False, True])
+def test_a_method_that_is_put_in_place_of_the_ios_is_called(
+    is_on_class: bool, tmp_path: Path
+) -> None:
     """As Lightning's own tests do it, on the strategy's own TorchCheckpointIO."""
     fabric = make_fabric()
     model = fabric.setup_module(net())
     io = fabric.strategy.checkpoint_io
-    with (
-        patch.object(io, "save_checkpoint", wraps=io.save_checkpoint) as save,
-        patch.object(io, "load_checkpoint", wraps=io.load_checkpoint) as load,
-    ):
+    owner = type(io) if is_on_class else io
+
+    def watched(name: str) -> Any:
+        return patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+    with watched("save_checkpoint") as save, watched("load_checkpoint") as load:
         fabric.save(tmp_path / "a.ckpt", {"model": model})
         fabric.load(tmp_path / "a.ckpt", {"model": model})
     save.assert_called_once()

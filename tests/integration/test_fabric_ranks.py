@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gemini_strategy as gs
 from fabric_case import make_fabric, ranked_fabric
 from gemini_strategy.lightning import fabric_strategy_class
+from helpers import scripts
 from helpers.lean import without_unused
 from helpers.ranks import run_ranks, values
 from lightning_case import (
@@ -225,12 +226,12 @@ fabric.print("world size", fabric.world_size)
 """
 
 
-def run_script(folder: Path, *words: str) -> tuple[int, str]:
+def run_script(folder: Path) -> tuple[int, str]:
     (folder / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join([without_unused(folder), str(HERE.parents[1])])
     done = subprocess.run(
-        [sys.executable, "script.py", *words],
+        [sys.executable, "script.py"],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -250,7 +251,9 @@ def test_a_script_launches_its_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_ends_the_script(rank: int, tmp_path: Path) -> None:
-    # The words end when the last of the processes has ended.
-    code, text = run_script(tmp_path, "raise", str(rank))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ["script.py", "raise", rank]
+    done = scripts.run(tmp_path, words, imported=("lightning.pytorch",))
+    code, text = done.returncode, done.stdout + done.stderr
     assert code != 0 and "this rank has had enough" in text
     assert not (tmp_path / "launched.ckpt").exists()

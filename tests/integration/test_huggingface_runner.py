@@ -1,9 +1,14 @@
-"""`gemini-strategy run`: scripts that know nothing of Gemini train under a budget, on one rank and on two."""
+"""`gemini-strategy run`: scripts that know nothing of Gemini train under a budget, on one rank and on two.
+
+The first is started as a person starts it. The others, and what their launchers start, are forks of a process that has
+imported what takes seconds, but nothing that the runner replaces a class in.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +20,55 @@ from transformers import TrainingArguments
 import gemini_strategy as gs
 import huggingface_script
 from gemini_strategy import cli
+from gemini_strategy.huggingface.install import _ACTS
 from gemini_strategy.huggingface.refusals import check_arguments
+from helpers.forked import Forks
 from huggingface_case import ReferenceTrainer, assert_same, losses, masters
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(huggingface_script.__file__)
 RUN = ("-m", "gemini_strategy", "run")
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+IMPORTED = ("transformers", "torchao", "datasets", "bitsandbytes", "networkx", "helpers.program")
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, *words],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
+        env={**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        made = Forks((), IMPORTED, has_had_engine=False)
+    with made:
+        (ended,) = made.run("helpers.program:imported", list(_ACTS))
+        assert ended.value == [], ended.how
+        yield made
+
+
+def fork(
+    forks: Forks, folder: Path, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Like run(), in a fork."""
+    (ended,) = forks.run(
+        *("helpers.program:started", str(folder), list(words), [str(ROOT)]),
+        ENVIRONMENT | environment,
+        timeout=280.0,
+    )
+    assert ended.value is not None, ended.how
+    code, said, errors = ended.value
+    assert code == 0, f"{said[-2000:]}\n{errors[-4000:]}"
+    return subprocess.CompletedProcess(words, code, said, errors)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
@@ -63,9 +92,10 @@ def test_a_script_with_a_trainer(tmp_path: Path) -> None:
     assert "gave no model" not in done.stderr
 
 
-def test_two_ranks_share_a_model_and_save_and_resume(tmp_path: Path) -> None:
+def test_two_ranks_share_a_model_and_save_and_resume(tmp_path: Path, forks: Forks) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", *RUN[:-1], RUN[-1])
-    run(*launcher, "--device-budget", "80KB", str(SCRIPT), "twice", str(tmp_path))
+    words = ("--device-budget", "80KB", str(SCRIPT), "twice", str(tmp_path))
+    fork(forks, tmp_path, *launcher, *words)
     # Two ranks with a batch each are one with two micro-batches: all that differs is divided by two, exactly.
     plain = reference(tmp_path / "reference", gradient_accumulation_steps=2)
     assert_same(saved(tmp_path / "whole"), masters(plain))
@@ -86,19 +116,23 @@ def test_two_ranks_share_a_model_and_save_and_resume(tmp_path: Path) -> None:
     ],
 )
 def test_accelerate_launch_starts_the_runner_and_gives_the_precision(
-    ranks: int, options: list[str], tmp_path: Path
+    ranks: int, options: list[str], tmp_path: Path, forks: Forks
 ) -> None:
     launcher = ("-m", "accelerate.commands.launch", *options, "--mixed_precision=bf16", *RUN)
     words = ("--device-budget", "80KB", "--report", str(SCRIPT), "trainer", str(tmp_path))
-    done = run(*launcher, *words)
+    done = fork(forks, tmp_path, *launcher, *words)
     plain = reference(tmp_path / "reference", bf16=True, gradient_accumulation_steps=ranks)
     assert_same(saved(tmp_path / "whole"), masters(plain))
     assert "device 80 kB" in done.stderr
     assert (tmp_path / "whole" / "kinds.txt").read_text().startswith("LlamaForCausalLM ")
 
 
-def test_a_loop_with_accelerate_and_a_budget_of_the_environment(tmp_path: Path) -> None:
-    done = run(
+def test_a_loop_with_accelerate_and_a_budget_of_the_environment(
+    tmp_path: Path, forks: Forks
+) -> None:
+    done = fork(
+        forks,
+        tmp_path,
         *RUN,
         "--policy",
         "cpu",
@@ -120,11 +154,13 @@ def test_a_loop_with_accelerate_and_a_budget_of_the_environment(tmp_path: Path) 
     assert_same(saved(tmp_path), masters(model, optimizer))
 
 
-def test_a_model_from_a_folder_stays_there_until_it_is_managed(tmp_path: Path) -> None:
+def test_a_model_from_a_folder_stays_there_until_it_is_managed(
+    tmp_path: Path, forks: Forks
+) -> None:
     mine, other = tmp_path / "mine", tmp_path / "reference"
     for folder in (mine, other):
         huggingface_script.model_and_data()[0].save_pretrained(folder / "model")
-    run(*RUN, "--device-budget", "80KB", str(SCRIPT), "folder", str(mine))
+    fork(forks, tmp_path, *RUN, "--device-budget", "80KB", str(SCRIPT), "folder", str(mine))
     plain = huggingface_script.from_folder(ReferenceTrainer, other)
     assert_same(saved(mine), masters(plain))
     got, want = (torch.load(folder / "seen.pt") for folder in (mine, other))
@@ -133,12 +169,12 @@ def test_a_model_from_a_folder_stays_there_until_it_is_managed(tmp_path: Path) -
         assert torch.equal(one, want["seen"][0])
 
 
-def test_a_script_that_meets_nothing_is_told(tmp_path: Path) -> None:
+def test_a_script_that_meets_nothing_is_told(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "beside.py").write_text("value = 3")
     (tmp_path / "train.py").write_text(
         "import sys, beside; print(sys.argv[1:], beside.value, __name__)"
     )
-    done = run(*RUN, str(tmp_path / "train.py"), "--lr", "1", "--device-budget")
+    done = fork(forks, tmp_path, *RUN, str(tmp_path / "train.py"), "--lr", "1", "--device-budget")
     assert done.stdout == "['--lr', '1', '--device-budget'] 3 __main__\n"
     assert "gave no model to a Trainer" in done.stderr
 

@@ -310,6 +310,30 @@ def test_edits_in_on_load_checkpoint_count(tmp_path: Path) -> None:
     same(trainer.strategy.lightning_module_state_dict()["gain"], torch.full((16,), 3.0))
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_checkpoint_is_filled_from_the_module(precision: str, tmp_path: Path) -> None:
+    """As where a layer is new: its tensors in the checkpoint show the module's memory when manage() comes."""
+    path = tmp_path / "one.ckpt"
+    fit("lightning", make("lightning"), precision=precision).save_checkpoint(path)
+
+    class Filling(module_class("lightning")):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            own = self.state_dict()
+            for name in ("gain", "body.1.weight"):
+                checkpoint["state_dict"][name] = own[name]
+            self.filled = own["body.1.weight"].clone()
+
+    torch.manual_seed(5)
+    module = Filling()
+    trainer = make_trainer("lightning", precision=precision)
+    trainer.validate(module, ckpt_path=path, verbose=False)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    weights = trainer.strategy.lightning_module_state_dict()
+    same(weights["body.1.weight"], module.filled.float())
+    same(weights["body.0.weight"], saved["body.0.weight"])
+    assert not torch.equal(module.filled, saved["body.1.weight"])
+
+
 def test_strictness(tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
     fit("lightning", make("lightning")).save_checkpoint(path)

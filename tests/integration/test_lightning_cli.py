@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers import scripts
+from helpers.lean import without_unused
 from lightning_case import TREES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 trainer:
   accelerator: cpu
@@ -39,6 +38,7 @@ optimizer:
 
 PROGRAM = """
 import sys
+assert "gemini_strategy.lightning" not in sys.modules
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -75,12 +75,8 @@ def test_a_config_file_names_the_strategy(tree: str, tmp_path: Path) -> None:
     module = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}[tree]
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "train.py").write_text(PROGRAM.replace("{tree}", module))
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # The adapter prefers the tree that was imported first.
+    imported = (module,) if tree == "lightning" else ()
+    paths = [without_unused(tmp_path), ROOT]
+    done = scripts.run(tmp_path, ["train.py"], imported=imported, paths=paths)
     assert done.returncode == 0, done.stderr[-3000:]

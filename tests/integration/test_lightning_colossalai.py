@@ -175,7 +175,8 @@ def test_the_rest_of_the_arguments_has_its_effect() -> None:
     assert trainer.precision == "bf16-true"
     trainer.fit(make("lightning"))
     assert strategy.force_outputs_fp32
-    assert strategy._outputs(torch.ones(1).bfloat16()).dtype is torch.float32
+    given = (torch.ones(1).bfloat16(),)
+    assert strategy._outputs(lambda x: x, given, {}).dtype is torch.float32
     strategy.engine.close()
     accelerator = pl.accelerators.CPUAccelerator()
     trainer = make_trainer("lightning", cls(accelerator=accelerator), accelerator="auto")

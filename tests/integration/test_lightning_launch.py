@@ -1,9 +1,11 @@
-# Scripts that start their ranks, by Lightning's launcher and by torchrun; and ranks that end early.
+# Scripts that start their ranks, by Lightning's launcher and by torchrun; and ranks that end early, which are forks of
+# a process that has imported Lightning (helpers/program.py).
 
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
+from helpers.forked import Forks
 from helpers.lean import without_unused
 from lightning_case import fit_reference, reference_weights, same, summable
 
@@ -19,9 +22,7 @@ SCRIPT = HERE / "lightning_launch.py"
 TIME_LIMIT = 300.0
 
 
-def launch(
-    folder: Path, size: int, what: str = "nothing", where: int = 0, prefix: Any = ()
-) -> tuple[int, str]:
+def launch(folder: Path, size: int, prefix: Any) -> tuple[int, str]:
     """Exit code and the words of a script that has launched `size` ranks; none of them is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
     paths = [without_unused(folder), str(HERE), str(HERE.parents[1])]
@@ -30,7 +31,7 @@ def launch(
     words = folder / "words"
     with words.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *prefix, SCRIPT, folder, str(size), what, str(where)],
+            [sys.executable, *prefix, SCRIPT, folder, str(size), "nothing", "0"],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -67,16 +68,42 @@ def runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks((HERE,), ("lightning.pytorch", "helpers.program"), has_had_engine=False) as forks:
+        yield forks
+
+
+def fork(forks: Forks, folder: Path, size: int, what: str, where: int) -> tuple[int, str]:
+    """Like launch()."""
+    words = [str(SCRIPT), str(folder), str(size), what, str(where)]
+    paths = [str(HERE), str(HERE.parents[1])]
+    said = folder / "words"
+    try:
+        (ended,) = forks.run(
+            *("helpers.program:launched", str(folder), words, paths, {}, str(said)),
+            timeout=TIME_LIMIT,
+        )
+    finally:
+        left = ranks_left(folder)
+        for pid in left:
+            os.kill(pid, 9)
+    text = said.read_text()
+    assert not left, f"processes {left} were left behind:\n{text}"
+    return ended.exit_code if ended.value is None else ended.value, text
+
+
 @pytest.mark.parametrize(
     ("size", "prefix"),
     [
         (2, ()),
-        (3, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")),
+        # Three: tests/gpu/test_lightning_gpu.py.
+        (2, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")),
     ],
     ids=["launcher", "torchrun"],
 )
 def test_script_starts_its_ranks(size: int, prefix: Any, tmp_path: Path) -> None:
-    code, text = launch(tmp_path, size, prefix=prefix)
+    code, text = launch(tmp_path, size, prefix)
     assert code == 0, text
     said = [torch.load(tmp_path / f"{rank}.said", weights_only=False) for rank in range(size)]
     assert len(list(tmp_path.glob("*.pid"))) == size
@@ -94,8 +121,10 @@ def test_script_starts_its_ranks(size: int, prefix: Any, tmp_path: Path) -> None
     ("what", "where"),
     [("raise", 0), ("raise", 1), ("reduce", 1), ("kill", 0), ("kill", 1), ("stop", 1)],
 )
-def test_a_rank_that_ends_early_ends_all(what: str, where: int, tmp_path: Path) -> None:
-    code, text = launch(tmp_path, 2, what, where)
+def test_a_rank_that_ends_early_ends_all(
+    what: str, where: int, tmp_path: Path, forks: Forks
+) -> None:
+    code, text = fork(forks, tmp_path, 2, what, where)
     assert code != 0
     assert not list(tmp_path.glob("*.said"))
     if what == "raise":

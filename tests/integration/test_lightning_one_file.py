@@ -305,7 +305,7 @@ def test_fabric(tree: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,), ("lightning.pytorch",)) as forks:
+    with Forks((Path(__file__).parent,), ("lightning.pytorch", Path(__file__).stem)) as forks:
         yield forks
 
 

@@ -3,12 +3,12 @@
 import copy
 import importlib
 import inspect
-import os
 import pickle
 import subprocess
 import sys
 import typing
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +17,11 @@ from torch.utils.data import DataLoader
 import gemini_strategy as gs
 import gemini_strategy.lightning as adapter
 from gemini_strategy.lightning.trees import installed_trees
+from helpers import scripts
+from helpers.lean import without_unused
 from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def other(tree: str) -> str:
@@ -63,9 +67,18 @@ def test_preferred_class_is_of_the_tree_in_use(monkeypatch: pytest.MonkeyPatch) 
     assert installed_trees() == both
 
 
-def test_only_what_is_installed_is_imported() -> None:
+def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """In a process that has no Lightning yet."""
+    (folder / "program.py").write_text(program)
+    done = scripts.run(folder, ["program.py"], paths=[without_unused(folder), ROOT])
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_only_what_is_installed_is_imported(tmp_path: Path) -> None:
     code = """
 import importlib.util, sys
+assert "lightning" not in sys.modules
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "lightning" else real(name, *rest)
 import gemini_strategy.lightning as adapter
@@ -73,7 +86,7 @@ assert "lightning" not in sys.modules
 assert adapter.GeminiStrategy is adapter.strategy_class("pytorch_lightning")
 assert adapter.GeminiStrategy.__qualname__ == "GeminiStrategy"
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(tmp_path, code)
 
 
 def test_unknown_tree_is_refused() -> None:
@@ -594,18 +607,13 @@ def test_a_trainer_can_be_pickled(tree: str) -> None:
         ("sys", "lightning.pytorch.utilities.rank_zero"),
     ],
 )
-def test_lightnings_messages_go_where_they_went(first: str, log: str) -> None:
+def test_lightnings_messages_go_where_they_went(first: str, log: str, tmp_path: Path) -> None:
     program = (
+        "import sys; assert not {'lightning', 'pytorch_lightning', 'lightning_utilities'} & sys.modules.keys()\n"
         f"import {first}, gemini_strategy.lightning\n"
         "from lightning_utilities.core import rank_zero\n"
         "import lightning.pytorch, pytorch_lightning\n"
         "print(rank_zero.log.name)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(tmp_path, program)
     assert done.stdout.split()[-1] == log

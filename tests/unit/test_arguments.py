@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -19,8 +17,7 @@ from gemini_strategy.arguments import POLICIES
 from gemini_strategy.precision import PRECISIONS
 from gemini_strategy.report.verdict import sentence, verdict
 from gemini_strategy.sizes import physical_memory, size_text
-
-ROOT = Path(__file__).resolve().parents[2]
+from helpers import scripts
 
 
 def test_a_unit_may_lack_its_b() -> None:
@@ -125,20 +122,21 @@ def test_choices_are_types() -> None:
     assert none is type(None)
 
 
-def test_without_lightning_the_error_names_the_extra() -> None:
+def test_without_lightning_the_error_names_the_extra(tmp_path: Path) -> None:
     program = """
 import sys
 sys.modules["lightning_utilities"] = None
 import gemini_strategy.lightning
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    (tmp_path / "program.py").write_text(program)
+    done = scripts.run(tmp_path, ["program.py"])
     assert done.returncode == 1
     assert "pip install 'gemini-strategy[lightning]'" in done.stderr.splitlines()[-1]
 
 
-def test_without_packages_of_hugging_face_the_error_names_the_extra() -> None:
+def test_without_packages_of_hugging_face_the_error_names_the_extra(
+    tmp_path: Path,
+) -> None:
     program = """
 import sys
 sys.modules["transformers"] = sys.modules["accelerate"] = None
@@ -155,9 +153,9 @@ for act in (lambda: hf.GeminiTrainer, lambda: hf.GeminiAccelerator, load):
     tell(act)
 hf.GeminiPlugin(device_budget="1MB")  # needs neither
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    (tmp_path / "program.py").write_text(program)
+    done = scripts.run(tmp_path, ["program.py"])
+    assert done.returncode == 0, done.stderr
     trainer, accelerator, loading = done.stdout.splitlines()
     way = ": pip install 'gemini-strategy[huggingface]'"
     assert trainer.startswith("gemini_strategy.huggingface.GeminiTrainer needs ")

@@ -6,11 +6,13 @@ Each program runs in a process of its own, as it may not survive."""
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 from gemini_strategy import _C
+from helpers.scripts import run_to_the_end
+
+Ended = dict[str, subprocess.CompletedProcess[str]]
 
 pytestmark = pytest.mark.core
 
@@ -33,18 +35,19 @@ _C.sumsq_host(address, 0, 64 // 4 + 1, None)
 """
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import torch" + program]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    programs = {"broken": BROKEN_INVARIANT, "outside": OUT_OF_BOUNDS}
+    return run_to_the_end(tmp_path_factory.mktemp("ended"), programs, "import torch")
 
 
-def test_a_broken_invariant_ends_a_process_with_assertions() -> None:
-    done = run(BROKEN_INVARIANT)
+def test_a_broken_invariant_ends_a_process_with_assertions(ended: Ended) -> None:
+    done = ended["broken"]
     assert ("broken invariant at" in done.stderr) == bool(_C.BUILT_WITH_ASSERTIONS), done.stderr
     assert (done.returncode == 0) == (not _C.BUILT_WITH_ASSERTIONS), done.stderr
 
 
-def test_an_access_out_of_bounds_ends_a_process_with_the_sanitizer() -> None:
-    done = run(OUT_OF_BOUNDS)
+def test_an_access_out_of_bounds_ends_a_process_with_the_sanitizer(ended: Ended) -> None:
+    done = ended["outside"]
     assert ("heap-buffer-overflow" in done.stderr) == bool(_C.BUILT_WITH_SANITIZER), done.stderr
     assert (done.returncode == 0) == (not _C.BUILT_WITH_SANITIZER), done.stderr

@@ -1,4 +1,8 @@
-"""The offload benchmark on its tiny preset: every run in a process of its own, one JSON line each."""
+"""The offload benchmark on its tiny preset: every run in a process of its own, one JSON line each.
+
+Driver and runs are forks of a process that has imported what they need (helpers/program.py); one that has figures, one
+without its library and one that is too slow are started as a person starts them.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ import torch
 
 from gemini_strategy import _C
 from gemini_strategy.machine.rates import REFERENCE
+from helpers.forked import Forks
 from helpers.json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +35,12 @@ MISSING = {
     "torchao": "CPUOffloadOptimizer of torchao wants a GPU",
 }
 STEPS, WARMUP = 3, 2
+IMPORTED = (
+    "transformers.models.auto.auto_factory",
+    "transformers.models.opt.modeling_opt",
+    "torch.distributed.fsdp",
+    "helpers.program",
+)
 
 
 @pytest.fixture
@@ -41,14 +52,24 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_offload
 
 
-def drive(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_offload.py")]
-    command += ["--device", "cpu", "--preset", "tiny", "--threads", "1", *options]
+def command(folder: Path, *options: str) -> tuple[list[str], list[str]]:
+    """What stands after `python`, and the folders where it looks for modules."""
     (folder / "deepspeed.py").write_text("raise ImportError('not on this machine')\n")
-    paths = f"{folder}{os.pathsep}{ROOT}"
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    driver = str(ROOT / "benchmarks" / "bench_offload.py")
+    words = [driver, "--device", "cpu", "--preset", "tiny", "--threads", "1", *options]
+    return words, [str(folder), str(ROOT)]
+
+
+def drive(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    words, paths = command(folder, *options)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -68,15 +89,36 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     out = folder / "results" / "tiny.jsonl"
     names = (FAILING, *MISSING, *RUNS)
     options = ("--steps", str(STEPS), "--warmup", str(WARMUP), "--only", ",".join(names))
-    done = drive(folder, *options, "--out", str(out))
-    assert done.returncode == 1, done.stderr  # of FAILING
-    assert out.read_text() == done.stdout
+    words, paths = command(folder, *options, "--out", str(out))
+    with Forks((), IMPORTED, has_had_engine=False) as forks:
+        (ended,) = forks.run("helpers.program:started", str(folder), words, paths, {}, timeout=280)
+    assert ended.value is not None, ended.how
+    code, printed, said = ended.value
+    assert code == 1, said  # of FAILING
+    assert out.read_text() == printed
     for name in names:  # the table has every run
-        assert f"{name} " in done.stderr
-    assert done.stderr.count("host: Adam ") == 1
-    lines = lines_of(done.stdout)
+        assert f"{name} " in said
+    assert said.count("host: Adam ") == 1
+    lines = lines_of(printed)
     assert tuple(lines) == names
     return lines
+
+
+def test_processes_of_their_own_leave_the_same_lines(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
+    """As a person starts it: what the forks have imported is imported by who needs it."""
+    names = ("deepspeed-clip", "gemini-auto-clip")
+    options = ("--steps", str(STEPS), "--warmup", str(WARMUP), "--only", ",".join(names))
+    done = drive(tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(done.stdout)
+    assert tuple(lines) == names
+    for name, line in lines.items():
+        same = measured[name]
+        assert line["available"] is same["available"] and line["error"] == same["error"]
+        assert line.get("losses") == same.get("losses")
+        assert line.keys() == same.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,4 +1,8 @@
-"""The benchmark of several ranks on its tiny preset: each run a set of processes, one JSON line, none left behind."""
+"""The benchmark of several ranks on its tiny preset: each run a set of processes, one JSON line, none left behind.
+
+Driver and ranks are forks of a process that has imported what they need (helpers/program.py), but for the run of one
+rank and where ranks are ended: those are started as a person starts them.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,23 @@ from typing import Any
 
 import pytest
 
+from helpers.forked import Forks
 from helpers.json_lines import json_lines
 
 ROOT = Path(__file__).parents[2]
 GPUS, STEPS, WARMUP, TOKENS = 2, 2, 2, 64
 TRAINING = ("fsdp2", "gemini-auto", "gemini-cpu@500KB")
 FAILING = "gemini-cuda@100KB"  # before others, so that it shows that they go on
-COMMAND = [
-    *(sys.executable, str(ROOT / "benchmarks" / "bench_sharded.py"), "--device", "cpu"),
+WORDS = [
+    *(str(ROOT / "benchmarks" / "bench_sharded.py"), "--device", "cpu"),
     *("--preset", "tiny", "--threads", "1", "--gpus", str(GPUS)),
 ]
+COMMAND = [sys.executable, *WORDS]
+IMPORTED = (
+    "transformers.models.auto.auto_factory",
+    "torch.distributed.fsdp",
+    "helpers.program",
+)
 
 
 @pytest.fixture
@@ -60,16 +71,22 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     folder = tmp_path_factory.mktemp("bench")
     out = folder / "results" / "tiny.jsonl"
     names = (FAILING, *TRAINING, "nccl")
-    done = drive(
-        *(folder, "--steps", str(STEPS), "--warmup", str(WARMUP), "--settling", "1"),
+    words = [
+        *(*WORDS, "--steps", str(STEPS), "--warmup", str(WARMUP), "--settling", "1"),
         *("--tokens", str(TOKENS), "--checkpointing", "on", "--only", ",".join(names)),
         *("--timeline", str(folder / "timeline"), "--out", str(out)),
-    )
-    assert done.returncode == 1, done.stderr  # of FAILING
-    assert out.read_text() == done.stdout
+    ]
+    with Forks((), IMPORTED, has_had_engine=False) as forks:
+        (ended,) = forks.run(
+            *("helpers.program:started", str(folder), words, [str(ROOT)], {}), timeout=280
+        )
+    assert ended.value is not None, ended.how
+    code, printed, said = ended.value
+    assert code == 1, said  # of FAILING
+    assert out.read_text() == printed
     for name in (FAILING, *TRAINING):  # the table has every run
-        assert f"{name} " in done.stderr
-    lines = lines_of(done.stdout)
+        assert f"{name} " in said
+    lines = lines_of(printed)
     assert sorted(lines) == sorted(names)
     for name in ("gemini-auto", "gemini-cpu-500KB"):
         trace = folder / "timeline" / f"tiny-{name}-{TOKENS}-on.json"

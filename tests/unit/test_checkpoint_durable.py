@@ -151,7 +151,7 @@ N_KILLS = int(os.environ.get("KILLS", "200"))  # in ten runs
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,)) as forks:
+    with Forks((Path(__file__).parent,), (Path(__file__).stem,)) as forks:
         yield forks
 
 

@@ -29,7 +29,7 @@ SIZES = (1, 2, 3, 4)
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,)) as forks:
+    with Forks((Path(__file__).parent,), (Path(__file__).stem,)) as forks:
         yield forks
 
 

@@ -449,6 +449,8 @@ def check_slow_to_connect(rank: int, size: int) -> None:
         made = make(*arguments)
         if rank == 1:
             raise RuntimeError("no port is left")
+        if rank == 0:  # as gloo does when rank 1 has closed what rank 0 is connecting to
+            raise RuntimeError("connection closed by peer")
         return made
 
     comm_module._host = broken  # type: ignore[assignment]

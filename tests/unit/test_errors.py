@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
 from gemini_strategy import _C
+from helpers import scripts
 from helpers.reference import (
     Plain,
     Recipe,
@@ -81,6 +81,21 @@ def test_device_budget_below_largest_unit(policy: str) -> None:
     model(torch.randn(2, 8)).sum().backward()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, gs.HybridAdam])
+def test_an_optimizer_that_another_engine_has(kind: type[torch.optim.Optimizer]) -> None:
+    """What it lacks is not the right class, and the text must not ask for the class that it has."""
+    first, second = Mlp(), Mlp()
+    optimizer = kind(first.parameters(), lr=1e-3)
+    engine = _manage(first, optimizer)
+    with pytest.raises(gs.GeminiError, match="managed already, with another model") as error:
+        _manage(second, optimizer)
+    assert kind.__name__ in str(error.value) and "close()" in str(error.value)
+    assert "not supported" not in str(error.value)
+    _untouched(second)
+    engine.close()
+    _manage(first, optimizer).close()
+
+
 def test_device_budget_below_a_model_of_one_module() -> None:
     with pytest.raises(gs.GeminiMemoryError, match="module 'the model' .* at least"):
         _manage(nn.Linear(512, 512), device_budget=100_000)
@@ -139,21 +154,15 @@ def test_no_cuda() -> None:
 
 
 @pytest.mark.parametrize("isa", ["sse9", "AVX-1024"])
-def test_unknown_instruction_set(isa: str) -> None:
+def test_unknown_instruction_set(isa: str, tmp_path: Path) -> None:
     """GEMINI_ISA forces one implementation; a wrong or missing one is named, not ignored."""
     code = (
         "import torch, gemini_strategy as gs\n"
         "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
         "gs.HybridAdam([p]).step()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "GEMINI_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    (tmp_path / "step.py").write_text(code)
+    done = scripts.run(tmp_path, ["step.py"], GEMINI_ISA=isa)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert isa in last and "GEMINI_ISA" in last and "scalar" in last, last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,9 @@ def estimated(**how: Any) -> Any:
     return gs.estimate(llama(), INPUTS, **arguments)
 
 
+@functools.cache
 def homes(**how: Any) -> int:
+    """Bytes of the host that homes take, whatever else it has."""
     return int(estimated(**how).host_bytes)
 
 
@@ -121,16 +124,21 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "for each rank" in text and "for clipping" in text
 
 
+@functools.cache
+def _of_an_unknown_host() -> Any:
+    return estimated()
+
+
 @pytest.mark.parametrize("half", [0, 700_000])
 def test_without_a_budget_half_of_what_the_host_has_free(half: int) -> None:
     """Beside the process and the homes, as a run takes it; and nothing of a host that is not known."""
-    host = PROCESS_BYTES + homes() + 2 * half
-    result = estimated(gpu=replace(MACHINE, host_memory=host))
-    told = estimated(host_budget=homes() + half)
+    free = -(-homes() * 64 // 63)  # so much that all homes are there beside what is left to others
+    result = estimated(gpu=replace(MACHINE, host_memory=PROCESS_BYTES + free + 2 * half))
+    told = estimated(host_budget=homes() + (free - homes()) // 2 + half)
     assert figures(result.schedules[0].plan) == figures(told.schedules[0].plan)
     assert result.spare_bytes == told.spare_bytes
     assert (result.spare_bytes > 0) == (half > 0)
-    unknown = estimated()
+    unknown = _of_an_unknown_host()
     assert unknown.spare_bytes == 0 and unknown.schedules[0].when == "deferred"
     assert "half of what this host has free" in " ".join(str(result).split())
     assert "of an unknown host" in " ".join(str(unknown).split())

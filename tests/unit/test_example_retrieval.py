@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--pairs", "500", "--steps", "6", "--batch-size", "12", "--length", "32", "--lr", "2e-4"]
+SMALL = ["--pairs", "300", "--steps", "6", "--batch-size", "8", "--length", "24", "--lr", "2e-4"]
 
 
 @pytest.fixture

@@ -178,3 +178,15 @@ def test_a_scripted_activation_stays() -> None:
     engine.close()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert_same_bits(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize("name", ["buffers", "parameters", "named_parameters", "named_buffers"])
+def test_a_module_may_have_such_an_attribute_of_its_own(name: str) -> None:
+    """torch asks the whole model alone for its parameters, so one inside may hide the method."""
+    model = _model()
+    setattr(model[2], name, [])  # such as past inputs
+    engine = _manage(model)
+    engine.backward(model(torch.ones(2, 4)).sum())
+    engine.optimizer.step()
+    engine.close()
+    assert getattr(model[2], name) == []

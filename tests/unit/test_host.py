@@ -317,38 +317,48 @@ NUMBERS = """
 import json, os, sys
 sys.path.insert(0, "tests")
 sys.path.insert(0, "tests/unit")
-import torch
+import torch, torch._dynamo
 from gemini_strategy import _C
 from gemini_strategy.machine import host
 from test_host import manage_small, worker_masks
+for environment in map(json.loads, sys.argv[1:]):
+    if os.fork() == 0:
+        os.environ |= environment
+        break
+    assert os.wait()[1] == 0
+else:
+    os._exit(0)  # an orderly end takes modules apart
 alone = host.share_of_host([host.place()], 0)
 alone.use()
 engine = manage_small(threads=alone.threads or None)
 n_workers = 1 + len(worker_masks())  # the calling thread works, too
 places = [{**host.place(), "mask": list(range(8))}] * 2
 shares = [host.share_of_host(places, rank).threads for rank in range(2)]
-print(json.dumps([torch.get_num_threads(), _C.host_threads(), n_workers, shares]))
+print(json.dumps([torch.get_num_threads(), _C.host_threads(), n_workers, shares]), flush=True)
+os._exit(0)
 """
 
 
-def numbers(**environment: str) -> list[Any]:
+def numbers(n_torch: int, *environments: dict[str, str]) -> list[Any]:
+    """One for each, of processes of which torch has found the first number of threads in theirs."""
     others = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GEMINI_THREADS")}
     done = subprocess.run(
-        [sys.executable, "-c", NUMBERS],
-        env={**others, "PYTHONPATH": str(ROOT), **environment},
+        [sys.executable, "-c", NUMBERS, *map(json.dumps, environments)],
+        env={**others, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(n_torch)},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_omp_num_threads_is_not_about_workers() -> None:
     """torchrun sets it to 1; torch obeys it, the workers of Adam do not."""
     n = _C.host_threads()
     each = _C.host_threads(4, _C.host_topology()["quota"] / 2)
-    assert numbers(OMP_NUM_THREADS="1") == [1, n, n, [each, each]]
-    assert numbers(OMP_NUM_THREADS="7")[1:] == [n, n, [each, each]]
-    assert numbers(OMP_NUM_THREADS="1", GEMINI_THREADS="3") == [1, 3, 3, [3, 3]]
+    plain, three = numbers(1, {}, {"GEMINI_THREADS": "3"})
+    assert plain == [1, n, n, [each, each]] and three == [1, 3, 3, [3, 3]]
+    (seven,) = numbers(7, {})
+    assert seven[1:] == [n, n, [each, each]]

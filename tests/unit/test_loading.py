@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from gemini_strategy.optim import managed
 from gemini_strategy.parameters.slot import FORMATS
 from gemini_strategy.weights import files as weight_files
 from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
+from helpers.scripts import run_to_the_end
 from helpers.zoo import CASES, Case, Mlp, mlp_case
 
 CASE = mlp_case(width=32, depth=3)
@@ -977,12 +976,8 @@ def test_parts_outside_a_parameter_are_refused() -> None:
 
 # ---- memory ------------------------------------------------------------------------------------------
 
+_IMPORTS = "import sys, torch, torch._dynamo, safetensors.torch, gemini_strategy as gs; from pathlib import Path"
 _PROGRAM = """
-import sys
-import torch
-from pathlib import Path
-import gemini_strategy as gs
-
 class Big(torch.nn.Sequential):
     def __init__(self):
         super().__init__(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
@@ -990,7 +985,7 @@ class Big(torch.nn.Sequential):
 def peak():
     return int(next(l for l in Path("/proc/self/status").open() if l.startswith("VmHWM")).split()[1]) * 1024
 
-path, trains = sys.argv[1], sys.argv[2] == "trains"
+path, trains = {given}
 with torch.device("meta"):
     model, small = Big(), torch.nn.Linear(64, 64)
 optimizer = torch.optim.AdamW(model.parameters()) if trains else None
@@ -1005,19 +1000,25 @@ print(peak() - before, stats["host_bytes"] + stats["device_bytes"], stats["param
 """
 
 
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("peaks")
+    path = folder / "big.safetensors"
+    save_file({f"{i}.weight": torch.full((1024, 1024), float(i)) for i in range(24)}, path)
+    programs = {
+        f"{source} {purpose}": _PROGRAM.replace("{given}", repr((given, purpose == "trains")))
+        for source, given in (("file", str(path)), ("modules", "-"))
+        for purpose in ("trains", "reads")
+    }
+    # What malloc keeps of what was freed depends on who freed it first; so large pieces go back at once.
+    return run_to_the_end(folder, programs, _IMPORTS, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
+
+
 @pytest.mark.parametrize("purpose", ["trains", "reads"])
 @pytest.mark.parametrize("source", ["file", "modules"])
-def test_host_peak(source: str, purpose: str, tmp_path: Path) -> None:
+def test_host_peak(source: str, purpose: str, peaks: dict[str, Any]) -> None:
     """The state, and beside it one parameter, what of the file stays mapped, and a little: never a model."""
-    path = "-"
-    if source == "file":
-        tensors = {f"{i}.weight": torch.full((1024, 1024), float(i)) for i in range(24)}
-        save_file(tensors, tmp_path / "big.safetensors")
-        path = str(tmp_path / "big.safetensors")
-    # What malloc keeps of what was freed depends on who freed it first; so large pieces go back at once.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    command = [sys.executable, "-c", _PROGRAM, path, purpose]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    result = peaks[f"{source} {purpose}"]
     assert result.returncode == 0, result.stderr
     used, state, numel = map(int, result.stdout.split())
     assert numel == 24 << 20

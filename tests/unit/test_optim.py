@@ -121,6 +121,16 @@ def test_loaded_tensors_are_copies():
             assert torch.equal(value, before["state"][index][key])
 
 
+def test_groups_have_the_same_options_after_loading() -> None:
+    optimizer = HybridAdam(nn.Linear(2, 2).parameters())
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    for group in optimizer.param_groups:
+        del group["params"]
+        assert group == options
+
+
 def test_hooks_see_plain_tensors():
     model = small_model()
     optimizer = HybridAdam(model.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ from gemini_strategy import _C, cli
 from gemini_strategy.estimates.machines import machine_of
 from gemini_strategy.machine import profile as profiles
 from gemini_strategy.machine import rates
+from helpers.ranks import fork_context
 
 BESIDE = {"h2d_beside", "d2h_beside", "host_adam_beside"}
 MACHINE = {"host": "a", "cpu": "a processor", "gpu": "host", "threads": "3", "version": "0"}
@@ -152,9 +155,14 @@ def test_without_matplotlib(
 # ---- measured ------------------------------------------------------------------------------------
 
 
-def measure_when_all_do(rank: int, size: int, has_gpu: bool, folder: str) -> None:
+def measure_when_all_do(
+    environment: dict[str, str], rank: int, size: int, has_gpu: bool, folder: str
+) -> None:
     """In a rank's process: its measurement begins only when all others' have."""
     from gemini_strategy.machine import profile
+
+    os.environ.clear()
+    os.environ.update(environment)  # of who asked, not of who forks
 
     def measure(ordinal: int, threads: int, block_bytes: int) -> dict[str, float]:
         store = dist.FileStore(f"{folder}/meeting", size)
@@ -181,7 +189,15 @@ def test_two_ranks_measure_at_once_and_nothing_is_kept(
     file = tmp_path / "gemini" / rates._file_name(machine)
     rates._write(file, {"machine": machine, "rates": kept})
     before = file.read_text()
-    monkeypatch.setattr(profiles, "_measure", measure_when_all_do)
+    measure = functools.partial(measure_when_all_do, dict(os.environ))
+    monkeypatch.setattr(profiles, "_measure", measure)
+    monkeypatch.setattr(
+        *(profiles.multiprocessing, "spawn"),  # test_a_rank_that_fails has it as it is
+        functools.partial(
+            profiles.multiprocessing.start_processes,
+            start_method=fork_context().get_start_method(),
+        ),
+    )
     measured = profiles._measured
     monkeypatch.setattr(profiles, "_measured", lambda n, gpu: [one] if n == 1 else measured(n, gpu))
     assert cli.main(["profile", "--ranks", "2", "--json", str(tmp_path / "rates.json")]) == 0

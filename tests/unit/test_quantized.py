@@ -235,7 +235,8 @@ def test_a_wrapper_follows_its_parts() -> None:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,), ("transformers",)) as forks:
+    preloaded = ("transformers.models.llama.modeling_llama", Path(__file__).stem)
+    with Forks((Path(__file__).parent,), preloaded) as forks:
         yield forks
 
 

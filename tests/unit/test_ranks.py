@@ -344,11 +344,15 @@ def test_rank_that_goes(how: str, tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import sys, torch.distributed as dist, datetime
+import os, sys, torch.distributed as dist
 from gemini_strategy.ranks.ranks import Ranks
-rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = dist.FileStore(path, size)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+folder = sys.argv[1]
+other = os.fork()
+rank = int(other == 0)
+if rank == 1:
+    os.dup2(os.open(folder + "/said", os.O_WRONLY | os.O_CREAT), 2)
+store = dist.FileStore(folder + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 ranks = Ranks(timeout=900.0)
 if rank == 1:
     raise RuntimeError("bad data in batch 7")
@@ -356,20 +360,19 @@ try:
     ranks.gather("a value")
 except RuntimeError as error:
     print(error)
+print("rank 1 ended with", os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def test_process_that_ends_by_an_exception_says_so(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), "2", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    texts = [process.communicate(timeout=120) for process in processes]
-    assert processes[1].returncode == 1 and "bad data in batch 7" in texts[1][1]
-    assert processes[0].returncode == 0, texts[0][1]
-    assert "rank 1 said: its process ended by RuntimeError: bad data in batch 7" in texts[0][0]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "bad data in batch 7" in (tmp_path / "said").read_text()
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 ended with 1\n" in done.stdout
+    assert "rank 1 said: its process ended by RuntimeError: bad data in batch 7" in done.stdout

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy.report import tables
+from helpers import scripts
 
 BUDGET = 3_000_000
 STEPS = 7
@@ -181,14 +180,14 @@ print(stats["predicted_host_peak_bytes"], stats["host_peak_bytes"])
 """
 
 
-def test_predicted_host_peak() -> None:
+def test_predicted_host_peak(tmp_path: Path) -> None:
     """Of a process of its own: what it held before, the homes, and the device, which is host memory here.
 
     The model's tensors go one by one while the homes fill, before the blocks are taken: up to their size less.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", HOST_PEAK], capture_output=True, text=True, check=True
-    )
+    (tmp_path / "peak.py").write_text(HOST_PEAK)
+    run = scripts.run(tmp_path, ["peak.py"])
+    assert run.returncode == 0, run.stderr
     predicted, measured = map(int, run.stdout.split())
     weights = 20 * 1536 * 1537 * 4
     assert predicted - 1.5 * weights <= measured <= 1.05 * predicted

@@ -32,7 +32,8 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,), ("transformers",)) as forks:
+    families = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral")]
+    with Forks((Path(__file__).parent,), (*families, Path(__file__).stem)) as forks:
         yield forks
 
 

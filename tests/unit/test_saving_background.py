@@ -6,8 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from helpers.forked import Forks
 from helpers.reference import Recipe, assert_same_outcome, drive, train_plain
 from helpers.saving import Gate, contents, make, state_of, train
 from helpers.scenario import RATES, budgeted
+from helpers.scripts import run_to_the_end
 from helpers.zoo import mlp_case
 
 CASE = mlp_case(width=48, depth=4, p=0.1)
@@ -453,7 +452,7 @@ def test_what_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,)) as forks:
+    with Forks((Path(__file__).parent,), (Path(__file__).stem,)) as forks:
         yield forks
 
 
@@ -488,14 +487,17 @@ def test_kill_while_it_writes(tmp_path: Path, forks: Forks) -> None:
             assert (contents(tmp_path / "saved") == old) == (n < 10**6)
 
 
-PROGRAM = """
+IMPORTS = """
 import sys, threading
+import torch._dynamo, torch.distributed.checkpoint
 from helpers.saving import make, train
 from gemini_strategy.checkpoint.records import RecordFile
-
+"""
+PROGRAM = """
+folder, fails = {given}
 engine = make()
 train(engine, 2)
-engine.save(sys.argv[1] + "/front")
+engine.save(folder + "/front")
 add = RecordFile.add
 leaving = threading.Event()
 threading._register_atexit(leaving.set) if hasattr(threading, "_register_atexit") else leaving.set()
@@ -503,24 +505,33 @@ threading._register_atexit(leaving.set) if hasattr(threading, "_register_atexit"
 def late(file, value):
     if threading.current_thread() is not threading.main_thread():
         leaving.wait()
-        if len(sys.argv) > 2:
+        if fails:
             raise OSError(28, "No space left on device")
     return add(file, value)
 
 RecordFile.add = late
-engine.save(sys.argv[1] + "/back", background=True)
+engine.save(folder + "/back", background=True)
 """
 
 
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, Any]]:
+    folders = {fails: tmp_path_factory.mktemp(f"fails_{fails}") for fails in (False, True)}
+    programs = {
+        str(fails): PROGRAM.replace("{given}", repr((str(folder), fails)))
+        for fails, folder in folders.items()
+    }
+    ended = run_to_the_end(tmp_path_factory.mktemp("ends"), programs, IMPORTS)
+    return {fails: (folder, ended[str(fails)]) for fails, folder in folders.items()}
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_end_of_the_program_waits(fails: bool, tmp_path: Path) -> None:
+def test_the_end_of_the_program_waits(fails: bool, ends: dict[bool, tuple[Path, Any]]) -> None:
     """It writes while the interpreter ends; an error that nobody has asked for is said."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *(["full"] if fails else [])]
-    tests = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=tests)
+    folder, ended = ends[fails]
     assert ended.returncode == 0, ended.stderr
     if fails:
         assert "a checkpoint was not written" in ended.stderr and "No space left" in ended.stderr
-        assert [p.name for p in tmp_path.iterdir()] == ["front"]
+        assert [p.name for p in folder.iterdir()] == ["front"]
     else:
-        assert contents(tmp_path / "back") == contents(tmp_path / "front")
+        assert contents(folder / "back") == contents(folder / "front")

@@ -7,6 +7,7 @@ scenarios for each number of ranks (default 12); seeds start at `GEMINI_RANKS_FI
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from helpers.rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
 from helpers.ranks import run_ranks, values
-from helpers.scenario import assert_same_played
+from helpers.scenario import Played, assert_same_played
 
 N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "12"))
 FIRST = int(os.environ.get("GEMINI_RANKS_FIRST", "0"))
@@ -35,6 +36,12 @@ def _play(rank: int, size: int, seeds: list[int], is_late: bool) -> list[Any]:
     return played
 
 
+@functools.cache
+def _wanted(seed: int, size: int) -> list[Played]:
+    """What every rank must see, in order or late."""
+    return play_ranks_plain(sharded_scenario(seed), size)
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["in order", "late"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_random_scenarios(size: int, is_late: bool, tmp_path: Path) -> None:
@@ -42,8 +49,7 @@ def test_random_scenarios(size: int, is_late: bool, tmp_path: Path) -> None:
     of_ranks = values(run_ranks(size, tmp_path, _play, seeds, is_late, timeout=500.0))
     n_planned = 0
     for i, seed in enumerate(seeds):
-        wanted = play_ranks_plain(sharded_scenario(seed), size)
-        for rank, want in enumerate(wanted):
+        for rank, want in enumerate(_wanted(seed, size)):
             got, stats, faults = of_ranks[rank][i]
             where = f"seed {seed}, rank {rank}: {sharded_scenario(seed)}"
             assert faults == (0, ""), where

@@ -245,3 +245,48 @@ def test_what_outlives_its_unit_breaks_no_plan(
     """Found on four GPUs: a plan that was left, and made again, in every step."""
     monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
     values(run_ranks(size, tmp_path, check_escaping, what))
+
+
+class _Without(nn.Module):
+    """Beside a layer one that nobody calls: trained parameters that share a chunk and never get a gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.unused = layer, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _without() -> nn.Module:
+    model = SMALL.build()
+    for i in (1, 3):
+        model.blocks[i] = _Without(model.blocks[i])
+    return model
+
+
+def check_without(rank: int, size: int, clip: float | None, says_step: bool) -> None:
+    case = replace(SMALL, name="without", build=_without)
+    want, run = both(case, Recipe(precision="bf16-true", clip=clip), 0.5)
+    if says_step:
+        run.backward = partial(run.engine.backward, step=True)
+    for each in (want, run):
+        drive(each, case, 6)
+    settled = run.engine.stats()
+    for each in (want, run):
+        drive(each, case, 10, first=6)
+    stats = run.engine.stats()
+    assert stats["planned"] and stats["replay_waits"] == 0, stats
+    assert stats["plan_breaks"] == settled["plan_breaks"] and stats["plans"] - settled["plans"] <= 1
+    same_everywhere(run, run.engine._runtime.core.plan_info()["hash"], stats["plan_breaks"])
+    finish(want, run)
+
+
+@pytest.mark.parametrize(("clip", "says_step"), [(None, False), (0.3, False), (None, True)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_without_a_gradient_breaks_no_plan(
+    size: int, clip: float | None, says_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plan was left with several ranks, as the others' sum came when all arrivals had been waited for."""
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
+    values(run_ranks(size, tmp_path, check_without, clip, says_step))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Collection
 
+import pytest
+
 from helpers.support import ADAPTERS, FEATURES, PACKAGES, PAGE, ROOT, cells, page, pins
 
 
@@ -30,9 +32,18 @@ def test_the_page_is_what_the_table_gives() -> None:
     assert PAGE.read_text() == page(), "python tests/helpers/support.py --write"
 
 
-def test_every_cell_names_a_test() -> None:
+def _here(request: pytest.FixtureRequest) -> set[str]:
+    """What this run of pytest has collected itself, likewise."""
+    items = (item for item in request.session.items if item.get_closest_marker("gpu") is None)
+    found = {item.nodeid for item in items}
+    return found | {name.partition("[")[0] for name in found}
+
+
+def test_every_cell_names_a_test(request: pytest.FixtureRequest) -> None:
     named = {cell.node for feature in FEATURES for cell in cells(feature).values()}
-    missing = named - _collected({node.partition("::")[0] for node in named})
+    missing = named - _here(request)
+    if missing:  # this is a run of a part of them
+        missing -= _collected({node.partition("::")[0] for node in missing})
     assert not missing, f"no such tests: {sorted(missing)}"
 
 

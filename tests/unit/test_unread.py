@@ -323,7 +323,8 @@ def test_afterwards_transformers_is_as_it_was(folder: Path, reads: list[str]) ->
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks((Path(__file__).parent,), ("transformers",)) as forks:
+    preloaded = ("transformers.models.llama.modeling_llama", Path(__file__).stem)
+    with Forks((Path(__file__).parent,), preloaded) as forks:
         yield forks
 
 

@@ -298,40 +298,8 @@ static void chaos_free(gm_device *base)
     free(dev);
 }
 
-static const gm_device_ops chaos_ops = {
-    .name = "chaos",
-    .free = chaos_free,
-    .range_new = gm_chaos_range_new,
-    .range_free = gm_chaos_range_free,
-    .block_new = gm_chaos_block_new,
-    .block_free = gm_chaos_block_free,
-    .map = gm_chaos_map,
-    .poison = gm_chaos_poison,
-    .unmap = gm_chaos_unmap,
-    .stream_new = gm_chaos_stream_new,
-    .stream_free = gm_chaos_stream_free,
-    .stream_sync = gm_chaos_stream_sync,
-    .event_new = gm_chaos_event_new,
-    .event_free = gm_chaos_event_free,
-    .event_record = gm_chaos_event_record,
-    .event_wait = gm_chaos_event_wait,
-    .event_sync = gm_chaos_event_sync,
-    .event_query = gm_chaos_event_query,
-    .event_elapsed = gm_chaos_event_elapsed,
-    .host_call = chaos_host_call,
-    .copy_h2d = chaos_copy_h2d,
-    .copy_d2h = chaos_copy_d2h,
-    .copy_d2d = chaos_copy_d2d,
-    .fill = chaos_fill,
-    .adam = chaos_adam,
-    .grad_add = chaos_grad_add,
-    .sumsq = chaos_sumsq,
-    .clip = chaos_clip,
-    .pin = gm_chaos_pin,
-    .unpin = gm_chaos_unpin,
-    .note_access = chaos_note_access,
-    .memory = gm_chaos_memory,
-};
+static const gm_device_ops chaos_ops = {.note_access = chaos_note_access,
+                                        GM_DEVICE_OPS(chaos, gm_chaos, gm_chaos, chaos)};
 
 gm_status gm_device_chaos_new(size_t block_bytes, gm_workers *pool, const gm_chaos_options *options,
                               gm_device **out)

@@ -5,6 +5,7 @@
 
 #include "device/chaos/chaos.h"
 #include "device/chaos/queue.h"
+#include "device/ops.h"
 
 typedef struct gm_chaos_range {
     uintptr_t address;
@@ -29,7 +30,8 @@ struct gm_chaos_device {
     size_t n_queued;
     gm_stream last_stream;
     uint64_t last_number, n_run, order_hash;
-    bool is_running; /* an operation: a host call must not call the device */
+    uint64_t n_records; /* on stream 0, and of timed events: their clock */
+    bool is_running;    /* an operation: a host call must not call the device */
     gm_chaos_event *events;
     size_t n_events;
     gm_chaos_range *ranges; /* ascending */
@@ -86,27 +88,9 @@ gm_status gm_chaos_claim(gm_chaos_device *dev, gm_order *order, const char *what
 
 /* memory.c: entries of the table of calls, and what each call begins with. */
 gm_status gm_chaos_check_owner(gm_chaos_device *dev);
-gm_status gm_chaos_range_new(gm_device *base, size_t bytes, uintptr_t *out);
-void gm_chaos_range_free(gm_device *base, uintptr_t address, size_t bytes);
-gm_status gm_chaos_block_new(gm_device *base, gm_block *out);
-void gm_chaos_block_free(gm_device *base, gm_block block);
-gm_status gm_chaos_map(gm_device *base, uintptr_t address, const gm_block *blocks, size_t n);
-gm_status gm_chaos_poison(gm_device *base, uintptr_t address, size_t n);
-gm_status gm_chaos_unmap(gm_device *base, uintptr_t address, size_t n);
-gm_status gm_chaos_pin(gm_device *base, void *region, size_t bytes);
-void gm_chaos_unpin(gm_device *base, void *region);
-gm_status gm_chaos_memory(gm_device *base, size_t *free_bytes, size_t *total_bytes);
+GM_DEVICE_MEMORY(GM_DEVICE_DECLARED, gm_chaos)
 
 /* sync.c: entries of the table of calls. */
-gm_status gm_chaos_stream_new(gm_device *base, gm_stream *out);
-void gm_chaos_stream_free(gm_device *base, gm_stream stream);
-gm_status gm_chaos_stream_sync(gm_device *base, gm_stream stream);
-gm_status gm_chaos_event_new(gm_device *base, bool is_timed, gm_event *out);
-void gm_chaos_event_free(gm_device *base, gm_event handle);
-gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stream);
-gm_status gm_chaos_event_wait(gm_device *base, gm_event handle, gm_stream stream);
-gm_status gm_chaos_event_sync(gm_device *base, gm_event handle);
-gm_status gm_chaos_event_query(gm_device *base, gm_event handle, bool *out);
-gm_status gm_chaos_event_elapsed(gm_device *base, gm_event start, gm_event end, double *seconds);
+GM_DEVICE_SYNC(GM_DEVICE_DECLARED, gm_chaos)
 
 #endif

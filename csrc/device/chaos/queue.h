@@ -21,7 +21,7 @@ typedef struct gm_chaos_mark {
     uint32_t references;
     uint32_t queue; /* that it was recorded on */
     bool is_reached;
-    double seconds; /* of the monotonic clock, when reached */
+    double seconds; /* by the device's own clock, when issued */
     gm_clock clock;
 } gm_chaos_mark;
 
@@ -95,7 +95,6 @@ void gm_chaos_op_free(gm_chaos_op *op); /* NULL is fine */
 gm_status gm_chaos_add_use(gm_chaos_op *op, const void *address, size_t bytes, bool is_write);
 gm_status gm_chaos_mark_new(uint32_t queue, const gm_clock *clock, gm_chaos_mark **out);
 void gm_chaos_mark_unref(gm_chaos_mark *mark); /* NULL is fine */
-void gm_chaos_reach(gm_chaos_mark *mark);
 void gm_chaos_append(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *op);
 /* The record goes in front of the last operation that has not run. */
 void gm_chaos_insert_early(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_op *record);

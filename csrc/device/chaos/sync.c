@@ -6,6 +6,8 @@
  * 3. The host's clock advances by its own accesses and by waiting, by nothing else. */
 #include "device/chaos/chaos_impl.h"
 
+#define RECORD_SECONDS 50e-6 /* between two records that the clock counts */
+
 /* The text of an operation that failed when it ran, long after the call that issued it. */
 static gm_status first_failure(const gm_chaos_device *dev)
 {
@@ -129,7 +131,7 @@ gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stre
     GM_TRY(gm_chaos_mark_new(gm_chaos_number(dev, queue),
                              is_early ? &queue->before_last : &queue->clock, &mark));
     if (is_compute) { /* invariant 2 */
-        gm_chaos_reach(mark);
+        mark->is_reached = true;
     } else {
         gm_status status = gm_chaos_append_mark(dev, queue, GM_CHAOS_RECORD, mark, is_early);
         if (status != GM_OK) {
@@ -137,6 +139,8 @@ gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stre
             return status;
         }
     }
+    dev->n_records += is_compute || event->is_timed;
+    mark->seconds = (double)dev->n_records * RECORD_SECONDS;
     queue->has_unrecorded = false;
     gm_chaos_mark_unref(event->latest);
     event->latest = mark;

@@ -354,39 +354,7 @@ static void cuda_free(gm_device *dev)
     free(d);
 }
 
-static const gm_device_ops cuda_ops = {
-    .name = "cuda",
-    .free = cuda_free,
-    .range_new = cuda_range_new,
-    .range_free = cuda_range_free,
-    .block_new = cuda_block_new,
-    .block_free = cuda_block_free,
-    .map = cuda_map,
-    .poison = cuda_poison,
-    .unmap = cuda_unmap,
-    .stream_new = gm_cuda_stream_new,
-    .stream_free = gm_cuda_stream_free,
-    .stream_sync = gm_cuda_stream_sync,
-    .event_new = gm_cuda_event_new,
-    .event_free = gm_cuda_event_free,
-    .event_record = gm_cuda_event_record,
-    .event_wait = gm_cuda_event_wait,
-    .event_sync = gm_cuda_event_sync,
-    .event_query = gm_cuda_event_query,
-    .event_elapsed = gm_cuda_event_elapsed,
-    .host_call = gm_cuda_host_call,
-    .copy_h2d = gm_cuda_copy_h2d,
-    .copy_d2h = gm_cuda_copy_d2h,
-    .copy_d2d = gm_cuda_copy_d2d,
-    .fill = gm_cuda_fill,
-    .adam = gm_cuda_adam,
-    .grad_add = gm_cuda_grad_add,
-    .sumsq = gm_cuda_sumsq,
-    .clip = gm_cuda_clip,
-    .pin = cuda_pin,
-    .unpin = cuda_unpin,
-    .memory = cuda_memory,
-};
+static const gm_device_ops cuda_ops = {GM_DEVICE_OPS(cuda, cuda, gm_cuda, gm_cuda)};
 
 static gm_status open_device(cuda_device *d, size_t block_bytes)
 {
@@ -438,15 +406,10 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
     status = gm_cuda_enter(d, &is_pushed);
     if (status == GM_OK) {
         status = open_device(d, block_bytes);
-        if (status != GM_OK) {
-            close_device(d);
-        }
         gm_cuda_leave(d, is_pushed);
     }
     if (status != GM_OK) {
-        (void)d->api->cuDevicePrimaryCtxRelease(d->device);
-        free(d->ranges);
-        free(d);
+        cuda_free(&d->base);
         return status;
     }
     *out = &d->base;

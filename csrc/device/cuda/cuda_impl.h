@@ -4,8 +4,8 @@
 #define GM_DEVICE_CUDA_IMPL_H
 
 #include "device/cuda/driver.h"
-#include "device/device.h"
 #include "device/cuda/kernels.h"
+#include "device/ops.h"
 
 #define CHECK(call) gm_cuda_check((call), #call)
 
@@ -70,28 +70,7 @@ void gm_cuda_leave(cuda_device *d, bool is_pushed);
     } while (0)
 
 /* ---- stream.c ---- */
-gm_status gm_cuda_stream_new(gm_device *dev, gm_stream *out);
-void gm_cuda_stream_free(gm_device *dev, gm_stream stream);
-gm_status gm_cuda_stream_sync(gm_device *dev, gm_stream stream);
-gm_status gm_cuda_event_new(gm_device *dev, bool is_timed, gm_event *out);
-void gm_cuda_event_free(gm_device *dev, gm_event event);
-gm_status gm_cuda_event_record(gm_device *dev, gm_event event, gm_stream stream);
-gm_status gm_cuda_event_wait(gm_device *dev, gm_event event, gm_stream stream);
-gm_status gm_cuda_event_sync(gm_device *dev, gm_event event);
-gm_status gm_cuda_event_query(gm_device *dev, gm_event event, bool *out);
-gm_status gm_cuda_event_elapsed(gm_device *dev, gm_event start, gm_event end, double *seconds);
-gm_status gm_cuda_host_call(gm_device *dev, void (*fn)(void *context), void *context,
-                            gm_stream stream);
-gm_status gm_cuda_copy_h2d(gm_device *dev, uintptr_t dst, const void *src, size_t bytes,
-                           gm_stream s);
-gm_status gm_cuda_copy_d2h(gm_device *dev, void *dst, uintptr_t src, size_t bytes, gm_stream s);
-gm_status gm_cuda_copy_d2d(gm_device *dev, uintptr_t dst, uintptr_t src, size_t bytes, gm_stream s);
-gm_status gm_cuda_fill(gm_device *dev, uintptr_t dst, uint8_t byte, size_t bytes, gm_stream s);
-gm_status gm_cuda_adam(gm_device *dev, const gm_adam_args *args, gm_stream s);
-gm_status gm_cuda_grad_add(gm_device *dev, const gm_grad_add_args *args, gm_sumsq *sum,
-                           gm_stream s);
-gm_status gm_cuda_sumsq(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
-                        gm_sumsq *sum, gm_stream s);
-gm_status gm_cuda_clip(gm_device *dev, const gm_clip_args *args, gm_stream s);
+GM_DEVICE_SYNC(GM_DEVICE_DECLARED, gm_cuda)
+GM_DEVICE_WORK(GM_DEVICE_DECLARED, gm_cuda)
 
 #endif
