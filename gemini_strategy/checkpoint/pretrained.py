@@ -320,14 +320,15 @@ def _put_own(
 
 
 def _whole(plan: _Plan, name: str) -> torch.Tensor:
-    """A tensor of the state, as it is in files; complete on rank 0 alone."""
+    """A tensor of the state; on rank 0 alone."""
     source = plan.sources[name]
-    values = source.to("cpu") if isinstance(source, torch.Tensor) else source.read_master(0)
-    return _rounded(values, plan.dtype_of(name), name)
+    return source.to("cpu") if isinstance(source, torch.Tensor) else source.read_master(0)
 
 
 def _put_group(files: _Files, plan: _Plan, group: _Group, values: dict[str, torch.Tensor]) -> None:
-    made = group.output.convert(values)
+    made = group.output.convert(
+        {name: _rounded(whole, plan.dtype_of(name), name) for name, whole in values.items()}
+    )
     for name in group.names:
         want, got = group.output.tensors[name], made.get(name)
         if got is None or (got.shape, got.dtype) != (want.shape, want.dtype):

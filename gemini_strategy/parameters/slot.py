@@ -353,6 +353,8 @@ class Slot(_C.Slot):
         self.given.collect(_KEYS[field])
         core, ranks = self.engine.core, self.engine.ranks
         values = self._empty(dtype)
+        if root not in (None, ranks.rank):
+            values.zero_()  # its part is all that this rank will have
         core.read(self.id, field, 0, values.numel(), values.data_ptr())
         if ranks.shard.size > 1:
             core.catch_up()
@@ -405,7 +407,7 @@ class Slot(_C.Slot):
         self.engine.core.fill(self.id, field, *args)
 
     def read_weight(self, root: int | None = None) -> torch.Tensor:
-        """A CPU copy of the weight, in its dtype."""
+        """A CPU copy of the weight, in its dtype; root: the rank that has all of it, others may have 0; None: all."""
         return self._read(_WEIGHT, self.dtype, root)
 
     @property

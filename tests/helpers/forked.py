@@ -53,9 +53,9 @@ PRELOADED = (
 
 @dataclass
 class Ended:
-    """How a job ended: what it returned, or the text of what it raised, or neither: it died."""
+    """How a job ended: what it returned, or the text of what it raised, or neither: it died (None: had no time)."""
 
-    exit_code: int
+    exit_code: int | None
     value: Any = None
     error: str | None = None
     output: str = ""  # the end of what it printed
@@ -65,11 +65,21 @@ class Ended:
         """In words, where there is no value."""
         if self.error is not None:
             return self.error
-        if self.exit_code < 0:
+        if self.exit_code is None:
+            how = "the process was not done in time"
+        elif self.exit_code < 0:
             how = f"the process was ended by {signal.Signals(-self.exit_code).name}"
         else:
             how = f"the process ended with {self.exit_code} before it was done"
         return f"{how}\n{self.output}"
+
+
+def values(ended: list[Ended]) -> list[Any]:
+    """What the ranks returned; fails with how each rank ended that returned nothing, those that died first."""
+    failed = [(r, e) for r, e in enumerate(ended) if e.error is not None or e.exit_code != 0]
+    failed.sort(key=lambda one: one[1].error is not None)
+    assert not failed, "\n".join(f"rank {rank}: {end.how}" for rank, end in failed)
+    return [end.value for end in ended]
 
 
 class _Server:

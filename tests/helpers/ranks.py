@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from helpers import forked
+from helpers.forked import Ended
+from helpers.forked import values as values
 
 PRELOADED = (
     *forked.PRELOADED,
@@ -34,15 +35,6 @@ PRELOADED = (
 )
 LARGE = ("lightning.pytorch", "pytorch_lightning", "transformers")  # where the tests have them
 GROUP_TIMEOUT = 120.0  # of what the tests do not measure: the group's own start
-
-
-@dataclass
-class Ended:
-    """How one rank ended: what its function returned, or the text of what it raised; None if it had no time."""
-
-    exit_code: int | None
-    value: Any = None
-    error: str | None = None
 
 
 def _rank_main(
@@ -137,11 +129,3 @@ def _is_stopped(pid: int | None) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] == "T"
-
-
-def values(ended: list[Ended]) -> list[Any]:
-    """What the ranks returned; fails with the traceback of one that raised, or the exit code of one that died."""
-    for rank, end in enumerate(ended):
-        assert end.error is None, f"rank {rank}:\n{end.error}"
-        assert end.exit_code == 0, f"rank {rank} ended with {end.exit_code} before it was done"
-    return [end.value for end in ended]

@@ -20,7 +20,7 @@ from gemini_strategy import close
 from gemini_strategy.checkpoint import background, records
 from gemini_strategy.checkpoint import manifest as manifests
 from gemini_strategy.checkpoint import together as meetings
-from helpers.forked import Ended, Forks
+from helpers.forked import Ended, Forks, values
 from helpers.saving import Gate, contents
 from helpers.sharded import Exact, ExactCase
 
@@ -34,10 +34,7 @@ def forks() -> Iterator[Forks]:
 
 
 def run(forks: Forks, job: Any, *args: Any, ranks: int) -> list[Any]:
-    ended = forks.run(f"{__name__}:{job.__name__}", *args, ranks=ranks, timeout=120.0)
-    for rank, end in enumerate(ended):
-        assert end.error is None and end.exit_code == 0, f"rank {rank}: {end.how}"
-    return [end.value for end in ended]
+    return values(forks.run(f"{__name__}:{job.__name__}", *args, ranks=ranks, timeout=120.0))
 
 
 def engine_of(seed: int, **how: Any) -> gs.Engine:

@@ -22,7 +22,7 @@ from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint import pretrained
 from gemini_strategy.checkpoint.contents import Field
 from gemini_strategy.parameters.slot import Slot
-from helpers.forked import Forks
+from helpers.forked import Forks, values
 from helpers.reference import assert_same_bits
 from helpers.saving import OddParts, peak_resident_bytes
 from helpers.sharded import Exact
@@ -38,10 +38,7 @@ def forks() -> Iterator[Forks]:
 
 
 def run(forks: Forks, job: Any, *args: Any, ranks: int) -> list[Any]:
-    ended = forks.run(f"{__name__}:{job.__name__}", *args, ranks=ranks, timeout=120.0)
-    for rank, end in enumerate(ended):
-        assert end.error is None and end.exit_code == 0, f"rank {rank}: {end.how}"
-    return [end.value for end in ended]
+    return values(forks.run(f"{__name__}:{job.__name__}", *args, ranks=ranks, timeout=120.0))
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -635,20 +632,52 @@ def ranks_job(rank: int, folder: str, family: str, shape: Any, dtype: Any) -> No
     engine.save_pretrained(folder, dtype, max_shard_size="30KB")
 
 
+def dirty_job(rank: int, folder: str, family: str, shape: Any, dtype: Any) -> None:
+    """The same, where memory that nobody wrote has numbers beyond the range of 16 bits."""
+    empty = torch.empty_strided
+
+    def dirty(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.finfo(made.dtype).max) if made.is_floating_point() else made
+
+    torch.empty_strided = dirty
+    ranks_job(rank, folder, family, shape, dtype)
+
+
+def overflow_job(rank: int, folder: str) -> str:
+    """One expert's weight is too large for fp16; rank 0 alone converts it, and every rank is told."""
+    engine = trained(FAMILIES["mixtral"], timeout=30.0)
+    experts = engine.model.model.layers[0].mlp.experts
+    with engine.full_parameter(experts.down_proj) as whole:
+        whole.fill_(1e6)
+    with pytest.raises(gs.GeminiError) as raised:
+        engine.save_pretrained(folder, FP16)
+    assert not Path(folder).exists()
+    engine.save_pretrained(folder, BF16)
+    return str(raised.value)
+
+
 def odd_job(rank: int, folder: str) -> None:
     odd_engine().save_pretrained(folder)
 
 
+@pytest.mark.parametrize("job", [ranks_job, dirty_job])
 @pytest.mark.parametrize("family", ["llama tied", "mixtral"])
-def test_any_number_of_ranks(family: str, forks: Forks, tmp_path: Path) -> None:
+def test_any_number_of_ranks(family: str, job: Any, forks: Forks, tmp_path: Path) -> None:
     """All ranks have the same batch, so the weights are those of one rank: the same files, byte for byte."""
     for dtype in (None, BF16):
         want = tmp_path / f"1 {dtype}"
         trained(FAMILIES[family]).save_pretrained(want, dtype, max_shard_size="30KB")
         for ranks, shape in ((2, None), (4, (2, 2))):
             folder = tmp_path / f"{ranks} {dtype}"
-            run(forks, ranks_job, str(folder), family, shape, dtype, ranks=ranks)
+            run(forks, job, str(folder), family, shape, dtype, ranks=ranks)
             assert contents(folder) == contents(want)
+
+
+def test_a_weight_that_is_too_large(forks: Forks, tmp_path: Path) -> None:
+    for error in run(forks, overflow_job, str(tmp_path / "saved"), ranks=2):
+        assert "rank 0: model.layers.0.mlp.experts.down_proj: " in error
+        assert "beyond the range of torch.float16" in error
 
 
 def test_odd_weights_on_ranks(forks: Forks, tmp_path: Path) -> None:
