@@ -102,7 +102,10 @@ PRESETS = {
             checkpointing=("on",),
         )
         for size, run, length in (
-            *((size, "gemini-auto@32GB", 1024) for size in ("4b", "10b", "15b", "20b")),
+            *(
+                (size, "gemini-auto@32GB", 1024)
+                for size in ("4b", "10b", "15b", "19b", "20b", "21b")
+            ),
             ("tiny", "gemini-auto@500KB", 32),
         )
     },

@@ -68,12 +68,13 @@ def test_saved_and_loaded_by_a_larger_host(tmp_path: Path) -> None:
     run, _ = _half(0.35)
     with contextlib.closing(run.engine):
         drive(run, CASE, 6)
+        losses, norms = list(run.losses), list(run.norms)
         saving = run.engine.save(tmp_path / "saved", background=True)
         drive(run, CASE, 2, first=6)
         saving.wait()
     other = managed(CASE.build, run.recipe, device_budget=budget_of(0.35), chunk_size=2 * MIB)
     with contextlib.closing(other.engine):
         other.engine.load(tmp_path / "saved")
-        other.losses, other.norms = run.losses[:6], run.norms[:6]
+        other.losses, other.norms = losses, norms
         drive(other, CASE, STEPS - 6, first=6)
         assert_same_outcome(other.outcome(), want.outcome())
