@@ -275,6 +275,7 @@ enum { GM_MOST_SPARE_ARENAS = 8 };
 
 typedef struct gm_speculation {
     size_t host_budget, limit; /* of the host in all; of spares, once has_limit */
+    bool is_share; /* host_budget is this rank's part of what the host has, nobody's wish */
     gm_arena *arenas[GM_MOST_SPARE_ARENAS];
     uint32_t n_arenas;
     size_t bytes;              /* of these */

@@ -34,6 +34,7 @@ enum { PATIENCE = 4 };                 /* steps until a plan is changed */
 void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->speculation.host_budget = options->host_budget;
+    engine->speculation.is_share = options->host_budget > options->host_limit;
     engine->speculation.patience = PATIENCE;
 }
 
@@ -79,6 +80,7 @@ static size_t find_limit(gm_engine *engine)
         } else {
             s->limit = s->host_budget > homes ? s->host_budget - homes : 0;
             s->limit = s->limit < available ? s->limit : available;
+            s->limit = s->is_share ? s->limit / 2 : s->limit; /* likewise, of each rank */
         }
     }
     return s->limit;

@@ -7,6 +7,7 @@ nothing was speculated.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.machine.host import Share
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -208,6 +210,29 @@ def test_spares_are_within_the_budget_of_the_host(spare: int) -> None:
     assert stats["host_bytes"] == homes + stats["spare_bytes"] <= homes + spare
     assert (counts(run).taken > 0) == (stats["spare_bytes"] > 0) == (spare > 0)
     _finish(run, want)
+
+
+def _share_job(rank: int, size: int, homes: int) -> int:
+    """Each rank's share of the host is twice what its homes take, and nobody gave a budget."""
+    share = 2 * homes
+    manage = sys.modules["gemini_strategy.manage"]  # gs.manage is the function
+    manage.share_of_host = lambda *args, **how: Share((), 1, share)  # type: ignore[attr-defined]
+    run = budgeted(CASE, RECIPE, 0.5, chunk_size=4096)
+    for number in range(4):
+        run.recipe = replace(RECIPE, clip=QUIET)
+        drive(run, CASE, 1, first=number)
+    stats = run.engine.stats()
+    run.engine.close()
+    return int(stats["spare_bytes"])
+
+
+def test_ranks_leave_half_of_what_the_host_has(tmp_path: Path) -> None:
+    """Two of them took all that was free, and the system ended one."""
+    first = managed(CASE.build, RECIPE, chunk_size=4096, placement_policy="cpu")
+    homes = int(first.engine.stats()["host_bytes"])
+    first.engine.close()
+    for spare in values(run_ranks(2, tmp_path, _share_job, homes // 2)):
+        assert 0 < spare <= homes // 4
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])
