@@ -312,8 +312,7 @@ def main() -> int:
     lines = run_all(case, args.runs, args)
     show_lines(case.title, COLUMNS, lines)
     show_host(lines)
-    show_errors(lines)
-    return int(any(map(has_failed, lines)))
+    return show_errors(lines)
 
 
 if __name__ == "__main__":

@@ -423,8 +423,8 @@ COLUMNS = (
 )
 
 
-def print_table(title: str, lines: list[dict[str, Any]]) -> None:
-    """The runs side by side, on standard error; collectives alone; then why some have no figures."""
+def print_table(title: str, lines: list[dict[str, Any]]) -> int:
+    """The runs side by side, on standard error; collectives alone; then why some have no figures. The exit status."""
     show_lines(title, COLUMNS, [line for line in lines if line["system"] != "nccl"])
     for line in lines:
         rows = [
@@ -441,7 +441,7 @@ def print_table(title: str, lines: list[dict[str, Any]]) -> None:
         if rows:
             columns = ("chunk", "collective", "torch GB/s", "ours GB/s", "ratio")
             show_rows(f"each rank sends, {line['gpus']} ranks", columns, rows)
-    show_errors(lines)
+    return show_errors(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -497,9 +497,7 @@ def main() -> int:
     for tokens in case.tokens:
         if tokens < 1 or tokens % case.length:
             sys.exit(f"--tokens {tokens}: sequences have {case.length} tokens")
-    lines = run_all(case, args.runs, args)
-    print_table(case.title, lines)
-    return int(any(map(has_failed, lines)))
+    return print_table(case.title, run_all(case, args.runs, args))
 
 
 if __name__ == "__main__":

@@ -190,8 +190,9 @@ def show_rows(title: str, columns: Sequence[str], rows: list[list[str]]) -> None
         print(text.rstrip(), file=sys.stderr)
 
 
-def show_errors(lines: list[dict[str, Any]]) -> None:
-    """Why some runs have no figures."""
+def show_errors(lines: list[dict[str, Any]]) -> int:
+    """Why some runs have no figures; the exit status that this makes."""
     for line in lines:
         if line["error"]:
             print(f"{line['name']}: {line['error'].splitlines()[0]}", file=sys.stderr)
+    return int(any(map(has_failed, lines)))

@@ -1,8 +1,6 @@
 /* core.c - what every method of a Core begins with: its engine and its arguments. */
 #include "binding/core.h"
 
-#include "binding/engine.h"
-
 PyTypeObject *gm_py_core_type;
 
 gm_engine *gm_py_engine_of(core *self)

@@ -1,4 +1,4 @@
-/* core.h - the Python type Core, for the files that implement its methods. */
+/* core.h - the Python type gemini_strategy._C.Core, and what the files share that implement its methods. */
 #ifndef GM_PY_CORE_H
 #define GM_PY_CORE_H
 
@@ -27,7 +27,11 @@ typedef struct core {
     uint32_t n_params;
 } core;
 
-extern PyTypeObject *gm_py_core_type;   /* engine.c makes it */
+extern PyTypeObject *gm_py_core_type;    /* engine.c makes it */
+int gm_py_engine_init(PyObject *module); /* adds the type; -1 with an exception set on failure */
+/* A Core's engine, borrowed; NULL with an exception set when it is closed or `object` is something else. */
+gm_engine *gm_py_core_engine(PyObject *object);
+bool gm_py_core_is_closed(PyObject *object);
 gm_engine *gm_py_engine_of(core *self); /* NULL with an exception after close() */
 /* The engine, and what a method is called with: `n_wanted` numbers.  NULL with an exception set. */
 gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,

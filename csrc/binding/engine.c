@@ -1,14 +1,13 @@
 /* engine.c - the Python type Core: one gm_engine.  Parses, calls, translates; no policy.
  *
  * The GIL is released around every call that may copy, compute or wait. */
-#include "binding/engine.h"
+#include "binding/core.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "device/chaos/chaos.h"
 #include "device/paper.h"
-#include "binding/core.h"
 #include "binding/comm.h"
 #include "binding/plan.h"
 #include "torch/abi.h"

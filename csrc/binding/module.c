@@ -3,7 +3,7 @@
 #include "binding/common.h"
 
 #include "binding/comm.h"
-#include "binding/engine.h"
+#include "binding/core.h"
 #include "binding/unit.h"
 
 #ifdef GM_WITH_CUDA

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-#include "binding/engine.h"
+#include "binding/core.h"
 #include "binding/frames.h"
 #include "binding/running.h"
 #include "binding/saved.h"
@@ -561,13 +561,13 @@ static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 /* start(engine, core, slots, ordinal, mark); slots: ordered by address, none of them empty. */
 static PyObject *net_start(gm_py_net *net, PyObject *args)
 {
-    PyObject *engine, *core, *slots, *mark;
+    PyObject *engine, *owner, *slots, *mark;
     GM_PY_FAIL_IF(net->core, PyExc_RuntimeError, "a net is started once");
-    if (!PyArg_ParseTuple(args, "OOO!iO", &engine, &core, &PyTuple_Type, &slots, &net->ordinal,
+    if (!PyArg_ParseTuple(args, "OOO!iO", &engine, &owner, &PyTuple_Type, &slots, &net->ordinal,
                           &mark)) {
         return NULL;
     }
-    gm_engine *handle = gm_py_core_engine(core);
+    gm_engine *handle = gm_py_core_engine(owner);
     if (!handle) {
         return NULL;
     }
@@ -590,7 +590,7 @@ static PyObject *net_start(gm_py_net *net, PyObject *args)
     net->mark = Py_NewRef(mark);
     net->pack = PyObject_GetAttrString((PyObject *)net, "pack");
     net->unpack = PyObject_GetAttrString((PyObject *)net, "unpack");
-    net->core = Py_NewRef(core);
+    net->core = Py_NewRef(owner);
     net->next = started;
     started = net;
     return none_unless(net->pack && net->unpack ? 0 : -1);
