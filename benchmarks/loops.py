@@ -8,7 +8,6 @@ it names.
 """
 
 import gc
-import inspect
 import json
 import math
 import os
@@ -185,14 +184,9 @@ class Gemini(Loop):
             precision="bf16-true",
             device=self.device,
         )
-        says_step = "step" in inspect.signature(self.engine.backward).parameters
-        self._ends_step = says_step and not self.clip
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        if self._ends_step and is_last:
-            self.engine.backward(loss, step=True)
-        else:
-            loss.backward()
+        self.engine.backward(loss, step=is_last and not self.clip)
 
     def clip_gradients(self) -> None:
         self.engine.clip_grad_norm_(self.max_norm)
@@ -215,7 +209,7 @@ class Gemini(Loop):
             "stats": stats,
             "plan": {key: plan.get(key) for key in (*kept, "host_seconds", "h2d_seconds")},
             **host_speed(self.engine._runtime.settings.rates),
-            "says_that_backward_ends_the_step": self._ends_step,
+            "says_that_backward_ends_the_step": not self.clip,
             **{key: value for key, value in stats.items() if key.startswith("predicted_")},
         }
 

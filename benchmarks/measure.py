@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
+
 if TYPE_CHECKING:
     import torch  # at run time where it is used: a driver reads memory without it
 
@@ -70,11 +72,8 @@ def open_driver_memory(device: str) -> DriverMemory | None:
 
 def host_used() -> int:
     """Bytes of the machine's memory that are not available, of all processes, pinned included."""
-    fields = {}
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        key, _, rest = line.partition(":")
-        fields[key] = int(rest.split()[0]) * 1024
-    return fields["MemTotal"] - fields["MemAvailable"]
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available
 
 
 class Peaks:

@@ -11,6 +11,7 @@ from shapes import Shape
 from torch import Tensor, nn
 
 SEED = 20
+_WAY = {"use_cache": False, "attn_implementation": "sdpa"}
 DISTINCT_BATCHES = 2  # few, so that the loss falls and a missing update shows in it
 
 
@@ -47,8 +48,7 @@ def _opt(shape: Shape) -> nn.Module:
         dropout=0.0,
         attention_dropout=0.0,
         layerdrop=0.0,
-        use_cache=False,
-        attn_implementation="sdpa",
+        **_WAY,
     )
     return OPTForCausalLM(config)
 
@@ -65,8 +65,7 @@ def _gpt2(shape: Shape) -> nn.Module:
         embd_pdrop=0.0,
         resid_pdrop=0.0,
         attn_pdrop=0.0,
-        use_cache=False,
-        attn_implementation="sdpa",
+        **_WAY,
     )
     return GPT2LMHeadModel(config)
 

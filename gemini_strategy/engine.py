@@ -140,10 +140,7 @@ class Engine(Uncopied):
         With a loss scaler a step with non-finite gradients changes no bit of the model and its
         states; the scale is updated either way.
         """
-        self._runtime.check_open()
-        if self.optimizer is None:
-            raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
-        return self.optimizer.step(closure)  # with its hooks; it comes to Runtime.step
+        return self._trained().step(closure)  # with its hooks; it comes to Runtime.step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every gradient (or zeroes it, with set_to_none=False), as torch's zero_grad does.
@@ -263,22 +260,22 @@ class Engine(Uncopied):
             rank0_only: as in model_state_dict.
             with_lows: with what 16-bit weights lack to be their masters; no need beside the masters themselves.
         """
-        self._runtime.check_open()
-        if self.optimizer is None:
-            raise GeminiError("there is no optimizer")
-        return managed.state_dict(
-            self._runtime, self.optimizer, 0 if rank0_only else None, with_lows
-        )
+        root = 0 if rank0_only else None
+        return managed.state_dict(self._runtime, self._trained(), root, with_lows)
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
 
         An empty "state" resets moments and steps.
         """
+        managed.load_state_dict(self._runtime, self._trained(), state)
+
+    def _trained(self) -> Any:
+        """The optimizer of an open engine."""
         self._runtime.check_open()
         if self.optimizer is None:
-            raise GeminiError("there is no optimizer")
-        managed.load_state_dict(self._runtime, self.optimizer, state)
+            raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
+        return self.optimizer
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""

@@ -3,8 +3,6 @@
 
 #include <stddef.h>
 
-#include "engine/rates.h"
-
 static gm_status measure(int ordinal, unsigned threads, size_t block_bytes, gm_rates *out)
 {
     gm_workers *workers = NULL;

@@ -255,4 +255,9 @@ gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity);
 gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out);
 gm_status gm_engine_check(gm_engine *engine); /* its own invariants and those of chunk.c */
 
+/* Before there is an engine: measures the rates of `device` and of host Adam on `workers`, in about a second.  Takes for
+ * that time at most 256 MiB of device memory and 512 MiB of pinned host memory, and makes do with less of either.
+ * GM_ERR_NOMEM where not even a block and 16 MiB are to be had. */
+gm_status gm_rates_measure(gm_device *device, gm_workers *workers, gm_rates *out);
+
 #endif

@@ -13,13 +13,12 @@
  *
  * Every figure goes round through as much memory as there is, since caches may hold hundreds of MiB, and
  * chunks come from memory. */
-#include "engine/rates.h"
+#include "engine/engine.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "arith/arith.h"
 #include "device/hostmem.h"
 
 #define MIB ((size_t)1 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def check_modules(model: nn.Module, device: torch.device, has_weights: bool) -> 
     """
     for name, module in model.named_modules():
         label = f"module {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule) and _has_tensors(module):
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        if is_script and any(True for _ in chain(module.parameters(), module.buffers())):
             raise GeminiError(
                 f"{label} is a {type(module).__name__} (torch.jit.script, trace or load), whose graph reads its "
                 "parameters itself: manage the model before it is scripted, or keep this module outside of it"
@@ -49,10 +51,6 @@ def check_modules(model: nn.Module, device: torch.device, has_weights: bool) -> 
                     f"{name}{'.' if name else ''}{inner} has no values (it is on the meta device), and hf_device_map "
                     f"says that they are on {place!r}: {_WAY_OUT}"
                 )
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _hooks(hook: Any) -> Iterator[Any]:

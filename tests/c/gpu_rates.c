@@ -1,4 +1,4 @@
-/* gpu_rates.c - what the GPU, its kernels and the calls to it cost, and the rates of the machine (rates.h).
+/* gpu_rates.c - what the GPU, its kernels and the calls to it cost, and the rates of the machine (gm_rates_measure).
  * Prints; checks only that everything works.  Needs a GPU. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -6,7 +6,7 @@
 
 #include "device/cuda/driver.h"
 #include "gpu_check.h"
-#include "engine/rates.h"
+#include "engine/engine.h"
 
 static gm_workers *workers;
 

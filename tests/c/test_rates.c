@@ -1,7 +1,7 @@
 /* test_rates.c - measured rates are those of the device: exactly, on a device whose clock is made up; what
  * was taken is given back, whichever call fails; little memory is enough. */
 #define _POSIX_C_SOURCE 200809L
-#include "engine/rates.h"
+#include "engine/engine.h"
 
 #include <math.h>
 #include <string.h>
