@@ -261,5 +261,5 @@ def _find_device(device: torch.device | str | None) -> torch.device:
                 "this build of gemini_strategy has no CUDA kernels: build it again with nvcc present"
             )
         index = torch.cuda.current_device() if device.index is None else device.index
-        device = torch.device("cuda", index)
-    return device
+        return torch.device("cuda", index)
+    return torch.device("cpu")  # a tensor of "cpu:0" says "cpu", and autograd compares them

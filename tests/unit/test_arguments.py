@@ -78,6 +78,15 @@ def test_a_host_budget_is_believed_up_to_what_the_machine_has(
         assert all(one.filename == __file__ for one in caught)
 
 
+def test_the_cpu_has_no_index() -> None:
+    """accelerate gives it one where there are several ranks."""
+    model = nn.Linear(2, 2)
+    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu:0")
+    assert model.weight.device == torch.device("cpu")
+    model.weight.square().sum().backward()
+    engine.close()
+
+
 def test_small_sizes_of_other_things_stay() -> None:
     assert gs.parse_bytes(512, name="chunk_size") == 512
 
