@@ -116,14 +116,15 @@ class Checkpoints(EngineStrategy):
             self.engine._runtime.end_saving()
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if not self.is_global_zero:
-            return
-        if self._write_plain(checkpoint, filepath, storage_options):
-            return
-        with folders.aside(Path(filepath)):
-            super().save_checkpoint(  # type: ignore[misc]
-                checkpoint, filepath, storage_options=storage_options
-            )
+        def write() -> None:
+            if self._write_plain(checkpoint, filepath, storage_options):
+                return
+            with folders.aside(Path(filepath)):
+                super(Checkpoints, self).save_checkpoint(  # type: ignore[misc]
+                    checkpoint, filepath, storage_options=storage_options
+                )
+
+        self._on_rank_0("Trainer.save_checkpoint", filepath, write)
 
     # -- loading ---------------------------------------------------------------------------------------------
 

@@ -163,6 +163,27 @@ class EngineStrategy(RankProcesses):
         own = vars(sys.modules[plain.__module__])
         return type(io) is plain and all(getattr(m, "__globals__", None) is own for m in methods)
 
+    def _on_rank_0(self, name: str, path: Any, write: Callable[[], None]) -> None:
+        """Rank 0 writes a file while the others wait for it. Raises on every rank if it cannot be written.
+
+        So whoever catches that goes on with all ranks at the same place.
+        """
+        failure: BaseException | None = None
+        if self.is_global_zero:
+            try:
+                write()
+            except BaseException as error:
+                failure = error
+        if self._is_connected:
+            self._meet_after_file(name)
+            said = self.broadcast(
+                None if failure is None else f"{type(failure).__name__}: {failure}"
+            )
+            if said is not None and failure is None:
+                raise gs.GeminiError(f"rank 0 could not write the checkpoint {path}: {said}")
+        if failure is not None:
+            raise failure
+
     def _write_plain(self, checkpoint: Any, path: Any, storage_options: Any) -> bool:
         """Whether it is written, piece by piece; False: another has to, and may read from now on."""
         if self._has_plain_io and storage_options is None and one_file.is_local(path):

@@ -259,24 +259,14 @@ class FabricStrategy(EngineStrategy):
     ) -> None:
         """One file, written by rank 0; all ranks call this. Raises on every rank if it cannot be written."""
         saved = self._convert_stateful_objects_in_state(state, filter or {})
-        failure = None
-        if self.is_global_zero:
-            try:
-                if not self._write_plain(saved, path, storage_options):
-                    self.checkpoint_io.save_checkpoint(
-                        checkpoint=saved, path=path, storage_options=storage_options
-                    )
-            except Exception as error:
-                failure = error
-        if self._is_connected:
-            self._meet_after_file("fabric.save")
-            said = self.broadcast(
-                None if failure is None else f"{type(failure).__name__}: {failure}"
-            )
-            if said is not None and failure is None:
-                raise gs.GeminiError(f"rank 0 could not write the checkpoint {path}: {said}")
-        if failure is not None:
-            raise failure
+
+        def write() -> None:
+            if not self._write_plain(saved, path, storage_options):
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint=saved, path=path, storage_options=storage_options
+                )
+
+        self._on_rank_0("fabric.save", path, write)
 
     def _convert_stateful_objects_in_state(self, state: dict[str, Any], filters: Any) -> Any:
         modules = {id(obj.module) for obj in state.values() if isinstance(obj, Managed)}

@@ -32,9 +32,6 @@ class TrainerRanks(RankProcesses):
         return () if self.engine is None else (self.engine,)
 
     def barrier(self, name: str | None = None) -> None:
-        if name == "Trainer.save_checkpoint":
-            self._meet_after_file(name)
-            return
         super().barrier(name)
         if name == "run-stage":  # the Trainer has its signal handlers, and goes on to its loop
             self._defer_requeue()

@@ -453,3 +453,38 @@ def test_two_ranks(tmp_path: Path) -> None:
         for each in ours:
             same(each["state_dict"], weights)
             same(each["optimizer_states"], [states])
+
+
+def go_on_without_it(rank: int, size: int, folder: str) -> tuple[str, Any]:
+    """Rank 0 cannot write a file in the middle of an epoch. The loop catches that, and saves elsewhere later on."""
+    module = summable("lightning", 0, n_ranks=size)
+    said: list[str] = []
+
+    def save(outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            with pytest.raises((OSError, gs.GeminiError)) as error:
+                module.trainer.save_checkpoint(Path(folder) / "file" / "one.ckpt")
+            said.append(str(error.value))
+        elif batch_idx == 1:
+            module.trainer.save_checkpoint(Path(folder) / "saved" / "one.ckpt")
+
+    if folder:
+        module.on_train_batch_end = save
+    strategy = strategy_class("lightning")(report=False, timeout=20.0)
+    ranked_trainer(rank, size, "lightning", strategy, precision="bf16-mixed").fit(module)
+    engine = gs.engine_of(module)
+    weights = engine.model_state_dict()
+    engine.close()
+    return "".join(said), weights
+
+
+def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "file").touch()
+    said = values(run_ranks(2, tmp_path / "a", go_on_without_it, str(tmp_path)))
+    assert str(tmp_path / "file") in said[0][0]
+    path = str(tmp_path / "file" / "one.ckpt")
+    assert said[1][0].startswith(f"rank 0 could not write the checkpoint {path}")
+    assert (tmp_path / "saved" / "one.ckpt").is_file()
+    same(said[1][1], values(run_ranks(2, tmp_path / "b", go_on_without_it, ""))[1][1])
