@@ -142,7 +142,7 @@ class Draft:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._claim = Claim(target) if claim is None else claim
         try:
-            clear(target)
+            clear(target, None if claim is None else _SERIES.pattern)
             self.path = other_name(target, "saving")
             self.path.mkdir()
         except BaseException:
@@ -200,9 +200,9 @@ def aside(target: Path) -> Iterator[None]:
             old.rename(target)
 
 
-def clear(target: Path) -> None:
-    """Removes what killed processes have left of saving `target`."""
-    for left in _beside(target, "saving"):
+def clear(target: Path, names: str | None = None) -> None:
+    """Removes what killed processes have left of saving `target`, or what matches `names` beside it."""
+    for left in _beside(target, "saving", names):
         if not _is_in_use(left):
             remove(left)
 
@@ -213,9 +213,10 @@ def other_name(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}-{mark}")
 
 
-def _beside(target: Path, what: str) -> list[Path]:
+def _beside(target: Path, what: str, names: str | None = None) -> list[Path]:
     """What `other_name` has given, of this process or another."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.{what}-.+-\d+-[0-9a-f]{{8}}")
+    names = re.escape(target.name) if names is None else names
+    name = re.compile(rf"\.{names}\.{what}-.+-\d+-[0-9a-f]{{8}}")
     parent = target.parent
     return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []
 

@@ -47,6 +47,27 @@ def test_a_series_keeps_the_last(tmp_path: Path) -> None:
             engine.save(tmp_path / "run", keep_last=0)
 
 
+def die_in_a_series(folder: str) -> None:
+    engine = make(build=Small)
+    train(engine, 1)
+    engine.save(folder, keep_last=1)
+    train(engine, 1)
+    folders.put = lambda draft, target: os.kill(os.getpid(), signal.SIGKILL)
+    engine.save(folder, keep_last=1)
+
+
+def test_a_series_keeps_nothing_of_a_killed_save(tmp_path: Path, forks: Forks) -> None:
+    """The next save is of another step, and so has another name."""
+    run = tmp_path / "run"
+    assert forks.run(f"{__name__}:die_in_a_series", str(run))[0].exit_code == -signal.SIGKILL
+    assert len(list(run.glob(".step-000000002.saving-*"))) == 1
+    with make(build=Small) as engine:
+        engine.load(run)
+        train(engine, 2)
+        engine.save(run, keep_last=1)
+    assert sorted(p.name for p in run.iterdir()) == ["latest", "step-000000003"]
+
+
 class _Calls:
     """Counts the calls that change files, and does something at the n-th."""
 
