@@ -160,8 +160,7 @@ class Hybrid(Loop):
     def clip_gradients(self) -> None:
         self._optimizer.clip_grad_norm_(self.max_norm)
 
-    def report(self) -> dict[str, Any]:
-        return pass_memory(self)
+    report = Resident.report
 
 
 class Gemini(Loop):

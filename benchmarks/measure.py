@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -136,18 +137,10 @@ class Clock:
             import torch
 
             torch.cuda.synchronize(self.device)
-        spans = []
-        for (_, a), (name, b) in zip(self.marks, self.marks[1:], strict=False):
-            is_event = self.device.type == "cuda"
-            spans.append((name, a.elapsed_time(b) / 1e3 if is_event else b - a))
-        return spans
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+            spans = ((name, a.elapsed_time(b) / 1e3) for (_, a), (name, b) in pairwise(self.marks))
+        else:
+            spans = ((name, b - a) for (_, a), (name, b) in pairwise(self.marks))
+        return list(spans)
 
 
 def _output(*command: str) -> str | None:
@@ -171,20 +164,20 @@ def environment(device: torch.device) -> dict[str, Any]:
         gpu = torch.cuda.get_device_name(device)
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         driver = (_output(*query) or "").partition("\n")[0] or None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    versions = {one.name: one.version for one in metadata.distributions()}
     return {
         "gpu": gpu,
         "driver": driver,
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
-        "host_memory_bytes": memory,
+        "host_memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "transformers": _version("transformers"),
-        "deepspeed": _version("deepspeed"),
-        "torchao": _version("torchao"),
+        "transformers": versions.get("transformers"),
+        "deepspeed": versions.get("deepspeed"),
+        "torchao": versions.get("torchao"),
         "commit": os.environ.get("GEMINI_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "changed_files": len((_output("git", "status", "--porcelain") or "").splitlines()),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),

@@ -117,12 +117,11 @@ class Checkpoints(EngineStrategy):
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         def write() -> None:
-            if self._write_plain(checkpoint, filepath, storage_options):
-                return
-            with folders.aside(Path(filepath)):
-                super(Checkpoints, self).save_checkpoint(  # type: ignore[misc]
-                    checkpoint, filepath, storage_options=storage_options
-                )
+            if not self._write_plain(checkpoint, filepath, storage_options):
+                with folders.aside(Path(filepath)):
+                    super(Checkpoints, self).save_checkpoint(  # type: ignore[misc]
+                        checkpoint, filepath, storage_options=storage_options
+                    )
 
         self._on_rank_0("Trainer.save_checkpoint", filepath, write)
 

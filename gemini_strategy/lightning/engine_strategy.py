@@ -176,9 +176,8 @@ class EngineStrategy(RankProcesses):
                 failure = error
         if self._is_connected:
             self._meet_after_file(name)
-            said = self.broadcast(
-                None if failure is None else f"{type(failure).__name__}: {failure}"
-            )
+            own = None if failure is None else f"{type(failure).__name__}: {failure}"
+            said = self.broadcast(own)
             if said is not None and failure is None:
                 raise gs.GeminiError(f"rank 0 could not write the checkpoint {path}: {said}")
         if failure is not None:
