@@ -105,9 +105,8 @@ def table() -> str:
     resident, ours, torchao = latest(peers, "A", "resident", "gemini-auto", "torchao")
     clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
     large_resident, large = latest(offload, "B", "resident", "gemini-auto")
-    four_fsdp2, four = latest(
-        sharded, "8b", "fsdp2", "gemini-auto@72GB", checkpointing=False, tokens_per_gpu=4096
-    )
+    two_gpus = "two_gpus_2026-11-25.jsonl"
+    fsdp2, two = latest(two_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", checkpointing=True)
     (more,) = latest(sharded, "13b", "gemini-auto@24GB")
     state = f"the training state is {14 * more['parameters'] / 1e9:.0f} GB, four budgets 96 GB"
     rows = [
@@ -124,7 +123,7 @@ def table() -> str:
             f"{model(clipped)}, clipped, 24 GB", clipped, {"DeepSpeed ZeRO-2 offload": zero2}, peers
         ),
         against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
-        against(f"{model(four)}, 72 GB", four, {"FSDP2": four_fsdp2}, sharded),
+        against(f"{model(two)}, 82 GB", two, {"FSDP2": fsdp2}, two_gpus),
         row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", sharded),
     ]
     return "\n".join(rows) + "\n"
