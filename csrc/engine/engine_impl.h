@@ -319,6 +319,7 @@ struct gm_engine {
     gm_chunk_state *chunk_states; /* (n_chunks,) */
     uint32_t *chunk_params;       /* (n_params,) chunk after chunk */
 
+    pid_t owner;    /* a forked child does not have the memory */
     gm_status dead; /* engine.c: GM_OK, or the first error inside a step */
     char dead_text[512];
     gm_timeline *timeline; /* view.c; NULL: off */

@@ -2,6 +2,7 @@
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 /* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
 static uint32_t kind_of(const gm_engine_param *spec)
@@ -310,6 +311,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
         return GM_FAIL(GM_ERR_NOMEM, "HOST: engine: %zu bytes", sizeof *engine);
     }
     pthread_mutex_init(&engine->lock, NULL);
+    engine->owner = getpid();
     atomic_init(&engine->references, 1);
     engine->device = options->device;
     engine->workers = options->workers;

@@ -211,7 +211,7 @@ class Slot(_C.Slot):
         self.given.refresh("weight", *LOWS)
 
     def assign(self, value: torch.Tensor) -> None:
-        """`p.data = value`: the bytes are copied; another shape, dtype or device is refused."""
+        """`p.data = value`: the bytes are copied; another shape, dtype, device or order in memory is refused."""
         if self.is_raw and self._is_own(value):  # bitsandbytes does that in each forward
             return
         if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
@@ -224,6 +224,12 @@ class Slot(_C.Slot):
             raise GuardError(
                 f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
                 f"{value.device}; engine.close() makes the model ordinary again"
+            )
+        if order.is_dense(value) and not order.is_same(self.shape, value.stride(), self.strides):
+            raise GuardError(
+                f"{self.name}: its elements keep the order in memory of manage(), strides {self.strides}, and `.data` "
+                f"got strides {value.stride()}: kernels round by it; change it (memory_format=) before manage(), or "
+                "copy the values alone, with p.data.copy_()"
             )
         self.given.become("weight", value)
 

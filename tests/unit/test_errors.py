@@ -7,6 +7,7 @@ pass and compares the training that follows with the reference.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable
@@ -423,6 +424,44 @@ def test_use_after_close() -> None:
         with pytest.raises(gs.GeminiError, match="closed"):
             call()
     assert gs.engine_of(run.model) is None
+
+
+def _in_a_fork(calls: tuple[Callable[[], Any], ...]) -> int:
+    """How a forked process ends: 0 if it was refused all of them by name."""
+    child = os.fork()
+    if child == 0:
+        n_served = 1
+        try:
+            for call in calls:
+                with pytest.raises(gs.GeminiError, match="forked"):
+                    call()
+            n_served = 0
+        finally:
+            os._exit(n_served)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("policy", ["cpu", "cuda"])
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_forked_process_is_refused(policy: str, steps: int) -> None:
+    """It has not the memory: neither what is on the device, of which nothing has to move, nor the homes."""
+    recipe = Recipe(steps=steps)
+    run = managed(CASE.build, recipe, placement_policy=policy)
+    drive(run, CASE, steps)
+    p, x = next(run.model.parameters()), CASE.batch(0)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            CASE.loss(run, x)
+
+    for _ in range(2):  # the plan knows it
+        evaluate()
+        drive(run, CASE, min(steps, 1))
+    calls = (evaluate, run.model.state_dict, p.sum, lambda: copy.deepcopy(run.model))
+    assert _in_a_fork((*calls, run.engine.model_state_dict)) == 0
+    assert _in_a_fork((run.engine.close,)) == 0
+    drive(run, CASE, 1)
+    run.engine.close()
 
 
 def test_plain_backward_in_fp16_is_refused() -> None:

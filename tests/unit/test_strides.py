@@ -4,6 +4,7 @@ and the bits of the unmanaged run."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,25 @@ def test_two_ranks(case: Case, tmp_path: Path) -> None:
         assert own == strides
         for a, b in zip(weights, reference.model.parameters(), strict=True):
             assert_same_bits(a, b.detach())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: setattr(model[1].weight, "data", model[1].weight.data.t()),
+    ],
+    ids=["memory_format", "transposed"],
+)
+def test_another_order_is_refused(change: Callable[[nn.Module], Any]) -> None:
+    """Kernels choose by it, so the weights would not have the bits of the unmanaged run."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 6))
+    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    with pytest.raises(gs.GeminiError, match=r"[01]\.weight: its elements keep the order"):
+        change(model)
+    model[1].weight.data = torch.ones(12, 6)[::2].clone()
+    model[1].weight.data.copy_(model[1].weight.data.t().clone())
+    engine.close()
 
 
 def _differ(rank: int, size: int) -> str:
