@@ -128,10 +128,6 @@ def _check_groups(engine: Runtime, slots: list[Slot]) -> None:
 def _line(engine: Runtime, slot: Slot) -> str:
     """What must be the same of a parameter."""
     parameter = slot.parameter
-    if parameter.grad is not None:
-        raise GeminiError(
-            f"{slot.name} has a gradient already, which is of this rank alone: zero_grad() first"
-        )
     state = {} if engine.optimizer is None else engine.optimizer.state.get(parameter, {})
     traits = [
         str(slot.shape),
@@ -140,6 +136,8 @@ def _line(engine: Runtime, slot: Slot) -> str:
         "on the meta device" if parameter.is_meta else "with values",
         "trained" if slot.has_moments else "with a gradient" if slot.has_grad_home else "frozen",
     ]
+    if parameter.grad is not None:  # what close() gave back is the same on all ranks
+        traits.append(f"a gradient already (zero_grad() drops it): {fingerprint(parameter.grad)}")
     if "step" in state:
         traits.append(f"after {int(state['step'])} steps with {', '.join(sorted(state))}")
     return f"{', '.join(slot.names)}: {', '.join(traits)}"

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gemini_strategy.lightning.checkpoints import InFolder
+
 # The hooks in which such callbacks reach the module's parameters.
 _HOOKS = (
     "on_train_batch_end",
@@ -54,6 +56,13 @@ class _OverMasters:
         for parameter in () if average is None else average.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("current_model_state")
+        if isinstance(state, InFolder):  # read when there is an engine
+            trainer.strategy.load_model_state_dict({"state_dict": state})
+            checkpoint = {**checkpoint, "current_model_state": pl_module.state_dict()}
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         return object.__new__, (type(self).__mro__[2],), self.__getstate__()  # type: ignore[attr-defined]

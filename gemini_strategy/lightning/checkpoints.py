@@ -13,6 +13,7 @@
 #   5. With state_dict_type="sharded" a checkpoint is a folder (checkpoint/) as Lightning's FSDP strategy writes it:
 #      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint. With an
 #      AsyncCheckpointIO they write while training goes on; no older checkpoint is removed before the new one is there.
+#      What an averaging callback puts in the place of the weights is in `meta.pt` too.
 #   6. Else its tensors are stand-ins, which are read from the engine while the file is written (one_file.py).
 
 import sys
@@ -36,7 +37,7 @@ from gemini_strategy.lightning.engines import masters_of, states_of
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 
 
-class _InFolder(dict[str, Any]):
+class InFolder(dict[str, Any]):
     """Stands in a checkpoint for a state that stays in its folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +97,9 @@ class Checkpoints(EngineStrategy):
                 f"{filepath}: GeminiStrategy(state_dict_type='sharded') saves what an engine has; no stage has begun"
             )
         runtime = self.engine._runtime
-        meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        has_average = "current_model_state" in checkpoint  # and that is what the engine has
+        left = ("optimizer_states", "current_model_state" if has_average else "state_dict")
+        meta = {k: v for k, v in checkpoint.items() if k not in left}
         has_thread = isinstance(self.checkpoint_io, self._home.plugins.AsyncCheckpointIO)
         target, has_optimizer = folders.local(filepath), "optimizer_states" in checkpoint
         wanted = Wanted(target, meta=meta, with_optimizer=has_optimizer, replaces_files=True)
@@ -151,13 +154,14 @@ class Checkpoints(EngineStrategy):
                 f"{path} was saved by engine.save(): a Trainer goes on from what a Trainer has saved"
             )
         has_optimizer = "optimizer" in Manifest(folder).rest
-        states = [_InFolder(folder)] if has_optimizer else []
-        return {**checkpoint, "state_dict": _InFolder(folder), "optimizer_states": states}
+        states = [InFolder(folder)] if has_optimizer else []
+        weights = "current_model_state" if "state_dict" in checkpoint else "state_dict"
+        return {**checkpoint, weights: InFolder(folder), "optimizer_states": states}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         is_blank = any(parameter.is_meta for parameter in module.parameters())
-        is_in_folder = isinstance(checkpoint["state_dict"], _InFolder)
+        is_in_folder = isinstance(checkpoint["state_dict"], InFolder)
         if not is_blank and not is_in_folder and self._weights_of(module) is None:
             _untie(module, checkpoint["state_dict"])
             _widen(module, checkpoint["state_dict"])
@@ -176,7 +180,7 @@ class Checkpoints(EngineStrategy):
                 " model = type(model).load_from_checkpoint(path)."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            if isinstance(state, _InFolder):
+            if isinstance(state, InFolder):
                 load(self.engine._runtime, state.folder, {"optimizer", "random"})
             else:
                 optimizer.load_state_dict(state)
@@ -185,7 +189,7 @@ class Checkpoints(EngineStrategy):
         """The end of `setup`: what had to wait (invariant 3)."""
         self._loaded.add(module)
         late, self._late = self._late, None
-        if late is not None and isinstance(late[0]["state_dict"], _InFolder):
+        if late is not None and isinstance(late[0]["state_dict"], InFolder):
             load(self.engine._runtime, late[0]["state_dict"].folder, {"model"})
         elif late is not None:
             super().load_model_state_dict(late[0], strict=late[1])  # type: ignore[misc]

@@ -176,6 +176,33 @@ def test_an_average_is_resumed(tree: str, kind: str, precision: str, tmp_path: P
 
 
 @pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_an_average_is_resumed_from_a_folder(tree: str, kind: str, tmp_path: Path) -> None:
+    """And another stage gets the average as its weights, as from a file."""
+
+    def sharded() -> Any:
+        return strategy_class(tree)(state_dict_type="sharded")
+
+    straight, module, whole = run(tree, kind, "bf16-true", tmp_path, strategy=sharded())
+    path = tmp_path / "epoch=1.ckpt"
+    more = {"strategy": sharded(), "ckpt_path": path}
+    resumed, again, part = run(tree, kind, "bf16-true", tmp_path / "again", **more)
+    assert again.losses == module.losses[-22:]
+    same(*(t.strategy.engine.model_state_dict() for t in (resumed, straight)), "weights")
+    same(*(dict(c._average_model.state_dict()) for c in (part, whole)), "average")
+    if kind != "StochasticWeightAveraging":  # it has its average in its own state
+        trainer = make_trainer(tree, sharded(), precision="bf16-true")
+        trainer.validate(make(tree), ckpt_path=tmp_path / "epoch=3.ckpt", verbose=False)
+        states = (
+            trainer.strategy.engine.model_state_dict(),
+            whole._average_model.module.state_dict(),
+        )
+        for state in states:
+            del state["frozen"]  # rounded, here as with a file
+        same(states[0], dict(states[1]), "average as weights")
+
+
+@pytest.mark.parametrize("tree", TREES)
 def test_batch_norm_is_counted_anew_at_the_end(tree: str) -> None:
     """StochasticWeightAveraging adds an epoch without backward for it."""
 

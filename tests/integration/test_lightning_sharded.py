@@ -221,6 +221,28 @@ def test_one_device_after_several(tmp_path: Path) -> None:
         assert metrics == found[0][0]
 
 
+CLIPPED = {"gradient_clip_val": 0.5, "limit_val_batches": 0}
+
+
+def go_on(trainer: Any, module: Any) -> tuple[Any, Any]:
+    """Nothing drops the gradients of a clipped step but a validation: a second `fit` begins with them."""
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    return trainer, module
+
+
+def fit_twice(rank: int, size: int) -> Any:
+    trainer, _ = go_on(*train(rank, size, LIGHTNING, "32-true", {}, {}, CLIPPED))
+    return trainer.strategy.lightning_module_state_dict()
+
+
+def test_a_second_fit_of_two_ranks(tmp_path: Path) -> None:
+    found = values(run_ranks(2, tmp_path, fit_twice))
+    module = summable(LIGHTNING, 0, n_ranks=2, is_reference=True)
+    trainer, _ = go_on(fit_reference(LIGHTNING, module, **CLIPPED), module)
+    same(found[0], reference_weights(module, trainer.optimizers[0]), "weights")
+
+
 def layers_in_sync(rank: int, size: int) -> Any:
     pl = load_tree(LIGHTNING)
 

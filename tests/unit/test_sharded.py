@@ -274,8 +274,19 @@ def check_arguments(rank: int, size: int) -> None:
     if is_odd:
         model.terms[0].p.grad = torch.zeros(3, 5)
     text = refusal(manage, model)
-    assert "terms.0.p has a gradient already" in text
+    assert "terms.0.p: (3, 5)" in text and "a gradient already (zero_grad() drops it)" in text, text
     model.terms[0].p.grad = None
+    case = ExactCase(rank, size)
+    engine = manage(model)
+    engine.backward(case.loss(model, case.batch(0)))
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    engine.close()
+    engine = manage(model)  # goes on with what all ranks were given back
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in grads), name
+        assert parameter.grad is None or torch.equal(parameter.grad, grads[name]), name
+    engine.close()
+    model.zero_grad()
     engine = manage(model, device_budget=2**20 << rank, host_budget=2**30 >> rank)
     settings = engine._runtime.settings
     assert (settings.device_budget, settings.host_budget) == (2**20, 2**28)  # the least
