@@ -8,6 +8,7 @@ from gemini_strategy import _C
 
 _MIB = 1 << 20
 _BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
+_MOST_ROUNDED = 1.04  # weights, to whole blocks
 
 _UNITS = {
     "": 1,
@@ -145,4 +146,23 @@ class ChunkSizes:
             chunk = min(max(weights // 32, least), 64 * _MIB)
             if budget > 0:
                 chunk = max(min(chunk, budget // 32), least)
-        return chunk, self.block or max(granule, chunk // _BLOCKS_PER_CHUNK // granule * granule)
+        least = max(granule, chunk // _BLOCKS_PER_CHUNK // granule * granule)
+        return chunk, self.block or _find_block(specs, chunk, least, budget, n_shards)
+
+
+def _find_block(
+    specs: list[tuple[int, int, int]], chunk: int, least: int, budget: int, n_shards: int
+) -> int:
+    """Bytes of a block: mapping takes as long for a large one, so four or two of the least, where that loses little."""
+    open_of: dict[int, int] = {}
+    shards = []
+    for numel, width, kind in specs:  # as csrc/plan/layout.c packs them, but for padding
+        if open_of.get(kind, 0) and open_of[kind] + numel * width > chunk:
+            shards.append(open_of.pop(kind) // n_shards)
+        open_of[kind] = open_of.get(kind, 0) + numel * width
+    shards += [size // n_shards for size in open_of.values()]
+    for block in (4 * least, 2 * least):
+        rounded = sum(-(-size // block) * block for size in shards)
+        if rounded <= _MOST_ROUNDED * sum(shards) and (budget < 0 or block <= budget // 1024):
+            return block
+    return least

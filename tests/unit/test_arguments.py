@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ import gemini_strategy as gs
 from gemini_strategy.arguments import POLICIES
 from gemini_strategy.precision import PRECISIONS
 from gemini_strategy.report.verdict import sentence, verdict
-from gemini_strategy.sizes import physical_memory, size_text
+from gemini_strategy.sizes import ChunkSizes, physical_memory, size_text
 from helpers import scripts
 
 
@@ -221,3 +222,25 @@ def test_verdicts() -> None:
     free = plan(step=1.04, compute=1.0, h2d=1.02)
     assert verdict(free).is_compute
     assert sentence(free).startswith("compute binds: more memory buys little")
+
+
+@pytest.mark.parametrize(
+    ("sides", "budget", "n_shards", "mib"),
+    [
+        ([(4096, 4096), (4096, 14336)], -1, 1, 8),  # 32 and 112 MiB: nothing is lost
+        ([(4096, 4096), (4096, 14336)], 8 << 30, 2, 8),
+        ([(4096, 4096), (4096, 14336)], (8 << 30) - 1, 2, 4),  # too large for so small a budget
+        ([(4096, 4096), (4096, 14336)], -1, 16, 2),  # shards of 2 and 7 MiB
+        ([(2560, 2560), (2560, 10240)], -1, 1, 2),  # 12.5 and 50 MiB: blocks of four lose 9 %
+        ([(4096, 4096), (4096, 14592)], -1, 1, 4),  # 32 and 114 MiB: 4.1 and 1.4 %
+        ([(100,)], -1, 1, 2),
+    ],
+)
+def test_blocks_are_large_where_little_is_lost_to_rounding(
+    sides: list[tuple[int, ...]], budget: int, n_shards: int, mib: int
+) -> None:
+    sizes = ChunkSizes("40MiB", None, None, None, None)
+    specs = [(math.prod(side), 2, 0) for side in sides]
+    assert sizes.choose(specs, budget, True, n_shards) == (40 << 20, mib << 20)
+    given = ChunkSizes("40MiB", "2MiB", None, None, None)
+    assert given.choose(specs, budget, True, n_shards)[1] == 2 << 20
