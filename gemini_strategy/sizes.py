@@ -154,15 +154,15 @@ def _find_block(
     specs: list[tuple[int, int, int]], chunk: int, least: int, budget: int, n_shards: int
 ) -> int:
     """Bytes of a block: mapping takes as long for a large one, so four or two of the least, where that loses little."""
-    open_of: dict[int, int] = {}
-    shards = []
-    for numel, width, kind in specs:  # as csrc/plan/layout.c packs them, but for padding
-        if open_of.get(kind, 0) and open_of[kind] + numel * width > chunk:
-            shards.append(open_of.pop(kind) // n_shards)
-        open_of[kind] = open_of.get(kind, 0) + numel * width
-    shards += [size // n_shards for size in open_of.values()]
+    weights: list[int] = []  # of each chunk, as csrc/plan/layout.c packs them, but for padding
+    last: dict[int, int] = {}
+    for numel, width, kind in specs:
+        if kind not in last or weights[last[kind]] + numel * width > chunk:
+            last[kind] = len(weights)
+            weights.append(0)
+        weights[last[kind]] += numel * width
     for block in (4 * least, 2 * least):
-        rounded = sum(-(-size // block) * block for size in shards)
-        if rounded <= _MOST_ROUNDED * sum(shards) and (budget < 0 or block <= budget // 1024):
+        rounded = sum(-(-size // (n_shards * block)) for size in weights) * n_shards * block
+        if rounded <= _MOST_ROUNDED * sum(weights) and (budget < 0 or block <= budget // 1024):
             return block
     return least

@@ -150,11 +150,7 @@ class Booster:
         optimizer.backward(loss)
 
     def no_sync(self, model: GeminiDDP, optimizer: Any = None) -> Any:
-        """Refused: gradients are summed over the ranks in every backward.
-
-        Raises:
-            GeminiError: always.
-        """
+        """Refused by a GeminiError: gradients are summed over the ranks in every backward."""
         raise GeminiError(
             "Booster.no_sync: gradients are summed over the ranks in every backward, and add up until the step; leave "
             "no_sync out"

@@ -33,7 +33,10 @@ _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 class EnginePrecision:
-    """What a Trainer and Fabric have around an engine alike. To be inherited from before the tree's own plugin."""
+    """What a Trainer and Fabric have around an engine alike. To be inherited from before the tree's own plugin.
+
+    `precision` is one of :data:`SUPPORTED`; ValueError for any other.
+    """
 
     _tree: Tree
     _call: str  # what makes the strategy, for errors,
@@ -115,12 +118,6 @@ class TrainerPrecision(EnginePrecision):
 
     ``32-true``: nothing is cast. ``bf16-true``: floating inputs and new tensors are bf16. ``bf16-mixed``,
     ``16-mixed``: forward runs under autocast. ``16-mixed``: the loss is scaled by the engine's loss scale.
-
-    Args:
-        precision: one of :data:`SUPPORTED`.
-
-    Raises:
-        ValueError: for any other precision.
     """
 
     _call = "GeminiStrategy"
@@ -226,12 +223,6 @@ class FabricPrecision(EnginePrecision):
     To be inherited from before the tree's own plugin; see `fabric_precision_class`. Like Fabric's own plugins, it casts
     floating inputs of a model to the precision's dtype, and its floating outputs to torch's default dtype.
     ``bf16-mixed``, ``16-mixed``: forward runs under autocast.
-
-    Args:
-        precision: one of :data:`SUPPORTED`.
-
-    Raises:
-        ValueError: for any other precision.
     """
 
     _call = "GeminiFabricStrategy"
