@@ -136,7 +136,7 @@ class FabricStrategy(EngineStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.precision.device_type = self.root_device.type
+        self.precision.device = self.root_device.type
 
     # -- models and optimizers -------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class EnginePrecision:
     _call: str  # what makes the strategy, for errors,
     _argument: str  # its argument for a plugin,
     _runner: str  # and what has the strategy: "Trainer" or "Fabric"
-    device_type = "cpu"  # where forward runs
+    device = "cpu"  # where forward runs, as in MixedPrecision
 
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in SUPPORTED:
@@ -99,7 +99,7 @@ class EnginePrecision:
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         if self.precision.endswith("-mixed"):
-            with torch.autocast(self.device_type, dtype=self.compute_dtype, cache_enabled=False):
+            with torch.autocast(self.device, dtype=self.compute_dtype, cache_enabled=False):
                 yield
             return
         previous = torch.get_default_dtype()
@@ -136,7 +136,7 @@ class TrainerPrecision(EnginePrecision):
     def attach(self, engine: Any, device: torch.device) -> None:
         """Serve `engine` (None: a module without parameters), whose forward runs on `device`."""
         self._engine = engine
-        self.device_type = device.type
+        self.device = device.type
 
     def convert_input(self, data: Any) -> Any:
         if self.precision != "bf16-true":

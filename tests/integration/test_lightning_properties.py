@@ -138,6 +138,17 @@ def test_a_step_without_loss_is_refused_on_several_ranks(tmp_path: Path) -> None
         assert "Skipping the `training_step` by returning None" in text, text
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_the_plugin_says_where_autocast_is_as_that_of_lightning_does(tree: str) -> None:
+    seen = []
+
+    def on_train_start(self: Any) -> None:
+        seen.append(self.trainer.precision_plugin.device)
+
+    fit(tree, variant(tree, on_train_start=on_train_start)(), precision="bf16-mixed")
+    assert seen == ["cpu"]
+
+
 # ---- where it runs -------------------------------------------------------------------------------
 
 
