@@ -136,8 +136,9 @@ def _line(engine: Runtime, slot: Slot) -> str:
         "on the meta device" if parameter.is_meta else "with values",
         "trained" if slot.has_moments else "with a gradient" if slot.has_grad_home else "frozen",
     ]
-    if parameter.grad is not None:  # what close() gave back is the same on all ranks
-        traits.append(f"a gradient already (zero_grad() drops it): {fingerprint(parameter.grad)}")
+    if parameter.grad is not None:  # of close(), or of this rank alone, which may differ in a row
+        found = fingerprint(parameter.grad, of_all=True)
+        traits.append(f"a gradient already (zero_grad() drops it): {found}")
     if "step" in state:
         traits.append(f"after {int(state['step'])} steps with {', '.join(sorted(state))}")
     return f"{', '.join(slot.names)}: {', '.join(traits)}"

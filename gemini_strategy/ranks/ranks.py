@@ -473,10 +473,10 @@ def check_lines(what: str, everyone: Iterable[Sequence[str]]) -> None:
         check_same([{what.format(index): line} for line in lines])
 
 
-def fingerprint(values: torch.Tensor) -> str:
-    """Tells values from others by the bits of some of them."""
+def fingerprint(values: torch.Tensor, of_all: bool = False) -> str:
+    """Tells values from others by the bits of some of them, or of all."""
     flat = values.detach().reshape(-1)
-    some = flat[:: max(flat.numel() // _SAMPLES, 1)].to("cpu").contiguous()
+    some = flat[:: 1 if of_all else max(flat.numel() // _SAMPLES, 1)].to("cpu").contiguous()
     return f"{flat.numel()} elements {zlib.crc32(some.view(torch.uint8).numpy()):08x}"
 
 

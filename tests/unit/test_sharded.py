@@ -275,6 +275,11 @@ def check_arguments(rank: int, size: int) -> None:
         model.terms[0].p.grad = torch.zeros(3, 5)
     text = refusal(manage, model)
     assert "terms.0.p: (3, 5)" in text and "a gradient already (zero_grad() drops it)" in text, text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gemini_strategy.ranks.ranks._SAMPLES", 2)  # as few as of a large one
+        model.terms[0].p.grad = torch.zeros(3, 5)
+        model.terms[0].p.grad[0, 1] = is_odd
+        assert "a gradient already" in refusal(manage, model)
     model.terms[0].p.grad = None
     case = ExactCase(rank, size)
     engine = manage(model)
