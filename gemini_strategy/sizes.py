@@ -147,13 +147,15 @@ class ChunkSizes:
             if budget > 0:
                 chunk = max(min(chunk, budget // 32), least)
         least = max(granule, chunk // _BLOCKS_PER_CHUNK // granule * granule)
-        return chunk, self.block or _find_block(specs, chunk, least, budget, n_shards)
+        if self.block is None and n_shards > 1:
+            return chunk, _find_block(specs, chunk, least, budget, n_shards)
+        return chunk, self.block or least
 
 
 def _find_block(
     specs: list[tuple[int, int, int]], chunk: int, least: int, budget: int, n_shards: int
 ) -> int:
-    """Bytes of a block: mapping takes as long for a large one, so four or two of the least, where that loses little."""
+    """Bytes of a block: several processes wait for each other with each that they map, so four or two of the least."""
     weights: list[int] = []  # of each chunk, as csrc/plan/layout.c packs them, but for padding
     last: dict[int, int] = {}
     for numel, width, kind in specs:

@@ -227,20 +227,21 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize(
     ("sides", "budget", "n_shards", "mib"),
     [
-        ([(4096, 4096), (4096, 14336)], -1, 1, 8),  # 32 and 112 MiB: nothing is lost
+        ([(4096, 4096), (4096, 14336)], -1, 2, 8),  # shards of 16 and 56 MiB: nothing is lost
         ([(4096, 4096), (4096, 14336)], 8 << 30, 2, 8),
         ([(4096, 4096), (4096, 14336)], (8 << 30) - 1, 2, 4),  # too large for so small a budget
-        ([(4096, 4096), (4096, 14336)], -1, 16, 2),  # shards of 2 and 7 MiB
-        ([(2560, 2560), (2560, 10240)], -1, 1, 2),  # 12.5 and 50 MiB: blocks of four lose 9 %
-        ([(4096, 4096), (4096, 14592)], -1, 1, 4),  # 32 and 114 MiB: 4.1 and 1.4 %
-        ([(100,)], -1, 1, 2),
+        ([(4096, 4096), (4096, 14336)], -1, 16, 2),  # of 2 and 7 MiB
+        ([(4096, 4096), (4096, 14336)], -1, 1, 2),  # one process waits for nobody
+        ([(5120, 2560), (5120, 10240)], -1, 2, 2),  # of 12.5 and 50 MiB: blocks of four lose 9 %
+        ([(4096, 8192), (4096, 29184)], -1, 2, 4),  # of 32 and 114 MiB: 4.1 and 1.4 %
+        ([(100,)], -1, 2, 2),
     ],
 )
 def test_blocks_are_large_where_little_is_lost_to_rounding(
     sides: list[tuple[int, ...]], budget: int, n_shards: int, mib: int
 ) -> None:
-    sizes = ChunkSizes("40MiB", None, None, None, None)
+    sizes = ChunkSizes("80MiB", None, None, None, None)
     specs = [(math.prod(side), 2, 0) for side in sides]
-    assert sizes.choose(specs, budget, True, n_shards) == (40 << 20, mib << 20)
-    given = ChunkSizes("40MiB", "2MiB", None, None, None)
+    assert sizes.choose(specs, budget, True, n_shards) == (80 << 20, mib << 20)
+    given = ChunkSizes("80MiB", "2MiB", None, None, None)
     assert given.choose(specs, budget, True, n_shards)[1] == 2 << 20

@@ -105,7 +105,9 @@ def test_data_of_one_parameter_assigned_to_another() -> None:
         model[0].weight.data = model[3].weight.data  # torch would tie the two
     model[0].weight.data = model[3].weight.data.clone()
     assert torch.equal(model[0].weight.clone(), third)
-    model[1].weight.data = model[1].weight.data.t()
+    with pytest.raises(gs.GuardError, match="1.weight: its elements keep the order in memory"):
+        model[1].weight.data = model[1].weight.data.t()
+    model[1].weight.data = model[1].weight.data.t().clone(memory_format=torch.contiguous_format)
     assert torch.equal(model[1].weight.clone(), first.t())
 
 

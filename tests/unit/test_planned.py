@@ -780,7 +780,7 @@ def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.Monkey
 @functools.cache
 def _wide() -> tuple[Case, Recipe, Outcome]:
     """A model large enough for Adam on the host to be timed, and what its training comes to."""
-    case, recipe = mlp_case(width=1024, depth=4), Recipe(precision="bf16-true", steps=17)
+    case, recipe = mlp_case(width=1280, depth=4), Recipe(precision="bf16-true", steps=17)
     run = plain(case.build, recipe)
     drive(run, case, recipe.steps)
     return case, recipe, run.outcome()
@@ -800,7 +800,7 @@ def test_steps_correct_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch, is_
     for said in (5e6, 1e13):  # the slower one by far, also where other work has the cores
         rates = f"h2d=1e8,d2h=1e8,host_adam={1.5 * said},host_adam_beside={said},device_adam=1e8"
         monkeypatch.setenv("GEMINI_RATES", rates)
-        run = budgeted(case, recipe, 0.3, chunk_size=3 << 20)
+        run = budgeted(case, recipe, 0.3, chunk_size=4 << 20)
         with contextlib.closing(run.engine):
             assert run.engine.stats()["settling"]
             tried.append(set())
