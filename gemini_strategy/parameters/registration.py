@@ -223,6 +223,8 @@ class Registration:
             raise GeminiError(
                 f"{name} has a gradient already, without the loss scale of fp16: zero_grad() first"
             )
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise GeminiError(f"{name} has a sparse gradient already: zero_grad() first")
         # A frozen one may be marked, by keeping_fp32.
         is_whole = "_gm_whole" in parameter.__dict__ and dtype in FORMATS
         slot.has_low = (is_trainable or is_whole) and dtype is not torch.float32

@@ -601,3 +601,14 @@ def test_interpreter_exit(ending: str, endings: dict[str, Any]) -> None:
         assert done.returncode == 1 and done.stderr.strip().endswith("KeyError: 'mine'")
     else:
         assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_a_sparse_gradient_is_refused_by_name_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(gs.GeminiError, match=r"0\.weight has a sparse gradient already"):
+        gs.manage(model, optimizer, device="cpu")
+    assert model[0].weight.grad.is_sparse
+    optimizer.zero_grad()
+    gs.manage(model, optimizer, device="cpu").close()
