@@ -1,4 +1,4 @@
-/* base.c - the error text of each thread, and how a debug build ends at a broken invariant.
+/* base.c - the error text of each thread, whose process this is, and how a debug build ends at a broken invariant.
  *
  * 1. A thread's text changes only when that thread fails; no other thread ever writes it.
  * 2. The text is complete when gm_fail returns, also if its arguments quote the previous text. */
@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 static _Thread_local char error_text[1024];
 
@@ -22,6 +23,16 @@ gm_status gm_fail(gm_status status, const char *format, ...)
     va_end(args);
     memcpy(error_text, text, sizeof text);
     return status;
+}
+
+gm_status gm_check_process(int owner)
+{
+    GM_FAIL_IF(owner != getpid(), GM_ERR_STATE,
+               "process %d was forked from process %d, which owns this memory; a forked process (a "
+               "DataLoader worker, for example) cannot use managed parameters: copy what it needs "
+               "before the fork",
+               (int)getpid(), owner);
+    return GM_OK;
 }
 
 static gm_size_text size_text(size_t bytes, bool is_up)

@@ -25,6 +25,9 @@ gm_status gm_fail(gm_status status, const char *format, ...)
 /* The text of this thread's latest failure; never NULL; valid until the thread's next failure. */
 const char *gm_last_error(void);
 
+/* Whether this is still the process that `owner` is: a forked one does not have its memory. */
+gm_status gm_check_process(int owner);
+
 /* A size for people, with four digits in powers of 1000, as budgets are given: "25.77 GB".  What is wanted is rounded up
  * (gm_wanted) and what there is down (gm_there), so that the two never read alike where one exceeds the other. */
 typedef struct gm_size_text {

@@ -11,8 +11,8 @@
  * 2. Every address of a range is at all times mapped onto a block or PROT_NONE: it is never free
  *    for somebody else's mmap to land in.
  * 3. Ranges and blocks belong to the process that made the device.  A forked child does not have
- *    them: a call there that maps, takes or waits fails by name, as all of an engine do (call.c), and
- *    a stray access faults; a child can never change the parent's weights. */
+ *    them: a call there that maps, takes or waits fails by name, as those of an engine do (call.c),
+ *    and a stray access faults; a child can never change the parent's weights. */
 #define _GNU_SOURCE /* memfd_create, fallocate, MAP_*, MADV_* */
 #include <errno.h>
 #include <fcntl.h>
@@ -71,16 +71,6 @@ static host_device *as_host(gm_device *dev)
     return (host_device *)dev;
 }
 
-static gm_status check_owner(const host_device *dev)
-{
-    GM_FAIL_IF(dev->owner != getpid(), GM_ERR_STATE,
-               "host device: process %d was forked from process %d, which owns this memory; a "
-               "forked process (a DataLoader worker, for example) cannot use managed parameters: "
-               "copy what it needs before the fork",
-               (int)getpid(), (int)dev->owner);
-    return GM_OK;
-}
-
 /* ---- address ranges ---- */
 
 /* The number of ranges that begin at or below `addr`. */
@@ -93,7 +83,7 @@ static size_t ranges_up_to(const host_device *dev, uintptr_t addr)
 static gm_status check_inside_range(const host_device *dev, const char *what, uintptr_t addr,
                                     size_t n_blocks)
 {
-    GM_TRY(check_owner(dev));
+    GM_TRY(gm_check_process(dev->owner));
     size_t count = ranges_up_to(dev, addr);
     if (count > 0 && addr % dev->base.granularity == 0) {
         const address_range *range = &dev->ranges[count - 1];
@@ -127,7 +117,7 @@ static gm_status map_nothing(uintptr_t addr, size_t bytes)
 static gm_status host_range_new(gm_device *base, size_t bytes, uintptr_t *out)
 {
     host_device *dev = as_host(base);
-    GM_TRY(check_owner(dev));
+    GM_TRY(gm_check_process(dev->owner));
     GM_FAIL_IF(bytes == 0 || bytes % base->granularity != 0, GM_ERR_ARG,
                "host device: a range of %zu bytes: a multiple of %zu, not 0, is wanted", bytes,
                base->granularity);
@@ -225,7 +215,7 @@ static gm_status give_pages(host_device *dev, size_t index)
 static gm_status host_block_new(gm_device *base, gm_block *out)
 {
     host_device *dev = as_host(base);
-    GM_TRY(check_owner(dev));
+    GM_TRY(gm_check_process(dev->owner));
     size_t index = dev->first_free;
     while (index < dev->n_blocks && dev->is_used[index]) {
         index++;
@@ -334,7 +324,7 @@ static void host_stream_free(gm_device *base, gm_stream stream)
 static gm_status host_stream_sync(gm_device *base, gm_stream stream)
 {
     GM_ASSERT(stream <= as_host(base)->last_id);
-    return check_owner(as_host(base));
+    return gm_check_process(as_host(base)->owner);
 }
 
 static gm_status timed_event_new(host_device *dev, gm_event *out)

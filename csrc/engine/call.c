@@ -3,7 +3,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 /* Every call asks; every parameter's storage is a lease: they are walked only after one has ended. */
 static gm_status free_ended_leases(gm_engine *engine)
@@ -38,11 +37,7 @@ static void notice_failed_update(gm_engine *engine)
 
 gm_status gm_call_begin(gm_engine *engine)
 {
-    GM_FAIL_IF(engine->owner != getpid(), GM_ERR_STATE, /* before a lock that nobody here holds */
-               "process %d was forked from process %d, which owns this engine's memory; a forked "
-               "process (a DataLoader worker, for example) cannot use managed parameters: copy "
-               "what it needs before the fork",
-               (int)getpid(), (int)engine->owner);
+    GM_TRY(gm_check_process(engine->owner)); /* before a lock that nobody here may hold */
     pthread_mutex_lock(&engine->lock);
     notice_failed_update(engine);
     gm_status status = engine->dead == GM_OK
