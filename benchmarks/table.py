@@ -123,7 +123,9 @@ def table() -> str:
             f"{model(clipped)}, clipped, 24 GB", clipped, {"DeepSpeed ZeRO-2 offload": zero2}, peers
         ),
         against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
-        against(f"{model(two)}, 82 GB", two, {"FSDP2": fsdp2}, two_gpus),
+        against(
+            f"{model(two)}, {int(two['budget']) / 1e9:.0f} GB", two, {"FSDP2": fsdp2}, two_gpus
+        ),
         row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", sharded),
     ]
     return "\n".join(rows) + "\n"
