@@ -118,6 +118,7 @@ _private(f"torch.nn.Module.{COMPILED_CALL}")
 _private("torch.nn.Module._call_impl")
 BatchNormBase: Any = _private("torch.nn.modules.batchnorm._NormBase")
 wait_tensor = _private("torch.ops._c10d_functional.wait_tensor")
+unbox_work = _private("torch.distributed.Work.unbox")
 set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg_timeout")
 
 # ---- files ----

@@ -51,6 +51,8 @@ def events_of(entries: Iterable[dict[str, Any]], stream: int) -> list[Event]:
 def staying_bytes(segments: Iterable[dict[str, Any]], device: int) -> int:
     """Bytes of a device's segments outside torch's own pool that are not given back: a tensor lives in each.
 
+    One that is gone counts no more, also where another stream has used it: torch waits for that before it gives back.
+
     Args:
         segments: as in `torch.cuda.memory._snapshot()["segments"]`.
         device: its index.
@@ -60,7 +62,7 @@ def staying_bytes(segments: Iterable[dict[str, Any]], device: int) -> int:
         for segment in segments
         if segment["device"] == device
         and tuple(segment["segment_pool_id"]) != (0, 0)
-        and segment["active_size"] > 0
+        and segment["allocated_size"] > 0
     )
 
 

@@ -49,8 +49,10 @@ def wait(op: str, is_hasty: bool, written: list[torch.Tensor], result: Any) -> N
     """
     if op.startswith(_WORKS) and is_hasty:
         for item in tree_flatten(result)[0]:
-            if isinstance(item, torch.ScriptObject):
-                item.wait()
+            # NCCL gives none where it writes on the caller's stream, and torch crashes if that one is asked.
+            work = _torch.unbox_work(item) if isinstance(item, torch.ScriptObject) else None
+            if work is not None:
+                work.wait()
     elif op.startswith(_TENSORS):
         for value in written:
             _torch.wait_tensor(value)

@@ -137,14 +137,18 @@ def test_a_replay_may_end_at_the_first_segment_that_lacks() -> None:
 
 
 def test_bytes_that_a_pool_cannot_give_back() -> None:
-    def segment(pool: tuple[int, int], active: int, device: int = 0) -> dict[str, object]:
-        size = {"total_size": 100 * MIB, "active_size": active}
+    def segment(
+        pool: tuple[int, int], allocated: int, device: int = 0, pending: int = 0
+    ) -> dict[str, object]:
+        size = {"total_size": 100 * MIB, "allocated_size": allocated}
+        size["active_size"] = allocated + pending
         return {"device": device, "segment_pool_id": pool, **size}
 
     segments = [
         segment((0, 1), 0),
         segment((0, 1), 512),
         segment((0, 2), 64 * MIB),
+        segment((0, 2), 0, pending=64 * MIB),  # gone, after another stream used it
         segment((0, 0), 64 * MIB),  # torch's own
         segment((0, 1), MIB, device=1),
     ]
