@@ -28,7 +28,7 @@ def of_rank(rank: int, device: str) -> tuple[torch.device, Any]:
     if device == "cpu":
         return torch.device("cpu"), dist.group.WORLD
     torch.cuda.set_device(rank)
-    return torch.device("cuda", rank), dist.new_group(backend="nccl")
+    return torch.device("cuda", rank), dist.new_group(backend="cpu:gloo,cuda:nccl")
 
 
 def reduced(rank: int, size: int, kind: str, reduce: Callable[[Tensor, Any], None]) -> list[Tensor]:
