@@ -46,7 +46,7 @@ def reduced(rank: int, size: int, kind: str, reduce: Callable[[Tensor, Any], Non
         want = value.clone()
         dist.all_reduce(want, group=group)
         reduce(value, group)
-        seen.append(torch.stack([again().clone(), want]))
+        seen.append(torch.stack([again().clone(), want]).cpu())
 
     for _ in range(2):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
@@ -57,7 +57,7 @@ def reduced(rank: int, size: int, kind: str, reduce: Callable[[Tensor, Any], Non
     sum_of(optimizer.state[weight]["exp_avg"], lambda: optimizer.state[weight]["exp_avg"])
     entry = model.state_dict()["0.weight"]
     sum_of(entry, lambda: entry)
-    seen.append(torch.stack([weight.detach().clone(), entry.clone()]))
+    seen.append(torch.stack([weight.detach().cpu(), entry.clone()]))
     sum_of(weight.detach(), lambda: weight.detach())
     engine.close()
     return seen
