@@ -86,6 +86,7 @@ class _Loading:
             optimizer = self._rest.get("optimizer") or {}
             self._groups = self._decoded(optimizer.get("groups"), 0)
             self._states = self._decoded(optimizer.get("others"), 0)
+            self._steps: dict[str, int] = {}  # of the moments that the engine takes
             if self._with_optimizer:
                 self._check_optimizer()
             # Of each rank; at another number of ranks rank 0's, without its random numbers.
@@ -186,15 +187,24 @@ class _Loading:
         wrong = []
         for name, step in saved["steps"].items():
             slot = by_name.get(name)
-            if slot is None or not slot.has_moments:
-                wrong.append(f"{name} has a state there and no place for one here")
+            if slot is None:
+                wrong.append(f"{name} has a state there and is no parameter here")
             elif type(step) is not int or step < 0:
                 wrong.append(f"{name} is at step {step!r}")
             else:
-                for key in MOMENTS:
-                    stored = self.manifest.tensors[moment(slot, key).key]
-                    if stored.shape != slot.shape or stored.dtype is not torch.float32:
-                        wrong.append(f"{key} of {name} is of {stored.dtype}, {stored.shape} there")
+                moments = {key: self.manifest.tensors[moment(slot, key).key] for key in MOMENTS}
+                wrong += [
+                    f"{key} of {name} is of {stored.dtype}, {stored.shape} there"
+                    for key, stored in moments.items()
+                    if stored.shape != slot.shape or stored.dtype is not torch.float32
+                ]
+                if slot.has_moments:
+                    self._steps[name] = step
+                elif not wrong:
+                    # Frozen here: its state waits beside the engine, as load_state_dict leaves it.
+                    own = {"step": torch.tensor(float(step), device="cpu")}
+                    own |= {key: self.manifest.whole_of(stored) for key, stored in moments.items()}
+                    self._states[name] = own | self._states.get(name, {})
         self._refuse("the optimizer", [], [], wrong)
 
     def _refuse(self, what: str, lacking: list[str], more: list[str], wrong: list[str]) -> None:
@@ -220,7 +230,7 @@ class _Loading:
             yield Field(("model", name), slot, "master"), tensors[f"model.{self._first(name)}"]
         if self._with_optimizer:
             for slot in self._runtime.slots:
-                for key in MOMENTS if slot.name in self._rest["optimizer"]["steps"] else ():
+                for key in MOMENTS if slot.name in self._steps else ():
                     yield moment(slot, key), tensors[moment(slot, key).key]
 
     def _first(self, name: str) -> str:
@@ -287,9 +297,8 @@ class _Loading:
     def _apply_optimizer(self) -> None:
         runtime = self._runtime
         optimizer: Any = runtime.optimizer
-        steps = self._rest["optimizer"]["steps"]
         for slot in runtime.slots:
-            self._note_state(slot, steps.get(slot.name))
+            self._note_state(slot, self._steps.get(slot.name))
         if runtime.scaler is not None and self._scaler is not None:
             runtime.scaler.load_state_dict(self._scaler)
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):

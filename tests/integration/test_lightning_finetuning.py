@@ -194,6 +194,41 @@ def test_a_run_that_unfroze_resumes(tree: str, tmp_path: Path) -> None:
     same_training(*results[0], *results[1])
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_folder_resumes_as_a_file_does(precision: str, tmp_path: Path) -> None:
+    """The state of what is frozen again waits beside the engine, in the next checkpoint too."""
+
+    class Seeding(load_tree("lightning").Callback):
+        """A folder brings random numbers of its own."""
+
+        def on_train_start(self, *args: Any) -> None:
+            torch.manual_seed(3)
+
+    def train(form: Any, until: int, at: dict[int, str], **options: Any) -> Any:
+        trainer = fit(
+            "lightning",
+            make("lightning", seed=until),
+            strategy_class("lightning")(state_dict_type=form),
+            precision=precision,
+            callbacks=[unfreezing("lightning", at), Seeding()],
+            max_epochs=until,
+            **options,
+        )
+        trainer.save_checkpoint(tmp_path / form)
+        return trainer.strategy.engine.state_dict()
+
+    def case(form: Any) -> Any:
+        train(form, 2, {1: "body.1"})
+        frozen = train(form, 3, {1: "body.1"}, ckpt_path=tmp_path / form)
+        again = {1: "body.1", 4: "body.1"}
+        return frozen, train(form, 5, again, ckpt_path=tmp_path / form)
+
+    files, folders = case("full"), case("sharded")
+    same(folders, files, "state")
+    steps = [int(entry["step"]) for entry in files[1]["optimizer"]["state"].values()]
+    assert min(steps) < max(steps)
+
+
 def test_what_was_rounded_when_it_was_frozen_is_not_trained() -> None:
     """Without the callback nobody has said that fp32 values are still needed."""
 
