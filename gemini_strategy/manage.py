@@ -19,7 +19,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
-from gemini_strategy.parameters.hooks import keep_nets_on_top
+from gemini_strategy.parameters.hooks import RootForward, keep_nets_on_top
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision, PrecisionName
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
@@ -38,7 +38,10 @@ from gemini_strategy.weights.loading import Weights
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The open engine that manages any parameter of `model`, or None."""
+    """The open engine that manages `model` or any parameter of it, or None."""
+    forward = vars(model).get("forward")  # is there also when all parameters were replaced
+    if isinstance(forward, RootForward) and forward.model is model and not forward.engine.closed:
+        return forward.engine.engine
     for parameter in model.parameters():
         for each in (parameter, *(part for _, part in quantized.parts(parameter))):
             slot = getattr(each, "_gm_slot", None)

@@ -142,6 +142,29 @@ def test_a_layer_may_be_resized_for_a_checkpoint(tree: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_all_of_a_module_may_be_built_again_for_a_checkpoint(
+    tree: str, precision: str, tmp_path: Path
+) -> None:
+    class Rebuilding(module_class(tree)):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            for name, parameter in list(self.named_parameters(recurse=False)):
+                values = torch.empty_like(parameter, dtype=torch.float32)
+                setattr(self, name, nn.Parameter(values, parameter.requires_grad))
+            self.body = None
+            self.build()
+
+    module = Rebuilding()
+    trainer = fit(tree, module, precision=precision)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    first, weights = trainer.strategy.engine, trainer.strategy.lightning_module_state_dict()
+    trainer.predict(module, ckpt_path=tmp_path / "one.ckpt")
+    assert first.closed
+    same(trainer.strategy.lightning_module_state_dict(), weights)
+    trainer.predict(module)  # Lightning looks whether the module has a forward of its own
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_module_in_half_precision_takes_the_masters_whole(
     dtype: torch.dtype, tmp_path: Path

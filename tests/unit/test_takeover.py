@@ -321,6 +321,20 @@ def test_engine_of() -> None:
     assert gs.engine_of(model) is None
 
 
+def test_a_model_whose_parameters_were_all_replaced_has_its_engine() -> None:
+    """Else a second engine would be over the first, and either's close() would take the other's forward away."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine = gs.manage(model, gs.HybridAdam(model.parameters()), device="cpu")
+    model[0] = nn.Linear(4, 4)
+    assert gs.engine_of(model) is engine
+    with pytest.raises(gs.GeminiError, match="this model is managed already"):
+        gs.manage(model, device="cpu", precision="bf16-mixed")
+    engine.close()
+    again = gs.manage(model, device="cpu", precision="bf16-mixed")
+    assert gs.engine_of(model) is again
+    again.close()
+
+
 def test_step_hooks_run() -> None:
     seen = []
     run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
