@@ -500,9 +500,9 @@ class Engine(Uncopied):
             GeminiError: at the end, when all is closed: a checkpoint that was being written in the background could not
                 be, and nobody had been told (while an exception is handled, a RuntimeWarning says so).
         """
-        close.close(
-            self._runtime, dtype, self.ranks.size == 1 if with_states is None else with_states
-        )
+        states = self.ranks.size == 1 if with_states is None else with_states
+        with torch.inference_mode(False):
+            close.close(self._runtime, dtype, states)
 
     def __repr__(self) -> str:
         about, ranks = tables.about(self._runtime), self.ranks

@@ -177,7 +177,8 @@ def manage(
         absent.install()
         keep_nets_on_top()
         original = Original(model, optimizer)
-        with torch.device("cpu"):  # whatever device the caller builds on
+        # Whatever device the caller builds on, and whether or not anything will be trained there.
+        with torch.device("cpu"), torch.inference_mode(False):
             runtime = Runtime(model, optimizer, settings, scaler, ranks, original)
             engine = Engine(runtime)
     except BaseException as error:  # whatever it was: all of it stands, or nothing has changed

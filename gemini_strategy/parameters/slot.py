@@ -530,9 +530,9 @@ class Slot(_C.Slot):
     def shown_step(self) -> torch.Tensor:
         """The count as torch's Adam has it; whoever changes it changes the count."""
         if self.step_tensor is None:
-            self.step_tensor = torch.tensor(
-                float(self.step_count), dtype=torch.float32, device="cpu"
-            )
+            count = float(self.step_count)
+            with torch.inference_mode(False):
+                self.step_tensor = torch.tensor(count, dtype=torch.float32, device="cpu")
         return self.step_tensor
 
     def count_update(self) -> bool:

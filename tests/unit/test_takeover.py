@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gemini_strategy as gs
 from helpers.reference import (
+    Managed,
     Plain,
     Recipe,
     assert_same_bits,
@@ -205,8 +206,6 @@ def test_torch_optimizers(name: str, precision: str) -> None:
 
 
 def test_cpu_adam_is_hybrid_adam() -> None:
-    from helpers.reference import Managed
-
     recipe = Recipe()
     model = start(CASE.build, recipe)
     optimizer = gs.CPUAdam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -224,8 +223,6 @@ def test_adam_modes(mode: bool, correction: bool) -> None:
 
 def test_optimizer_that_has_stepped_is_taken_over_with_its_state() -> None:
     """Three plain steps, then manage: the rest equals six plain steps."""
-    from helpers.reference import Managed
-
     recipe = Recipe()
     reference, early = plain(CASE.build, recipe), plain(CASE.build, recipe)
     drive(reference, CASE, 6)
@@ -269,8 +266,6 @@ def test_close_hands_everything_back(precision: str) -> None:
 
 def test_manage_close_manage() -> None:
     """Managed, closed and managed again with another layout: the bits of one run."""
-    from helpers.reference import Managed
-
     recipe = Recipe()
     reference = plain(CASE.build, recipe)
     drive(reference, CASE, 6)
@@ -289,6 +284,31 @@ def test_manage_close_manage() -> None:
     drive(again, CASE, 3, first=3)
     assert_same_outcome(again.outcome(), reference.outcome())
     engine.close()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_managed_read_and_closed_in_inference_mode(precision: str) -> None:
+    """What was called there trains on outside, as if it had been called outside."""
+    recipe = Recipe(precision=precision)
+    reference = plain(CASE.build, recipe)
+    drive(reference, CASE, 6)
+    model = start(CASE.build, recipe, "cpu")
+    optimizer = gs.HybridAdam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    with torch.inference_mode():
+        engine = gs.manage(model, optimizer, device="cpu", precision=precision)
+    run = Managed(engine, recipe)
+    drive(run, CASE, 2)
+    with torch.inference_mode():
+        optimizer.state_dict()
+        engine.optimizer_state_dict()
+    drive(run, CASE, 2, first=2)
+    with torch.inference_mode():
+        engine.close()
+    assert not any(p.is_inference() for p in model.parameters())
+    rest = Plain(model, optimizer, recipe)
+    rest.losses, rest.norms = run.losses, run.norms
+    drive(rest, CASE, 2, first=4)
+    assert_same_outcome(rest.outcome(), reference.outcome())
 
 
 # ---- the object itself ---------------------------------------------------------------------------------------
