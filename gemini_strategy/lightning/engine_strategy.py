@@ -115,7 +115,12 @@ class EngineStrategy(RankProcesses):
     # -- the engine ------------------------------------------------------------------------------------------
 
     def _make_ready(self, module: nn.Module, moves_metrics: bool = True) -> None:
-        """What manage() leaves alone: what has no values, and metrics."""
+        """What manage() leaves alone or refuses: what has no values or was built under inference mode, and metrics."""
+        with torch.inference_mode(False):
+            for parameter in module.parameters():
+                if parameter.is_inference():
+                    ordinary = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    torch.utils.swap_tensors(parameter, ordinary)
         if self.weights is None:
             materialize(module, self._warn)
         for metric in module.modules() if moves_metrics else ():
@@ -138,7 +143,7 @@ class EngineStrategy(RankProcesses):
         if next(module.parameters(), None) is None and optimizer is None:
             module.to(self.root_device)
             return None
-        with torch.inference_mode(False), keeping_fp32(frozen):
+        with keeping_fp32(frozen):
             return gs.manage(
                 module,
                 optimizer,

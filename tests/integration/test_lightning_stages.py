@@ -154,6 +154,17 @@ def test_late_modules_in_every_stage(tree: str, hook: str) -> None:
     assert weights["body.1.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_a_module_built_in_inference_mode_is_evaluated_and_trained(tree: str) -> None:
+    weights = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        module = make(tree, hook="configure_model")
+        with mode():
+            make_trainer(tree).validate(module, verbose=False)
+        weights.append(fit(tree, module).strategy.lightning_module_state_dict())
+    same(*weights)
+
+
 def test_module_that_is_rebuilt_is_managed_anew() -> None:
     class Rebuilding(module_class("lightning")):
         def configure_model(self) -> None:
