@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_strategy import _C
 from gemini_strategy.checkpoint.parts import Piece, pieces, write_rest
 from gemini_strategy.checkpoint.save import Wanted, Writing
+from gemini_strategy.checkpoint.threads import Thread
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.ranks.ranks import Ranks
@@ -123,7 +124,7 @@ class Saving:
         self._ranks = weakref.ref(work.runtime.ranks)
         _all.add(self)
         name = f"saving {self.folder.name}"
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=False)
+        self._thread = Thread(self._run, (work,), name)
         work.runtime.saving = self
         self._thread.start()
 

@@ -16,13 +16,33 @@ from collections.abc import Callable
 _MOST = 4
 
 
+class Thread(threading.Thread):
+    """A thread that somebody may be interrupted at waiting for: threading's own counts as ended then."""
+
+    def __init__(
+        self, target: Callable[..., object], args: tuple[object, ...] = (), name: str = ""
+    ):
+        super().__init__(target=target, args=args, name=name, daemon=False)
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._is_over.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        if self.is_alive() and self._is_over.wait(timeout):
+            super().join()
+
+
 class Threads:
     """Does work in threads of its own, in no order."""
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MOST)
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._error: BaseException | None = None
 
     def put(self, work: Callable[[], object]) -> None:
@@ -33,9 +53,7 @@ class Threads:
         """
         if not self._threads:
             n = min(_MOST, len(os.sched_getaffinity(0)))
-            self._threads = [
-                threading.Thread(target=self._run, name="checkpoint") for _ in range(n)
-            ]
+            self._threads = [Thread(self._run, name="checkpoint") for _ in range(n)]
             for thread in self._threads:
                 thread.start()
         self._room.acquire()

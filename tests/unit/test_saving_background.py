@@ -379,6 +379,34 @@ def test_what_comes_next_waits(what: str, tmp_path: Path, gate: Gate) -> None:
         assert what in ("load", "close") or other.load(tmp_path / "next") is None
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("what", ["wait", *NEXT])
+def test_an_interrupted_wait_ends_nothing(what: str, tmp_path: Path, gate: Gate) -> None:
+    """Who waits again waits for the writer, which has gone on."""
+    engine = make()
+    train(engine, 1)
+    engine.save(tmp_path / "old", "old")
+    saving = engine.save(tmp_path / "saved", "new", background=True)
+    gate.reached.acquire()
+    ask = NEXT.get(what, lambda *_: saving.wait())
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            ask(engine, tmp_path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not saving.done and not (tmp_path / "saved").exists()
+    threading.Timer(0.05, gate.open).start()
+    assert saving.wait() == tmp_path / "saved"
+    engine.close()
+    with make(seed=6) as other:
+        assert other.load(tmp_path / "saved") == "new"
+
+
 @pytest.mark.parametrize("where", ["piece", "fsync", "manifest", "rename"])
 @pytest.mark.parametrize("what", NEXT)
 def test_an_error_is_raised_once(
