@@ -78,7 +78,7 @@ class Runtime(Uncopied, Reporting):
     """
 
     engine: Any = None
-    half_loaded: str | None = None  # what engine.load() has begun and not ended
+    half_done: str | None = None  # what a load or a step has begun and not ended
     saving: Any = None  # the checkpoint that is being written in the background
 
     def __init__(
@@ -394,9 +394,9 @@ class Runtime(Uncopied, Reporting):
     def check_open(self) -> None:
         if self.closed:
             raise GeminiError("this engine is closed: call gemini_strategy.manage() again")
-        if self.half_loaded is not None:
+        if self.half_done is not None:
             raise GeminiError(
-                f"{self.half_loaded} was interrupted, and the model is partly of one state and partly of another: "
+                f"{self.half_done} was interrupted, and the model is partly of one state and partly of another: "
                 "engine.load() a checkpoint first"
             )
 
@@ -602,7 +602,20 @@ class Runtime(Uncopied, Reporting):
         updates = [self._update(slot, group, divisor) for slot, group in work]
         self.step_in_backward.check_step(updates)
         self._refresh_memory()
-        self._run_step(updates, is_late)
+        taken: list[None] = []
+        try:
+            self.half_done = "optimizer.step()"
+            self._run_step(updates, is_late, taken)
+        finally:  # an interrupt that has waited for the core is raised when all is said and done
+            if taken:
+                self._note_taken(work, shown)
+            self.half_done = None
+        self.note_step(self.core.stats())
+        absent.sweep()
+        return loss
+
+    def _note_taken(self, work: list[tuple[Slot, dict[str, Any]]], shown: list[Slot]) -> None:
+        """The core has taken a step."""
         self.step_in_backward.done(slot for slot, _ in work)
         for slot, group in work:
             if slot.count_update():
@@ -618,9 +631,6 @@ class Runtime(Uncopied, Reporting):
         self.choose_way()
         self.steps += 1
         self.ranks.when = f" after step {self.steps}"
-        self.note_step(self.core.stats())
-        absent.sweep()
-        return loss
 
     def _check_unknown(self) -> None:
         """A step finds no gradient of its own: nor has anybody put trained parameters into the model since manage()."""
@@ -632,11 +642,12 @@ class Runtime(Uncopied, Reporting):
                     "optimizer over what is trained now, and manage() the model again"
                 )
 
-    def _run_step(self, updates: list[tuple[Any, ...]], is_late: bool) -> None:
+    def _run_step(self, updates: list[tuple[Any, ...]], is_late: bool, taken: list[None]) -> None:
+        """`taken` has an element when the core has taken it: no interrupt comes between these two."""
         step = self.core.step_clipped if is_late else self.core.step
         try:
             with self.ranks.explaining():
-                step(updates, self.stream())
+                taken.extend(map(step, (updates,), (self.stream(),)))
         except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
             self.ranks.abort(f"optimizer step: {error}")
             raise

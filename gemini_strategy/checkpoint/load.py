@@ -3,7 +3,7 @@
 Invariants
     1. Nothing changes before names, shapes and files have been compared and every byte that is wanted has been checked:
        a checkpoint is loaded whole or not at all, on all ranks or on none. What is interrupted after that says so
-       (Runtime.half_loaded), and is not trained on.
+       (Runtime.half_done), and is not trained on.
     2. The host holds a few pieces more than the engine does. A parameter whose elements lie in another order than those
        saved is there as a whole for a moment.
 """
@@ -41,9 +41,9 @@ EVERYTHING = frozenset({"model", "optimizer", "random"})
 
 def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
     """See Engine.load; parts: of EVERYTHING, where the loss scaler goes with the optimizer."""
-    if runtime.half_loaded is None:
+    if runtime.half_done is None:
         runtime.check_open()
-    what, was = f"loading {folder}", runtime.half_loaded
+    what, was = f"loading {folder}", runtime.half_done
     ranks = runtime.ranks
     together(ranks, what, runtime.end_saving)
     manifest = together(ranks, what, lambda: Manifest(find(folder)))
@@ -53,10 +53,10 @@ def load(runtime: Runtime, folder: Path, parts: Set[str] = EVERYTHING) -> Any:
         # Every byte is read twice.
         with progress("Gemini: loading", 2 * loading.n_bytes, ranks.rank) as done:
             together(ranks, what, lambda: loading.check_bytes(done))
-            runtime.half_loaded = what
+            runtime.half_done = what
             together(ranks, what, lambda: loading.apply(done))
         if parts == EVERYTHING or was is None:
-            runtime.half_loaded = None
+            runtime.half_done = None
     finally:
         manifest.close()
     return loading.extra

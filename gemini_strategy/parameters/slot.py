@@ -273,8 +273,8 @@ class Slot(_C.Slot):
         why = "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
         self.given.leave("grad", why)
         self.engine.written.forget_grad(self)
+        self.engine.forget_clip(self)  # before it: the next gradient would be clipped as this one
         self.engine.core.grad_drop(self.id)
-        self.engine.forget_clip(self)
 
     def collect(self) -> None:
         """Before the weight is used: what was written to memory that was given away is a field's."""

@@ -7,10 +7,11 @@ pass and compares the training that follows with the reference.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -635,6 +636,89 @@ def test_exception_in_user_code(phase: str, unit: int, kind: type) -> None:
             fail(which)
             assert not torch.is_autocast_enabled("cpu")
             drive(which, FRAGILE, 2, first=2)
+        assert_same_outcome(run.outcome(), reference.outcome())
+    finally:
+        run.engine.close()
+
+
+def _interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """The next call of it raises KeyboardInterrupt, and the ones after it do what they did."""
+    real = getattr(owner, name)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(owner, name, real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupt)
+
+
+@contextlib.contextmanager
+def _interrupted_after() -> Iterator[None]:
+    yield
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_interrupt_that_waits_for_the_core_comes_after_the_step(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised when the core's step returns: what that has updated is counted all the same."""
+    recipe = Recipe(precision=precision, clip=0.01)
+    reference = plain(CASE.build, recipe)
+    run = managed(CASE.build, recipe, chunk_size=4096, placement_policy="cpu")
+    step = run.optimizer.step
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(run.engine._runtime.ranks, "explaining", _interrupted_after)
+            step()
+
+    try:
+        drive(run, CASE, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(run.optimizer, "step", interrupted)
+            drive(run, CASE, 1, first=2)
+        drive(run, CASE, 2, first=3)
+        drive(reference, CASE, 5)
+        assert_same_outcome(run.outcome(), reference.outcome())
+    finally:
+        run.engine.close()
+
+
+def test_a_second_interrupt_leaves_half_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all that was updated is counted: nothing is trained or saved until a checkpoint is loaded."""
+    run = managed(CASE.build, Recipe(), chunk_size=4096, placement_policy="cpu")
+    try:
+        drive(run, CASE, 2)
+        run.engine.save(tmp_path / "saved")
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            _interrupt_once(patch, type(run.engine._runtime.slots[1]), "count_update")
+            drive(run, CASE, 1, first=2)
+        for call in (run.zero_grad, run.optimizer.step, lambda: run.engine.save(tmp_path / "half")):
+            with pytest.raises(gs.GeminiError, match=r"optimizer\.step\(\) was interrupted.*load"):
+                call()
+        run.engine.load(tmp_path / "saved")
+        run.zero_grad()
+        drive(run, CASE, 2)
+    finally:
+        run.engine.close()
+
+
+def test_an_interrupt_in_zero_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that come later are not shortened by the clip of those that were being dropped."""
+    recipe = Recipe(clip=0.01)
+    reference = plain(CASE.build, recipe)
+    run = managed(CASE.build, recipe, chunk_size=4096, placement_policy="cpu")
+    try:
+        drive(run, CASE, 2)
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            _interrupt_once(patch, run.engine._runtime, "forget_clip")
+            drive(run, CASE, 1, first=2)
+        run.zero_grad()
+        drive(run, CASE, 2, first=3)
+        drive(reference, CASE, 5)
         assert_same_outcome(run.outcome(), reference.outcome())
     finally:
         run.engine.close()
