@@ -104,6 +104,7 @@ def table() -> str:
     peers, offload, sharded = "offload_h100.jsonl", "offload_h200.jsonl", "sharded_h200.jsonl"
     resident, ours, torchao = latest(peers, "A", "resident", "gemini-auto", "torchao")
     clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
+    below_resident, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
     large_resident, large = latest(offload, "B", "resident", "gemini-auto")
     two_gpus = "two_gpus_2026-11-25.jsonl"
     fsdp2, two = latest(two_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", checkpointing=True)
@@ -120,7 +121,16 @@ def table() -> str:
             peers,
         ),
         against(
-            f"{model(clipped)}, clipped, 24 GB", clipped, {"DeepSpeed ZeRO-2 offload": zero2}, peers
+            f"{model(clipped)}, each step clipped, 24 GB",
+            clipped,
+            {"DeepSpeed ZeRO-2 offload": zero2},
+            peers,
+        ),
+        against(
+            f"{model(below)}, norm below the limit, 24 GB",
+            below,
+            {"all on the GPU": below_resident},
+            offload,
         ),
         against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
         against(
