@@ -464,7 +464,7 @@ def test_measured_table() -> None:
     table = re.search(r"<!-- measured -->\n(.*)<!-- /measured -->", README.read_text(), re.DOTALL)
     assert table is not None
     assert table[1] == done.stdout, "python benchmarks/table.py --write"
-    assert len(done.stdout.splitlines()) == 2 + 6
+    assert len(done.stdout.splitlines()) == 2 + 7
 
 
 def test_texts_that_the_recipes_quote() -> None:
