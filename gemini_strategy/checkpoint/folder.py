@@ -78,38 +78,34 @@ class Claim:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._path = target.with_name(f".{target.name}.lock")
         while True:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            # A file, which closes itself: who is interrupted before he has this keeps nobody out.
+            self._file = self._path.open("a")
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_current():
                     return
             except BlockingIOError:
-                os.close(self._descriptor)
                 raise GeminiError(
                     f"{target} is being saved by another engine: save when it is done, or under another name"
                 ) from None
-            except BaseException:
-                os.close(self._descriptor)
-                raise
-            os.close(self._descriptor)  # of a file that its last holder has removed
+            self._file.close()  # its last holder has removed it
 
     def _is_current(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
         """Idempotent."""
-        if self._descriptor < 0:
+        if self._file.closed:
             return
         with contextlib.suppress(OSError):
             self._path.unlink()
         with contextlib.suppress(OSError):
             # A process that was forked meanwhile has the file open, too.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
-        self._descriptor = -1
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
 
 
 class Draft:

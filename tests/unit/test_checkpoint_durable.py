@@ -383,6 +383,19 @@ def test_a_dead_process_holds_no_name(tmp_path: Path, forks: Forks) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_before_anybody_has_a_claim(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        folders.Claim(tmp_path / "saved")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with make(build=Small) as engine:
+        engine.save(tmp_path / "saved")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
 def test_a_series_of_an_engine_that_never_steps(tmp_path: Path) -> None:
     with make() as engine:
         for number in range(4):
