@@ -7,8 +7,8 @@
 #      Lightning's single-device and DDP strategies.
 #   2. Weights come where those strategies load them: after `configure_model`, before `configure_optimizers` and
 #      `on_fit_start`, into ordinary parameters. Optimizer states come when there is an engine.
-#   3. What the module cannot take yet (parameters without memory, or a file of weights that is still to be read) it
-#      takes at the end of `setup`, over what they got there.
+#   3. What the module cannot take yet (parameters without memory, a file of weights that is still to be read, or a
+#      folder without an engine) it takes at the end of `setup`, over what they got there.
 #   4. No fp32 value of a file is rounded on its way into a master.
 #   5. With state_dict_type="sharded" a checkpoint is a folder (checkpoint/) as Lightning's FSDP strategy writes it:
 #      all ranks write and read the engine's state, and `meta.pt` has the rest of the Trainer's checkpoint. With an
@@ -168,6 +168,8 @@ class Checkpoints(EngineStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
             return
         self._late = checkpoint, strict
+        if is_in_folder and self.engine is not None:
+            self._load_late(module)  # who asks may remove the folder next, as a finder does
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

@@ -15,9 +15,12 @@ from helpers.saving import Gate, contents
 from lightning_case import (
     TREES,
     fit,
+    fit_reference,
     load_tree,
     make,
+    make_reference,
     make_trainer,
+    module_class,
     ranked_trainer,
     same,
     summable,
@@ -150,6 +153,50 @@ def test_evaluating_from_a_folder(stage: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "weights").glob("*optimizer*"))
     keys = torch.load(tmp_path / "weights" / "meta.pt", weights_only=True)
     assert "optimizer_states" not in keys
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_finder_leaves_no_trace(precision: str, tmp_path: Path) -> None:
+    """It saves, trains, loads and removes the folder within one stage, with the engine alive."""
+    pl = load_tree("lightning")
+
+    class Finder(pl.callbacks.LearningRateFinder):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            super().on_fit_start(trainer, module)
+            assert len(module.losses) == 7
+            module.losses.clear()
+
+    class Seeds(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            torch.manual_seed(3)
+
+    finder = Finder(num_training_steps=7, early_stop_threshold=None, update_attr=False)
+    how = {"precision": precision, "default_root_dir": tmp_path}
+    ours, theirs = make("lightning"), make_reference("lightning", precision)
+    trainer = fit("lightning", ours, sharded("lightning"), callbacks=[finder, Seeds()], **how)
+    fit_reference("lightning", theirs, callbacks=[Seeds()], **how)
+    same(ours.losses, theirs.losses, "losses")
+    full = state_of(fit("lightning", make("lightning"), callbacks=[Seeds()], **how))
+    same(state_of(trainer)["model"], full["model"], "weights")
+    same(state_of(trainer)["optimizer"]["state"], full["optimizer"]["state"], "moments")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_restoring_within_a_stage(precision: str, tmp_path: Path) -> None:
+    """What is there after it is the folder's, at once: weights, moments and steps."""
+
+    class Restoring(module_class("lightning")):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                self.trainer.save_checkpoint(tmp_path / "all")
+                self.want = state_of(self.trainer)
+            if batch_idx == 7:
+                self.trainer._checkpoint_connector.restore(tmp_path / "all")
+                same(state_of(self.trainer), self.want, "state")
+
+    torch.manual_seed(0)
+    fit("lightning", Restoring(), sharded("lightning"), precision=precision)
 
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
