@@ -65,10 +65,11 @@ _WRITES_UNSAID = {
 _OVER_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # Their schemas say what they write; of others nobody knows.
 _TOLD = ("aten", "prims", "prim", "bitsandbytes", "torchao")
+_FIXED = "its size is fixed; engine.close() first"
 _REFUSED = {
     "aten::set_": "its storage is the engine's; use copy_() or p.data = value",
-    "aten::resize_": "its size is fixed; engine.close() first",
-    "aten::resize_as_": "its size is fixed; engine.close() first",
+    "aten::resize_": _FIXED,
+    "aten::resize_as_": _FIXED,
 }
 
 
@@ -353,7 +354,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     is_over_lists = name.startswith(_OVER_LISTS) and len(absent) > 1
     if is_over_lists and any(len(a) > 1 for a in args if isinstance(a, list | tuple)):
         return _one_by_one(op, args, kwargs)
-    if name in _REFUSED and absent[0][0] == 0:
+    if name in _REFUSED and (absent[0][0] == 0 or name == "aten::set_"):
         raise GuardError(f"{_home_at(absent[0][2]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
     if _torch.dispatch_mode(_torch.DispatchModeKey.FAKE) is not None:
         raise GuardError(
@@ -401,6 +402,10 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         for address, (home, _, is_written) in opened.items():
             if is_written:
                 home.write(bases[address])
+        for i, item, address in absent:
+            if flat[i].shape != item.shape:  # torch resizes what `out=` names
+                flat[i].as_strided_(item.shape, item.stride(), item.storage_offset())
+                raise GuardError(f"{_home_at(address).name}: out=: {_FIXED}")
     return result
 
 

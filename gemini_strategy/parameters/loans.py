@@ -207,11 +207,11 @@ class Given:
             GuardError: it has another shape, dtype or device; or it is another field's, which would tie the two.
         """
         slot, dtype = self._slot, self._slot.dtype_of(key)
-        wanted = (slot.shape, dtype, slot.device.type)
-        if (tuple(value.shape), value.dtype, value.device.type) != wanted:
+        wanted = (slot.shape, dtype, slot.device.type, torch.strided)
+        if (tuple(value.shape), value.dtype, value.device.type, value.layout) != wanted:
             raise GuardError(
                 f"{slot.name}: its {key} has shape {slot.shape} and {dtype} on {slot.device}, got "
-                f"{tuple(value.shape)} and {value.dtype} on {value.device}"
+                f"{tuple(value.shape)} and {value.dtype} on {value.device} ({value.layout})"
             )
         home, is_alone = Field(slot, key), slot.engine.ranks.size == 1
         why = memory = tied = None

@@ -29,6 +29,16 @@ def _refuse(name: str, way_out: str) -> Any:
     return method
 
 
+def _reshape(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        changed = getattr(self.detach(), name)(*args, **kwargs)
+        if (changed.shape, changed.stride()) != (self.shape, self.stride()):
+            raise GuardError(f"{self._gm_slot.name}: {name}: its shape is fixed; use a view of it")
+        return self
+
+    return method
+
+
 class _Managed:
     __slots__ = ()
 
@@ -145,6 +155,8 @@ class _Managed:
         return nn.Parameter(values, self.requires_grad)
 
 
+for _op in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"):
+    setattr(_Managed, _op, _reshape(_op))
 _classes: dict[type, type] = {}
 
 

@@ -732,6 +732,24 @@ def _set(run: Plain) -> Any:
 
 
 @door(WRITES, refusable=True)
+def _set_another_to_it(run: Plain) -> Any:
+    torch.empty(0, dtype=param(run).dtype).set_(param(run).detach()).mul_(0.5)
+    return param(run).clone()
+
+
+@door(WRITES, refusable=True)
+def _turned_in_place(run: Plain) -> Any:
+    with torch.no_grad():
+        return param(run, OTHER).t_().clone()
+
+
+@door(WRITES)
+def _not_turned_in_place(run: Plain) -> Any:
+    with torch.no_grad():
+        return param(run, OTHER).squeeze_().as_strided_((32, 32), (32, 1)).clone()
+
+
+@door(WRITES, refusable=True)
 def _swap_tensors(run: Plain) -> Any:
     p = param(run, OTHER)
     torch.utils.swap_tensors(p, nn.Parameter(torch.full((32, 32), 0.01)))
@@ -751,6 +769,19 @@ def _random(run: Plain) -> Any:
 def _numpy_write(run: Plain) -> Any:
     param(run).detach().numpy()[0, 0] = 2.0
     return param(run).clone()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_result_of_another_size_is_refused_by_name() -> None:
+    run = start_at("evicted", Recipe(precision="32-true", clip=1.0))
+    p, other = param(run), param(run, OTHER)
+    for out in (p, p.data, p.detach()):
+        with torch.no_grad(), pytest.raises(gs.GeminiError, match=f"{WEIGHT}: .*size is fixed"):
+            torch.mul(other, 1, out=out)
+    with pytest.raises(gs.GeminiError, match=f"{WEIGHT}: its grad has shape .*sparse"):
+        p.grad = torch.ones(64, 32).to_sparse()
+    assert p.detach().flatten()[: other.numel()].equal(other.detach().flatten())
+    run.engine.close()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
