@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
 import sys
 import types
@@ -70,6 +71,19 @@ def keep_nets_on_top() -> None:
         return hooks._gm_exit(self, *args)
 
     hooks.__enter__, hooks.__exit__ = enter, leave
+    disable, top = torch.autograd.graph.disable_saved_tensors_hooks, _torch.top_saved_tensors_hooks
+    torchs_own = inspect.unwrap(disable)
+
+    def without_nets(error_message: str) -> Any:
+        # In a unit's own forward, as torch.func does: the hooks are not the caller's. Storages hold what is saved then.
+        with contextlib.ExitStack() as pushed:
+            while isinstance(getattr((top(True) or [None])[0], "__self__", None), _C.Net):
+                pushed.callback(_torch.push_saved_tensors_hooks, *top(True))
+                _torch.pop_saved_tensors_hooks()
+            yield from torchs_own(error_message)
+
+    (generator,) = disable.__closure__ or ()
+    generator.cell_contents = without_nets  # Dynamo knows the function itself by identity
 
 
 class SavedTensorNet(_C.Net):

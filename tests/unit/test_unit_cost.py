@@ -223,6 +223,48 @@ def test_where_torch_forbids_hooks_parameters_stay_absent() -> None:
     assert shown == [True, False]
 
 
+@pytest.mark.parametrize("policy", ["cuda", "cpu"])
+def test_a_unit_s_own_forward_may_forbid_hooks(policy: Any) -> None:
+    """As torch.func does: what is saved then is held by its storage."""
+
+    class Learns(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            grad = torch.func.grad(lambda w: (x.detach() @ w).square().mean())
+            with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+                y = (x @ self.weight).tanh()
+            return y @ (self.weight - 0.1 * grad(self.weight)) + self.bias
+
+    def run(is_managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH), Learns(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = nn.Sequential(*layers)
+        if is_managed:
+            engine, optimizer = manage(model, placement_policy=policy, chunk_size=512)
+        else:
+            optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        for _ in range(5):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_managed:
+            engine._runtime.core.check()
+            assert not any(unit.is_entered for unit in engine._runtime.units)
+            engine.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for ours, plain in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours, plain)
+    model = linears(1)
+    engine, _ = manage(model)
+    model[0].forward = lambda x: torch.func.grad(lambda w: (x @ w).sum())(model[0].weight)  # type: ignore
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(RuntimeError, match="saved tensor hooks"),
+    ):
+        model(torch.ones(1, WIDTH))  # the caller's own are torch's to refuse
+    engine.close()
+
+
 def test_leave_gives_the_first_error_and_still_unpins(monkeypatch: pytest.MonkeyPatch) -> None:
     class Writes(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
