@@ -128,6 +128,11 @@ class _Entry(_Shown):
     def assign(self, values: Mapping[str, Any], is_copied: bool) -> None:
         """`optimizer.state[p] = values`: checked before."""
         if isinstance(values, _Entry) and values.slot is not self.slot:
+            if not is_copied and values.is_live and values.slot.engine is self.slot.engine:
+                raise GeminiError(
+                    f"{self.slot.name}: its optimizer state would be the dict of {values.slot.name}, which ties them: "
+                    "assign dict(optimizer.state[p]) to swap the two, or copy.deepcopy() of it"
+                )
             values = values.taken()  # it may be written next
         rest = {k: v for k, v in values.items() if k not in (*_KEYS, *LOWS)}
         if "exp_avg" in values and is_copied:

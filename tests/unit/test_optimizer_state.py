@@ -343,6 +343,9 @@ def test_what_cannot_be_a_state_is_refused_by_name() -> None:
             run.optimizer.state = {p: bad}
     with pytest.raises(gs.GeminiError, match=r"head\.weight: step, exp_avg and exp_avg_sq"):
         del state[p]["exp_avg"]
+    a, b = run.model.blocks[0][1].weight, run.model.blocks[1][1].weight
+    with pytest.raises(gs.GeminiError, match=r"blocks\.0\.1\.weight: .*dict of blocks\.1\.1"):
+        state[a], state[b] = state[b], state[a]
     with pytest.raises(TypeError, match=r"optimizer\.state"):
         run.optimizer.state = 3
     for each in (run, want):
