@@ -399,13 +399,14 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     with plainly():
         result = tree_map(returned, result)
+        resized = [each for each in absent if flat[each[0]].shape != each[1].shape]
+        for i, item, _ in resized:  # torch resizes what `out=` names
+            flat[i].as_strided_(item.shape, item.stride(), item.storage_offset())
         for address, (home, _, is_written) in opened.items():
             if is_written:
                 home.write(bases[address])
-        for i, item, address in absent:
-            if flat[i].shape != item.shape:  # torch resizes what `out=` names
-                flat[i].as_strided_(item.shape, item.stride(), item.storage_offset())
-                raise GuardError(f"{_home_at(address).name}: out=: {_FIXED}")
+    for _, _, address in resized:
+        raise GuardError(f"{_home_at(address).name}: out=: {_FIXED}")
     return result
 
 

@@ -82,8 +82,8 @@ def keep_nets_on_top() -> None:
                 _torch.pop_saved_tensors_hooks()
             yield from torchs_own(error_message)
 
-    (generator,) = disable.__closure__ or ()
-    generator.cell_contents = without_nets  # Dynamo knows the function itself by identity
+    for generator in disable.__closure__ or ():  # one; Dynamo knows the function itself by identity
+        generator.cell_contents = without_nets
 
 
 class SavedTensorNet(_C.Net):
