@@ -340,9 +340,9 @@ def _put_group(files: _Files, plan: _Plan, group: _Group, values: dict[str, torc
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    if values.dtype is dtype:
-        return values
     rounded = values.to(dtype)
+    if rounded is values or not values.numel() or all(map(math.isfinite, rounded.aminmax())):
+        return rounded  # counting takes as much memory again
     n_lost = int(rounded.isinf().sum()) - int(values.isinf().sum())
     if n_lost:
         raise GeminiError(
