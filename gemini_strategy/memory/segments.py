@@ -20,7 +20,8 @@ from typing import Any
 
 _GRANULE = 2 << 20
 _SMALL = 1 << 20
-_PARTS = 24  # sizes are tried in steps of the peak by this
+_PARTS = 24  # sizes are tried in steps of the peak by this,
+_FINER = 4  # and below the first that serves in steps of this part of one
 _MOST_SECONDS = 1.5
 
 Event = tuple[int, int]
@@ -154,6 +155,18 @@ def _peak(events: list[Event]) -> int:
     return most
 
 
+def _serving(events: list[Event], unit: float, totals: range, end: float) -> list[int]:
+    """The first sizes of `totals` units that serve all events, cut in two anywhere; [] if none, or not until `end`."""
+    for total in totals:
+        for part in range(total // 2 + 1):
+            sizes = [-(-int(unit * n) // _GRANULE) * _GRANULE for n in (total - part, part) if n]
+            if time.monotonic() > end:
+                return []
+            if missing_bytes(events, sizes, 0) == 0:
+                return sizes
+    return []
+
+
 def choose_segments(events: list[Event]) -> list[int]:
     """One or two segments that serve all events, the smallest found, largest first; [] if torch itself does as well.
 
@@ -161,15 +174,12 @@ def choose_segments(events: list[Event]) -> list[int]:
     """
     events = _repeated(events)
     peak, limit = _peak(events), missing_bytes(events, [])
+    if not peak:
+        return []
     end = time.monotonic() + _MOST_SECONDS
-    for total in range(_PARTS, 2 * _PARTS):
-        if peak * total // _PARTS >= limit:
-            break
-        for part in range(total // 2 + 1):
-            sizes = [peak * n // _PARTS for n in (total - part, part) if n]
-            sizes = [-(-size // _GRANULE) * _GRANULE for size in sizes]
-            if time.monotonic() > end:
-                return []
-            if missing_bytes(events, sizes, 0) == 0:
-                return sizes
-    return []
+    unit = peak / _PARTS
+    totals = range(_PARTS, min(2 * _PARTS, math.ceil(limit / unit)))
+    coarse = _serving(events, unit, totals, end)
+    total = round(sum(coarse) / unit)
+    finer = range((total - 1) * _FINER + 1, total * _FINER)
+    return min((coarse, _serving(events, unit / _FINER, finer, end) or coarse), key=sum)

@@ -4,6 +4,7 @@ Invariants
     1. Torch holds little more than its tensors need: after the first step, and whenever it has grown, the segments
        that it only caches are given back for few that serve the same step (segments.py).
        A segment in which a tensor lives is not given back, and may be most of a step's memory: then all stay.
+       cuBLAS's workspaces live for good. They are taken before the first step, so that they lie in none of its segments.
     2. An allocation that failed leaves nothing behind: what was cached until then is given back before the
        next forward.
 """
@@ -64,6 +65,25 @@ class _History:
         return choose_segments(events_of(entries, torch.cuda.current_stream(device).cuda_stream))
 
 
+class _BlasHandle(torch.autograd.Function):
+    """cuBLAS's handle of this thread, then of the one that runs backwards; each takes its workspace at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return grad
+
+
+def _take_workspaces(device: torch.device) -> None:
+    with torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
+        _BlasHandle.apply(torch.zeros((), device=device, requires_grad=True)).backward()
+
+
 class TorchMemory:
     """Torch's allocations on one device go through the core, from here until nobody has this any more."""
 
@@ -71,6 +91,7 @@ class TorchMemory:
         self._device = device
         self._kept_bytes = 0  # what torch held after it was last put in order
         torch.cuda.empty_cache()
+        _take_workspaces(device)
         self._pool = TorchPool(device)
         self._pool.begin()
         self._refusals = self._pool.refusals()

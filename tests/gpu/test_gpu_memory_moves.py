@@ -290,6 +290,8 @@ def test_a_deep_copy_that_does_not_fit() -> None:
 
 def test_below_the_floor() -> None:
     """Numbers, and the way out, where a module's weights do not fit; the device is as before."""
+    # cuBLAS's workspaces, of this thread and of autograd's, are torch's own, and manage() takes them.
+    nn.Linear(256, 256, device="cuda")(torch.ones(8, 256, device="cuda")).sum().backward()
     _release()
     before = _used()
     budget = before + 136 * MIB
@@ -304,7 +306,10 @@ def test_below_the_floor() -> None:
 
 
 def test_torch_holds_what_a_step_needs() -> None:
-    """Tensors of growing sizes, one after the other, do not leave a segment each."""
+    """Tensors of growing sizes, one after the other, do not leave a segment each.
+
+    cuBLAS's workspaces, which stay for good and do not exist yet, are not to lie in one of the five.
+    """
 
     class Growing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -312,8 +317,6 @@ def test_torch_holds_what_a_step_needs() -> None:
                 torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
             return super().forward(x)
 
-    # cuBLAS' workspaces, of this thread and of backward's, stay for good: they are not to lie in one of the five.
-    nn.Linear(256, 256, device="cuda")(torch.ones(8, 256, device="cuda")).sum().backward()
     run = managed(lambda: Growing(256, 256), Recipe(device="cuda"))
     with contextlib.closing(run.engine):
         pool = run.engine._runtime.memory._on.torch._pool
