@@ -1,6 +1,7 @@
-"""A training script, as users write them: `python lightning_gpu.py FOLDER ACCELERATOR DEVICES`, or by torchrun.
+"""A training script, as users write them: `python lightning_gpu.py FOLDER ACCELERATOR DEVICES NODES`, or by torchrun.
 
-DEVICES: how many, or which ones, "1,3". Each rank leaves what it saw of itself in FOLDER/RANK.said.
+DEVICES: how many, or which ones, "1,3", on each of NODES machines; a replica on each, shared by its devices. Each rank
+leaves what it saw of itself in FOLDER/RANK.said.
 """
 
 import sys
@@ -12,16 +13,18 @@ from gemini_strategy.lightning import GeminiStrategy
 from lightning_case import make_trainer, summable
 
 
-def main(folder: Path, accelerator: str, devices: str) -> None:
+def main(folder: Path, accelerator: str, devices: str, n_nodes: int) -> None:
     which = [int(word) for word in devices.split(",") if word]
     is_list = len(which) > 1 or devices.endswith(",")
-    n_ranks = len(which) if is_list else which[0]
+    per_node = len(which) if is_list else which[0]
+    n_ranks = n_nodes * per_node
     module = summable("lightning", n_ranks=n_ranks)
     trainer = make_trainer(
         "lightning",
-        GeminiStrategy(report=False, timeout=60.0),
+        GeminiStrategy(report=False, timeout=60.0, device_mesh="hybrid" if n_nodes > 1 else None),
         accelerator=accelerator,
-        devices=which if is_list else n_ranks,
+        devices=which if is_list else per_node,
+        num_nodes=n_nodes,
         precision="bf16-mixed",
     )
     trainer.fit(module)
@@ -36,6 +39,7 @@ def main(folder: Path, accelerator: str, devices: str) -> None:
         "gathered": strategy.all_gather(torch.tensor(trainer.global_rank)).tolist(),
         "word": strategy.broadcast(f"of rank {trainer.global_rank}", src=trainer.world_size - 1),
         "any": strategy.reduce_boolean_decision(trainer.global_rank == 0, all=False),
+        "stats": {key: strategy.engine.stats()[key] for key in ("replicas", "shards")},
         "launcher": type(strategy.launcher).__name__ if strategy.launcher else None,
     }
     trainer.save_checkpoint(folder / "one.ckpt")
@@ -46,4 +50,4 @@ def main(folder: Path, accelerator: str, devices: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

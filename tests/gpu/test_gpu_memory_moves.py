@@ -289,20 +289,25 @@ def test_a_deep_copy_that_does_not_fit() -> None:
 
 
 def test_below_the_floor() -> None:
-    """Numbers, and the way out, where a module's weights do not fit; the device is as before."""
-    # cuBLAS's workspaces, of this thread and of autograd's, are torch's own, and manage() takes them.
-    nn.Linear(256, 256, device="cuda")(torch.ones(8, 256, device="cuda")).sum().backward()
+    """Numbers, and the way out, where a module's weights do not fit; the device is as before.
+
+    The first time loads kernels, and takes cuBLAS's workspaces: those are torch's own.
+    """
     _release()
-    before = _used()
-    budget = before + 136 * MIB
-    with pytest.raises(gs.GeminiMemoryError, match=r"needs [\d.]+ [MG]B .* at least [\d.]+ [MG]B"):
-        managed(
-            lambda: nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 16)),
-            Recipe(device="cuda"),
-            device_budget=budget,
-        )
-    _release()
-    assert _used() <= before + 4 * MIB
+    budget = _used() + 136 * MIB
+    used = []
+    for _ in range(2):
+        with pytest.raises(
+            gs.GeminiMemoryError, match=r"needs [\d.]+ [MG]B .* at least [\d.]+ [MG]B"
+        ):
+            managed(
+                lambda: nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 16)),
+                Recipe(device="cuda"),
+                device_budget=budget,
+            )
+        _release()
+        used.append(_used())
+    assert used[1] <= used[0] + 4 * MIB
 
 
 def test_torch_holds_what_a_step_needs() -> None:
