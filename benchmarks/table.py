@@ -106,7 +106,7 @@ def table() -> str:
     clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
     below_resident, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
     large_resident, large = latest(offload, "B", "resident", "gemini-auto")
-    two_gpus = "two_gpus_2026-11-25.jsonl"
+    two_gpus = "two_gpus_2026-11-26.jsonl"
     fsdp2, two = latest(two_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", checkpointing=True)
     (more,) = latest(sharded, "13b", "gemini-auto@24GB")
     state = f"the training state is {14 * more['parameters'] / 1e9:.0f} GB, four budgets 96 GB"

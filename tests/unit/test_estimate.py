@@ -259,16 +259,14 @@ def test_a_run_of_seven_billion_parameters_on_an_h200(monkeypatch: pytest.Monkey
     assert result.stats["chunks"] == run["stats"]["chunks"]
     # Sums of squares have places of their own since that run, and nothing else has changed: 1,408 bytes.
     assert 0 <= result.host_bytes - run["stats"]["host_bytes"] < 4096
-    # torch's allocator and the driver are no computation: what they took of the GPU is known to a percent, and to one
-    # step of those in which torch's segments are chosen: what cuBLAS keeps, which is not recorded here, costs one.
+    # torch's allocator and the driver are no computation: what they took of the GPU is known to a percent.
     assert abs(result.activation_bytes / run["torch_peak_bytes"] - 1) < 0.015
     measured = run["stats"]["outside_peak_bytes"]
-    lacking = measured - result.pool_bytes - result.context_bytes
-    assert -0.01 * measured < lacking < 0.01 * measured + run["torch_peak_bytes"] / 24
+    assert abs((result.pool_bytes + result.context_bytes) / measured - 1) < 0.01
     assert abs(result.planned_peak_bytes / run["device_train_peak_bytes"] - 1) < 0.011
     assert abs(result.device_peak_bytes / run["device_peak_bytes"] - 1) < 0.02
-    # What the host and the copies do to each other is not in the rates: a run takes longer.
-    assert -0.15 < result.schedules[1].seconds / run["step_seconds"] - 1 < 0
+    # What the host and the copies do to each other is not wholly in the rates: most runs take longer.
+    assert -0.15 < result.schedules[1].seconds / run["step_seconds"] - 1 < 0.05
     # Of 32 layers, each run twice and once backwards. No seconds are asked for: machines differ.
     assert 10_000 < len(operations) < 25_000
 
