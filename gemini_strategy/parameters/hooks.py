@@ -302,9 +302,8 @@ class RootForward:
         self.model = model
         self.convert_inputs = convert_inputs
         self.force_outputs_fp32 = force_outputs_fp32
-        self._had_own = "forward" in model.__dict__
-        self._forward = model.forward
-        functools.update_wrapper(self, self._forward, updated=())
+        self._own = model.__dict__.get("forward")
+        functools.update_wrapper(self, model.forward, updated=())
         model.forward = self
 
     def __getattr__(self, name: str) -> Any:
@@ -313,10 +312,17 @@ class RootForward:
         raise AttributeError(name)
 
     def remove(self) -> None:
-        if self._had_own:
-            self.model.forward = self._forward
+        if self.model.__dict__.get("forward") is not self:  # the user's, around this one
+            return
+        if self._own is not None:
+            self.model.forward = self._own
         else:
-            self.model.__dict__.pop("forward", None)
+            del self.model.__dict__["forward"]
+
+    def _forward(self) -> Any:
+        """The model's own. Its class, or the class's forward, may have become another since manage()."""
+        kind = type(self.model)
+        return self._own or inspect.getattr_static(kind, "forward").__get__(self.model, kind)
 
     def _other(self) -> nn.Module | None:
         """A module that was made of a copy of the model's dict, so has this too, if it is that one which is called."""
@@ -327,9 +333,11 @@ class RootForward:
         return None if module is self.model or not isinstance(module, nn.Module) else module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        other = None if self._had_own else self._other()
+        other = self._other() if self._own is None else None
         if other is not None:
             return type(other).forward(other, *args, **kwargs)
+        if self.engine.closed:
+            return self._forward()(*args, **kwargs)
         if self.engine.memory.recover():
             self.engine.core.forget_outside()
         plan = self.engine.precision_plan
@@ -339,7 +347,7 @@ class RootForward:
             context = plan.forward_context(self.engine.device.type)
         try:
             with self.engine.meter.counting((args, kwargs)), context, self.engine.explaining():
-                output = self._forward(*args, **kwargs)
+                output = self._forward()(*args, **kwargs)
         except BaseException as error:
             self.engine.interrupt_first_step()
             if not isinstance(error, Exception):  # else torch has run the units' leave hooks
@@ -349,8 +357,8 @@ class RootForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model is unmanaged: its forward is its class's (or the copied own) again."""
-        if self._had_own:
-            return copy.deepcopy(self._forward, memo)
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
         return types.MethodType(type(self.model).forward, memo[id(self.model)])
 
     def __reduce__(self) -> Any:

@@ -355,6 +355,43 @@ def test_a_model_whose_parameters_were_all_replaced_has_its_engine() -> None:
     again.close()
 
 
+def _wrap_forward(model: nn.Module) -> None:
+    inner = model.forward
+    model.forward = lambda *args: inner(*args) * 0.5
+
+
+def _change_class(model: nn.Module) -> None:
+    kind = type(model)
+    model.__class__ = type("Other", (kind,), {"forward": lambda s, x: kind.forward(s, x) * 0.5})
+
+
+@pytest.mark.parametrize("change", [_wrap_forward, _change_class])
+def test_a_forward_that_is_changed_while_managed_counts_and_stays(
+    change: Callable[[nn.Module], None],
+) -> None:
+    outcomes = []
+    for is_managed in (False, True):
+        model = start(CASE.build, Recipe())
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        losses = []
+        for number in range(STEPS):
+            if is_managed and number in (0, 6):
+                engine = gs.manage(model, optimizer, device="cpu")
+            if number == 2:
+                change(model)
+            if is_managed and number == 4:
+                engine.close()
+            loss = CASE.loss(model, CASE.batch(number))
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            losses.append(loss.detach())
+        outcomes.append(losses)
+    for a, b in zip(*outcomes, strict=True):
+        assert_same_bits(a, b)
+    engine.close()
+
+
 def test_step_hooks_run() -> None:
     seen = []
     run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
