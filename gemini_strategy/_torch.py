@@ -121,6 +121,9 @@ wait_tensor = _private("torch.ops._c10d_functional.wait_tensor")
 unbox_work = _private("torch.distributed.Work.unbox")
 set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg_timeout")
 
+# Of a function: its calls are not traced. torch.compiler.disable does the same, and imports the compiler at once.
+untraced = _private("torch._disable_dynamo")
+
 # ---- files ----
 
 FakeTensor: Any = _private("torch._subclasses.fake_tensor.FakeTensor")

@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from gemini_strategy import _C, close
+from gemini_strategy import _C, _torch, close
 from gemini_strategy import state as states
 from gemini_strategy.checkpoint.background import Saving, save_in_background
 from gemini_strategy.checkpoint.folder import local
@@ -67,6 +67,7 @@ class Engine(Uncopied):
 
     # ---- training ----
 
+    @_torch.untraced
     def backward(self, loss: torch.Tensor, *, step: bool = False, **kwargs: Any) -> None:
         """`loss.backward()`, with the loss multiplied by the loss scale in "16-mixed".
 

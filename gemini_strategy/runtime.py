@@ -492,11 +492,13 @@ class Runtime(Uncopied, Reporting):
                 if slot in self.clipped:
                     slot.clip_grad()
 
+    @_torch.untraced
     def grad_norm(self) -> float:
         """See Engine.grad_norm."""
         squares, _ = self._measure_grads()
         return math.sqrt(squares) / (self.scaler.scale if self.scaler is not None else 1.0)
 
+    @_torch.untraced
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -540,6 +542,7 @@ class Runtime(Uncopied, Reporting):
         self.choose_way()
         return norm
 
+    @_torch.untraced
     def clip_grad_value_(self, value: float) -> None:
         """See Engine.clip_grad_value_."""
         if not value >= 0:
@@ -566,6 +569,7 @@ class Runtime(Uncopied, Reporting):
                 "gradients, and directly before optimizer.step(). zero_grad() drops gradients and factor"
             )
 
+    @_torch.untraced
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """What is behind `optimizer.step()`."""
         self.check_open()
@@ -657,6 +661,7 @@ class Runtime(Uncopied, Reporting):
         numbers = (*hyperparameters(group), slot.adam_step + 1, *mode(group))
         return (slot.id, *numbers, divisor, 1.0 if self._is_late else self._clip_factor)
 
+    @_torch.untraced
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
         self.check_open()
         self.recover()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
@@ -104,6 +105,7 @@ class _Managed:
     def step(self, closure: Any = None) -> Any:
         return self._gm_engine.step(closure)
 
+    @_torch.untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         engine = self._gm_engine
         engine.check_open()

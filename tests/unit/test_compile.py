@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -74,3 +76,41 @@ def test_a_copy_of_a_model_with_compiled_blocks_is_unmanaged() -> None:
     engine.close()
     assert torch.equal(twin(x), want)
     assert gs.engine_of(twin) is None
+
+
+@pytest.mark.parametrize("what", ["optimizer.step", "a whole step", "a whole step in backward"])
+def test_a_compiled_step_of_the_optimizer_is_the_engines(what: str) -> None:
+    """The engine's own work is in no graph."""
+    torch._dynamo.reset()
+    results = []
+    for is_managed in (False, True):
+        model = build("eager")
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        engine = None
+        if is_managed:
+            engine = gs.manage(
+                model, optimizer, device="cpu", placement_policy="cpu", chunk_size=4096
+            )
+        whole = functools.partial(_step, model, optimizer, engine, what == "a whole step")
+        if is_managed and what == "optimizer.step":
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        elif is_managed:
+            whole = torch.compile(whole, backend="eager")
+        torch.manual_seed(1)
+        results.append([whole(torch.randn(8, WIDTH)).tolist() for _ in range(4)])
+        if engine is not None:
+            engine.close()
+    assert results[0] == results[1]
+
+
+def _step(model: Any, optimizer: Any, engine: Any, clips: bool, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    if engine is None:
+        loss.backward()
+    else:
+        engine.backward(loss, step=not clips)
+    if clips:
+        optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
