@@ -103,7 +103,18 @@ class _Managed:
     """What a taken-over optimizer does instead of its own step."""
 
     def step(self, closure: Any = None) -> Any:
+        if "_gm_engine" not in self.__dict__:  # taken from the optimizer before close()
+            return type(self).step(self, closure)
         return self._gm_engine.step(closure)
+
+    def _go_past_the_engine(self, *_: Any, **__: Any) -> Any:
+        """What the plain class's own step and clip call."""
+        raise GeminiError(
+            "optimizer.step or clip_grad_norm_ was taken from the optimizer before manage(), and would go past the "
+            "engine: take it, wrap it or compile it after manage()"
+        )
+
+    _with_grads = _init_group = _go_past_the_engine
 
     @_torch.untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -179,12 +190,12 @@ def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
         )
 
 
-def _rewrap_step(optimizer: torch.optim.Optimizer) -> None:
+def _rewrap_step(optimizer: torch.optim.Optimizer, before: Any) -> None:
     """An LR scheduler made earlier has wrapped the old class's step in the instance: wrap the new one.
 
-    The wrapper tells schedulers that a step was taken (their order check), like torch's own.
+    The wrapper tells schedulers that a step was taken (their order check), like torch's own. One of the user's stays.
     """
-    if "step" not in optimizer.__dict__:
+    if getattr(optimizer.__dict__.get("step"), "__wrapped__", None) is not before:
         return
     del optimizer.__dict__["step"]
     reference = weakref.ref(optimizer)
@@ -201,9 +212,10 @@ def _rewrap_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _swap_class(optimizer: torch.optim.Optimizer, target: type) -> None:
+    before = type(optimizer).step
     optimizer.__class__ = target
     optimizer._patch_step_function()
-    _rewrap_step(optimizer)
+    _rewrap_step(optimizer, before)
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:

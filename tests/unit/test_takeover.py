@@ -416,6 +416,67 @@ def test_step_hooks_made_before_manage_run() -> None:
     assert seen == [1]
 
 
+def _clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_the_user_has_wrapped_stays_wrapped(when: str) -> None:
+    """Through manage() and close(), with a scheduler around it."""
+    outcomes = []
+    for is_managed in (False, True):
+        model = start(CASE.build, Recipe())
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        is_late = is_managed and when == "after"
+        engine = gs.manage(model, optimizer, device="cpu") if is_late else None
+        inner = optimizer.step
+
+        def step(self: Any, closure: Any = None, inner: Any = inner, model: Any = model) -> Any:
+            result = inner(closure) if when == "after" else type(self).step(self, closure)
+            _clamp(model)
+            return result
+
+        optimizer.step = step.__get__(optimizer)
+        scheduler = lrs.StepLR(optimizer, 2, 0.5)
+        if is_managed and not is_late:
+            engine = gs.manage(model, optimizer, device="cpu")
+        losses = []
+        for number in range(STEPS):
+            if engine is not None and number == STEPS // 2:
+                engine.close()
+            loss = CASE.loss(model, CASE.batch(number))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            model.zero_grad()
+            losses.append(loss.detach())
+        outcomes.append(losses)
+    for a, b in zip(*outcomes, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("kind", [gs.HybridAdam, torch.optim.AdamW, torch.optim.Adam])
+def test_a_step_from_before_manage_is_refused(kind: Any) -> None:
+    """It would update past the engine, and a clip would be lost."""
+    model = start(CASE.build, Recipe())
+    optimizer = kind(model.parameters())
+    taken = [optimizer.step]
+    if kind is gs.HybridAdam:
+        taken.append(lambda clip=optimizer.clip_grad_norm_: clip(0.1))
+    engine = gs.manage(model, optimizer, device="cpu")
+    CASE.loss(model, CASE.batch(0)).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for past in taken:
+        with pytest.raises(gs.GeminiError, match="was taken from the optimizer before manage"):
+            past()
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name], name)
+    optimizer.step()
+    engine.close()
+
+
 def test_closure_result_is_returned() -> None:
     run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
 
