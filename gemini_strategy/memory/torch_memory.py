@@ -4,7 +4,7 @@ Invariants
     1. Torch holds little more than its tensors need: after the first step, and whenever it has grown, the segments
        that it only caches are given back for few that serve the same step (segments.py).
        A segment in which a tensor lives is not given back, and may be most of a step's memory: then all stay.
-       cuBLAS's workspaces live for good. They are taken before the first step, so that they lie in none of its segments.
+       cuBLAS's workspaces live for good. They are taken before the first step, and so lie in none of its segments.
     2. An allocation that failed leaves nothing behind: what was cached until then is given back before the
        next forward.
 """

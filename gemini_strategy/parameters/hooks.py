@@ -321,8 +321,11 @@ class RootForward:
 
     def _forward(self) -> Any:
         """The model's own. Its class, or the class's forward, may have become another since manage()."""
+        if self._own is not None:
+            return self._own
         kind = type(self.model)
-        return self._own or inspect.getattr_static(kind, "forward").__get__(self.model, kind)
+        found = inspect.getattr_static(kind, "forward")
+        return found.__get__(self.model, kind) if hasattr(found, "__get__") else found
 
     def _other(self) -> nn.Module | None:
         """A module that was made of a copy of the model's dict, so has this too, if it is that one which is called."""
