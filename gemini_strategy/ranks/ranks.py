@@ -182,23 +182,22 @@ class Ranks:
         members = self.shard.members
         if len(members) == 1 or (root is not None and root not in members):
             return
-        spans = self._spans(values, first, n, what, members)
-        end = 0
-        for rank, (begin, count) in zip(members, spans, strict=True):
-            if begin != end and count:
-                raise self._broken(
-                    GeminiError(f"{what}: rank {rank} has elements from {begin} on, expected {end}")
-                )
-            end += count
-        if end != values.numel():
-            raise self._broken(
-                GeminiError(f"{what}: ranks have {end} of {values.numel()} elements")
-            )
-        pieces = dict(zip(members, (_piece(values, *span) for span in spans), strict=True))
-        mine = pieces.pop(self.rank)
-        takers = members if root is None else (root,)
-        sent = dict.fromkeys((r for r in takers if r != self.rank), mine)
-        self._exchange(what, sent, pieces if self.rank in takers else {})
+        with self._whole(what):
+            spans = self._spans(values, first, n, what, members)
+            end = 0
+            for rank, (begin, count) in zip(members, spans, strict=True):
+                if begin != end and count:
+                    text = f"{what}: rank {rank} has elements from {begin} on, expected {end}"
+                    raise self._broken(GeminiError(text))
+                end += count
+            if end != values.numel():
+                text = f"{what}: ranks have {end} of {values.numel()} elements"
+                raise self._broken(GeminiError(text))
+            pieces = dict(zip(members, (_piece(values, *span) for span in spans), strict=True))
+            mine = pieces.pop(self.rank)
+            takers = members if root is None else (root,)
+            sent = dict.fromkeys((r for r in takers if r != self.rank), mine)
+            self._exchange(what, sent, pieces if self.rank in takers else {})
 
     def share(self, values: torch.Tensor, first: int, n: int, what: str) -> None:
         """Rank 0's elements [first, first + n) become those of this rank; each rank says its own.
@@ -209,12 +208,13 @@ class Ranks:
         if self.size == 1:
             return
         everyone = range(self.size)
-        spans = self._spans(values, first, n, what, everyone)
-        pieces = {r: _piece(values, *spans[r]) for r in everyone if r}
-        if self.rank:
-            self._exchange(what, {}, {0: pieces[self.rank]})
-        else:
-            self._exchange(what, pieces, {})
+        with self._whole(what):
+            spans = self._spans(values, first, n, what, everyone)
+            pieces = {r: _piece(values, *spans[r]) for r in everyone if r}
+            if self.rank:
+                self._exchange(what, {}, {0: pieces[self.rank]})
+            else:
+                self._exchange(what, pieces, {})
 
     def _spans(
         self, values: torch.Tensor, first: int, n: int, what: str, members: Sequence[int]
@@ -234,14 +234,15 @@ class Ranks:
             return [value]
         text = json.dumps([what, value]).encode()
         mine = len(text).to_bytes(4, "little") + text
-        frames = self._swap(
-            what, mine[:_FRAME].ljust(_FRAME, b"\0"), dict.fromkeys(members, _FRAME)
-        )
-        lengths = {r: 4 + int.from_bytes(frame[:4], "little") for r, frame in frames.items()}
-        if max(lengths.values()) > _FRAME:
-            rests = {r: max(length - _FRAME, 0) for r, length in lengths.items()}
-            more = self._swap(what, mine[_FRAME:], rests)
-            frames = {r: frames[r] + more[r] for r in frames}
+        with self._whole(what):
+            frames = self._swap(
+                what, mine[:_FRAME].ljust(_FRAME, b"\0"), dict.fromkeys(members, _FRAME)
+            )
+            lengths = {r: 4 + int.from_bytes(frame[:4], "little") for r, frame in frames.items()}
+            if max(lengths.values()) > _FRAME:
+                rests = {r: max(length - _FRAME, 0) for r, length in lengths.items()}
+                more = self._swap(what, mine[_FRAME:], rests)
+                frames = {r: frames[r] + more[r] for r in frames}
         told = [json.loads(frames[r][4 : lengths[r]]) for r in members]
         places = [place for place, _ in told]
         if len(set(places)) > 1:
@@ -280,7 +281,15 @@ class Ranks:
         except GeminiDeviceError as error:
             words = f"{what}{self.when}, rank {self.rank} of {self.size}: {error}"
             raise self._broken(GeminiDeviceError(words)) from error
-        except BaseException as error:  # KeyboardInterrupt: half of it may have been sent
+
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """Inside, an interrupt is the end: the others would take what comes next for the rest of this."""
+        try:
+            yield
+        except GeminiError:
+            raise
+        except BaseException as error:
             self._broken(GeminiDeviceError(f"{what}: {type(error).__name__} on this rank"))
             raise
 

@@ -280,6 +280,28 @@ def check_abort_reaches_communicators(rank: int, size: int) -> None:
     ranks.close()
 
 
+def check_interrupt(rank: int, size: int, share: bool) -> None:
+    """It comes when the ranks have told each other what is to travel, and what comes next is not that."""
+    ranks = Ranks(timeout=PATIENT)
+    x = torch.zeros(32 * size)
+    args = (x, 0, x.numel(), "a field") if share else (x, 32 * rank, 32, "a field")
+    call = ranks.share if share else ranks.assemble
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ranks_module, "_piece", _interrupt)
+            call(*args)
+        assert "a field: KeyboardInterrupt on this rank" in raised(ranks.gather, "the next value")
+    else:
+        with contextlib.suppress(gs.GeminiError):  # what rank 0 shares has reached rank 2
+            call(*args)
+        raised(ranks.gather, "another value")
+    ranks.close()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def check_missing(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.5 * SHORT)
@@ -305,6 +327,8 @@ def check_failures(rank: int, size: int) -> None:
     check_sizes(rank, size)
     check_abort(rank, size)
     check_abort_reaches_communicators(rank, size)
+    check_interrupt(rank, size, share=False)
+    check_interrupt(rank, size, share=True)
     check_values(rank, size)  # none of it has hurt the group that the user has
     check_missing(rank, size)
 
