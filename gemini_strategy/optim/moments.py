@@ -21,6 +21,7 @@ import torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent, stand_in
 from gemini_strategy.parameters.homes import LOWS, MOMENTS, Entry
+from gemini_strategy.parameters.parameter import kept
 from gemini_strategy.parameters.slot import Slot, checked_step
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class _Entry(_Shown):
         return copy.deepcopy(self.taken(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.taken(),)
+        return dict, (kept(self.taken()),)
 
 
 class States(_Shown, defaultdict[Any, Any]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -37,6 +38,14 @@ def _reshape(name: str) -> Any:
         return self
 
     return method
+
+
+def kept(pickled: Any) -> Any:
+    """A process that is being started takes memory by descriptors, which whoever starts it has to have until then."""
+    popen = get_spawning_popen()
+    if popen is not None:
+        vars(popen).setdefault("_gm_kept", []).append(pickled)
+    return pickled
 
 
 class _Managed:
@@ -128,7 +137,7 @@ class _Managed:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self._gm_plain_copy({}, torch.device("cpu"))
+        plain = kept(self._gm_plain_copy({}, torch.device("cpu")))
         if not self._gm_slot.is_raw:  # else it has them
             plain.__dict__.update({k: v for k, v in vars(self).items() if k != "_gm_slot"})
         return plain.__reduce_ex__(protocol)

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gemini_strategy as gs
+from helpers.ranks import fork_context
 from helpers.reference import (
     Managed,
     Plain,
@@ -507,6 +508,28 @@ def test_optimizer_pickle_and_copy_do_not_take_the_engine() -> None:
         with pytest.raises((gs.GeminiError, TypeError)):
             make(run.engine)
     drive(run, CASE, 1)
+    run.engine.close()
+
+
+def _store(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    moments = [entry["exp_avg"] for entry in optimizer.state.values()]
+    torch.save((model.state_dict(), moments), path)
+
+
+def test_a_process_that_is_started_gets_an_ordinary_model(tmp_path: Path) -> None:
+    """It takes each tensor's memory by descriptor, when all of them have been pickled."""
+    run = managed(CASE.build, Recipe(), placement_policy="cpu", chunk_size=4096)
+    drive(run, CASE, 2)
+    args = run.model, run.optimizer, tmp_path / "seen"
+    process = fork_context().Process(target=_store, args=args)
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == 0
+    weights, moments = torch.load(tmp_path / "seen")
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(weights[name], value), name
+    for value, parameter in zip(moments, run.model.parameters(), strict=True):
+        assert torch.equal(value, run.optimizer.state[parameter]["exp_avg"])
     run.engine.close()
 
 
