@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +21,7 @@ _GRANULE = 2 << 20
 _SMALL = 1 << 20
 _PARTS = 24  # sizes are tried in steps of the peak by this,
 _FINER = 4  # and below the first that serves in steps of this part of one
-_MOST_SECONDS = 1.5
+_MOST_EVENTS = 1_000_000  # are replayed in a search: a second or two
 
 Event = tuple[int, int]
 """(tensor, bytes): it begins; (tensor, 0): it ends."""
@@ -121,14 +120,14 @@ class _Blocks:
         return segment, offset, whole
 
 
-def missing_bytes(events: list[Event], segments: list[int], most: float = math.inf) -> int:
-    """Bytes of the segments that torch would ask for beyond these; more than `most` of them are not counted."""
+def _replay(events: list[Event], segments: list[int], most: float) -> tuple[int, int]:
+    """Bytes that lack, up to the first that are more than `most`, and how many events were replayed."""
     blocks = _Blocks()
     for number, size in enumerate(segments):
         blocks.give(number, 0, size)
     held: dict[int, tuple[int, int, int]] = {}
     missing, n_segments = 0, len(segments)
-    for tensor, size in events:
+    for number, (tensor, size) in enumerate(events):
         if size == 0:
             blocks.give(*held.pop(tensor))
             continue
@@ -138,11 +137,16 @@ def missing_bytes(events: list[Event], segments: list[int], most: float = math.i
             blocks.give(n_segments, 0, more)
             n_segments, missing = n_segments + 1, missing + more
             if missing > most:
-                return missing
+                return missing, number
             place = blocks.take(size)
             assert place is not None
         held[tensor] = place
-    return missing
+    return missing, len(events)
+
+
+def missing_bytes(events: list[Event], segments: list[int]) -> int:
+    """Bytes of the segments that torch would ask for beyond these."""
+    return _replay(events, segments, math.inf)[0]
 
 
 def _peak(events: list[Event]) -> int:
@@ -155,31 +159,40 @@ def _peak(events: list[Event]) -> int:
     return most
 
 
-def _serving(events: list[Event], unit: float, totals: range, end: float) -> list[int]:
-    """The first sizes of `totals` units that serve all events, cut in two anywhere; [] if none, or not until `end`."""
-    for total in totals:
-        for part in range(total // 2 + 1):
-            sizes = [-(-int(unit * n) // _GRANULE) * _GRANULE for n in (total - part, part) if n]
-            if time.monotonic() > end:
-                return []
-            if missing_bytes(events, sizes, 0) == 0:
-                return sizes
-    return []
+class _Search:
+    """For one or two segments that serve all events. It ends after _MOST_EVENTS of them, whatever it has found."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+        self._left = _MOST_EVENTS
+
+    def first(self, unit: float, totals: range) -> list[int]:
+        """The first that serve, of `totals` units cut in two anywhere; [] if none."""
+        for total in totals:
+            for part in range(total // 2 + 1):
+                sizes = [
+                    -(-int(unit * n) // _GRANULE) * _GRANULE for n in (total - part, part) if n
+                ]
+                if self._left < 0:
+                    return []
+                missing, replayed = _replay(self._events, sizes, 0)
+                self._left -= replayed
+                if not missing:
+                    return sizes
+        return []
 
 
 def choose_segments(events: list[Event]) -> list[int]:
     """One or two segments that serve all events, the smallest found, largest first; [] if torch itself does as well.
 
-    The search ends after about a second.
+    It takes some seconds at most, for the longest record.
     """
     events = _repeated(events)
     peak, limit = _peak(events), missing_bytes(events, [])
     if not peak:
         return []
-    end = time.monotonic() + _MOST_SECONDS
-    unit = peak / _PARTS
-    totals = range(_PARTS, min(2 * _PARTS, math.ceil(limit / unit)))
-    coarse = _serving(events, unit, totals, end)
+    search, unit = _Search(events), peak / _PARTS
+    coarse = search.first(unit, range(_PARTS, min(2 * _PARTS, math.ceil(limit / unit))))
     total = round(sum(coarse) / unit)
     finer = range((total - 1) * _FINER + 1, total * _FINER)
-    return min((coarse, _serving(events, unit / _FINER, finer, end) or coarse), key=sum)
+    return min((coarse, search.first(unit / _FINER, finer) or coarse), key=sum)

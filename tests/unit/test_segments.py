@@ -130,12 +130,6 @@ def test_what_a_step_leaves_is_in_the_way_of_the_next(at: int) -> None:
         assert missing_bytes(steps, forgotten) > 0
 
 
-def test_a_replay_may_end_at_the_first_segment_that_lacks() -> None:
-    events = [(n, 64 * MIB) for n in range(9)]
-    assert missing_bytes(events, [64 * MIB]) == 8 * 64 * MIB
-    assert missing_bytes(events, [64 * MIB], 0) == 64 * MIB
-
-
 def test_bytes_that_a_pool_cannot_give_back() -> None:
     def segment(
         pool: tuple[int, int], allocated: int, device: int = 0, pending: int = 0
