@@ -166,7 +166,7 @@ def _close_dead(engine: Runtime, is_fp32: bool, cause: str) -> None:
         except Exception:  # the device itself may be gone
             filler = float("nan") if slot.dtype.is_floating_point else 0
             dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
-            values[slot] = torch.empty_strided(slot.shape, slot.strides, dtype=dtype).fill_(filler)
+            values[slot] = slot.empty(dtype).fill_(filler)
             lost.append(slot.name)
     if engine.optimizer is not None:
         managed.let_go(engine.optimizer)

@@ -132,7 +132,7 @@ def _write_skeleton(checkpoint: Any, file: BinaryIO) -> dict[str, Pieces]:
                 return NotImplemented
             if home not in rooms:
                 with mode:
-                    rooms[home] = torch.empty(home.numel, dtype=home.dtype)
+                    rooms[home] = torch.empty(home.numel, dtype=home.dtype, device="cpu")
                 homes[_torch.storage_id(rooms[home].untyped_storage())] = home
             with mode:
                 room = rooms[home].as_strided(value.shape, value.stride(), value.storage_offset())

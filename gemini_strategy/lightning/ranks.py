@@ -262,7 +262,7 @@ class RankProcesses:
         name = _operation(reduce_op)
         if is_number:
             kind = torch.float64 if name == "mean" or isinstance(tensor, float) else torch.int64
-            number = torch.tensor(tensor, dtype=kind)
+            number = torch.tensor(tensor, dtype=kind, device="cpu")
             return self._reduced(number, self._hosts if group is None else group, name).item()
         return self._reduced(tensor.detach(), group, name).to(tensor.device, tensor.dtype)
 
@@ -315,7 +315,7 @@ class RankProcesses:
         """Whether all ranks, or with `all=False` any of them, decided so."""
         if not self._is_connected:
             return bool(decision)
-        vote = torch.tensor(int(bool(decision)))
+        vote = torch.tensor(int(bool(decision)), device="cpu")
         with self._named("reduce_boolean_decision"):
             dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, self._hosts)
         return bool(vote)

@@ -328,7 +328,7 @@ class HybridAdam(torch.optim.Optimizer):
         """The state of p, made at its first step, in p's memory order."""
         state = self.state[p]
         if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
         if p.dtype in _LOW and _LOW[p.dtype][0] not in state:

@@ -297,9 +297,9 @@ class Slot(_C.Slot):
         """Of the weight: those that this rank has."""
         return self.part()[1] * self.dtype.itemsize
 
-    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """On the host, for a field to be read into."""
-        return torch.empty_strided(self.shape, self.strides, dtype=dtype)
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device="cpu")
 
     def _ordered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """On the host, as a field is written; may be `values` itself."""
@@ -358,7 +358,7 @@ class Slot(_C.Slot):
     def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
         self.given.collect(_KEYS[field])
         core, ranks = self.engine.core, self.engine.ranks
-        values = self._empty(dtype)
+        values = self.empty(dtype)
         if root not in (None, ranks.rank):
             values.zero_()  # its part is all that this rank will have
         core.read(self.id, field, 0, values.numel(), values.data_ptr())
@@ -374,7 +374,7 @@ class Slot(_C.Slot):
         is_fp32 = is_master and self.has_low
         dtype = torch.float32 if is_fp32 else self.dtype
         filler = float("nan") if dtype.is_floating_point else 0
-        values = self._empty(dtype).fill_(filler)
+        values = self.empty(dtype).fill_(filler)
         field = _MASTER if is_fp32 else _WEIGHT
         self.engine.core.read(self.id, field, 0, values.numel(), values.data_ptr())
         return values
@@ -442,8 +442,8 @@ class Slot(_C.Slot):
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """The weight of a master with these values."""
         plain = self._ordered(values, torch.float32)
-        weight = self._empty(self.dtype)
-        low = self._empty(torch.float32)  # wide enough for either
+        weight = self.empty(self.dtype)
+        low = self.empty(torch.float32)  # wide enough for either
         addresses = (plain.data_ptr(), weight.data_ptr(), low.data_ptr())
         _C.split_host(self.format, *addresses, plain.numel())
         return weight
@@ -467,7 +467,7 @@ class Slot(_C.Slot):
 
     def _own_grad(self) -> torch.Tensor:
         """This rank's part, on the host, as it is kept; zeros elsewhere."""
-        values = self._empty(self.engine.grad_dtype(self)).zero_()
+        values = self.empty(self.engine.grad_dtype(self)).zero_()
         self.engine.core.read(self.id, _GRAD, 0, values.numel(), values.data_ptr())
         return values
 
@@ -478,7 +478,7 @@ class Slot(_C.Slot):
 
     def zero_grad(self) -> None:
         self.engine.written.forget_grad(self)
-        self._put_grad(self._empty(self.engine.grad_dtype(self)).zero_())
+        self._put_grad(self.empty(self.engine.grad_dtype(self)).zero_())
 
     def _put_grad(self, plain: torch.Tensor) -> None:
         self.engine.step_in_backward.check_change(self)

@@ -257,7 +257,9 @@ class Ranks:
     def _swap(self, what: str, mine: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
         """The bytes of each rank in `sizes`, of these sizes; `mine` goes to all of them."""
         sent = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)
-        received = {r: torch.empty(size, dtype=torch.uint8) for r, size in sizes.items()}
+        received = {
+            r: torch.empty(size, dtype=torch.uint8, device="cpu") for r, size in sizes.items()
+        }
         others = [r for r in sizes if r != self.rank]
         self._exchange(
             what,

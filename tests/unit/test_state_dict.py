@@ -439,3 +439,22 @@ def test_state_dicts_that_are_dropped_are_let_go() -> None:
         del row
         step()
         assert len(absent._heavy) == before
+
+
+def test_fields_are_read_on_the_host_whatever_the_default_device_is(tmp_path: Any) -> None:
+    """A tensor without memory, or on a GPU, was given to the core as its own address on the host."""
+    run, twin = (_started(Recipe()) for _ in range(2))
+    for each in (run, twin):
+        drive(each, CASE, 2)
+        each.backward(CASE.loss(each, CASE.batch(2)))
+    with torch.device("meta"):
+        states = run.optimizer.state_dict(), run.engine.state_dict(), dict(run.model.state_dict())
+        run.engine.save(tmp_path / "saved")
+        run.engine.load(tmp_path / "saved")
+        pickled = _through_file(run.model.head.weight)
+        run.engine.close()
+    assert states[0]["state"][0]["exp_avg"].device == pickled.device == torch.device("cpu")
+    twin.engine.close()
+    for a, b in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+        assert_same_bits(a, b)
+        assert_same_bits(a.grad, b.grad)
