@@ -435,17 +435,15 @@ class Runtime(Uncopied, Reporting):
                 "begins, in on_train_epoch_start or on_train_batch_start"
             )
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        for number, group in enumerate(groups):
-            managed.check_options(number, group)
-            for parameter in group["params"]:
-                slot = self.slot_of(parameter)
-                if slot.has_moments:
-                    yield slot, group
-                elif slot.has_grad_home:
-                    raise GeminiError(
-                        f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
-                        "engine.close() and manage() again"
-                    )
+        for parameter, group in managed.each_once(groups):
+            slot = self.slot_of(parameter)
+            if slot.has_moments:
+                yield slot, group
+            elif slot.has_grad_home:
+                raise GeminiError(
+                    f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
+                    "engine.close() and manage() again"
+                )
 
     def _to_step(self) -> list[Slot]:
         """What has a gradient for the next step."""
@@ -577,6 +575,7 @@ class Runtime(Uncopied, Reporting):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self.check_open()
         self.recover()
         self.collect()
         if self._sumsq is None:

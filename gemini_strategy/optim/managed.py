@@ -12,7 +12,7 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,12 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             f"optimizer {type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "
             "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
         )
+    _check_class(type(optimizer))
+    if getattr(optimizer, "_gm_clipped", None):
+        raise GeminiError(
+            "the optimizer has clipped gradients that its step has not used yet, and the engine would use them "
+            "unclipped: call optimizer.step() or zero_grad() before manage()"
+        )
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     grouped: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
@@ -99,12 +105,38 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
+def each_once(groups: list[dict[str, Any]]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """Parameters and their groups, which may have been edited."""
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        check_options(number, group)
+        for parameter in group["params"]:
+            if id(parameter) in seen:
+                raise GeminiError(f"param_groups: {parameter._gm_slot.name} is in them twice")
+            seen.add(id(parameter))
+            yield parameter, group
+
+
+def _until_close(method: Any) -> Any:
+    """Who took the method from the optimizer while that was managed, calls the plain class's after close()."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "_gm_engine"):  # Lightning's wrapper has it from the optimizer
+            return method(self, *args, **kwargs)
+        plain = getattr(_plain_class(self), method.__name__)
+        # Hooks of a step have run already.
+        return (plain.__wrapped__ if method.__name__ == "step" else plain)(self, *args, **kwargs)
+
+    return call
+
+
 class _Managed:
     """What a taken-over optimizer does instead of its own step."""
 
+    @_until_close
     def step(self, closure: Any = None) -> Any:
-        if "_gm_engine" not in self.__dict__:  # taken from the optimizer before close()
-            return type(self).step(self, closure)
+        _check_class(_plain_class(self))
         return self._gm_engine.step(closure)
 
     def _go_past_the_engine(self, *_: Any, **__: Any) -> Any:
@@ -117,12 +149,14 @@ class _Managed:
     _with_grads = _init_group = _go_past_the_engine
 
     @_torch.untraced
+    @_until_close
     def zero_grad(self, set_to_none: bool = True) -> None:
         engine = self._gm_engine
         engine.check_open()
         slots = [engine.slot_of(p) for g in self.param_groups for p in g["params"]]
         engine.clear_grads(slots, set_to_none)
 
+    @_until_close
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
         return self._gm_engine.clip_grad_norm_(max_norm, norm_type, **kwargs)
 
@@ -139,19 +173,42 @@ class _Managed:
         if "state" in state:
             self.state = state["state"]
 
+    @_until_close
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_group(self._gm_engine, param_group)
         super().add_param_group(param_group)
 
+    @_until_close
     def state_dict(self) -> dict[str, Any]:
         return state_dict(self._gm_engine, self, is_live=True)
 
+    @_until_close
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_state_dict(self._gm_engine, self, state_dict)
 
     def __reduce__(self) -> Any:
         """As an ordinary optimizer with the states of now: what holds one (a Trainer) is copied and pickled."""
-        return object.__new__, (type(self).__mro__[2],), self.__getstate__()
+        return object.__new__, (_plain_class(self),), self.__getstate__()
+
+
+def _plain_class(optimizer: torch.optim.Optimizer) -> type:
+    """Of a managed one; the user may have put a class over it or in its place."""
+    kinds = type(optimizer).__mro__
+    return kinds[kinds.index(_Managed) + 1] if _Managed in kinds else kinds[0]
+
+
+def _check_class(plain: type) -> None:
+    """The engine does what the class's own step and zero_grad do, and calls neither."""
+    for kind, name in ((plain, "step"), (plain, "zero_grad"), (torch.optim.Optimizer, "zero_grad")):
+        function = getattr(kind, name)
+        while function is not None:  # torch wraps its own
+            module = getattr(function, "__globals__", {}).get("__name__", "")
+            if module.partition(".")[0] not in ("torch", __package__.partition(".")[0]):
+                raise GeminiError(
+                    f"{kind.__name__}.{name} is a function of {module or 'another kind'}, and a managed optimizer "
+                    f"does not call it: after manage() wrap optimizer.{name}, the object's"
+                )
+            function = getattr(function, "__wrapped__", None)
 
 
 @functools.cache
@@ -286,7 +343,7 @@ def release(
     `done` is told the bytes of the moments. The state is on the host until `send_states`: the engine still has its
     memory on the device.
     """
-    is_ours = issubclass(type(optimizer).__mro__[2], HybridAdam)
+    is_ours = isinstance(optimizer, HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
     for slot in engine.slots:
@@ -331,9 +388,15 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:
     """Gives the optimizer its class back; what the engine has of its state stays there."""
+    if type(optimizer).__module__ != __name__:
+        name = type(optimizer).__name__
+        text = (
+            f"the optimizer's class became {name} while it was managed: set it again after close()"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
     rest = optimizer._gm_state.rest()
     del optimizer._gm_engine, optimizer._gm_state
-    _swap_class(optimizer, type(optimizer).__mro__[2])
+    _swap_class(optimizer, _plain_class(optimizer))
     optimizer.state = defaultdict(dict, rest)
 
 

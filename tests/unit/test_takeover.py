@@ -7,6 +7,7 @@ given back when the engine is dropped, closed or forgotten at interpreter exit.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -476,6 +477,96 @@ def test_a_step_from_before_manage_is_refused(kind: Any) -> None:
         assert_same_bits(value, before[name], name)
     optimizer.step()
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["step", "zero_grad"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_class_whose_step_or_zero_grad_somebody_has_replaced_is_refused(
+    name: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would do without it, in silence."""
+    model = start(CASE.build, Recipe())
+    optimizer = torch.optim.AdamW(model.parameters())
+    own = getattr(torch.optim.AdamW, name)
+    engine = gs.manage(model, optimizer, device="cpu") if is_late else None
+    CASE.loss(model, CASE.batch(0)).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, name, functools.wraps(own)(lambda *args: own(*args)))
+        with pytest.raises(gs.GeminiError, match=rf"{name} is a function of test_takeover"):
+            optimizer.step() if is_late else gs.manage(model, optimizer, device="cpu")
+    engine = engine or gs.manage(model, optimizer, device="cpu")
+    optimizer.step()
+    engine.close()
+
+
+def test_methods_that_were_taken_while_managed_work_after_close() -> None:
+    seen = []
+    model = start(CASE.build, Recipe())
+    optimizer = gs.HybridAdam(model.parameters())
+    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(1))
+    engine = gs.manage(model, optimizer, device="cpu")
+    step, zero_grad, clip = optimizer.step, optimizer.zero_grad, optimizer.clip_grad_norm_
+    save, load, add = optimizer.state_dict, optimizer.load_state_dict, optimizer.add_param_group
+    names = {
+        "__init__": lambda self: None,
+        "__getattr__": lambda self, key: getattr(optimizer, key),
+    }
+    wrapper = type("Wrapper", (type(optimizer),), names)()  # as Lightning's
+    engine.close()
+    CASE.loss(model, CASE.batch(0)).backward()
+    assert clip(0.5) > 0
+    step()
+    assert seen == [1]
+    for clear in (zero_grad, wrapper.zero_grad):
+        CASE.loss(model, CASE.batch(0)).backward()
+        clear()
+        assert all(p.grad is None for p in model.parameters())
+    load(save())
+    add({"params": [optimizer.param_groups[0]["params"].pop()]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_class_that_the_user_has_put_over_the_optimizers_steps_and_is_told_of_at_close() -> None:
+    seen = []
+    run = managed(CASE.build, Recipe())
+    kind = type(run.optimizer)
+    names = {"step": lambda self, closure=None: seen.append(1) or kind.step(self, closure)}
+    run.optimizer.__class__ = type("Counting", (kind,), names)
+    drive(run, CASE, 2)
+    with pytest.warns(RuntimeWarning, match="class became Counting"):
+        run.engine.close()
+    assert seen == [1, 1] and type(run.optimizer) is gs.HybridAdam
+
+
+def test_a_clip_whose_step_has_not_come_is_refused_at_manage() -> None:
+    """The engine would step unclipped."""
+    model = start(CASE.build, Recipe())
+    optimizer = gs.HybridAdam(model.parameters())
+    CASE.loss(model, CASE.batch(0)).backward()
+    optimizer.clip_grad_norm_(1e-3)
+    with pytest.raises(gs.GeminiError, match="clipped gradients that its step has not used"):
+        gs.manage(model, optimizer, device="cpu")
+    optimizer.step()
+    gs.manage(model, optimizer, device="cpu").close()
+
+
+def test_a_parameter_that_is_in_the_groups_twice_is_refused_by_name() -> None:
+    run = managed(CASE.build, Recipe())
+    group = run.optimizer.param_groups[0]
+    group["params"].append(group["params"][0])
+    CASE.loss(run, CASE.batch(0)).backward()
+    name = next(iter(dict(run.model.named_parameters())))
+    with pytest.raises(gs.GeminiError, match=f"{name} is in them twice"):
+        run.engine.clip_grad_norm_(1.0)
+    group["params"].pop()
+    run.optimizer.step()
+    run.engine.close()
+
+
+def test_a_closure_that_closes_the_engine_is_told_so() -> None:
+    run = managed(CASE.build, Recipe())
+    with pytest.raises(gs.GeminiError, match="this engine is closed"):
+        run.optimizer.step(run.engine.close)
 
 
 def test_closure_result_is_returned() -> None:
