@@ -154,6 +154,7 @@ class _Entry(NamedTuple):
 _homes: dict[int, _Entry] = {}  # by the storage's address
 _n_live = 0  # of them, when last counted
 _heavy: set[int] = set()  # addresses of homes with memory of their own
+_n_heavy = 0  # of them, when last swept
 # Of the open engines: doors ask `net.find` which slot's bytes a plain tensor shows.
 nets: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -175,7 +176,8 @@ def tensor(
     `home` must not keep its engine; the strides are dense. is_gated: it is to be a parameter's data.
     """
     global _n_live
-    sweep()
+    if 8 * (len(_heavy) - _n_heavy) >= _n_heavy:  # not at each of many: a sweep looks at all
+        sweep()
     if len(_homes) > 2 * _n_live + 16:  # now and then
         drop_unused()
         _n_live = len(_homes)
@@ -246,7 +248,9 @@ def drop_unused() -> None:
 
 def sweep() -> None:
     """The same for those with memory: state dicts are as large as the model."""
+    global _n_heavy
     _drop(list(_heavy))
+    _n_heavy = len(_heavy)
 
 
 def _drop(addresses: list[int]) -> None:
