@@ -193,6 +193,7 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
     """The arguments of manage() as numbers, with the rates of this machine; binds this process to its share of it."""
     device = _find_device(given["device"])
     is_cuda = device.type == "cuda"
+    _C.isa_name()  # GEMINI_ISA is refused here, and not by the first update
     places = ranks.gather_here("place on the host", place(pci_bus_id(device)))
     share = share_of_host(places, ranks.local_rank, threads=given["threads"], has_gpu=is_cuda)
     share.use()

@@ -156,12 +156,18 @@ def test_no_cuda() -> None:
 
 
 @pytest.mark.parametrize("isa", ["sse9", "AVX-1024"])
-def test_unknown_instruction_set(isa: str, tmp_path: Path) -> None:
-    """GEMINI_ISA forces one implementation; a wrong or missing one is named, not ignored."""
+@pytest.mark.parametrize("last", ["gs.HybridAdam([p]).step()", 'gs.manage(model, device="cpu")'])
+def test_unknown_instruction_set(isa: str, last: str, tmp_path: Path) -> None:
+    """GEMINI_ISA forces one implementation; a wrong or missing one is named, not ignored.
+
+    By manage() also where nothing is measured, as rates are kept or given.
+    """
     code = (
-        "import torch, gemini_strategy as gs\n"
+        "import os, torch, gemini_strategy as gs\n"
+        "os.environ['GEMINI_RATES'] = 'h2d=1e9'\n"
+        "model = torch.nn.Linear(3, 1)\n"
         "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
-        "gs.HybridAdam([p]).step()\n"
+        f"{last}\n"
     )
     (tmp_path / "step.py").write_text(code)
     done = scripts.run(tmp_path, ["step.py"], GEMINI_ISA=isa)

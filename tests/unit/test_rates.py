@@ -197,6 +197,9 @@ def test_given_figures(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("d2h", "d2h_beside", "host_adam", "host_adam_beside", "device_adam"):
         assert given[name] == rates.REFERENCE[name]
     assert given.keys() == rates.REFERENCE.keys()
+    everything = ",".join(f"{name}={1e10 / 3:.30f}" for name in rates.REFERENCE)
+    monkeypatch.setenv("GEMINI_RATES", everything)  # longer than a file's name may be
+    assert set(rates.machine_rates(0).values()) == {1e10 / 3}
     assert machine.calls == []
     assert not machine.cache.exists()
 
@@ -219,6 +222,7 @@ def test_given_file(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("wish", "words"),
     [
         ("nowhere.json", "no file has that name"),
+        ("n" * 300, "no file has that name"),
         ("h2h=1", "'h2h' is no rate; they are h2d, d2h"),
         ("h2d=0", "h2d is '0'; it must be a positive number"),
         ("h2d=-5e9", "must be a positive number"),
