@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -166,6 +167,8 @@ def manage(
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_management("manage", given)
+        if absent.nets:
+            gc.collect()  # a model that nobody has any more is a cycle with its engine, and keeps its homes
         settings = _settings(given, ranks)
         scaler = LossScaler(**{name: given[name] for name in LOSS_SCALING})
         settings = common_settings(settings, scaler, ranks)

@@ -794,6 +794,22 @@ def test_failed_manage_gives_everything_back() -> None:
     assert after[0] <= before[0] and after[2] <= before[2] and after[1] <= before[1] + 10
 
 
+def test_manage_frees_engines_that_nobody_has_any_more() -> None:
+    """Their homes would count as memory that the host does not have."""
+
+    def dropped() -> weakref.ref:
+        model = nn.Linear(4, 4)
+        return weakref.ref(gs.manage(model, device="cpu")._runtime)
+
+    gc.disable()
+    try:
+        runtime = dropped()
+        gs.manage(nn.Linear(4, 4), device="cpu").close()
+    finally:
+        gc.enable()
+    assert runtime() is None
+
+
 def test_weights_outlive_a_dropped_engine() -> None:
     """A model whose engine handle was dropped goes on: the model itself keeps the engine."""
     recipe = Recipe()
