@@ -289,6 +289,12 @@ class HybridAdam(torch.optim.Optimizer):
                     yield group_index, index, group, p
 
     def _check(self, name: str, p: Tensor) -> None:
+        slot = getattr(p, "_gm_slot", None)
+        if slot is not None and slot.has_low:
+            raise GeminiError(
+                f"{slot.name} is managed, and its engine has what its {p.dtype} values lack to be their master: step "
+                f"the optimizer that was given to manage(), and not this {type(self).__name__}"
+            )
         grad = p.grad
         if grad.layout is not torch.strided:
             raise TypeError(
@@ -504,6 +510,8 @@ class HybridAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; what weights lack to be their masters is that of the weights of now."""
+        if "_gm_engine" in vars(self):  # taken from it before manage()
+            return type(self).state_dict(self)
         result = super().state_dict()
         ordered = (p for group in self.param_groups for p in group["params"])
         for index, p in enumerate(ordered):
@@ -528,6 +536,9 @@ class HybridAdam(torch.optim.Optimizer):
             ValueError: groups or shapes do not fit, or a group asks for amsgrad or maximize. The
                 optimizer is then as it was.
         """
+        if "_gm_engine" in vars(self):  # taken from it before manage()
+            type(self).load_state_dict(self, state_dict)
+            return
         state, groups = self.state, self.param_groups
 
         def release(optimizer: torch.optim.Optimizer) -> None:

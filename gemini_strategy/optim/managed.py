@@ -169,6 +169,12 @@ class _Managed:
         self._gm_state.replace(states)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """torch's own load_state_dict ends here; it has rounded what it found to the parameters' dtypes."""
+        if any(slot.has_low for slot in self._gm_engine.slots):
+            raise GeminiError(
+                "optimizer.load_state_dict was taken from the optimizer before manage(), and would round its states to "
+                "16 bits: take it after manage()"
+            )
         super().__setstate__({k: v for k, v in state.items() if k != "state"})
         if "state" in state:
             self.state = state["state"]

@@ -499,6 +499,53 @@ def test_a_class_whose_step_or_zero_grad_somebody_has_replaced_is_refused(
     engine.close()
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_state_dicts_by_methods_from_before_manage(precision: str) -> None:
+    recipe = Recipe(precision=precision)
+    model = start(CASE.build, recipe)
+    optimizer = gs.HybridAdam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    save, load = optimizer.state_dict, optimizer.load_state_dict
+    reference = plain(CASE.build, recipe)
+    with gs.manage(model, optimizer, precision=precision, device="cpu") as engine:
+        run = Managed(engine, recipe)
+        for each, state_of in ((run, save), (reference, reference.optimizer.state_dict)):
+            drive(each, CASE, 2)
+            weights = copy.deepcopy(each.model.state_dict())
+            state = pickle.loads(pickle.dumps(state_of()))
+            drive(each, CASE, 2, first=2)
+            each.model.load_state_dict(weights)
+            (load if each is run else reference.optimizer.load_state_dict)(state)
+            drive(each, CASE, 2, first=4)
+        assert_same_outcome(run.outcome(), reference.outcome())
+
+
+def test_torch_s_load_state_dict_from_before_manage_rounds_and_is_refused() -> None:
+    model = CASE.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    load = optimizer.load_state_dict
+    with gs.manage(model, optimizer, precision="bf16-mixed", device="cpu") as engine:
+        drive(Managed(engine, Recipe(precision="bf16-mixed")), CASE, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(gs.GeminiError, match=r"load_state_dict was taken .* before manage"):
+            load(state)
+        for index, entry in optimizer.state_dict()["state"].items():
+            assert_same_bits(entry["exp_avg"], state["state"][index]["exp_avg"])
+
+
+def test_another_optimizer_of_ours_on_managed_16_bit_weights_is_refused() -> None:
+    """It would not know their masters."""
+    run = managed(CASE.build, Recipe(precision="bf16-mixed"))
+    other = gs.HybridAdam(run.model.parameters())
+    drive(run, CASE, 2)
+    before = run.outcome()
+    run.backward(CASE.loss(run, CASE.batch(2)))
+    with pytest.raises(gs.GeminiError, match=r"stem\.weight is managed.* not this HybridAdam"):
+        other.step()
+    run.engine.zero_grad()
+    assert_same_outcome(run.outcome(), before)
+    run.engine.close()
+
+
 def test_methods_that_were_taken_while_managed_work_after_close() -> None:
     seen = []
     model = start(CASE.build, Recipe())
