@@ -26,6 +26,7 @@ from gemini_strategy.huggingface.folders import save_into
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_arguments
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.optim.managed import who_needs_gradients
 
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.
 _KNOWN = ("transformers", "trl", "gemini_strategy")
@@ -101,6 +102,8 @@ class TrainerMethods:
         if self.args.auto_find_batch_size:
             return "auto_find_batch_size goes on after an error"
         for name in _AROUND_BACKWARD:
+            if name in vars(self):
+                return f"{name} was replaced"
             for kind in type(self).__mro__:
                 if name in vars(kind) and kind.__module__.partition(".")[0] not in _KNOWN:
                     return f"{kind.__name__} has its own {name}"
@@ -108,11 +111,10 @@ class TrainerMethods:
             for name in _CALLBACKS:
                 if getattr(type(callback), name) is not getattr(TrainerCallback, name):
                     return f"the callback {type(callback).__name__} has {name}"
-        optimizer = self.accelerator._optimizers[0] if self.accelerator._optimizers else None
-        plain = getattr(optimizer, "optimizer", optimizer)
-        if plain is None or plain._optimizer_step_pre_hooks or plain._optimizer_step_post_hooks:
-            return "the optimizer has hooks"
-        return None
+        engine = self._engine()
+        if engine is None or engine.optimizer is None:
+            return "nothing is trained"
+        return who_needs_gradients(engine._runtime)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """No: and no gradient is read to see that."""

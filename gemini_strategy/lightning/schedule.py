@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim.managed import who_needs_gradients
 
 UPDATE_SCHEDULES = ("auto", "deferred")
 
@@ -99,7 +100,10 @@ class StepSchedule:
         for hook in _MODULE_HOOKS:
             if _is_changed(module, self._home.LightningModule, hook):
                 return f"{type(module).__name__} has its own {hook}"
-        return _because_of(trainer.callbacks, self._home.callbacks)
+        if trainer.optimizers[0] is not engine.optimizer:
+            return "the Trainer was given another optimizer"
+        because = _because_of(trainer.callbacks, self._home.callbacks)
+        return because or who_needs_gradients(engine._runtime)
 
 
 def _because_of(callbacks: Any, known: ModuleType) -> str | None:

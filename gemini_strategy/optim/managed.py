@@ -253,12 +253,31 @@ def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
         )
 
 
+def _is_wrapped(optimizer: torch.optim.Optimizer, step: Any) -> bool:
+    """Whether the instance has a step that is not an LR scheduler's around the class's `step`."""
+    own = optimizer.__dict__.get("step")
+    return own is not None and getattr(own, "__wrapped__", None) is not step
+
+
+def who_needs_gradients(engine: Runtime) -> str | None:
+    """Of what the user has put on the optimizer and the parameters: what may need gradients until their step."""
+    optimizer: Any = engine.optimizer
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has hooks"
+    if _is_wrapped(optimizer, type(optimizer).step):
+        return "the optimizer's step is wrapped"
+    for slot in engine.slots:  # one hook is the engine's
+        if slot.has_grad_home and len(slot.parameter._post_accumulate_grad_hooks) > 1:
+            return f"{slot.name} has a hook that gets its gradient"
+    return None
+
+
 def _rewrap_step(optimizer: torch.optim.Optimizer, before: Any) -> None:
     """An LR scheduler made earlier has wrapped the old class's step in the instance: wrap the new one.
 
     The wrapper tells schedulers that a step was taken (their order check), like torch's own. One of the user's stays.
     """
-    if getattr(optimizer.__dict__.get("step"), "__wrapped__", None) is not before:
+    if "step" not in optimizer.__dict__ or _is_wrapped(optimizer, before):
         return
     del optimizer.__dict__["step"]
     reference = weakref.ref(optimizer)

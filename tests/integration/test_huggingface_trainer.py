@@ -137,6 +137,43 @@ def test_updates_wait_where_somebody_may_want_gradients(tmp_path: Path) -> None:
     assert_same(masters(trainer), masters(own))
 
 
+@pytest.mark.parametrize("how", ["wrapped", "replaced", "has a hook"])
+def test_updates_wait_for_what_is_put_on_the_optimizer_the_trainer_or_a_parameter(
+    how: str, tmp_path: Path
+) -> None:
+    def halve(*parameters: torch.Tensor) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    class Puts(TrainerCallback):
+        trainer: Any
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            trainer, model = self.trainer, self.trainer.model
+            optimizer = trainer.optimizer.optimizer
+            step, train = optimizer.step, trainer.training_step
+            if state.global_step != 2:
+                pass
+            elif how == "wrapped":
+                optimizer.step = lambda *args: (halve(*model.parameters()), step(*args))[1]
+            elif how == "replaced":
+                trainer.training_step = lambda *args: (train(*args), halve(*model.parameters()))[0]
+            else:
+                model.lm_head.weight.register_post_accumulate_grad_hook(halve)
+
+    both = []
+    for kind in (GeminiTrainer, ReferenceTrainer):
+        callback = Puts()
+        folder = tmp_path / kind.__name__
+        given = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "callbacks": [callback]}
+        callback.trainer = trainer = make(folder, kind=kind, **given)
+        trainer.train()
+        both.append(masters(trainer))
+        assert kind is ReferenceTrainer or how in trainer._why_deferred()
+    assert_same(*both)
+
+
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16"])
 def test_resume_is_the_uninterrupted_run(precision: str, tmp_path: Path) -> None:
     whole = make(tmp_path / "a", precision, save_strategy="steps", save_steps=2)

@@ -21,6 +21,7 @@ from lightning_case import (
     module_class,
     same,
     same_training,
+    unwrapped,
 )
 
 WIDE = {"width": 512}  # more than the budget holds
@@ -439,6 +440,70 @@ def test_reading_gradients_from_the_first_step_on_defers(
     assert trainer.strategy.deferred_because == "a gradient was read after its step"
     assert len(seen[False]) == len(seen[True]) == -(-11 // accumulate)
     same(seen[False], seen[True])
+
+
+def _halve(*parameters: torch.Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def _hook_step(module: Any, optimizer: Any) -> str:
+    optimizer.register_step_post_hook(lambda *args: _halve(*module.parameters()))
+    return "the optimizer has hooks"
+
+
+def _wrap_step(module: Any, optimizer: Any) -> str:
+    plain = optimizer.step
+
+    def step(closure: Any) -> Any:
+        loss = closure()
+        _halve(*module.parameters())
+        plain()
+        return loss
+
+    optimizer.step = step
+    return "the optimizer's step is wrapped"
+
+
+def _hook_gradient(module: Any, optimizer: Any) -> str:
+    module.body[1].weight.register_post_accumulate_grad_hook(_halve)
+    return "body.1.weight has a hook that gets its gradient"
+
+
+@pytest.mark.parametrize("act", [_hook_step, _wrap_step, _hook_gradient])
+def test_what_is_put_on_the_optimizer_or_a_parameter_defers(act: Any, said: list[int]) -> None:
+    why = []
+
+    class Puts(load_tree("lightning").Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == 5:
+                why.append(act(module, unwrapped(trainer.optimizers[0])))
+
+    trainer, _ = compare("lightning", callbacks=[Puts()])
+    assert len(said) == 5 and trainer.strategy.deferred_because == why[0]
+
+
+def test_a_scheduler_does_not_defer(said: list[int]) -> None:
+    ours = build(plain_class("lightning"), schedule="onecycle")
+    trainer = fit("lightning", ours, strategy("lightning"))
+    assert len(said) == 11 and trainer.strategy.deferred_because is None
+
+
+def test_another_optimizer_defers(said: list[int]) -> None:
+    """Weights in fp32 are trained by any."""
+
+    class Swaps(load_tree("lightning").Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            trainer.optimizers = [gs.HybridAdam(parameters, lr=1e-3)]
+
+    ours, theirs = (build(plain_class("lightning"), reference=r) for r in (False, True))
+    trainer = fit("lightning", ours, strategy("lightning"), callbacks=[Swaps()])
+    fit_reference("lightning", theirs, callbacks=[Swaps()])
+    assert not said and "another optimizer" in trainer.strategy.deferred_because
+    same(ours.losses, theirs.losses)
+    same(trainer.strategy.lightning_module_state_dict(), theirs.state_dict())
 
 
 def test_the_batch_size_finder_may_fail_in_backward(tmp_path: Any, said: list[int]) -> None:
