@@ -124,6 +124,9 @@ set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg
 # Of a function: its calls are not traced. torch.compiler.disable does the same, and imports the compiler at once.
 untraced = _private("torch._disable_dynamo")
 
+optimizers_pre_hooks: Any = _private("torch.optim.optimizer._global_optimizer_pre_hooks")
+optimizers_post_hooks: Any = _private("torch.optim.optimizer._global_optimizer_post_hooks")
+
 # ---- files ----
 
 FakeTensor: Any = _private("torch._subclasses.fake_tensor.FakeTensor")

@@ -25,8 +25,8 @@ from gemini_strategy.huggingface.accelerator import adopt
 from gemini_strategy.huggingface.folders import save_into
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_arguments
+from gemini_strategy.optim.managed import is_wrapped, who_needs_gradients
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
-from gemini_strategy.optim.managed import who_needs_gradients
 
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.
 _KNOWN = ("transformers", "trl", "gemini_strategy")
@@ -114,6 +114,8 @@ class TrainerMethods:
         engine = self._engine()
         if engine is None or engine.optimizer is None:
             return "nothing is trained"
+        if is_wrapped(self.optimizer, type(self.optimizer).step):
+            return "the optimizer's step is wrapped"
         return who_needs_gradients(engine._runtime)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:

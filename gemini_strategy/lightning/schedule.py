@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim.managed import who_needs_gradients
+from gemini_strategy.optim.managed import is_wrapped, who_needs_gradients
 
 UPDATE_SCHEDULES = ("auto", "deferred")
 
@@ -102,6 +102,8 @@ class StepSchedule:
                 return f"{type(module).__name__} has its own {hook}"
         if trainer.optimizers[0] is not engine.optimizer:
             return "the Trainer was given another optimizer"
+        if any(is_wrapped(each, type(each).step) for each in self._lightning_optimizers):
+            return "the step of a LightningOptimizer is wrapped"
         because = _because_of(trainer.callbacks, self._home.callbacks)
         return because or who_needs_gradients(engine._runtime)
 

@@ -193,6 +193,8 @@ def choose_segments(events: list[Event]) -> list[int]:
         return []
     search, unit = _Search(events), peak / _PARTS
     coarse = search.first(unit, range(_PARTS, min(2 * _PARTS, math.ceil(limit / unit))))
+    if not coarse:
+        return []
     total = round(sum(coarse) / unit)
     finer = range((total - 1) * _FINER + 1, total * _FINER)
     return min((coarse, search.first(unit / _FINER, finer) or coarse), key=sum)

@@ -253,10 +253,11 @@ def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
         )
 
 
-def _is_wrapped(optimizer: torch.optim.Optimizer, step: Any) -> bool:
+def is_wrapped(optimizer: torch.optim.Optimizer, step: Any) -> bool:
     """Whether the instance has a step that is not an LR scheduler's around the class's `step`."""
     own = optimizer.__dict__.get("step")
-    return own is not None and getattr(own, "__wrapped__", None) is not step
+    is_schedulers = getattr(own, "_wrapped_by_lr_sched", False)
+    return own is not None and not (is_schedulers and getattr(own, "__wrapped__", None) is step)
 
 
 def who_needs_gradients(engine: Runtime) -> str | None:
@@ -264,7 +265,10 @@ def who_needs_gradients(engine: Runtime) -> str | None:
     optimizer: Any = engine.optimizer
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has hooks"
-    if _is_wrapped(optimizer, type(optimizer).step):
+    for hook in (*_torch.optimizers_pre_hooks.values(), *_torch.optimizers_post_hooks.values()):
+        if not str(getattr(hook, "__module__", None)).startswith("torch."):  # its profilers'
+            return "all optimizers have hooks"
+    if is_wrapped(optimizer, type(optimizer).step):
         return "the optimizer's step is wrapped"
     for slot in engine.slots:  # one hook is the engine's
         if slot.has_grad_home and len(slot.parameter._post_accumulate_grad_hooks) > 1:
@@ -277,7 +281,7 @@ def _rewrap_step(optimizer: torch.optim.Optimizer, before: Any) -> None:
 
     The wrapper tells schedulers that a step was taken (their order check), like torch's own. One of the user's stays.
     """
-    if "step" not in optimizer.__dict__ or _is_wrapped(optimizer, before):
+    if "step" not in optimizer.__dict__ or is_wrapped(optimizer, before):
         return
     del optimizer.__dict__["step"]
     reference = weakref.ref(optimizer)
@@ -413,16 +417,17 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:
     """Gives the optimizer its class back; what the engine has of its state stays there."""
-    if type(optimizer).__module__ != __name__:
-        name = type(optimizer).__name__
-        text = (
-            f"the optimizer's class became {name} while it was managed: set it again after close()"
-        )
-        warnings.warn(text, RuntimeWarning, stacklevel=6)
+    kind = type(optimizer)
     rest = optimizer._gm_state.rest()
     del optimizer._gm_engine, optimizer._gm_state
     _swap_class(optimizer, _plain_class(optimizer))
     optimizer.state = defaultdict(dict, rest)
+    if kind.__module__ != __name__:
+        name = kind.__name__
+        text = (
+            f"the optimizer's class became {name} while it was managed: set it again after close()"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
 
 
 def state_dict(

@@ -176,7 +176,7 @@ def tensor(
     `home` must not keep its engine; the strides are dense. is_gated: it is to be a parameter's data.
     """
     global _n_live
-    if 8 * (len(_heavy) - _n_heavy) >= _n_heavy:  # not at each of many: a sweep looks at all
+    if 8 * (len(_heavy) - _n_heavy) >= _n_heavy:  # an eighth more: a sweep looks at all
         sweep()
     if len(_homes) > 2 * _n_live + 16:  # now and then
         drop_unused()
@@ -248,18 +248,18 @@ def drop_unused() -> None:
 
 def sweep() -> None:
     """The same for those with memory: state dicts are as large as the model."""
-    global _n_heavy
     _drop(list(_heavy))
-    _n_heavy = len(_heavy)
 
 
 def _drop(addresses: list[int]) -> None:
+    global _n_heavy
     # Threads and finalizers may come in anywhere: what `entries` has keeps its address until the end.
     entries = [(a, _homes.get(a)) for a in addresses]
     for address, entry in entries:
         if entry is not None and entry.n_users <= 0:
             _homes.pop(address, None)
             _heavy.discard(address)
+    _n_heavy = len(_heavy)
 
 
 def _home_at(address: int) -> Home:

@@ -182,6 +182,7 @@ class Ranks:
         members = self.shard.members
         if len(members) == 1 or (root is not None and root not in members):
             return
+        _check_on_host(values, what)
         with self._whole(what):
             spans = self._spans(values, first, n, what, members)
             end = 0
@@ -208,6 +209,7 @@ class Ranks:
         if self.size == 1:
             return
         everyone = range(self.size)
+        _check_on_host(values, what)
         with self._whole(what):
             spans = self._spans(values, first, n, what, everyone)
             pieces = {r: _piece(values, *spans[r]) for r in everyone if r}
@@ -219,8 +221,6 @@ class Ranks:
     def _spans(
         self, values: torch.Tensor, first: int, n: int, what: str, members: Sequence[int]
     ) -> list[tuple[int, int]]:
-        if values.device.type != "cpu" or not values.is_contiguous():
-            raise ValueError(f"{what}: a contiguous tensor on the CPU is wanted")
         told = self._tell(what, [values.numel(), str(values.dtype), first, n], members)
         kinds = [json.dumps(own[:2]) for own in told]
         if len(set(kinds)) > 1:
@@ -566,6 +566,11 @@ def _host() -> list[str]:
     except OSError:
         boot = ""
     return [socket.gethostname(), boot]
+
+
+def _check_on_host(values: torch.Tensor, what: str) -> None:
+    if values.device.type != "cpu" or not values.is_contiguous():
+        raise ValueError(f"{what}: a contiguous tensor on the CPU is wanted")
 
 
 def _piece(values: torch.Tensor, first: int, n: int) -> tuple[int, int]:

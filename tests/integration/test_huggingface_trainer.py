@@ -137,7 +137,7 @@ def test_updates_wait_where_somebody_may_want_gradients(tmp_path: Path) -> None:
     assert_same(masters(trainer), masters(own))
 
 
-@pytest.mark.parametrize("how", ["wrapped", "replaced", "has a hook"])
+@pytest.mark.parametrize("how", ["wrapped", "is wrapped", "replaced", "has a hook"])
 def test_updates_wait_for_what_is_put_on_the_optimizer_the_trainer_or_a_parameter(
     how: str, tmp_path: Path
 ) -> None:
@@ -151,11 +151,12 @@ def test_updates_wait_for_what_is_put_on_the_optimizer_the_trainer_or_a_paramete
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             trainer, model = self.trainer, self.trainer.model
-            optimizer = trainer.optimizer.optimizer
+            optimizer = trainer.optimizer  # accelerate's, with what it wraps in it
+            optimizer = optimizer if how == "is wrapped" else optimizer.optimizer
             step, train = optimizer.step, trainer.training_step
             if state.global_step != 2:
                 pass
-            elif how == "wrapped":
+            elif "wrapped" in how:
                 optimizer.step = lambda *args: (halve(*model.parameters()), step(*args))[1]
             elif how == "replaced":
                 trainer.training_step = lambda *args: (train(*args), halve(*model.parameters()))[0]

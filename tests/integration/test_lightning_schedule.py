@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gemini_strategy as gs
 from gemini_strategy.engine import Engine
@@ -466,12 +467,38 @@ def _wrap_step(module: Any, optimizer: Any) -> str:
     return "the optimizer's step is wrapped"
 
 
+def _wrap_lightnings_step(module: Any, optimizer: Any) -> str:
+    wrapper = module.optimizers()
+    plain = wrapper.step
+
+    def step(closure: Any) -> Any:
+        def halved() -> Any:
+            loss = closure()
+            _halve(*module.parameters())
+            return loss
+
+        return plain(closure=halved)
+
+    wrapper.step = step
+    return "the step of a LightningOptimizer is wrapped"
+
+
+def _hook_all_steps(module: Any, optimizer: Any) -> str:
+    HANDLES.append(register_optimizer_step_post_hook(lambda *args: _halve(*module.parameters())))
+    return "all optimizers have hooks"
+
+
 def _hook_gradient(module: Any, optimizer: Any) -> str:
     module.body[1].weight.register_post_accumulate_grad_hook(_halve)
     return "body.1.weight has a hook that gets its gradient"
 
 
-@pytest.mark.parametrize("act", [_hook_step, _wrap_step, _hook_gradient])
+HANDLES: list[Any] = []  # of hooks that would outlive their test
+
+
+@pytest.mark.parametrize(
+    "act", [_hook_step, _wrap_step, _wrap_lightnings_step, _hook_all_steps, _hook_gradient]
+)
 def test_what_is_put_on_the_optimizer_or_a_parameter_defers(act: Any, said: list[int]) -> None:
     why = []
 
@@ -480,7 +507,11 @@ def test_what_is_put_on_the_optimizer_or_a_parameter_defers(act: Any, said: list
             if index == 5:
                 why.append(act(module, unwrapped(trainer.optimizers[0])))
 
-    trainer, _ = compare("lightning", callbacks=[Puts()])
+    try:
+        trainer, _ = compare("lightning", callbacks=[Puts()])
+    finally:
+        while HANDLES:
+            HANDLES.pop().remove()
     assert len(said) == 5 and trainer.strategy.deferred_because == why[0]
 
 

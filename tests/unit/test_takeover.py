@@ -424,8 +424,9 @@ def _clamp(model: nn.Module) -> None:
             parameter.clamp_(-0.1, 0.1)
 
 
+@pytest.mark.parametrize("looks_like_torchs", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_that_the_user_has_wrapped_stays_wrapped(when: str) -> None:
+def test_a_step_that_the_user_has_wrapped_stays_wrapped(when: str, looks_like_torchs: bool) -> None:
     """Through manage() and close(), with a scheduler around it."""
     outcomes = []
     for is_managed in (False, True):
@@ -440,6 +441,8 @@ def test_a_step_that_the_user_has_wrapped_stays_wrapped(when: str) -> None:
             _clamp(model)
             return result
 
+        if looks_like_torchs:
+            step = functools.wraps(type(optimizer).step)(step)
         optimizer.step = step.__get__(optimizer)
         scheduler = lrs.StepLR(optimizer, 2, 0.5)
         if is_managed and not is_late:
@@ -661,7 +664,7 @@ def test_a_process_that_is_started_gets_an_ordinary_model(tmp_path: Path) -> Non
     args = run.model, run.optimizer, tmp_path / "seen"
     process = fork_context().Process(target=_store, args=args)
     process.start()
-    process.join(60.0)
+    process.join()
     assert process.exitcode == 0
     weights, moments = torch.load(tmp_path / "seen")
     for name, value in run.model.state_dict().items():
