@@ -123,7 +123,7 @@ def test_script(
 
 @pytest.mark.parametrize(("accelerator", "per_node", "places"), NODES)
 def test_two_nodes(accelerator: str, per_node: int, places: list[str], tmp_path: Path) -> None:
-    """Two agents of torchrun, which share no GPU; NCCL takes their host for two and goes through sockets."""
+    """Two agents of torchrun, which share no GPU; NCCL is told that their host is two."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     agents = []
