@@ -217,7 +217,7 @@ def give_back(
     """Every parameter ordinary, with these values and gradients, and nothing of the engine left behind."""
     for slot in values:
         slot.given.end()
-    engine.closed = True
+    engine.closed, engine.engine = True, None
     absent.nets.discard(getattr(engine, "net", None))
     for unit in reversed(engine.units):  # a module may be two, one around the other
         unit.remove()

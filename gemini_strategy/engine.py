@@ -60,6 +60,12 @@ class Engine(Uncopied):
         self.meter = runtime.meter
         runtime.engine = self
 
+    def __del__(self) -> None:
+        # A runtime and its slots, units and hooks refer to each other: without this, a closed and dropped model would
+        # keep its memory until Python next looks for cycles.
+        if self._runtime.closed:
+            self._runtime.forget()
+
     @property
     def closed(self) -> bool:
         """True after close()."""

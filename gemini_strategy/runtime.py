@@ -58,6 +58,9 @@ class Uncopied:
         raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
 
 
+_GONE = nn.Parameter(torch.empty(0))
+
+
 class Runtime(Uncopied, Reporting):
     """One model in its chunks, from manage() to close().
 
@@ -77,7 +80,8 @@ class Runtime(Uncopied, Reporting):
         The others are those of Engine, and what they are made of.
     """
 
-    engine: Any = None
+    engine: Any = None  # none when it is closed
+    closed = True
     half_done: str | None = None  # what a load or a step has begun and not ended
     saving: Any = None  # the checkpoint that is being written in the background
 
@@ -390,6 +394,12 @@ class Runtime(Uncopied, Reporting):
             self._clipped[slot] = factor
             slot.given.refresh("grad")
         self.choose_way()
+
+    def forget(self) -> None:
+        """Nobody can call it any more: of all it has, it keeps that it is closed. What outlives it asks for that."""
+        for slot in self.slots:
+            slot.parameter, slot.aliases = _GONE, []
+        vars(self).clear()
 
     def check_open(self) -> None:
         if self.closed:

@@ -111,6 +111,7 @@ class SavedTensorNet(_C.Net):
         self, tensor: torch.Tensor | None, slot: Slot | None, now: int, then: int
     ) -> None:
         if slot is not None:
+            slot.engine.check_open()
             raise RuntimeError(_MODIFIED.format(f"{slot.name} (parameter)"))
         assert tensor is not None
         kind = f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}"

@@ -688,6 +688,30 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize("keeps_loss", [False, True])
+def test_a_closed_model_that_is_dropped_frees_its_memory_at_once(keeps_loss: bool) -> None:
+    """Python looks for cycles when it likes; the next model may want the memory before."""
+    gc.collect()
+    gc.disable()
+    try:
+        run = managed(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), Recipe())
+        run(torch.ones(2, 8)).sum().backward()
+        run.optimizer.step()
+        loss = run(torch.ones(2, 8)).sum() if keeps_loss else None
+        run.engine.close()
+        memory = [weakref.ref(p.untyped_storage()) for p in run.model.parameters()]
+        dropped = [weakref.ref(run.model), weakref.ref(run.engine), weakref.ref(run.optimizer)]
+        del run
+        assert [each() for each in dropped] == [None] * 3
+        if loss is None:
+            assert [each() for each in memory] == [None] * 4
+        else:
+            with pytest.raises(gs.GeminiError, match="engine is closed"):
+                loss.backward()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_everything_is_given_back(how: str) -> None:
     def once() -> weakref.ref:
