@@ -16,7 +16,9 @@
  *   5. An agreement is three things in one stream: {hash, ~hash, number, ~number} to the device, their maximum over the
  *      ranks, and that back to the host.  Where the maximum of x is not the complement of the maximum of ~x the ranks
  *      differ, and every rank sees it.  Each has a slot of its own until its event is reached: streams may differ, so
- *      only the event says that a slot is free. */
+ *      only the event says that a slot is free.
+ *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing: a
+ *      collective waits for the one before it if that is on another stream. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -31,6 +33,7 @@
 #include <unistd.h>
 
 #include "comm/nccl_impl.h"
+#include "comm/peers.h"
 
 /* ---- the communicator ---- */
 
@@ -70,6 +73,8 @@ typedef struct nccl_comm {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     nccl_handle handle;
+    gm_peers *peers;           /* NULL: gathers are NCCL's */
+    CUstream last_stream;      /* of the newest flight */
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
     double progress_at;  /* when the oldest flight became the oldest */
@@ -158,9 +163,13 @@ static void finish_call(nccl_comm *c, nccl_result result, double seconds, const 
     }
 }
 
+/* NCCL waits for its kernels, and they for copies before them. */
 static void stop_now(nccl_comm *c)
 {
     if (c->handle) {
+        if (c->peers) {
+            gm_peers_release(c->peers);
+        }
         (void)c->nccl->stop(c->handle);
         c->handle = NULL;
     }
@@ -427,6 +436,27 @@ static nccl_result call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream st
     return n->all_reduce(base, base, call->count, NCCL_U64, NCCL_MAX, c->handle, stream);
 }
 
+/* The lock is held, the context current.  Invariant 6. */
+static gm_status follow(nccl_comm *c, CUstream stream)
+{
+    if (c->peers && c->n > 0 && stream != c->last_stream) {
+        CUevent newest = c->flights[(c->head + c->n - 1) % N_FLIGHTS].event;
+        GM_CU(c->cuda->cuStreamWaitEvent(stream, newest, 0));
+    }
+    c->last_stream = stream;
+    return GM_OK;
+}
+
+/* The lock is held, the context current. */
+static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
+{
+    if (call->kind == GM_COMM_ALL_GATHER && c->peers) {
+        return gm_peers_gather(c->peers, call->base, call->count, stream);
+    }
+    finish_call(c, call_nccl(c, call, stream), c->timeout, "issuing it", t);
+    return GM_OK;
+}
+
 /* The lock is held, and let go while the slot is waited for. */
 static agreement *next_agreement(nccl_comm *c, trouble *t)
 {
@@ -483,15 +513,13 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     if (!c->handle) { /* the watcher has just found a failure */
         t.is_there = true;
     } else if (call->kind == GM_COMM_AGREE) {
-        status = issue_agreement(c, call, cuda_stream, &t);
+        status = follow(c, cuda_stream);
+        status = status == GM_OK ? issue_agreement(c, call, cuda_stream, &t) : status;
     } else {
         look_at_agreements(c, &t);
-        if (!t.is_there) {
-            finish_call(c, call_nccl(c, call, cuda_stream), c->timeout, "issuing it", &t);
-        }
-        if (!t.is_there) {
-            status = track(c, call, cuda_stream);
-        }
+        status = t.is_there ? GM_OK : follow(c, cuda_stream);
+        status = t.is_there || status != GM_OK ? status : start(c, call, cuda_stream, &t);
+        status = t.is_there || status != GM_OK ? status : track(c, call, cuda_stream);
     }
     pthread_mutex_unlock(&c->lock);
     leave(c);
@@ -535,6 +563,7 @@ static void say_farewell(nccl_comm *c)
 static void nccl_free(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
+    bool is_orderly = !gm_comm_has_failed(comm);
     if (c->has_watcher) {
         pthread_mutex_lock(&c->lock);
         c->is_stopping = true;
@@ -552,6 +581,7 @@ static void nccl_free(gm_comm *comm)
                     (void)c->cuda->cuEventDestroy(c->flights[i].event);
                 }
             }
+            gm_peers_free(c->peers, is_orderly ? FAREWELL_SECONDS : 0);
             free_agreements(c);
             leave(c);
         }
@@ -571,6 +601,77 @@ static const gm_comm_ops nccl_ops = {
     .free = nccl_free,
 };
 
+/* The lock is held, the context current.  What was issued on the peers' stream is over, or there is trouble. */
+static gm_status await(nccl_comm *c, trouble *t)
+{
+    CUevent event = gm_peers_event(c->peers);
+    CUresult result = CUDA_ERROR_NOT_READY;
+    double end = gm_seconds() + c->timeout;
+    GM_CU(c->cuda->cuEventRecord(event, gm_peers_stream(c->peers)));
+    while (!t->is_there && result == CUDA_ERROR_NOT_READY) {
+        rest(100000);
+        result = c->cuda->cuEventQuery(event);
+        if (result == CUDA_ERROR_NOT_READY && gm_seconds() > end) {
+            t->is_there = true;
+            (void)snprintf(t->why, sizeof t->why, "meeting the other ranks took longer than %g s",
+                           c->timeout);
+        }
+    }
+    return t->is_there ? GM_OK : gm_cuda_check(result, "cuEventQuery");
+}
+
+/* The same, of a collective on `bytes` at `here`, which go there and come back. */
+static gm_status exchange(nccl_comm *c, gm_comm_call *call, void *here, size_t bytes, trouble *t)
+{
+    CUstream stream = gm_peers_stream(c->peers);
+    CUdeviceptr there = 0;
+    GM_CU(c->cuda->cuMemAlloc(&there, bytes));
+    call->base = (uintptr_t)there;
+    gm_status status =
+        gm_cuda_check(c->cuda->cuMemcpyHtoDAsync(there, here, bytes, stream), "cuMemcpyHtoDAsync");
+    if (status == GM_OK) {
+        finish_call(c, call_nccl(c, call, stream), c->timeout, "meeting the other ranks", t);
+        status = await(c, t);
+    }
+    if (status == GM_OK && !t->is_there) {
+        CUresult result = c->cuda->cuMemcpyDtoHAsync(here, there, bytes, stream);
+        result = result == CUDA_SUCCESS ? c->cuda->cuStreamSynchronize(stream) : result;
+        status = gm_cuda_check(result, "cuMemcpyDtoHAsync");
+    }
+    if (t->is_there) {
+        stop_now(c); /* and with it the kernel that has the memory */
+    }
+    (void)c->cuda->cuMemFree(there);
+    return status;
+}
+
+/* The same.  Gathers are copies if every rank can read all others' memory. */
+static gm_status meet_peers(nccl_comm *c, trouble *t)
+{
+    int size = c->base.size;
+    gm_peers_card cards[GM_PEERS_MOST];
+    gm_comm_call gather = {.kind = GM_COMM_ALL_GATHER, .count = sizeof *cards, .is_bytes = true};
+    gm_comm_call most = {.kind = GM_COMM_ALL_REDUCE, .count = 1, .dtype = GM_COMM_U64};
+    uint64_t is_missing = 1;
+    most.op = GM_COMM_MAX;
+    if (size < 2 || size > GM_PEERS_MOST) {
+        return GM_OK;
+    }
+    memset(cards, 0, sizeof cards);
+    GM_TRY(gm_peers_new(c->cuda, c->base.rank, size, &c->peers));
+    cards[c->base.rank] = gm_peers_card_of(c->peers);
+    GM_TRY(exchange(c, &gather, cards, (size_t)size * sizeof *cards, t));
+    is_missing = t->is_there || !gm_peers_open(c->peers, cards);
+    if (!t->is_there) {
+        GM_TRY(exchange(c, &most, &is_missing, sizeof is_missing, t));
+    }
+    if (is_missing) {
+        gm_peers_free(c->peers, 0);
+        c->peers = NULL;
+    }
+    return GM_OK;
+}
+
 static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
 {
     nccl_id id;
@@ -589,6 +690,7 @@ static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
     nccl_result result = c->nccl->init_rank(&c->handle, c->base.size, id, c->base.rank, &config);
     if (c->handle) {
         finish_call(c, result, c->timeout, "meeting the other ranks", &t);
+        status = t.is_there ? GM_OK : meet_peers(c, &t);
         if (t.is_there) {
             stop_now(c);
         }
@@ -599,7 +701,7 @@ static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
     leave(c);
     GM_FAIL_IF(t.is_there, GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
                c->base.size, t.why);
-    return GM_OK;
+    return status;
 }
 
 static void init_locks(nccl_comm *c)

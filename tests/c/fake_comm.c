@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "comm/comm.h"
+#include "comm/peers.h"
 #include "fake_nccl.h"
 
 static gm_fake *fake;
@@ -299,6 +300,108 @@ static void check_many_agreements(void)
     part(comm);
 }
 
+/* ---- gathers by copies: each rank is a thread ---- */
+
+enum { N_RANKS = 3, N_GATHERS = 8, MOST_BYTES = (33 << 20) + 7 };
+
+static pthread_barrier_t meeting;
+static gm_peers_card cards[N_RANKS];
+static gm_peers *all_peers[N_RANKS];
+static bool does_last_stay_away;
+
+/* What byte `at` of a rank's shard is: constant in a stretch, and stretches end where no slot does. */
+enum { STRETCH = 5 << 20 };
+
+static void check_gather(int rank, int number, size_t bytes, unsigned char *data)
+{
+    for (int is_over = 0; is_over < 2; is_over++) {
+        for (int r = is_over ? 0 : rank; r < (is_over ? N_RANKS : rank + 1); r++) {
+            for (size_t i = 0; i < bytes; i += STRETCH) {
+                unsigned char *at = data + (size_t)r * bytes + i;
+                size_t n = bytes - i < STRETCH ? bytes - i : STRETCH;
+                unsigned char value = (unsigned char)(31 * r + 7 * number + (int)(i / STRETCH));
+                if (!is_over) {
+                    memset(at, value, n);
+                }
+                CHECK(*at == value && memcmp(at, at + 1, n - 1) == 0);
+            }
+        }
+        if (!is_over) {
+            CHECK_OK(gm_peers_gather(all_peers[rank], (uintptr_t)data, bytes, NULL));
+        }
+    }
+}
+
+static void *be_rank(void *argument)
+{
+    static const size_t sizes[] = {1, MOST_BYTES, 4099, 512, 1, 32 << 20, MOST_BYTES, 9};
+    int rank = (int)(intptr_t)argument;
+    const gm_cuda_api *cuda;
+    CUcontext context;
+    CHECK_OK(gm_cuda(&cuda));
+    CHECK(cuda->cuCtxPushCurrent((CUcontext)fake) == CUDA_SUCCESS);
+    CHECK_OK(gm_peers_new(cuda, rank, N_RANKS, &all_peers[rank]));
+    cards[rank] = gm_peers_card_of(all_peers[rank]);
+    pthread_barrier_wait(&meeting);
+    CHECK(gm_peers_open(all_peers[rank], cards));
+    pthread_barrier_wait(&meeting);
+    unsigned char *data = malloc((size_t)N_RANKS * MOST_BYTES);
+    CHECK(data);
+    for (int i = 0; i < N_GATHERS; i++) {
+        check_gather(rank, i, sizes[i], data);
+    }
+    if (does_last_stay_away && rank < N_RANKS - 1) { /* another thread lets them go on */
+        CHECK_OK(gm_peers_gather(all_peers[rank], (uintptr_t)data, 77, NULL));
+    } else if (does_last_stay_away) {
+        usleep(100000);
+        for (int r = 0; r < N_RANKS; r++) {
+            gm_peers_release(all_peers[r]);
+        }
+    }
+    free(data);
+    pthread_barrier_wait(&meeting); /* memory that others look at has to live */
+    gm_peers_free(all_peers[rank], does_last_stay_away ? 0 : 5);
+    CHECK(cuda->cuCtxPopCurrent(&context) == CUDA_SUCCESS);
+    return NULL;
+}
+
+static void check_peers(bool stays_away)
+{
+    pthread_t threads[N_RANKS];
+    does_last_stay_away = stays_away;
+    CHECK(pthread_barrier_init(&meeting, NULL, N_RANKS) == 0);
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_create(&threads[r], NULL, be_rank, (void *)(intptr_t)r) == 0);
+    }
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_join(threads[r], NULL) == 0);
+    }
+    CHECK(pthread_barrier_destroy(&meeting) == 0);
+    CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
+}
+
+/* A rank elsewhere, or one that has nothing to show: nobody copies. */
+static void check_strangers(void)
+{
+    const gm_cuda_api *cuda;
+    gm_peers *peers;
+    CUcontext context;
+    CHECK_OK(gm_cuda(&cuda));
+    CHECK(cuda->cuCtxPushCurrent((CUcontext)fake) == CUDA_SUCCESS);
+    for (int change = 0; change < 3; change++) {
+        CHECK(change < 2 || setenv("NCCL_P2P_DISABLE", "1", 1) == 0);
+        CHECK_OK(gm_peers_new(cuda, 1, 2, &peers));
+        cards[0] = cards[1] = gm_peers_card_of(peers);
+        cards[0].host += change == 0;
+        cards[0].is_there = change == 1 ? 0 : cards[0].is_there;
+        CHECK(!gm_peers_open(peers, cards));
+        gm_peers_free(peers, 0);
+        CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
+    }
+    CHECK(unsetenv("NCCL_P2P_DISABLE") == 0);
+    CHECK(cuda->cuCtxPopCurrent(&context) == CUDA_SUCCESS);
+}
+
 int main(void)
 {
     alarm(120); /* a hang is a failure */
@@ -313,6 +416,9 @@ int main(void)
     check_issue();
     check_agreement();
     check_many_agreements();
+    check_peers(false);
+    check_peers(true);
+    check_strangers();
     puts("fake_comm: ok");
     return 0;
 }

@@ -2,6 +2,7 @@
  * shared object under both names, whose state the test finds as gm_fake_state. */
 #include "fake_nccl.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -81,6 +82,67 @@ CUresult cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream st
     (void)stream;
     fake->n_copies++;
     memcpy(dst, (const void *)(uintptr_t)src, bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
+{
+    (void)stream;
+    memcpy((void *)(uintptr_t)dst, (const void *)(uintptr_t)src, bytes);
+    return CUDA_SUCCESS;
+}
+
+/* Of words, which other threads may wait for. */
+CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream)
+{
+    (void)stream;
+    for (size_t i = 0; i < bytes; i += 4) {
+        __atomic_store_n((uint32_t *)(uintptr_t)(dst + i), value * 0x01010101u, __ATOMIC_RELEASE);
+    }
+    return CUDA_SUCCESS;
+}
+
+/* A stream that waits is a thread that waits: each rank is one. */
+CUresult cuStreamBatchMemOp(CUstream stream, unsigned n, CUstreamBatchMemOpParams *ops,
+                            unsigned flags)
+{
+    (void)stream;
+    CHECK(flags == 0 && n <= 256);
+    for (unsigned i = 0; i < n; i++) {
+        uint32_t *at = (uint32_t *)(uintptr_t)ops[i].writeValue.address;
+        uint32_t value = ops[i].writeValue.value;
+        if (ops[i].operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
+            CHECK(ops[i].writeValue.flags == CU_STREAM_WRITE_VALUE_DEFAULT);
+            __atomic_store_n(at, value, __ATOMIC_RELEASE);
+            continue;
+        }
+        CHECK(ops[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32);
+        CHECK(ops[i].waitValue.flags == CU_STREAM_WAIT_VALUE_GEQ);
+        while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - value) < 0) {
+            sched_yield();
+        }
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr data)
+{
+    memcpy(out, &data, sizeof data);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
+{
+    CHECK(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+    memcpy(out, &handle, sizeof *out);
+    fake->n_opened++;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcCloseMemHandle(CUdeviceptr data)
+{
+    CHECK(data);
+    fake->n_opened--;
     return CUDA_SUCCESS;
 }
 

@@ -19,7 +19,7 @@ typedef struct gm_fake {
     uint64_t other[4];
     /* seen */
     atomic_int n_live, n_aborted, n_destroyed; /* communicators */
-    atomic_int n_events, n_contexts, n_buffers, n_copies;
+    atomic_int n_events, n_contexts, n_buffers, n_copies, n_opened;
     uint64_t words[4]; /* the last maximum, before it is taken */
     const void *src;
     void *dst;

@@ -129,12 +129,19 @@ def test_bits(body: Callable[[int, int], None], size: int, tmp_path: Path) -> No
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def check_rank_that_goes(rank: int, size: int, how: str) -> tuple[float, str]:
+def check_rank_that_goes(rank: int, size: int, how: str, word: str) -> tuple[float, str]:
     device = here(rank)
     comm = communicator(device=device, timeout=SHORT)
-    x = torch.ones(MIB, device=device)
+    x = torch.ones(size * MIB, device=device)
+
+    def issue() -> None:
+        if word == "all_gather":
+            comm.all_gather(x.data_ptr(), 4 * MIB, current_stream())
+        else:
+            comm.all_reduce(x.data_ptr(), MIB, torch.float32, "sum", current_stream())
+
     for _ in range(3):
-        comm.all_reduce(x.data_ptr(), MIB, torch.float32, "sum", current_stream())
+        issue()
     torch.cuda.synchronize()
     if rank == size - 1 and size > 1:
         match how:
@@ -149,21 +156,23 @@ def check_rank_that_goes(rank: int, size: int, how: str) -> tuple[float, str]:
     with pytest.raises((gs.GeminiError, ValueError)) as raised:
         if size == 1:
             comm.close()
-        comm.all_reduce(x.data_ptr(), MIB, torch.float32, "sum", current_stream())
+        issue()
         torch.cuda.current_stream().synchronize()  # the watching thread makes it come back
         comm.check()
     comm.close()
     return time.monotonic() - began, str(raised.value)
 
 
+@pytest.mark.parametrize("word", ["all_reduce", "all_gather"])
 @pytest.mark.parametrize("how", ["killed", "stopped", "raised"])
-def test_rank_that_goes(how: str, tmp_path: Path) -> None:
+def test_rank_that_goes(how: str, word: str, tmp_path: Path) -> None:
     size = min(LARGEST, 3)
-    ended = run_ranks(size, tmp_path, check_rank_that_goes, how, timeout=200.0)
+    ended = run_ranks(size, tmp_path, check_rank_that_goes, how, word, timeout=200.0)
     for rank, (seconds, text) in enumerate(values(ended[: max(size - 1, 1)])):
         assert seconds < 4 * SHORT + 10
         if size > 1:
-            assert f"all_reduce number 4 of {4 * MIB} bytes" in text, text
+            shards = f"{size} x " if word == "all_gather" else ""
+            assert f"{word} number 4 of {shards}{4 * MIB} bytes" in text, text
             assert f"rank {rank} of {size}" in text, text
             silent = f"rank {size - 1} said nothing"
             assert ("KeyError: a parameter" if how == "raised" else silent) in text, text
@@ -317,15 +326,14 @@ def test_against_a_played_nccl(sanitize: str, tmp_path: Path) -> None:
     def compile_c(*words: str) -> None:
         subprocess.run(["cc", *flags, *words, "-ldl", "-lm"], cwd=ROOT, check=True)
 
+    flags.append(f"-fsanitize={sanitize}")
     library = tmp_path / "libnccl.so.2"
     compile_c("-shared", "-fPIC", *c_files("fake_nccl", "fake_driver"), "-o", str(library))
     (tmp_path / "libcuda.so.1").symlink_to(library)
-    core = [
-        f"csrc/{name}.c"
-        for name in ("base/base", "comm/comm", "comm/nccl", "comm/nccl_load", "device/cuda/driver")
-    ]
+    names = ("comm", "nccl", "nccl_load", "peers")
+    core = ["csrc/base/base.c", "csrc/device/cuda/driver.c", *(f"csrc/comm/{n}.c" for n in names)]
     program = tmp_path / "fake_comm"
-    compile_c(f"-fsanitize={sanitize}", *c_files("fake_comm"), *core, "-o", str(program))
+    compile_c(*c_files("fake_comm"), *core, "-o", str(program))
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run([program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "fake_comm: ok" in done.stdout, done.stdout + done.stderr

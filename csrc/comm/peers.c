@@ -1,0 +1,269 @@
+/* peers.c - each rank shows its shards in memory that the others read.
+ *
+ * A gather is made of rounds: a rank copies at most SLOT_BYTES of its own shard into a slot, says so to all others,
+ * waits until they have said so, reads their slots, and says that it has.  Words are said by writing the round's number
+ * into the other rank's memory, in the order of the stream; a stream waits on its own memory.
+ *
+ * Invariants
+ *   1. Round n uses slot n % N_SLOTS on every rank: all issue the same gathers in one order (comm.h).
+ *   2. A slot is written for round n only when every other rank has read round n - N_SLOTS; it is read for round n only
+ *      when its rank has written it for round n.  By 1 and the waits of round n + N_SLOTS nobody writes it meanwhile.
+ *   3. Numbers in flags begin at 1 and grow, but for a release, which is beyond all that are in use.  They are compared
+ *      as differences of 32 bits, so they may wrap.
+ *   4. A rank's flags are zero before another rank has its card. */
+#define _GNU_SOURCE /* nanosleep */
+#include "comm/comm_impl.h"
+
+#ifdef GM_WITH_CUDA
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "comm/peers.h"
+
+enum { N_SLOTS = 2 };
+static const size_t SLOT_BYTES = (size_t)32 << 20;
+static const size_t FLAG_BYTES = 128; /* apart: a line each */
+
+typedef enum word { WRITTEN, READ, N_WORDS } word;
+
+struct gm_peers {
+    const gm_cuda_api *cuda;
+    int rank, size;
+    CUdeviceptr
+        at[GM_PEERS_MOST]; /* slots, then flags: of each rank as it is seen here; 0: not open */
+    CUstream apart; /* of the highest priority: it shares no queue with a stream that waits */
+    CUevent event;
+    uint32_t n_rounds;
+};
+
+/* Where rank `from` says `what` to rank `to`. */
+static CUdeviceptr flag_of(const gm_peers *p, int to, word what, int from)
+{
+    size_t index = (size_t)what * (size_t)p->size + (size_t)from;
+    return p->at[to] + N_SLOTS * SLOT_BYTES + index * FLAG_BYTES;
+}
+
+static size_t flag_bytes(const gm_peers *p)
+{
+    return N_WORDS * (size_t)p->size * FLAG_BYTES;
+}
+
+/* ---- a gather ---- */
+
+typedef struct batch {
+    CUstreamBatchMemOpParams ops[2 * GM_PEERS_MOST]; /* the driver takes 256 */
+    unsigned n;
+} batch;
+
+static void say(const gm_peers *p, batch *b, word what, uint32_t number)
+{
+    for (int r = 0; r < p->size; r++) {
+        if (r != p->rank) {
+            CUstreamBatchMemOpParams *op = &b->ops[b->n++];
+            memset(op, 0, sizeof *op);
+            op->writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+            op->writeValue.address = flag_of(p, r, what, p->rank);
+            op->writeValue.value = number;
+            op->writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT; /* behind all writes before it */
+        }
+    }
+}
+
+static void hear(const gm_peers *p, batch *b, word what, uint32_t number)
+{
+    for (int r = 0; r < p->size; r++) {
+        if (r != p->rank) {
+            CUstreamBatchMemOpParams *op = &b->ops[b->n++];
+            memset(op, 0, sizeof *op);
+            op->waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+            op->waitValue.address = flag_of(p, p->rank, what, r);
+            op->waitValue.value = number;
+            op->waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+        }
+    }
+}
+
+static gm_status issue(const gm_peers *p, batch *b, CUstream stream)
+{
+    unsigned n = b->n;
+    b->n = 0;
+    if (n > 0) {
+        GM_CU(p->cuda->cuStreamBatchMemOp(stream, n, b->ops, 0));
+    }
+    return GM_OK;
+}
+
+/* One round: bytes [offset, offset + bytes) of every shard. */
+static gm_status gather_part(gm_peers *p, uintptr_t base, size_t shard_bytes, size_t offset,
+                             size_t bytes, CUstream stream)
+{
+    const gm_cuda_api *cuda = p->cuda;
+    uint32_t number = ++p->n_rounds;
+    size_t slot = number % N_SLOTS * SLOT_BYTES;
+    batch b = {.n = 0};
+    hear(p, &b, READ, number - N_SLOTS);
+    GM_TRY(issue(p, &b, stream));
+    GM_CU(cuda->cuMemcpyDtoDAsync(p->at[p->rank] + slot,
+                                  base + (size_t)p->rank * shard_bytes + offset, bytes, stream));
+    say(p, &b, WRITTEN, number);
+    hear(p, &b, WRITTEN, number);
+    GM_TRY(issue(p, &b, stream));
+    for (int i = 1; i < p->size; i++) { /* no two ranks read the same one at a time */
+        int r = (p->rank + i) % p->size;
+        GM_CU(cuda->cuMemcpyDtoDAsync(base + (size_t)r * shard_bytes + offset, p->at[r] + slot,
+                                      bytes, stream));
+    }
+    say(p, &b, READ, number);
+    return issue(p, &b, stream);
+}
+
+gm_status gm_peers_gather(gm_peers *p, uintptr_t base, size_t shard_bytes, CUstream stream)
+{
+    for (size_t offset = 0; offset < shard_bytes; offset += SLOT_BYTES) {
+        size_t left = shard_bytes - offset;
+        GM_TRY(gather_part(p, base, shard_bytes, offset, left < SLOT_BYTES ? left : SLOT_BYTES,
+                           stream));
+    }
+    return GM_OK;
+}
+
+/* ---- meeting ---- */
+
+/* The same on processes that run under one kernel, unless the user tells NCCL otherwise. */
+static uint64_t host_number(void)
+{
+    char id[256] = "";
+    const char *told = getenv("NCCL_HOSTID");
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (file) {
+        (void)!fgets(id, 64, file);
+        (void)fclose(file);
+    }
+    size_t n = strlen(id);
+    (void)snprintf(id + n, sizeof id - n, "%s", told ? told : "");
+    uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */
+    for (const char *c = id; *c; c++) {
+        hash = (hash ^ (unsigned char)*c) * 0x100000001b3;
+    }
+    return hash;
+}
+
+/* Unless the user knows of a machine where it does not work. */
+static bool is_wanted(void)
+{
+    const char *off = getenv("NCCL_P2P_DISABLE");
+    return !off || !*off || strcmp(off, "0") == 0;
+}
+
+gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out)
+{
+    gm_peers *p;
+    int least = 0, greatest = 0;
+    *out = NULL;
+    GM_ASSERT(size > 1 && size <= GM_PEERS_MOST);
+    GM_TRY(gm_new(&p, sizeof *p, "HOST: no %zu bytes for a communicator"));
+    *out = p;
+    p->cuda = cuda;
+    p->rank = rank;
+    p->size = size;
+    GM_CU(cuda->cuCtxGetStreamPriorityRange(&least, &greatest));
+    GM_CU(cuda->cuStreamCreateWithPriority(&p->apart, CU_STREAM_NON_BLOCKING, greatest));
+    GM_CU(cuda->cuEventCreate(&p->event, CU_EVENT_DISABLE_TIMING));
+    if (!is_wanted()) {
+        return GM_OK;
+    }
+    GM_CU(cuda->cuMemAlloc(&p->at[rank], N_SLOTS * SLOT_BYTES + flag_bytes(p)));
+    GM_CU(cuda->cuMemsetD8Async(flag_of(p, rank, WRITTEN, 0), 0, flag_bytes(p), p->apart));
+    GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 4 */
+    return GM_OK;
+}
+
+gm_peers_card gm_peers_card_of(gm_peers *p)
+{
+    gm_peers_card card;
+    memset(&card, 0, sizeof card);
+    card.host = host_number();
+    card.is_there = p->at[p->rank] != 0 &&
+                    p->cuda->cuIpcGetMemHandle(&card.handle, p->at[p->rank]) == CUDA_SUCCESS;
+    return card;
+}
+
+CUstream gm_peers_stream(const gm_peers *p)
+{
+    return p->apart;
+}
+
+CUevent gm_peers_event(const gm_peers *p)
+{
+    return p->event;
+}
+
+bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
+{
+    bool is_open = true;
+    for (int r = 0; r < p->size && is_open; r++) {
+        const gm_peers_card *card = &cards[r];
+        is_open = card->is_there == 1 && card->host == cards[p->rank].host;
+        if (is_open && r != p->rank) {
+            CUresult result = p->cuda->cuIpcOpenMemHandle(&p->at[r], card->handle,
+                                                          CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+            is_open = result == CUDA_SUCCESS;
+            p->at[r] = is_open ? p->at[r] : 0;
+        }
+    }
+    return is_open;
+}
+
+/* ---- the end ---- */
+
+void gm_peers_release(gm_peers *p)
+{
+    (void)p->cuda->cuMemsetD8Async(flag_of(p, p->rank, WRITTEN, 0), 0x7f, flag_bytes(p), p->apart);
+}
+
+/* Until every other rank has read the last round. */
+static void await_readers(gm_peers *p, double seconds)
+{
+    batch b = {.n = 0};
+    double end = gm_seconds() + seconds;
+    const struct timespec pause = {0, 200000};
+    hear(p, &b, READ, p->n_rounds);
+    if (issue(p, &b, p->apart) != GM_OK ||
+        p->cuda->cuEventRecord(p->event, p->apart) != CUDA_SUCCESS) {
+        return;
+    }
+    while (p->cuda->cuEventQuery(p->event) == CUDA_ERROR_NOT_READY && gm_seconds() < end) {
+        (void)nanosleep(&pause, NULL);
+    }
+    gm_peers_release(p); /* on a device that does not run them, waits would be in its way */
+}
+
+void gm_peers_free(gm_peers *p, double seconds)
+{
+    if (!p) {
+        return;
+    }
+    if (p->n_rounds > 0) {
+        await_readers(p, seconds);
+    }
+    for (int r = 0; r < p->size; r++) {
+        if (r != p->rank && p->at[r]) {
+            (void)p->cuda->cuIpcCloseMemHandle(p->at[r]);
+        }
+    }
+    if (p->at[p->rank]) {
+        (void)p->cuda->cuMemFree(p->at[p->rank]);
+    }
+    if (p->event) {
+        (void)p->cuda->cuEventDestroy(p->event);
+    }
+    if (p->apart) {
+        (void)p->cuda->cuStreamDestroy(p->apart);
+    }
+    free(p);
+}
+
+#endif

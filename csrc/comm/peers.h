@@ -1,0 +1,36 @@
+/* peers.h - all-gathers by copy engines, between GPUs of one host that reach each other's memory: no multiprocessor is
+ * taken from the model's kernels, which NCCL's take some twenty of.  Part of comm/nccl.c, under its lock. */
+#ifndef GM_COMM_PEERS_H
+#define GM_COMM_PEERS_H
+
+#include "device/cuda/driver.h"
+
+typedef struct gm_peers gm_peers;
+
+/* What a rank lets the others know; the same bytes on every rank once they are gathered. */
+typedef struct gm_peers_card {
+    CUipcMemHandle handle;
+    uint64_t host;     /* equal on ranks that share a host */
+    uint64_t is_there; /* whether this rank has memory for others to read */
+} gm_peers_card;
+
+enum { GM_PEERS_MOST = 64 }; /* ranks */
+
+/* The context of the rank's device is current in all of these. */
+/* size: 2 to GM_PEERS_MOST.  On failure, too, *out is to be freed. */
+gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out);
+gm_peers_card gm_peers_card_of(gm_peers *peers);
+/* A stream and an event for the meeting. */
+CUstream gm_peers_stream(const gm_peers *peers);
+CUevent gm_peers_event(const gm_peers *peers);
+/* cards: (size,).  Whether every other rank's memory can be read; to be used only if that is so on every rank. */
+bool gm_peers_open(gm_peers *peers, const gm_peers_card *cards);
+/* As gm_comm_all_gather.  Behind every gather before it, whatever their streams: the caller sees to that. */
+gm_status gm_peers_gather(gm_peers *peers, uintptr_t base, size_t shard_bytes, CUstream stream);
+/* After a failure: streams that wait for another rank go on, what they read is not to be believed. */
+void gm_peers_release(gm_peers *peers);
+/* Nothing of this rank is under way any more.  Waits until others have read what they were given, `seconds` at most.
+ * NULL is fine. */
+void gm_peers_free(gm_peers *peers, double seconds);
+
+#endif
