@@ -35,7 +35,7 @@ from torch import nn
 
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import detect_fake_mode, get_proxy_mode, tree_map
-from gemini_strategy.errors import GuardError
+from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot
 
@@ -139,7 +139,9 @@ class SavedTensorNet(_C.Net):
 class _TaskEnd(functools.partial[None]):
     """Called when a graph task has run its last node; an error ends it without, and then drops this."""
 
-    __del__ = functools.partial.__call__
+    def __del__(self) -> None:
+        with contextlib.suppress(GeminiError):  # the backward that it ended has raised it
+            self()
 
 
 def wants_marks() -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -520,18 +522,20 @@ class Experts(nn.Module):
 
 def check_experts(rank: int, size: int) -> None:
     """Another module on one rank: the rank, the unit and the collective are named, with a plan and without."""
-    for steps in (0, 4):
-        engine = manage(Experts())
+    unraised: list[str] = []
+    sys.unraisablehook = lambda what: unraised.append(f"{what.object}: {what.exc_value}")
+    for steps, is_sharded in ((0, True), (4, True), (0, False)):  # replicas meet in the backward
+        engine = manage(Experts(), enable_distributed_storage=is_sharded)
         for _ in range(steps):
             engine.backward(sum(engine.model(torch.ones(2, 40), choice) for choice in (0, 1)))
             engine.step()
             engine.zero_grad()
         with pytest.raises(gs.GeminiError) as found:
-            loss = engine.model(torch.ones(2, 40), int(rank == 1))
+            loss = engine.model(torch.ones(2, 40, requires_grad=True), int(rank == 1))
             engine.backward(loss)
             engine.step()
         text = str(found.value)
-        if steps == 0:
+        if steps == 0 and is_sharded:
             each = [
                 f"(gathering the weights of chunk {2 * i} (unit experts.{i}) after step 0)"
                 for i in (0, 1)
@@ -539,8 +543,11 @@ def check_experts(rank: int, size: int) -> None:
             said = f"ranks 0, 2 all_gather of 3 x 2560 bytes {each[0]}, rank 1 all_gather of 3 x 2560 bytes {each[1]}"
             assert f"the ranks differ from collective 1 on: {said}" in text, text
         assert "rank 1" in text and "unit experts." in text and "after step" in text, text
-        with pytest.warns(RuntimeWarning, match="part of the weights only"):
+        end = "part of the weights only" if is_sharded else "weights are of no single step"
+        with pytest.warns(RuntimeWarning, match=end):
             engine.close()
+    gc.collect()
+    assert not unraised, unraised  # beside the error nothing is printed
 
 
 def test_modules_that_differ(tmp_path: Path) -> None:
