@@ -47,6 +47,10 @@ static void take_exception(PyObject **cause, char *why, size_t why_bytes)
 {
     PyObject *error = gm_py_set_aside();
     PyObject *words = error ? PyObject_Str(error) : NULL;
+    if (words && PyObject_Size(words) == 0) { /* an interrupt has none */
+        Py_DECREF(words);
+        words = PyObject_Repr(error);
+    }
     PyObject *bytes = words ? PyUnicode_AsEncodedString(words, "utf-8", "replace") : NULL;
     const char *text = bytes ? PyBytes_AsString(bytes) : NULL;
     (void)snprintf(why, why_bytes, "%s", text && *text ? text : "the transport failed");

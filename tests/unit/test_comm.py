@@ -535,6 +535,8 @@ def test_exception_of_the_transport_is_the_cause() -> None:
     comm = _C.comm_host(interrupt, lambda: None, 0, 2)
     with pytest.raises(KeyboardInterrupt):
         comm.all_gather(x.data_ptr(), 64, 0)
+    with pytest.raises(gs.GeminiDeviceError, match="number 1.*KeyboardInterrupt"):  # and stands
+        comm.all_gather(x.data_ptr(), 64, 0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         _C.comm_host(refuse, lambda: None, 2, 2)
 
