@@ -290,6 +290,8 @@ class _Loading:
             whole = orders.ordered(self.manifest.whole_of(stored), slot.strides)
             field.fill(first, orders.flat(whole)[first : first + n])
             return
+        if n == 0:  # all the same what is gathered of its chunk is old, on all ranks alike
+            field.fill(first, torch.empty(0))
         for begin, values in self.manifest.read(stored, first, n):
             skip = max(first - begin, 0)
             field.fill(begin + skip, values[skip : first + n - begin])

@@ -115,6 +115,29 @@ def without_frozen_job(*args: Any) -> tuple[str, str]:
     return now, digest(engine)
 
 
+def small_chunk_job(rank: int, folder: str) -> None:
+    """Under a plan a chunk that no update changes stays gathered, until it is loaded: on all ranks alike."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model[1].requires_grad_(False)  # 544 bytes: ranks 2 and 3 have nothing of it
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    how: Any = {"precision": "bf16-true", "placement_policy": "cpu", "chunk_size": 4096}
+    engine = gs.manage(model, optimizer, device="cpu", timeout=60.0, **how)
+    for step in range(8):
+        engine.backward(model(torch.ones(2, 16)).float().square().mean())
+        engine.step()
+        engine.zero_grad()
+        if step == 4:
+            assert engine.stats()["planned"]
+            engine.save(folder)
+            engine.load(folder)
+    engine.close()
+
+
+def test_ranks_without_a_part_of_a_chunk_load_it_too(forks: Forks, tmp_path: Path) -> None:
+    run(forks, small_chunk_job, str(tmp_path / "saved"), ranks=4)
+
+
 @pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (2, 3)])
 def test_what_is_frozen_may_be_left_out(
     there: int, here: int, forks: Forks, tmp_path: Path
