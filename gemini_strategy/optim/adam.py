@@ -146,6 +146,19 @@ def _hold(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
     return {**state_dict, "state": held}
 
 
+class _Clip:
+    """What the next step clips by, and the versions of the gradients that this is for."""
+
+    def __init__(self) -> None:
+        self.set(1.0, ())
+
+    def set(self, factor: float, grads: Iterable[Tensor]) -> None:
+        self.factor = factor
+        self.seen: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        for grad in grads if factor != 1.0 else ():
+            self.seen[grad] = grad._version
+
+
 class HybridAdam(torch.optim.Optimizer):
     """Adam and AdamW on fp32 masters, for fp32, bf16 and fp16 parameters on CPU and CUDA.
 
@@ -173,10 +186,8 @@ class HybridAdam(torch.optim.Optimizer):
     """
 
     _device_types: tuple[str, ...] = ("cpu", "cuda")
-    # what the next step clips by, and the versions of the gradients that this is for:
-    # class attributes, so that copies and unpickled optimizers have them
-    _gm_clip_factor = 1.0
-    _gm_clipped: Mapping[Tensor, int] = {}
+    # changed in place: Lightning's wrappers run the methods of this class on themselves
+    _gm_clip: _Clip
     # by parameter, the rest in `state` and its version: another one was put there since
     _gm_lows: MutableMapping[Tensor, tuple[Tensor, int]]
 
@@ -198,7 +209,7 @@ class HybridAdam(torch.optim.Optimizer):
             "adamw_mode": adamw_mode,
             "bias_correction": bias_correction,
         }
-        self._gm_lows = WeakTensorKeyDictionary()
+        self._gm_lows, self._gm_clip = WeakTensorKeyDictionary(), _Clip()
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,7 +234,7 @@ class HybridAdam(torch.optim.Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
         if "_gm_lows" not in self.__dict__:  # a copy, or unpickled
-            self._gm_lows = WeakTensorKeyDictionary()
+            self._gm_lows, self._gm_clip = WeakTensorKeyDictionary(), _Clip()
             self._note_lows()
             for p, low in (kept or {}).items():
                 p._gm_low = low
@@ -388,7 +399,7 @@ class HybridAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        clip_factor = self._gm_clip_factor
+        clip_factor = self._gm_clip.factor
         self._check_clipped()
         work = []
         scalars: dict[tuple[int, int], bytes] = {}
@@ -403,18 +414,18 @@ class HybridAdam(torch.optim.Optimizer):
             self._update(p, packed)
             if clip_factor != 1.0:
                 p.grad.mul_(clip_factor)
-        self._gm_clip_factor, self._gm_clipped = 1.0, {}
+        self._gm_clip.set(1.0, ())
         return loss
 
     def _check_clipped(self) -> None:
         """The factor of a clip is for the gradients that it has seen, as they were then."""
-        if self._gm_clip_factor == 1.0:
+        if self._gm_clip.factor == 1.0:
             return
         for group_index, index, _, p in self._with_grads():
-            if self._gm_clipped.get(p.grad) != p.grad._version:
+            if self._gm_clip.seen.get(p.grad) != p.grad._version:
                 raise GeminiError(
                     f"the gradient of {self._name(group_index, index)} has come or was changed after "
-                    f"clip_grad_norm_(), whose factor {self._gm_clip_factor:.6g} this step would apply "
+                    f"clip_grad_norm_(), whose factor {self._gm_clip.factor:.6g} this step would apply "
                     "to it: clip once in a step, after its last backward and after all other changes "
                     "of gradients. The optimizer's zero_grad() drops gradients and factor"
                 )
@@ -455,7 +466,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a clip factor that no step has used is dropped with the gradients."""
-        self._gm_clip_factor, self._gm_clipped = 1.0, {}
+        self._gm_clip.set(1.0, ())
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -501,11 +512,7 @@ class HybridAdam(torch.optim.Optimizer):
                 f"the norm of the gradients is {norm}, so they cannot be clipped; look for what "
                 "made them non-finite, or pass error_if_nonfinite=False"
             )
-        self._gm_clip_factor = clip_coefficient(norm, float(max_norm))
-        self._gm_clipped = WeakTensorKeyDictionary()
-        if self._gm_clip_factor != 1.0:
-            for grad in grads:
-                self._gm_clipped[grad] = grad._version
+        self._gm_clip.set(clip_coefficient(norm, float(max_norm)), grads)
         return torch.tensor(norm, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:

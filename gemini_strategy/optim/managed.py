@@ -64,7 +64,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
         )
     _check_class(type(optimizer))
-    if getattr(optimizer, "_gm_clipped", None):
+    if isinstance(optimizer, HybridAdam) and optimizer._gm_clip.seen:
         raise GeminiError(
             "the optimizer has clipped gradients that its step has not used yet, and the engine would use them "
             "unclipped: call optimizer.step() or zero_grad() before manage()"

@@ -1,5 +1,8 @@
 # A fit with strategy="gemini" leaves the bits of the same fit without it.
 
+from types import MethodType
+from typing import Any
+
 import pytest
 import torch
 
@@ -136,6 +139,29 @@ def test_adam_is_taken_over() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_optimization(tree: str, precision: str) -> None:
     compare(tree, precision, module={"steps_are_manual": True})
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_clip_by_the_wrapper_of_the_optimizer(tree: str) -> None:
+    """Lightning's wrapper runs the methods of HybridAdam on itself, where only `step` goes to the optimizer."""
+    weights = []
+    for make_one, is_plain in ((make, False), (make, True), (make_reference, False)):
+
+        def step(module: Any, batch: Any, batch_idx: int, is_plain: bool = is_plain) -> None:
+            optimizer = module.optimizers()
+            loss = module.loss(batch) * (10.0 if batch_idx % 2 else 0.1)
+            module.manual_backward(loss)
+            (optimizer.optimizer if is_plain else optimizer).clip_grad_norm_(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        given = ("32-true",) if make_one is make_reference else ()
+        module = make_one(tree, *given, steps_are_manual=True)
+        module.training_step = MethodType(step, module)
+        (fit if make_one is make else fit_reference)(tree, module)
+        weights.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    for name, value in weights[0].items():
+        assert all(torch.equal(value, other[name]) for other in weights[1:]), name
 
 
 @pytest.mark.parametrize("hook", ["configure_model", "configure_sharded_model"])

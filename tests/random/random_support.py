@@ -217,7 +217,7 @@ class Plain:
         if not is_over:
             self.optimizer.step(grad_divisor=self.scaler.scale if self.scaler else 1.0)
         else:
-            self.optimizer._gm_clip_factor = 1.0
+            self.optimizer._gm_clip.set(1.0, ())
         if self.scaler is not None:
             self.scaler.update(is_over)
 
