@@ -294,8 +294,9 @@ def adopt(accelerator: Accelerator, plugin: GeminiPlugin | None) -> None:
     if not isinstance(accelerator, GeminiAccelerator):
         kind = type(accelerator)
         is_plain = kind is Accelerator
+        # Methods of the user's own class come first, and ours where these ask for accelerate's.
         accelerator.__class__ = (
-            GeminiAccelerator if is_plain else type(kind.__name__, (GeminiAccelerator, kind), {})
+            GeminiAccelerator if is_plain else type(kind.__name__, (kind, GeminiAccelerator), {})
         )
     elif plugin is None or plugin == accelerator.gemini_plugin:
         return

@@ -61,6 +61,12 @@ class Engines:
             GeminiError: the model or the optimizer cannot be managed, by name.
         """
         check_model(model)
+        if optimizer.__dict__.get("_gm_replaced") and not optimizer.state:
+            raise GeminiError(
+                f"this {type(optimizer).__name__} has lost its moments: another one of the same model was prepared "
+                "after it had stepped. Prepare a new one (trainer.optimizer = None makes a Trainer do so), or keep its "
+                "state_dict() before and load that into it"
+            )
         engine = self._found(model)
         if engine is not None:
             if engine.optimizer is optimizer and _is_complete(engine, model):
@@ -71,7 +77,8 @@ class Engines:
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
                 )
             if engine.optimizer not in (None, optimizer):
-                engine.optimizer._gm_replaced = True
+                entries = engine.optimizer.state.values()
+                engine.optimizer._gm_replaced = any("exp_avg" in entry for entry in entries)
             close_for_another(engine, with_states=engine.optimizer is optimizer)
         engine = self._manage(model, optimizer, self.precision)
         optimizer.__dict__.pop("_gm_replaced", None)

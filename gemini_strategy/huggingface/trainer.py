@@ -29,7 +29,7 @@ from gemini_strategy.optim.managed import is_wrapped, who_needs_gradients
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.
-_KNOWN = ("transformers", "trl", "gemini_strategy")
+_KNOWN = ("transformers", "trl", "gemini_strategy", "accelerate")
 _AROUND_BACKWARD = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_epoch")
 _CALLBACKS = ("on_pre_optimizer_step", "on_optimizer_step")
 
@@ -101,15 +101,19 @@ class TrainerMethods:
             return f"max_grad_norm is {self.args.max_grad_norm}"
         if self.args.auto_find_batch_size:
             return "auto_find_batch_size goes on after an error"
-        for name in _AROUND_BACKWARD:
-            if name in vars(self):
+        for holder, name in (
+            *((self, n) for n in _AROUND_BACKWARD),
+            (self.accelerator, "backward"),
+        ):
+            if name in vars(holder):
                 return f"{name} was replaced"
-            for kind in type(self).__mro__:
+            for kind in type(holder).__mro__:
                 if name in vars(kind) and kind.__module__.partition(".")[0] not in _KNOWN:
                     return f"{kind.__name__} has its own {name}"
         for callback in self.callback_handler.callbacks:
             for name in _CALLBACKS:
-                if getattr(type(callback), name) is not getattr(TrainerCallback, name):
+                plain = getattr(TrainerCallback, name)
+                if getattr(getattr(callback, name), "__func__", None) is not plain:
                     return f"the callback {type(callback).__name__} has {name}"
         engine = self._engine()
         if engine is None or engine.optimizer is None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
@@ -137,7 +139,17 @@ def test_updates_wait_where_somebody_may_want_gradients(tmp_path: Path) -> None:
     assert_same(masters(trainer), masters(own))
 
 
-@pytest.mark.parametrize("how", ["wrapped", "is wrapped", "replaced", "has a hook"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "wrapped",
+        "is wrapped",
+        "replaced",
+        "has a hook",
+        "backward was",
+        "has on_pre_optimizer_step",
+    ],
+)
 def test_updates_wait_for_what_is_put_on_the_optimizer_the_trainer_or_a_parameter(
     how: str, tmp_path: Path
 ) -> None:
@@ -158,6 +170,13 @@ def test_updates_wait_for_what_is_put_on_the_optimizer_the_trainer_or_a_paramete
                 pass
             elif "wrapped" in how:
                 optimizer.step = lambda *args: (halve(*model.parameters()), step(*args))[1]
+            elif how == "backward was":
+                accelerator, backward = trainer.accelerator, trainer.accelerator.backward
+                accelerator.backward = lambda loss: (backward(loss), halve(*model.parameters()))
+            elif how == "has on_pre_optimizer_step":
+                reads = TrainerCallback()
+                reads.on_pre_optimizer_step = lambda *_, **__: halve(*model.parameters())
+                trainer.add_callback(reads)
             elif how == "replaced":
                 trainer.training_step = lambda *args: (train(*args), halve(*model.parameters()))[0]
             else:
@@ -331,6 +350,29 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, model=model, optimizers=(optimizer, None), optim="sgd")
     trainer.train()
     assert gs.engine_of(model).optimizer is optimizer
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+def test_methods_of_an_accelerator_of_ones_own(
+    clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Accelerator):
+        def backward(self, loss: torch.Tensor, **given: Any) -> None:
+            super().backward(loss * loss.detach() ** 9, **given)
+
+    monkeypatch.setattr(transformers.trainer, "Accelerator", Own)
+    assert_same(*map(masters, both(tmp_path, max_grad_norm=clip)))
+
+
+def test_a_trainer_whose_optimizer_was_replaced_is_refused(tmp_path: Path) -> None:
+    """Its moments are gone, and it would go on without them."""
+    first = make(tmp_path)
+    first.train()
+    make(tmp_path, model=first.model).train()
+    with pytest.raises(gs.GeminiError, match="AdamW has lost its moments"):
+        first.train()
+    first.optimizer = None
+    first.train()
 
 
 def test_compiled_layers(tmp_path: Path) -> None:
