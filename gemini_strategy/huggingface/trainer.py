@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, Trainer
 
-from gemini_strategy import Engine, engine_of
+from gemini_strategy import Engine, GeminiError, engine_of
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.huggingface.accelerator import adopt
 from gemini_strategy.huggingface.folders import save_into
@@ -32,6 +32,8 @@ from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 _KNOWN = ("transformers", "trl", "gemini_strategy", "accelerate")
 _AROUND_BACKWARD = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_epoch")
 _CALLBACKS = ("on_pre_optimizer_step", "on_optimizer_step")
+# Ours, which call no other; what a class between ours and the Trainer does there would be left out.
+_INSTEAD = ("save_model", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 
 
 class TrainerMethods:
@@ -49,6 +51,16 @@ class TrainerMethods:
     model: Any
     optimizer: Any
     _gemini_plugin: GeminiPlugin | None = None
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        for kind in cls.__mro__[cls.__mro__.index(TrainerMethods) + 1 :]:
+            own = [name for name in _INSTEAD if name in vars(kind)]
+            if own and kind.__module__.partition(".")[0] not in _KNOWN:
+                raise GeminiError(
+                    f"{kind.__name__} has its own {own[0]}, and {cls.__name__} would not call it: derive "
+                    f"{kind.__name__} from GeminiTrainer, or from a class of GeminiTrainerMixin and its base"
+                )
 
     def __init__(
         self, *args: Any, gemini_plugin: GeminiPlugin | None = None, **kwargs: Any

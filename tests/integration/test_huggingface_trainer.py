@@ -9,10 +9,10 @@ import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 import gemini_strategy as gs
-from gemini_strategy.huggingface import GeminiTrainer
+from gemini_strategy.huggingface import GeminiTrainer, GeminiTrainerMixin
 from gemini_strategy.huggingface.folders import keeping_masters
 from huggingface_case import (
     PRECISIONS,
@@ -362,6 +362,24 @@ def test_methods_of_an_accelerator_of_ones_own(
 
     monkeypatch.setattr(transformers.trainer, "Accelerator", Own)
     assert_same(*map(masters, both(tmp_path, max_grad_norm=clip)))
+
+
+def test_a_save_of_ones_own_is_called_or_refused(tmp_path: Path) -> None:
+    def kind(base: type) -> type:
+        class Own(base):  # type: ignore[misc]
+            def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+                super()._save(output_dir, state_dict)
+                (Path(output_dir) / "own").touch()
+
+        return Own
+
+    with pytest.raises(gs.GeminiError, match="Own has its own _save"):
+        type("Late", (GeminiTrainerMixin, kind(Trainer)), {})
+    own = kind(type("Early", (GeminiTrainerMixin, Trainer), {}))
+    trainer = own(make_model(), arguments(tmp_path, save_strategy="steps", save_steps=4))
+    trainer.train_dataset = rows()
+    trainer.train()
+    assert (tmp_path / "checkpoint-4" / "own").exists()
 
 
 def test_a_trainer_whose_optimizer_was_replaced_is_refused(tmp_path: Path) -> None:
