@@ -77,8 +77,8 @@ class Engines:
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
                 )
             if engine.optimizer not in (None, optimizer):
-                entries = engine.optimizer.state.values()
-                engine.optimizer._gm_replaced = any("exp_avg" in entry for entry in entries)
+                states = engine.optimizer.state.values()
+                engine.optimizer._gm_replaced = any("exp_avg" in each for each in states)
             close_for_another(engine, with_states=engine.optimizer is optimizer)
         engine = self._manage(model, optimizer, self.precision)
         optimizer.__dict__.pop("_gm_replaced", None)

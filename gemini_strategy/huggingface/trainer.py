@@ -30,7 +30,7 @@ from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
 
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.
 _KNOWN = ("transformers", "trl", "gemini_strategy", "accelerate")
-_AROUND_BACKWARD = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_epoch")
+_AROUND_BACKWARD = ("training_step", "backward", "_clip_grad_norm", "_get_grad_norm", "_run_epoch")
 _CALLBACKS = ("on_pre_optimizer_step", "on_optimizer_step")
 # Ours, which call no other; what a class between ours and the Trainer does there would be left out.
 _INSTEAD = ("save_model", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
@@ -113,10 +113,8 @@ class TrainerMethods:
             return f"max_grad_norm is {self.args.max_grad_norm}"
         if self.args.auto_find_batch_size:
             return "auto_find_batch_size goes on after an error"
-        for holder, name in (
-            *((self, n) for n in _AROUND_BACKWARD),
-            (self.accelerator, "backward"),
-        ):
+        for name in _AROUND_BACKWARD:
+            holder = self.accelerator if name == "backward" else self
             if name in vars(holder):
                 return f"{name} was replaced"
             for kind in type(holder).__mro__:
