@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lines import keep_line, parser_of
+from lines import budget, keep_line, parser_of
 from loops import Gemini, Hybrid, Loop, run
 from shapes import SHAPES
 
@@ -56,7 +56,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a line is added")
     parser.add_argument("--model", choices=SHAPES, default="opt-14b")
-    parser.add_argument("--budget", default="24GB")
+    parser.add_argument("--budget", type=budget, default="24GB")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)

@@ -38,6 +38,7 @@ from typing import Any
 
 from lines import (
     Process,
+    budget,
     command,
     compare_with_plan,
     gigabytes,
@@ -170,7 +171,8 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
             seconds = time.perf_counter() - began
         result = run.result()
     if result is None:
-        error = f"ended with code {run.process.returncode} (-9: the system killed it)"
+        code = run.process.returncode
+        error = f"ended with code {code}" + (": the system killed it" if code == -9 else "")
         if is_late:
             error = f"still running after {args.timeout:g} s, ended; --timeout gives more"
         result = {"available": True, "error": error}
@@ -284,7 +286,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = options(__doc__, PRESETS, "A")
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N or cpu")
-    parser.add_argument("--budget", help="instead of the preset's, such as 32GB")
+    parser.add_argument("--budget", type=budget, help="instead of the preset's, such as 32GB")
     parser.add_argument("--sequences", type=int, help="per micro-batch, instead of the preset's")
     parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
@@ -294,7 +296,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=0, help="torch's; default: as torch has it")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per run (600)")
-    return parse(parser, PRESETS, parse_run)
+    args = parse(parser, PRESETS, parse_run)
+    counts = (args.sequences, args.length, args.micro_batches)
+    if not args.max_norm >= 0 or any(count is not None and count < 1 for count in counts):
+        parser.error("--max-norm must be at least 0, --sequences, --length, --micro-batches 1")
+    return args
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from lines import keep_line, parser_of
+from lines import budget, keep_line, parser_of
 from loops import MOST_WARMUP, Gemini
 from measure import environment
 from shapes import SHAPES
@@ -77,8 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="two lines are added")
     parser.add_argument("--model", choices=SHAPES, default="opt-3.4b")
-    parser.add_argument("--budget", default="24GB")
-    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--budget", type=budget, default="24GB")
+    parser.add_argument("--policy", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--clip", action="store_true")

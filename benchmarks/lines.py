@@ -22,6 +22,17 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
 
 
+def budget(text: str) -> str:
+    """A device budget, as manage() reads it: a wrong one ends here, before anything starts."""
+    from gemini_strategy.sizes import parse_bytes
+
+    try:
+        parse_bytes(text, 0, "device_budget")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def options(doc: str, presets: Mapping[str, Any], preset: str) -> argparse.ArgumentParser:
     """The options that every driver has; `preset`: the default."""
     parser = parser_of(doc)

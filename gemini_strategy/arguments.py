@@ -103,8 +103,11 @@ def refuse_unknown(call: str, function: Callable[..., Any], given: Iterable[str]
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+            near = [each for each in known if name in each][:3]  # 'budget' is a part of two
+            near = near or difflib.get_close_matches(name, known, n=1)
+            meant = f"; there are {', '.join(known)}"
+            if near:
+                meant = f"; did you mean {' or '.join(map(repr, near))}?"
             raise TypeError(f"{call}() has no argument {name!r}{meant}")
 
 
@@ -145,6 +148,7 @@ def check_management(call: str, given: Mapping[str, Any]) -> None:
     arguments.check_count("chunk_search_n_grids", is_optional=True)
     arguments.check_choice("gradient_dtype", (None, torch.float32))
     arguments.check_count("threads", is_optional=True)
+    arguments.check_choice("report", (None, True, False))
     arguments.check_paths("weights")
     arguments.check_choice("missing", MISSING)
     check_loss_scaling(call, given)

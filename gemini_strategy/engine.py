@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -112,6 +112,7 @@ class Engine(Uncopied):
         The sum of squares is exact and rounded once, so the figure does not depend on chunks,
         placement or device. inf or nan with non-finite gradients.
         """
+        self._trained()
         return self._runtime.grad_norm()
 
     def clip_grad_norm_(
@@ -135,10 +136,12 @@ class Engine(Uncopied):
             ValueError: another norm_type, or a negative max_norm.
             RuntimeError: the norm is not finite and error_if_nonfinite is set.
         """
+        self._trained()
         return self._runtime.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, value: float) -> None:
         """Clamps every gradient element (unscaled) to [-value, value], now."""
+        self._trained()
         self._runtime.clip_grad_value_(value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -300,8 +303,9 @@ class Engine(Uncopied):
             ValueError: there is no model in it; nothing has been changed.
         """
         self._runtime.check_open()
-        if "model" not in state:
-            has = ", ".join(map(repr, state)) or "nothing"
+        is_dict = isinstance(state, Mapping)
+        if not is_dict or "model" not in state:
+            has = (", ".join(map(repr, state)) if is_dict else repr(state)) or "nothing"
             raise ValueError(
                 f"engine.load_state_dict: 'model' is missing, the state has {has}; it takes what engine.state_dict() "
                 "gave (with rank0_only=True that is empty on the other ranks). A model's own state_dict goes into "

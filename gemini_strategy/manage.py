@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.arguments import LOSS_SCALING, PolicyName, check_management, suggesting
+from gemini_strategy.arguments import (
+    LOSS_SCALING,
+    Arguments,
+    PolicyName,
+    check_management,
+    suggesting,
+)
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
@@ -40,6 +46,8 @@ from gemini_strategy.weights.loading import Weights
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The open engine that manages `model` or any parameter of it, or None."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"engine_of: model must be a torch.nn.Module, got {type(model).__name__}")
     forward = vars(model).get("forward")  # is there also when all parameters were replaced
     if isinstance(forward, RootForward) and forward.model is model and not forward.engine.closed:
         return forward.engine.engine
@@ -167,6 +175,7 @@ def manage(
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_management("manage", given)
+        Arguments("manage", given).check_bool("convert_inputs")
         if absent.nets:
             gc.collect()  # a model that nobody has any more is a cycle with its engine, and keeps its homes
         settings = _settings(given, ranks)
@@ -255,9 +264,13 @@ def _within_machine(host_budget: int, tells: bool) -> int:
 def _find_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise GeminiError(f'device {device} is not supported; use "cuda" or "cpu"')
+    given = device
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):  # no name of a device, or a number where there is none
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise GeminiError(f'device={given!r} is not supported; use "cuda" or "cpu"')
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise GeminiError(

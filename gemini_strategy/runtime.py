@@ -61,6 +61,19 @@ class Uncopied:
 _GONE = nn.Parameter(torch.empty(0))
 
 
+def _bound(name: str, value: Any) -> float:
+    """What a clip was given."""
+    try:
+        bound = float(value)
+    except (TypeError, ValueError):
+        bound = math.nan
+    if not bound >= 0:
+        raise ValueError(
+            f"{name}={value!r}: expected a number of at least 0; parameters are not given, as all gradients are clipped"
+        )
+    return bound
+
+
 class Runtime(Uncopied, Reporting):
     """One model in its chunks, from manage() to close().
 
@@ -414,8 +427,10 @@ class Runtime(Uncopied, Reporting):
         """The slot of one of this engine's parameters."""
         slot = getattr(parameter, "_gm_slot", None)
         if slot is None or slot.engine is not self:
+            is_tensor = isinstance(parameter, torch.Tensor)
+            which = f"a parameter of shape {tuple(parameter.shape)}" if is_tensor else parameter
             raise GeminiError(
-                f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine: parameters "
+                f"{which} is not managed by this engine: parameters "
                 "replaced or added after manage() are unknown to it"
             )
         return slot
@@ -511,13 +526,12 @@ class Runtime(Uncopied, Reporting):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """See Engine.clip_grad_norm_."""
+        max_norm = _bound("max_norm", max_norm)
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm={max_norm!r} must not be negative")
         self._check_unclipped("clip_grad_norm_()")
         if self.scaler is None and not error_if_nonfinite:
-            return self._clip_late(float(max_norm))
+            return self._clip_late(max_norm)
         norm = self.grad_norm()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -525,8 +539,7 @@ class Runtime(Uncopied, Reporting):
                 "clipped; set error_if_nonfinite=False to go on"
             )
         if self.scaler is None or math.isfinite(norm):
-            self.clip_factor = clip_coefficient(norm, float(max_norm))
-            self.clip_limit = float(max_norm)
+            self.clip_factor, self.clip_limit = clip_coefficient(norm, max_norm), max_norm
         if self.clip_factor != 1.0:
             self._note_clip(self._to_step(), self.clip_factor)
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
@@ -553,12 +566,11 @@ class Runtime(Uncopied, Reporting):
     @_torch.untraced
     def clip_grad_value_(self, value: float) -> None:
         """See Engine.clip_grad_value_."""
-        if not value >= 0:
-            raise ValueError(f"value={value!r} must not be negative")
+        value = _bound("value", value)
         self._check_unclipped("clip_grad_value_()")
         self.check_open()
         self.collect()
-        bound = float(value) * (self.scaler.scale if self.scaler is not None else 1.0)
+        bound = value * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
         self.step_in_backward.check_read(slots)
         self._shorten(slots)

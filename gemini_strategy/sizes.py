@@ -35,7 +35,8 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
             name) of less than 1000 bytes.
     """
     given = size
-    hint = f'{name}: give bytes (int), text such as "24GB" or "24GiB", or a fraction in (0, 1]'
+    fraction = "" if total is None else ", or a fraction in (0, 1]"
+    hint = f'{name}: give bytes (int) or text such as "24GB" or "24GiB"{fraction}'
     if isinstance(size, str):
         match = _PATTERN.fullmatch(size)
         unit = match.group(2).upper() if match else None

@@ -168,8 +168,8 @@ class Writing:
 
 def _begin(runtime: Runtime, wanted: Wanted) -> Model:
     keep_last, frozen = wanted.keep_last, wanted.frozen
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last={keep_last!r} must be at least 1")
+    if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
+        raise ValueError(f"keep_last={keep_last!r} must be an int of at least 1")
     if not frozen and not any(slot.has_moments for slot in runtime.slots):
         raise GeminiError(
             "engine.save(frozen=False): no parameter is trained, and nothing would be saved: leave frozen=False out"

@@ -83,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
             ranks=arguments.ranks,
             sweep=sweep,
         )
-    except (GeminiError, ValueError) as error:
+    except (GeminiError, ValueError, OSError) as error:
         print(f"gemini-strategy estimate: {error}", file=sys.stderr)
         return 2
     print(result)

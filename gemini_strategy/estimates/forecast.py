@@ -448,6 +448,8 @@ def estimate(
         GeminiError: manage() would refuse the model, or its forward asks for values of tensors.
     """
     given = dict(locals())
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     arguments = Arguments("estimate", given)
     arguments.check_choice("device", ("cuda", "cpu"))
     arguments.check_count("micro_batches")
@@ -458,7 +460,7 @@ def estimate(
     if not isinstance(gpu, Machine) and (device == "cpu" or is_here(gpu)):
         machine = with_host(machine)
     settings = _settings(given, machine)
-    budgets = [parse_bytes(size, machine.memory, "sweep") for size in sweep]
+    budgets = [parse_bytes(size, machine.memory, "sweep, a device_budget") for size in sweep]
     paper = PaperModel(model, optimizer, settings.device, settings.precision, ranks)
     recorded = record(
         model,

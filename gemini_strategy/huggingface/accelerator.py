@@ -94,6 +94,8 @@ class GeminiAccelerator(Accelerator):
     def _begin(self, plugin: GeminiPlugin | None) -> None:
         check_accelerator(self)
         self.gemini_plugin = current() if plugin is None else plugin
+        if not isinstance(self.gemini_plugin, GeminiPlugin):
+            raise TypeError(f"gemini_plugin={plugin!r}: expected a GeminiPlugin, or None")
         self.scaler = None  # the engine's, when there is one
         self.native_amp = self.mixed_precision != "no"
         self._engines = Engines(

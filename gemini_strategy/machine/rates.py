@@ -158,13 +158,17 @@ def completed(figures: Mapping[str, Any], others: Mapping[str, float]) -> dict[s
 
 def _figure(name: str, value: Any) -> float:
     if name not in REFERENCE:
-        raise ValueError(f"GEMINI_RATES: {name!r} is no rate; they are {', '.join(REFERENCE)}")
+        raise ValueError(
+            f"rates (GEMINI_RATES, rates=): {name!r} is none; they are {', '.join(REFERENCE)}"
+        )
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"GEMINI_RATES: {name} is {value!r}; it must be a positive number")
+        raise ValueError(
+            f"rates (GEMINI_RATES, rates=): {name} is {value!r}; it must be a positive number"
+        )
     return number
 
 

@@ -485,6 +485,11 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed
+    if not state.keys() >= {"param_groups", "state"}:
+        raise ValueError(
+            "no optimizer's state_dict(): 'param_groups' or 'state' is missing, it has "
+            + (", ".join(map(repr, state)) or "nothing")
+        )
     saved, groups = state["param_groups"], optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError(

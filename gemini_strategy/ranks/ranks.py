@@ -87,7 +87,7 @@ class Ranks:
     def __init__(
         self, mesh: Any = None, timeout: float = DEFAULT_TIMEOUT, *, is_sharded: bool = True
     ) -> None:
-        if not 0 < timeout <= _MAX_TIMEOUT:
+        if not (isinstance(timeout, int | float) and 0 < timeout <= _MAX_TIMEOUT):
             raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
         self.timeout = float(timeout)
         self._how = mesh, is_sharded

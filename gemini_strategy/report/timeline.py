@@ -82,8 +82,8 @@ def record(
     engine: Any, path: str | Path, svg: str | Path | None = None, steps: int = 1
 ) -> Recording:
     """Engine.timeline of an engine's Runtime."""
-    if steps < 1:
-        raise ValueError(f"steps={steps!r} must be at least 1")
+    if not (isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"steps={steps!r} must be an int of at least 1")
     if engine.recording is not None:
         raise GeminiError(
             "a timeline is being recorded already: let its steps pass, or call finish() on it"
@@ -91,6 +91,8 @@ def record(
     for file in (path, svg):
         if file is not None and not Path(file).resolve().parent.is_dir():
             raise FileNotFoundError(f"timeline: the folder of {file} does not exist: make it first")
+        if file is not None and Path(file).is_dir():
+            raise IsADirectoryError(f"timeline: {file} is a folder: give a file's name")
     engine.recording = Recording(engine, path, svg, steps)
     return engine.recording
 

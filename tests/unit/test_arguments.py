@@ -107,6 +107,84 @@ def test_an_unknown_argument_names_the_near_one(wrong: str, right: str) -> None:
         gs.manage(nn.Linear(2, 2), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("budget", "'device_budget' or 'host_budget'"), ("policy", "'placement_policy'")],
+)
+def test_a_part_of_a_name_names_those_that_have_it(wrong: str, right: str) -> None:
+    arguments: dict[str, Any] = {wrong: "24GB"}
+    with pytest.raises(TypeError, match=rf"has no argument '{wrong}'; did you mean {right}\?"):
+        gs.manage(nn.Linear(2, 2), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("device", "tpu", gs.GeminiError),
+        ("device", "mps", gs.GeminiError),
+        ("device", 0, gs.GeminiError),
+        ("timeout", "5m", ValueError),
+        ("timeout", None, ValueError),
+        ("report", "yes", ValueError),
+        ("convert_inputs", "no", ValueError),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(name: str, value: Any, kind: type) -> None:
+    arguments: dict[str, Any] = {"device": "cpu", name: value}
+    with pytest.raises(kind, match=rf"{name}={value!r}.*\W(use|expected|must be) "):
+        gs.manage(nn.Linear(2, 2), **arguments)
+
+
+def test_calls_of_an_engine_name_what_they_were_given(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gs.manage(model, optimizer, device="cpu") as engine:
+        calls: list[tuple[str, type, Any]] = [
+            (
+                "max_norm=<gen.*parameters are not given",
+                ValueError,
+                lambda: engine.clip_grad_norm_(model.parameters(), 1.0),
+            ),  # type: ignore[arg-type]
+            ("max_norm=None: expected a number", ValueError, lambda: engine.clip_grad_norm_(None)),  # type: ignore[arg-type]
+            ("value=-1: expected a number", ValueError, lambda: engine.clip_grad_value_(-1)),
+            ("weight is not managed", gs.GeminiError, engine.full_parameter("weight").__enter__),  # type: ignore[arg-type]
+            (
+                "keep_last='2' must be an int",
+                ValueError,
+                lambda: engine.save(tmp_path / "a", keep_last="2"),
+            ),  # type: ignore[call-overload]
+            (
+                "steps=1.5 must be an int",
+                ValueError,
+                lambda: engine.timeline(tmp_path / "t", steps=1.5),
+            ),  # type: ignore[arg-type]
+            ("is a folder", IsADirectoryError, lambda: engine.timeline(tmp_path)),
+            ("has 'a.pt'", ValueError, lambda: engine.load_state_dict("a.pt")),  # type: ignore[arg-type]
+            (
+                "'param_groups' or 'state' is missing",
+                ValueError,
+                lambda: engine.load_optimizer_state_dict({}),
+            ),
+            (
+                'or text such as "24GB" or "24GiB"; cannot',
+                ValueError,
+                lambda: engine.save_pretrained(tmp_path, max_shard_size="x"),
+            ),
+        ]
+        for text, kind, call in calls:
+            with pytest.raises(kind, match=text):
+                call()
+    for function in (gs.engine_of, lambda model: gs.estimate(model, torch.ones(2))):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+            function("my-model")
+
+
+def test_betas_are_two() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"'betas': 0.9.*two of them as betas"):
+        gs.HybridAdam([weight], betas=0.9)  # type: ignore[arg-type]
+
+
 def test_an_argument_like_none_gets_the_list() -> None:
     arguments: dict[str, Any] = {"xyzzy": 1}
     with pytest.raises(
