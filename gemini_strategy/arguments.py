@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
@@ -167,3 +168,16 @@ def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
     arguments.check_number("backoff_factor", 0, 1, is_exclusive=True)
     arguments.check_count("growth_interval")
     arguments.check_count("hysteresis")
+
+
+def bound_of_clip(name: str, value: Any) -> float:
+    """What a clip was given, as a number."""
+    try:
+        bound = float(value)
+    except (TypeError, ValueError):
+        bound = math.nan
+    if not bound >= 0:
+        raise ValueError(
+            f"{name}={value!r}: expected a number of at least 0; parameters are not given, as all gradients are clipped"
+        )
+    return bound

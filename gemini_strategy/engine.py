@@ -353,10 +353,10 @@ class Engine(Uncopied):
         That is masters, buffers, moments, steps, groups, the loss scaler and each rank's random numbers; gradients are
         not saved.
 
-        Every rank writes its own part, straight from where it is: the host needs a few MiB beside the engine. All ranks
-        call it, with a folder that all hosts can write. The folder is whole or not there at every moment: an older
-        checkpoint of the same name is replaced at the end, when the new one is on the disk. After an error, on any
-        rank, training goes on as if it had not been called.
+        Every rank writes its own part, straight from where it is: the host needs some 250 MiB beside the engine. All
+        ranks call it, with a folder that all hosts can write. The folder is whole or not there at every moment: an
+        older checkpoint of the same name is replaced at the end, when the new one is on the disk. After an error, on
+        any rank, training goes on as if it had not been called.
 
         torch.distributed.checkpoint reads the folder too, and
         `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER` makes an ordinary file of it.

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C, _torch, agreement, state
+from gemini_strategy.arguments import bound_of_clip
 from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryError, GuardError
 from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
@@ -59,19 +60,6 @@ class Uncopied:
 
 
 _GONE = nn.Parameter(torch.empty(0))
-
-
-def _bound(name: str, value: Any) -> float:
-    """What a clip was given."""
-    try:
-        bound = float(value)
-    except (TypeError, ValueError):
-        bound = math.nan
-    if not bound >= 0:
-        raise ValueError(
-            f"{name}={value!r}: expected a number of at least 0; parameters are not given, as all gradients are clipped"
-        )
-    return bound
 
 
 class Runtime(Uncopied, Reporting):
@@ -526,7 +514,7 @@ class Runtime(Uncopied, Reporting):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """See Engine.clip_grad_norm_."""
-        max_norm = _bound("max_norm", max_norm)
+        max_norm = bound_of_clip("max_norm", max_norm)
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
         self._check_unclipped("clip_grad_norm_()")
@@ -566,7 +554,7 @@ class Runtime(Uncopied, Reporting):
     @_torch.untraced
     def clip_grad_value_(self, value: float) -> None:
         """See Engine.clip_grad_value_."""
-        value = _bound("value", value)
+        value = bound_of_clip("value", value)
         self._check_unclipped("clip_grad_value_()")
         self.check_open()
         self.collect()

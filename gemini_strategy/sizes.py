@@ -25,7 +25,7 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
     """Returns `size` in bytes.
 
     Args:
-        size: bytes as an int; a fraction of `total` as a float in (0, 1]; or text such as "24GB", "24G"
+        size: bytes as an int; a fraction of `total` in (0, 1], as a float or "0.5"; or text such as "24GB", "24G"
             (both 10^9) and "24GiB" (2^30), units up to T.
         total: bytes that a fraction refers to.
         name: the argument's name, for the error.
@@ -37,6 +37,8 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
     given = size
     fraction = "" if total is None else ", or a fraction in (0, 1]"
     hint = f'{name}: give bytes (int) or text such as "24GB" or "24GiB"{fraction}'
+    if isinstance(size, str) and total and re.fullmatch(r"\s*[0-9]*\.[0-9]+\s*", size):
+        size = float(size)  # a fraction on a command line
     if isinstance(size, str):
         match = _PATTERN.fullmatch(size)
         unit = match.group(2).upper() if match else None

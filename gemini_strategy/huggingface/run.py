@@ -52,8 +52,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     try:
         plugin = GeminiPlugin(
-            device_budget=_budget(arguments.device_budget),
-            host_budget=_budget(arguments.host_budget),
+            device_budget=arguments.device_budget,
+            host_budget=arguments.host_budget,
             placement_policy=arguments.policy,
             report=arguments.report,
         )
@@ -86,14 +86,3 @@ def _tell(script: str) -> None:
             "nothing ran under a budget. Other loops call gemini_strategy.manage(model, optimizer)",
             file=sys.stderr,
         )
-
-
-def _budget(text: str | None) -> str | float | None:
-    """A fraction is a number in (0, 1]; all else is for manage() to read."""
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        return text
-    return value if 0 < value <= 1 else text

@@ -159,7 +159,7 @@ def completed(figures: Mapping[str, Any], others: Mapping[str, float]) -> dict[s
 def _figure(name: str, value: Any) -> float:
     if name not in REFERENCE:
         raise ValueError(
-            f"rates (GEMINI_RATES, rates=): {name!r} is none; they are {', '.join(REFERENCE)}"
+            f"rates (GEMINI_RATES, rates=): {name!r} is no rate; they are {', '.join(REFERENCE)}"
         )
     try:
         number = float(value)

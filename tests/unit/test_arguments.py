@@ -29,6 +29,13 @@ def test_a_unit_may_lack_its_b() -> None:
         gs.parse_bytes("24Gi")
 
 
+def test_a_fraction_may_be_text() -> None:
+    """As a command line and GEMINI_DEVICE_BUDGET have it."""
+    assert gs.parse_bytes("0.5", 1000, "size") == gs.parse_bytes(0.5, 1000) == 500
+    with pytest.raises(ValueError, match=r'got 2.5: did you mean "2.5GB"\?'):
+        gs.parse_bytes("2.5", 1000)
+
+
 @pytest.mark.parametrize("name", ["device_budget", "host_budget"])
 @pytest.mark.parametrize("size", [24, "24", 24.0])
 def test_a_budget_without_a_unit_is_asked_about(name: str, size: Any) -> None:

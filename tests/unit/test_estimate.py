@@ -450,6 +450,9 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'did you mean "24GB"?' in capsys.readouterr().err
     assert cli.main(["estimate", str(folder / "nothing")]) == 2
     assert "is not there" in capsys.readouterr().err
+    (folder / "torn.json").write_text("{")
+    assert cli.main(["estimate", str(folder / "torn.json")]) == 2
+    assert "torn.json' is not a valid JSON file" in capsys.readouterr().err
 
 
 def test_the_package_without_transformers(

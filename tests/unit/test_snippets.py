@@ -416,7 +416,8 @@ def test_targets_that_the_text_names() -> None:
 
 
 def test_ci_runs_what_the_readme_says() -> None:
-    said = [command for fence, command in COMMANDS if fence.page == README]
+    commands = [command for fence, command in COMMANDS if fence.page == README]
+    said = [command for command in commands if command.startswith("make ")]
     runs = re.findall(r"^timed (make [\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert said == ["make demo", "make test"] == runs[:2]
 
