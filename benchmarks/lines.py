@@ -26,11 +26,7 @@ def budget(text: str) -> str:
     """A device budget, as manage() reads it: a wrong one ends here, before anything starts."""
     from gemini_strategy.sizes import parse_bytes
 
-    try:
-        parse_bytes(text, 0, "device_budget")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+    return text if parse_bytes(text, 0, "budget") else ""
 
 
 def options(doc: str, presets: Mapping[str, Any], preset: str) -> argparse.ArgumentParser:

@@ -5,10 +5,10 @@ What manage() and the Lightning strategy both take is checked here once.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
@@ -104,11 +104,9 @@ def refuse_unknown(call: str, function: Callable[..., Any], given: Iterable[str]
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     for name in given:
         if name not in known:
-            near = [each for each in known if name in each][:3]  # 'budget' is a part of two
-            near = near or difflib.get_close_matches(name, known, n=1)
-            meant = f"; there are {', '.join(known)}"
-            if near:
-                meant = f"; did you mean {' or '.join(map(repr, near))}?"
+            parts = [each for each in known if name in each]  # 'budget' is a part of two
+            near = " or ".join(map(repr, parts or difflib.get_close_matches(name, known, n=1)))
+            meant = f"; did you mean {near}?" if near else f"; there are {', '.join(known)}"
             raise TypeError(f"{call}() has no argument {name!r}{meant}")
 
 
@@ -126,7 +124,8 @@ def suggesting(function: Call) -> Call:
 def check_management(call: str, given: Mapping[str, Any]) -> None:
     """The arguments that manage() and the strategy both take, but timeout and mesh, whose forms differ."""
     arguments = Arguments(call, given)
-    arguments.check_bool("enable_distributed_storage", "force_outputs_fp32")
+    booleans = ("enable_distributed_storage", "force_outputs_fp32", "convert_inputs")
+    arguments.check_bool(*(name for name in booleans if name in given))
     arguments.check_choice("placement_policy", tuple(POLICIES))
     if given["gpu_margin_mem_ratio"] is not None:
         arguments.check_number("gpu_margin_mem_ratio", 0, 1)
@@ -172,12 +171,7 @@ def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
 
 def bound_of_clip(name: str, value: Any) -> float:
     """What a clip was given, as a number."""
-    try:
-        bound = float(value)
-    except (TypeError, ValueError):
-        bound = math.nan
-    if not bound >= 0:
-        raise ValueError(
-            f"{name}={value!r}: expected a number of at least 0; parameters are not given, as all gradients are clipped"
-        )
-    return bound
+    with contextlib.suppress(TypeError, ValueError):
+        if float(value) >= 0:
+            return float(value)
+    raise ValueError(f"{name}={value!r}: expected a number of at least 0; parameters are not given")

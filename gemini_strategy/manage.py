@@ -14,13 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.arguments import (
-    LOSS_SCALING,
-    Arguments,
-    PolicyName,
-    check_management,
-    suggesting,
-)
+from gemini_strategy.arguments import LOSS_SCALING, PolicyName, check_management, suggesting
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
@@ -175,7 +169,6 @@ def manage(
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_management("manage", given)
-        Arguments("manage", given).check_bool("convert_inputs")
         if absent.nets:
             gc.collect()  # a model that nobody has any more is a cycle with its engine, and keeps its homes
         settings = _settings(given, ranks)
@@ -264,13 +257,11 @@ def _within_machine(host_budget: int, tells: bool) -> int:
 def _find_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = device
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError):  # no name of a device, or a number where there is none
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise GeminiError(f'device={given!r} is not supported; use "cuda" or "cpu"')
+    if isinstance(device, int):
+        device = f"cuda:{device}"
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
+        raise GeminiError(f'device={device!r} is not supported; use "cuda" or "cpu"')
+    device = torch.device(device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise GeminiError(

@@ -159,7 +159,7 @@ def completed(figures: Mapping[str, Any], others: Mapping[str, float]) -> dict[s
 def _figure(name: str, value: Any) -> float:
     if name not in REFERENCE:
         raise ValueError(
-            f"rates (GEMINI_RATES, rates=): {name!r} is no rate; they are {', '.join(REFERENCE)}"
+            f"GEMINI_RATES or rates=: {name!r} is no rate; they are {', '.join(REFERENCE)}"
         )
     try:
         number = float(value)
@@ -167,7 +167,7 @@ def _figure(name: str, value: Any) -> float:
         number = math.nan
     if not 0 < number < math.inf:
         raise ValueError(
-            f"rates (GEMINI_RATES, rates=): {name} is {value!r}; it must be a positive number"
+            f"GEMINI_RATES or rates=: {name} is {value!r}; it must be a positive number"
         )
     return number
 

@@ -38,12 +38,7 @@ _LOW = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", to
 
 def hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
     """(lr, beta1, beta2, eps, weight_decay) of a param group as they stand now."""
-    given = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    try:
-        lr, (beta1, beta2), eps, decay = given.values()
-        return tuple(map(float, (lr, beta1, beta2, eps, decay)))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{given}: expected numbers, and two of them as betas") from error
+    return tuple(map(float, (group["lr"], *group["betas"], group["eps"], group["weight_decay"])))
 
 
 def mode(group: Mapping[str, Any]) -> tuple[bool, bool]:

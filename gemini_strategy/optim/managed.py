@@ -486,10 +486,7 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
         changed = hook(optimizer, state)
         state = state if changed is None else changed
     if not state.keys() >= {"param_groups", "state"}:
-        raise ValueError(
-            "no optimizer's state_dict(): 'param_groups' or 'state' is missing, it has "
-            + (", ".join(map(repr, state)) or "nothing")
-        )
+        raise ValueError(f"no optimizer's state_dict(): it has {', '.join(state) or 'nothing'}")
     saved, groups = state["param_groups"], optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError(

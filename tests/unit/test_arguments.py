@@ -129,7 +129,6 @@ def test_a_part_of_a_name_names_those_that_have_it(wrong: str, right: str) -> No
     [
         ("device", "tpu", gs.GeminiError),
         ("device", "mps", gs.GeminiError),
-        ("device", 0, gs.GeminiError),
         ("timeout", "5m", ValueError),
         ("timeout", None, ValueError),
         ("report", "yes", ValueError),
@@ -168,7 +167,7 @@ def test_calls_of_an_engine_name_what_they_were_given(tmp_path: Path) -> None:
             ("is a folder", IsADirectoryError, lambda: engine.timeline(tmp_path)),
             ("has 'a.pt'", ValueError, lambda: engine.load_state_dict("a.pt")),  # type: ignore[arg-type]
             (
-                "'param_groups' or 'state' is missing",
+                "it has nothing",
                 ValueError,
                 lambda: engine.load_optimizer_state_dict({}),
             ),
@@ -184,12 +183,6 @@ def test_calls_of_an_engine_name_what_they_were_given(tmp_path: Path) -> None:
     for function in (gs.engine_of, lambda model: gs.estimate(model, torch.ones(2))):
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
             function("my-model")
-
-
-def test_betas_are_two() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=r"'betas': 0.9.*two of them as betas"):
-        gs.HybridAdam([weight], betas=0.9)  # type: ignore[arg-type]
 
 
 def test_an_argument_like_none_gets_the_list() -> None:
