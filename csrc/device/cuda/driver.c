@@ -96,7 +96,4 @@ gm_status gm_cuda_check(CUresult result, const char *call)
                    words ? words : "no description");
 }
 
-#else
-/* ISO C forbids an empty translation unit. */
-typedef int gm_cuda_driver_not_built;
 #endif

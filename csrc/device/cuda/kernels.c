@@ -334,7 +334,4 @@ gm_status gm_kernels_clip(gm_kernels *k, const gm_clip_args *args, CUstream stre
     return launch(k, k->clip, 1, &copy, stream);
 }
 
-#else
-/* ISO C forbids an empty translation unit. */
-typedef int gm_kernels_not_built;
 #endif

@@ -179,7 +179,4 @@ gm_status gm_cuda_clip(gm_device *dev, const gm_clip_args *args, gm_stream s)
     IN_CONTEXT(dev, gm_kernels_clip(d->kernels, args, gm_cuda_stream(s)));
 }
 
-#else
-/* ISO C forbids an empty translation unit. */
-typedef int gm_device_cuda_stream_not_built;
 #endif
