@@ -1,7 +1,6 @@
 /* adam_impl.h - what the host implementations of arith.h share: which instruction set is used, and
  * the span functions that each set provides.  Private to the host arithmetic. */
-#ifndef GM_ADAM_IMPL_H
-#define GM_ADAM_IMPL_H
+#pragma once
 
 #include <fenv.h>
 
@@ -55,5 +54,3 @@ static inline void gm_fenv_leave(const fenv_t *saved)
 {
     fesetenv(saved);
 }
-
-#endif

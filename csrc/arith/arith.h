@@ -23,8 +23,7 @@
  *   d  = fma(sqrt(v), s.inv_sqrt_bias2, s.eps)
  *   p  = fma(-s.step_size, m / d, p)
  * In L2 mode p in the first line is the parameter before the update and there is no decay line. */
-#ifndef GM_ARITH_H
-#define GM_ARITH_H
+#pragma once
 
 #include "base/base.h"
 #include "base/workers.h"
@@ -144,5 +143,3 @@ void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weig
                        size_t numel);
 /* The same for low parts that were given for weights of their own: reset where they cannot be the master's of `weight`. */
 void gm_fit_low_host(gm_dtype format, const void *weight, void *low, size_t numel);
-
-#endif

@@ -2,8 +2,7 @@
  * compile these very lines (round to nearest; no fma: none is written, and none may be made).
  *
  * Private to sumsq.c and clip.cu. */
-#ifndef GM_CLIP_H
-#define GM_CLIP_H
+#pragma once
 
 #include <math.h>
 
@@ -83,5 +82,3 @@ GM_HERE void gm_clip_of(const gm_sumsq *sum, const gm_clip_args *args)
         *args->norm = isnan(shown) ? (float)NAN : shown;
     }
 }
-
-#endif

@@ -4,8 +4,7 @@
  * Invariants
  *   1. No floating-point operation: nothing here depends on rounding mode or flush-to-zero.
  *   2. A NaN never leaves with a payload or a sign: 0x7fc00000, 0x7fc0, 0x7e00. */
-#ifndef GM_FORMAT_H
-#define GM_FORMAT_H
+#pragma once
 
 #include <string.h>
 
@@ -131,5 +130,3 @@ static inline void gm_pack_bf16(uint32_t master, uint16_t *hi, int16_t *lo)
     *hi = (uint16_t)high;
     *lo = (int16_t)(int32_t)rest;
 }
-
-#endif

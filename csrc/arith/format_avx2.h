@@ -2,8 +2,7 @@
  *
  * F16C ignores flush-to-zero and the rounding mode in MXCSR as used here, and quiets NaNs; NaNs are
  * made canonical before and after, as format.h says. */
-#ifndef GM_FORMAT_AVX2_H
-#define GM_FORMAT_AVX2_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -92,5 +91,3 @@ GM_AVX2_INLINE void gm8_store(void *data, gm_dtype dtype, size_t i, __m256 x)
     }
     _mm256_storeu_ps((float *)data + i, gm8_canonical(x));
 }
-
-#endif

@@ -3,8 +3,7 @@
  *
  * The same fixed point as gm_sumsq (bit 0 weighs 2^-298), but with signed limbs, so that a rounded
  * part may be corrected downwards later. */
-#ifndef GM_SUMSQ_IMPL_H
-#define GM_SUMSQ_IMPL_H
+#pragma once
 
 #include "arith/arith.h"
 
@@ -32,6 +31,4 @@ void gm_sumsq_block_scalar(const void *data, gm_dtype dtype, size_t begin, size_
 /* The same for [begin, begin + GM_SUMSQ_BLOCK).  False: the values do not suit it (non-finite, or
  * too far apart); *acc is then untouched. */
 bool gm_sumsq_block_avx2(const void *data, gm_dtype dtype, size_t begin, gm_sumsq_acc *acc);
-#endif
-
 #endif

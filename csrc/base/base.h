@@ -3,8 +3,7 @@
  * Errors.  Every fallible function returns gm_status and gives results through out-parameters, last.
  * The text is thread-local, written once at the failing site (GM_FAIL); GM_TRY passes it up untouched.
  * Nothing here exits the process; GM_ASSERT is for our own bugs only and is free in release builds. */
-#ifndef GM_BASE_H
-#define GM_BASE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -109,5 +108,3 @@ static inline size_t gm_dtype_bytes(gm_dtype dtype)
 {
     return dtype == GM_F32 ? 4 : 2;
 }
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Everything is read below a folder `root` in place of "/" (tests bring a /proc and /sys of their
  * own); "" is this machine. */
-#ifndef GM_SYSFILE_H
-#define GM_SYSFILE_H
+#pragma once
 
 #include "base/base.h"
 
@@ -18,5 +17,3 @@ typedef void (*gm_cgroup_fn)(void *context, const char *root, const char *folder
 /* Calls fn for every folder, from this process's own up to where the hierarchy is mounted, of every
  * hierarchy (version 2, or version 1 with `controller`): each of them limits this process. */
 void gm_sysfile_cgroups(const char *root, const char *controller, gm_cgroup_fn fn, void *context);
-
-#endif

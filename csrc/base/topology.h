@@ -2,8 +2,7 @@
  *
  * A core here is what the kernel schedules on (a hardware thread), by the kernel's number.  Their nodes, and what each rank
  * of the host takes of them, are Python's (machine/cores.py). */
-#ifndef GM_TOPOLOGY_H
-#define GM_TOPOLOGY_H
+#pragma once
 
 #include "base/base.h"
 
@@ -13,5 +12,3 @@ double gm_topology_quota(const char *root);
 unsigned gm_topology_threads(size_t n_cores, double quota);
 /* The cores that the scheduler lets this thread run on, in ascending order; free(*out). */
 gm_status gm_topology_mask(unsigned **out, size_t *out_n);
-
-#endif

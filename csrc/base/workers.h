@@ -4,8 +4,7 @@
  * pool and on the calling thread, and returns when all are done.  The result of a job must not
  * depend on how the range was split.  One caller at a time per pool (a mutex makes others wait).
  * Own threads, not OpenMP: torchrun sets OMP_NUM_THREADS=1, and torch brings a libgomp of its own. */
-#ifndef GM_WORKERS_H
-#define GM_WORKERS_H
+#pragma once
 
 #include "base/base.h"
 
@@ -31,5 +30,3 @@ void gm_workers_for(gm_workers *pool, size_t n, size_t grain, gm_span_fn fn, voi
 enum { GM_COPY_GRAIN = 256 << 10 }; /* bytes: the least copy that is worth a second thread */
 /* memcpy by all of them. */
 void gm_workers_copy(gm_workers *pool, void *dst, const void *src, size_t bytes);
-
-#endif

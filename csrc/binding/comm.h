@@ -1,6 +1,5 @@
 /* comm.h - the Python type gemini_strategy._C.Comm. */
-#ifndef GM_PY_COMM_H
-#define GM_PY_COMM_H
+#pragma once
 
 #include "binding/common.h"
 
@@ -12,5 +11,3 @@ gm_comm *gm_py_comm_take(PyObject *object);
 void gm_py_comm_give(PyObject *object);
 
 int gm_py_comm_init(PyObject *module); /* adds the type; -1 with an exception set on failure */
-
-#endif

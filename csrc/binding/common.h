@@ -1,8 +1,7 @@
 /* common.h - what the binding files share: the limited API, one translator from status
  * to exception, and the method tables that module.c adds to the module `gemini_strategy._C`.
  * The binding holds no policy: parse arguments, call plain C, translate the result. */
-#ifndef GM_PY_COMMON_H
-#define GM_PY_COMMON_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -91,5 +90,3 @@ void gm_py_free(PyObject *object);
 #define GM_PY_N(array) (sizeof(array) / sizeof((array)[0]))
 
 int gm_py_rates_init(PyObject *module); /* rates.c: its function and RATES */
-
-#endif

@@ -1,6 +1,5 @@
 /* core.h - the Python type gemini_strategy._C.Core, and what the files share that implement its methods. */
-#ifndef GM_PY_CORE_H
-#define GM_PY_CORE_H
+#pragma once
 
 #include "binding/common.h"
 
@@ -73,5 +72,3 @@ PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);
 void gm_py_stop_answering(core *self);
 /* paper.c */
 int gm_py_paper_init(PyObject *module); /* adds RECORDED: the kinds of events by name */
-
-#endif

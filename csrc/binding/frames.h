@@ -1,6 +1,5 @@
 /* frames.h - a stack for each thread, all in one array: what a thread has begun and not ended. */
-#ifndef GM_PY_FRAMES_H
-#define GM_PY_FRAMES_H
+#pragma once
 
 #include "binding/common.h"
 
@@ -19,5 +18,3 @@ int gm_frames_reserve(gm_frames *frames);
 void gm_frames_push(gm_frames *frames, const void *frame);
 /* Takes this thread's last frame, which it has, into *out. */
 void gm_frames_pop(gm_frames *frames, void *out);
-
-#endif

@@ -1,6 +1,5 @@
 /* plan.h - plans and timelines as Python objects. */
-#ifndef GM_PY_PLAN_H
-#define GM_PY_PLAN_H
+#pragma once
 
 #include "plan/plan.h"
 #include "binding/common.h"
@@ -17,5 +16,3 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks);
 PyObject *gm_py_chunk(const gm_engine_chunk *chunk);
 /* A new list of one dict per entry; keys in plan.c.  For a finished timeline. */
 PyObject *gm_py_timeline(const gm_timeline *timeline);
-
-#endif

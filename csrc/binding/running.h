@@ -3,8 +3,7 @@
  * Nodes of one graph task run one after the other, so that what a node has touched is done with when another
  * one of its task unpacks. A node may run a backward of its own (re-entrant checkpointing): a task nested in
  * it, whose end shows when the outer one goes on. */
-#ifndef GM_PY_RUNNING_H
-#define GM_PY_RUNNING_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -49,5 +48,3 @@ uintptr_t *gm_running_take(gm_running *running, int64_t node, size_t *n_addresse
 /* All tasks but the `n_keep` outermost have ended. */
 void gm_running_drop(gm_running *running, size_t n_keep);
 void gm_running_free(gm_running *running);
-
-#endif

@@ -1,6 +1,5 @@
 /* saved.h - the Python type Saved: what autograd keeps in place of a saved tensor. */
-#ifndef GM_PY_SAVED_H
-#define GM_PY_SAVED_H
+#pragma once
 
 #include "binding/unit.h"
 
@@ -22,5 +21,3 @@ extern PyTypeObject *gm_py_saved_type;
 int gm_py_saved_init(void);
 saved *gm_py_saved_new(saved_kind kind, PyObject *owner); /* NULL with an exception set, as next */
 saved *gm_py_saved_plain(PyObject *tensor);               /* keeps the tensor, detached */
-
-#endif

@@ -3,8 +3,7 @@
  *
  * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
  * time, and calls a method of the Python class for everything that is rare. */
-#ifndef GM_PY_UNIT_H
-#define GM_PY_UNIT_H
+#pragma once
 
 #include "binding/common.h"
 
@@ -122,5 +121,3 @@ extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 #define GM_PY_CLEAR(field)              Py_CLEAR(self->field);
 #define GM_PY_DROP(field)               Py_XDECREF(self->field);
 #define GM_PY_MEMBER(type, field, kind) {#field, kind, offsetof(type, field), 0, NULL}
-
-#endif

@@ -21,8 +21,7 @@
  * A transport that is written in Python takes the GIL inside a collective, gm_comm_abort and gm_comm_free: whoever
  * calls them, or waits for a lock that is held around them, must have released it (debug builds assert it).
  * A forked child has no communicator: calls fail by name, gm_comm_free does nothing. */
-#ifndef GM_COMM_H
-#define GM_COMM_H
+#pragma once
 
 #include "base/base.h"
 #include "device/device.h"
@@ -139,5 +138,3 @@ gm_status gm_comm_host_new(const gm_comm_transport *transport, int rank, int siz
 
 /* Rank 0 of `size` that all do the same, for an engine on a device on paper (device/paper.h), and for no other. */
 gm_status gm_comm_paper_new(int size, gm_comm **out);
-
-#endif

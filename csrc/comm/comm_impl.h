@@ -1,7 +1,6 @@
 /* comm_impl.h - what the files of comm share: a collective in words, the table of an implementation, the last
  * collectives, and the first failure. */
-#ifndef GM_COMM_IMPL_H
-#define GM_COMM_IMPL_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -77,5 +76,3 @@ gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status statu
 bool gm_comm_has_failed(gm_comm *comm);
 /* The recorded failure of a communicator that has one. */
 gm_status gm_comm_failure(gm_comm *comm);
-
-#endif

@@ -2,8 +2,7 @@
  *
  * NCCL's header is not needed to build: the few types and functions are declared here (ncclConfig_t in its first
  * form, of 2.14, which later versions read by the version that it names). */
-#ifndef GM_COMM_NCCL_IMPL_H
-#define GM_COMM_NCCL_IMPL_H
+#pragma once
 
 #include "comm/comm_impl.h"
 #include "device/cuda/driver.h"
@@ -47,5 +46,3 @@ typedef struct nccl_api {
 
 /* The functions, looked up at the first call; `path` as for gm_comm_nccl_id. */
 gm_status gm_nccl(const char *path, const nccl_api **out);
-
-#endif

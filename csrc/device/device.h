@@ -8,8 +8,7 @@
  * Threads: any thread may call, one at a time (the engine holds its lock).
  * Ordering: work on one stream runs in issue order; across streams only events order it.
  * Copies and kernels are asynchronous to the host; *_sync functions and block/map calls may wait. */
-#ifndef GM_DEVICE_H
-#define GM_DEVICE_H
+#pragma once
 
 #include "arith/arith.h"
 #include "base/base.h"
@@ -138,5 +137,3 @@ gm_status gm_device_host_new(size_t block_bytes, gm_workers *pool, gm_device **o
 gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out);
 /* The driver's granularity without making a device. */
 size_t gm_device_host_granularity(void);
-
-#endif

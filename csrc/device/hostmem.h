@@ -3,8 +3,7 @@
  * mmap + MADV_HUGEPAGE + parallel first touch; a device then registers (pins) what is there.
  * Exact sizes, no power-of-two rounding.  Made and freed as a whole, or reserved, and held part by part.
  * A forked child does not have the region: nothing is copied for it, and pinned pages stay put. */
-#ifndef GM_HOSTMEM_H
-#define GM_HOSTMEM_H
+#pragma once
 
 #include "base/base.h"
 #include "base/workers.h"
@@ -37,5 +36,3 @@ void gm_arena_free(gm_arena *arena); /* NULL is fine */
 void *gm_arena_base(const gm_arena *arena);
 size_t gm_arena_bytes(const gm_arena *arena);    /* that are there; NULL: 0 */
 size_t gm_arena_reserved(const gm_arena *arena); /* and what may come */
-
-#endif

@@ -1,7 +1,6 @@
 /* ops.h - the operations of a device by name: for the table of an implementation, and to declare
  * its functions, which are named alike. */
-#ifndef GM_DEVICE_OPS_H
-#define GM_DEVICE_OPS_H
+#pragma once
 
 #include "device/device.h"
 
@@ -29,5 +28,3 @@
     .name = #name_, .free = name_##_free,                                           \
     GM_DEVICE_MEMORY(GM_DEVICE_ENTRY, memory) GM_DEVICE_SYNC(GM_DEVICE_ENTRY, sync) \
         GM_DEVICE_WORK(GM_DEVICE_ENTRY, work)
-
-#endif

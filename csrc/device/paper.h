@@ -6,8 +6,7 @@
  *
  * What may be asked of an engine on it: units, chunks touched, gradients, steps, plans and figures.  Fields of
  * parameters may not: there are none. */
-#ifndef GM_DEVICE_PAPER_H
-#define GM_DEVICE_PAPER_H
+#pragma once
 
 #include "device/device.h"
 
@@ -16,5 +15,3 @@
 gm_status gm_device_paper_new(size_t block_bytes, bool is_host, size_t host_bytes, gm_device **out);
 /* The compute stream worked for so long. */
 void gm_device_paper_elapse(gm_device *dev, double seconds);
-
-#endif

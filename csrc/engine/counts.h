@@ -1,7 +1,6 @@
 /* counts.h - what the engine counts, each of them once: its type, its name here and in Python, and what view.c has for it.
  * Seconds are apart: they are no whole numbers. */
-#ifndef GM_ENGINE_COUNTS_H
-#define GM_ENGINE_COUNTS_H
+#pragma once
 
 #define GM_ENGINE_COUNTS(X)                                                                       \
     X(uint64_t, fetches, table.fetches)                                                           \
@@ -58,5 +57,3 @@
       engine->arena_seconds + table.home_seconds + engine->speculation.seconds)       \
     /* of the host, for device memory: making, mapping, giving back */                \
     X(double, mapping_seconds, table.mapping_seconds)
-
-#endif

@@ -7,8 +7,7 @@
  * any moment (a tensor's deleter) and takes no lock.
  *
  * Above the length budget because it is the whole face of the engine, and what is behind it is one lock. */
-#ifndef GM_ENGINE_H
-#define GM_ENGINE_H
+#pragma once
 
 #include "arith/arith.h"
 #include "base/base.h"
@@ -259,5 +258,3 @@ gm_status gm_engine_check(gm_engine *engine); /* its own invariants and those of
  * that time at most 256 MiB of device memory and 512 MiB of pinned host memory, and makes do with less of either.
  * GM_ERR_NOMEM where not even a block and 16 MiB are to be had. */
 gm_status gm_rates_measure(gm_device *device, gm_workers *workers, gm_rates *out);
-
-#endif

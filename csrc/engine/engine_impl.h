@@ -2,8 +2,7 @@
  * Everything here expects the engine's lock to be held.
  *
  * Above the length budget because the engine is one state behind one lock. */
-#ifndef GM_ENGINE_IMPL_H
-#define GM_ENGINE_IMPL_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -776,5 +775,3 @@ gm_status gm_pass_end_call(gm_engine *engine, gm_status status);
 /* unit.c */
 gm_status gm_unit_new(gm_engine *engine);
 void gm_unit_free(gm_engine *engine);
-
-#endif

@@ -22,8 +22,7 @@
  * Threads: one caller at a time (the engine's lock), but for gm_chunks_give_spare_back.
  *
  * Above the length budget because it is the table's whole face. */
-#ifndef GM_CHUNK_H
-#define GM_CHUNK_H
+#pragma once
 
 #include "base/base.h"
 #include "base/workers.h"
@@ -203,5 +202,3 @@ gm_status gm_chunks_check(const gm_chunks *chunks);
 /* On the host device, where all work has run when a call returns: what is CLEAN and not pinned has the same bytes on
  * both sides.  On other devices nothing is compared. */
 gm_status gm_chunks_check_bytes(const gm_chunks *chunks);
-
-#endif

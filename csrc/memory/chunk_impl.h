@@ -11,8 +11,7 @@
  * A spare has fences of the same kind as a home, and the two change places with their memory.  Writing a spare comes
  * after both of its own, after filled, which may have read it when it was the home, and after homed: so that behind the
  * spare's last write there is no copy to the home either, and `homed` keeps its meaning.  It is read after its homed. */
-#ifndef GM_CHUNK_IMPL_H
-#define GM_CHUNK_IMPL_H
+#pragma once
 
 #include <stdatomic.h>
 
@@ -138,5 +137,3 @@ gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);
 
 /* place.c: takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */
 gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);
-
-#endif

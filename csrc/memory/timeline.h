@@ -10,8 +10,7 @@
  * have been issued, so that an entry lasts as long as its work and not as long as what it waited for.
  *
  * Threads: one caller at a time (the engine's lock). */
-#ifndef GM_TIMELINE_H
-#define GM_TIMELINE_H
+#pragma once
 
 #include "base/base.h"
 #include "device/device.h"
@@ -99,5 +98,3 @@ uint64_t gm_timeline_n_dropped(const gm_timeline *timeline);
 const gm_log_entry *gm_timeline_entry(const gm_timeline *timeline, uint32_t index);
 const char *gm_log_kind_name(gm_log_kind kind);
 const char *gm_log_stream_name(gm_log_stream stream);
-
-#endif

@@ -3,8 +3,7 @@
  * The search comes back to choices: with few chunks, most ways to turn the dials give one that it has had.
  *
  * 1. Choices are compared in full, so an answer is the one that asking again would give. */
-#ifndef GM_PLAN_ASKED_H
-#define GM_PLAN_ASKED_H
+#pragma once
 
 #include "plan/plan_impl.h"
 
@@ -31,5 +30,3 @@ gm_status gm_asked_find(gm_asked *asked, uint32_t n, const gm_choice *choice, co
 /* Remembers what was said about the choice that was looked up last. */
 gm_status gm_asked_add(gm_asked *asked, const gm_worth *worth);
 void gm_asked_clear(gm_asked *asked); /* frees it; nothing was asked */
-
-#endif

@@ -1,8 +1,7 @@
 /* budget.h - what a plan may use: the measured rates of this machine, and the stage for states.  Pure data.
  *
  * Bytes allowed are fields of gm_plan_input; rates come from rates.c, once per machine. */
-#ifndef GM_BUDGET_H
-#define GM_BUDGET_H
+#pragma once
 
 #include "base/base.h"
 
@@ -43,5 +42,3 @@ static inline uint32_t gm_stage_least(size_t block_bytes)
 {
     return (uint32_t)(gm_round_up(3 * 4096, block_bytes) / block_bytes);
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* choice.h - what is chosen for each chunk, as a few dials and the memory there is give it.
  *
  * A choice (plan_impl.h) decides a plan; dials decide a choice.  The search turns dials, or changes a choice by hand. */
-#ifndef GM_PLAN_CHOICE_H
-#define GM_PLAN_CHOICE_H
+#pragma once
 
 #include "plan/plan_impl.h"
 
@@ -29,5 +28,3 @@ bool gm_may_be_early(const gm_problem *problem, uint32_t c);
  * all that were tried on the way would take, if that is less. */
 gm_status gm_choose(const gm_problem *problem, const gm_dials *dials, gm_choice *choice,
                     uint64_t *least_blocks, bool *fits);
-
-#endif

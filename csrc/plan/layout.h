@@ -9,8 +9,7 @@
  *      place it: libraries choose kernels by alignment, and other kernels mean other bits.
  *   2. Parameters of one chunk do not overlap and lie in [0, chunk.numel).
  *   3. chunk.numel is n_shards * shard_numel, and shard_numel * weight_bytes a multiple of GM_ALIGN. */
-#ifndef GM_LAYOUT_H
-#define GM_LAYOUT_H
+#pragma once
 
 #include "base/base.h"
 
@@ -75,5 +74,3 @@ uint64_t gm_layout_hash(const gm_layout *layout);
  * least of each full-size chunk unused; the smallest of equals.  This is the originals' search. */
 gm_status gm_layout_search(const gm_param_spec *params, uint32_t n_params, size_t min_bytes,
                            size_t range_bytes, uint32_t n_grids, size_t *out_chunk_bytes);
-
-#endif

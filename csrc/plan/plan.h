@@ -37,8 +37,7 @@
  * deferred plan, so such a plan is one whatever comes.
  *
  * Above the length budget because what the engine and its plans agree on is in one place. */
-#ifndef GM_PLAN_H
-#define GM_PLAN_H
+#pragma once
 
 #include "plan/budget.h"
 #include "plan/layout.h"
@@ -192,5 +191,3 @@ gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_
  * block shows two live pieces, every unit finds its chunks, no dirty bytes are lost, device_bytes holds.  GM_ERR_STATE
  * names the first violation. */
 gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input);
-
-#endif

@@ -1,7 +1,6 @@
 /* plan_impl.h - what the plan's own files share: the problem as read from the traces, a plan under construction,
  * and the steps from one to the other.  Nobody else includes it, but for the tests of the plan. */
-#ifndef GM_PLAN_IMPL_H
-#define GM_PLAN_IMPL_H
+#pragma once
 
 #include "plan/plan.h"
 
@@ -146,5 +145,3 @@ gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice,
 /* search.c: the best plan found, schedules of all courses included. */
 uint64_t gm_plan_n_ops(const gm_plan *plan); /* of all its schedules */
 gm_status gm_plan_search(const gm_problem *problem, gm_plan **out);
-
-#endif

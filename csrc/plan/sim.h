@@ -1,8 +1,7 @@
 /* sim.h - work on streams that run at shared, changing rates: the clock of the time model.
  *
  * Nodes are issued in order; one runs when everything before it on its stream and all it waits for are done. */
-#ifndef GM_PLAN_SIM_H
-#define GM_PLAN_SIM_H
+#pragma once
 
 #include "plan/budget.h"
 
@@ -45,5 +44,3 @@ void gm_sim_wait(gm_sim *sim, uint32_t node);
 uint32_t gm_sim_add(gm_sim *sim, gm_lane lane, double work);
 /* Gives every node its end; returns the last. */
 double gm_sim_run(gm_sim *sim, const gm_rates *rates);
-
-#endif

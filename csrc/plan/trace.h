@@ -5,8 +5,7 @@
  * trace for each distinct sequence of ticks, and remembers which trace came after which.
  *
  * Threads: one caller at a time (the engine's lock).  While a known trace is followed nothing allocates. */
-#ifndef GM_TRACE_H
-#define GM_TRACE_H
+#pragma once
 
 #include "base/base.h"
 
@@ -74,5 +73,3 @@ uint32_t gm_book_count_timed(gm_book *book, uint64_t hash, bool is_planned, bool
 void gm_book_time(gm_book *book, uint64_t hash, uint32_t tick, double seconds, bool replaces);
 /* The trace that is followed now, or GM_NO_TRACE. */
 uint32_t gm_book_following(const gm_book *book);
-
-#endif

@@ -6,8 +6,7 @@
  *
  * 1. It ends: after at most GM_TUNE_WINDOWS windows, or when a window shows the rate that its plan counted on.
  * 2. It never ends on a plan whose steps took clearly more time than those of another one that it tried. */
-#ifndef GM_TUNE_H
-#define GM_TUNE_H
+#pragma once
 
 #include "plan/budget.h"
 
@@ -30,5 +29,3 @@ bool gm_tuner_next(gm_tuner *tuner, double seen, double seconds, gm_rates *rates
 
 /* What was learned belongs to plans that are no longer possible. */
 void gm_tuner_forget(gm_tuner *tuner);
-
-#endif

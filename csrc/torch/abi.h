@@ -7,13 +7,10 @@
  * What it gives Python: the operator  gemini::blob(int lease, int[] sizes, int[] strides, ScalarType dtype,
  * int device_type, int device_index) -> Tensor, a tensor that begins at the lease's address.  The tensor's storage
  * ends the lease when it dies (any thread).  device_type: 0 CPU (device_index -1), 1 CUDA, as in c10::DeviceType. */
-#ifndef GM_TORCH_ABI_H
-#define GM_TORCH_ABI_H
+#pragma once
 
 #include "base/base.h"
 
 /* Idempotent; registers the operator once per process. */
 gm_status gm_torch_abi_init(void);
 bool gm_torch_is_grad_enabled(void); /* on this thread; after the former */
-
-#endif

@@ -5,8 +5,7 @@
  * torch.cuda.MemPool (gemini_strategy/memory/torch_pool.py).  torch calls with the lock of its caching
  * allocator held, from whichever thread allocates; nothing here touches Python.
  * In a build without CUDA every allocation fails and the figures are 0. */
-#ifndef GM_TORCH_ALLOC_H
-#define GM_TORCH_ALLOC_H
+#pragma once
 
 #include "base/base.h"
 
@@ -37,5 +36,3 @@ GM_TORCH_EXPORT size_t gm_torch_alloc_refusals(int device);
  * belongs to the device, and the order of its uses is the caching allocator's business. */
 GM_TORCH_EXPORT void *gm_torch_alloc(size_t size, int device, void *stream);
 GM_TORCH_EXPORT void gm_torch_free(void *ptr, size_t size, int device, void *stream);
-
-#endif

@@ -1,6 +1,5 @@
 /* check.h - what the C unit tests share: a check that says where it failed, and random numbers. */
-#ifndef GM_TEST_CHECK_H
-#define GM_TEST_CHECK_H
+#pragma once
 
 #include <stdint.h>
 #include <stdio.h>
@@ -31,5 +30,3 @@ static inline uint64_t next_random(uint64_t *state)
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* fake_nccl.h - what a test sets and sees of the driver and the NCCL that fake_nccl.c plays. */
-#ifndef GM_TEST_FAKE_NCCL_H
-#define GM_TEST_FAKE_NCCL_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -26,5 +25,3 @@ typedef struct gm_fake {
     size_t count;
     int dtype, op; /* or the root */
 } gm_fake;
-
-#endif

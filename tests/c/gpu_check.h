@@ -1,6 +1,5 @@
 /* gpu_check.h - what the GPU programs share: device memory, numbers of every kind, time. */
-#ifndef GM_TEST_GPU_CHECK_H
-#define GM_TEST_GPU_CHECK_H
+#pragma once
 
 #include <stdlib.h>
 #include <time.h>
@@ -144,5 +143,3 @@ static inline void nap(long microseconds)
                                  .tv_nsec = microseconds % 1000000 * 1000},
               NULL);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* plan_model.h - random models and the traces of their passes, for the tests of the plan. */
-#ifndef GM_TEST_PLAN_MODEL_H
-#define GM_TEST_PLAN_MODEL_H
+#pragma once
 
 #include <string.h>
 
@@ -334,5 +333,3 @@ static inline shape random_shape(uint64_t *seed)
                    .n_runs = below(seed, 2) == 0 ? 1 : 1 + (uint32_t)below(seed, 5),
                    .seconds = below(seed, 5) == 0 ? 0 : 1e-3 * (double)(1 + below(seed, 40))};
 }
-
-#endif

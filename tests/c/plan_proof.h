@@ -1,7 +1,6 @@
 /* plan_proof.h - what the tests of plans prove alike for one rank and for several: what every plan keeps, that the
  * checker can fail, and how good plans are. */
-#ifndef GM_TEST_PLAN_PROOF_H
-#define GM_TEST_PLAN_PROOF_H
+#pragma once
 
 #include "plan/plan.h"
 #include "plan/plan_impl.h"
@@ -317,5 +316,3 @@ static inline uint64_t plan_with_bounded_work(const model *m)
     gm_plan_free(plan);
     return n_ops;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* tree.h - a made-up /proc and /sys below a temporary folder.  Needs _GNU_SOURCE. */
-#ifndef GM_TEST_TREE_H
-#define GM_TEST_TREE_H
+#pragma once
 
 #include <ftw.h>
 #include <limits.h>
@@ -53,5 +52,3 @@ static void remove_tree(void)
 {
     CHECK(nftw(root, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0);
 }
-
-#endif

@@ -11,8 +11,7 @@
  *
  * Timed events go by a clock of the device's own, which goes on by 50 us with each record on stream
  * 0 or of a timed event: what is planned from its times is the same on a busy machine. */
-#ifndef GM_DEVICE_CHAOS_H
-#define GM_DEVICE_CHAOS_H
+#pragma once
 
 #include "device/device.h"
 
@@ -59,5 +58,3 @@ gm_status gm_device_chaos_stats(gm_device *dev, gm_chaos_stats *out);
 const char *gm_chaos_fault_name(gm_chaos_fault fault);
 /* "seed[:fault[:period]]", the fault by its name.  GM_ERR_ARG lists the names. */
 gm_status gm_chaos_parse(const char *text, gm_chaos_options *out);
-
-#endif

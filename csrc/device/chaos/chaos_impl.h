@@ -1,7 +1,6 @@
 /* chaos_impl.h - what the files of the chaos device share: its body, and the calls that are not in
  * chaos.c. */
-#ifndef GM_DEVICE_CHAOS_IMPL_H
-#define GM_DEVICE_CHAOS_IMPL_H
+#pragma once
 
 #include "device/chaos/chaos.h"
 #include "device/chaos/queue.h"
@@ -92,5 +91,3 @@ GM_DEVICE_MEMORY(GM_DEVICE_DECLARED, gm_chaos)
 
 /* sync.c: entries of the table of calls. */
 GM_DEVICE_SYNC(GM_DEVICE_DECLARED, gm_chaos)
-
-#endif

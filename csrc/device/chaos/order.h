@@ -4,8 +4,7 @@
  * An actor does one thing after another: a stream, or the host.  What an actor does is numbered by its
  * ticks, from 1; a clock says of every actor how many of its ticks have certainly happened.  Access x happens
  * before an operation with clock c exactly when c.tick[x.actor] >= x.tick. */
-#ifndef GM_ORDER_H
-#define GM_ORDER_H
+#pragma once
 
 #include "base/base.h"
 
@@ -48,5 +47,3 @@ gm_status gm_order_note(gm_order *order, const gm_access *access, const gm_clock
 void gm_order_forget(gm_order *order, const gm_clock *floor);
 /* Runs of bytes with a history of their own: what the memory used grows with. */
 size_t gm_order_n_spans(const gm_order *order);
-
-#endif

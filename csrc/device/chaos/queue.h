@@ -1,6 +1,5 @@
 /* queue.h - the operations of the chaos device, and the queues in which they wait to be run. */
-#ifndef GM_DEVICE_CHAOS_QUEUE_H
-#define GM_DEVICE_CHAOS_QUEUE_H
+#pragma once
 
 #include "device/device.h"
 #include "device/chaos/order.h"
@@ -107,5 +106,3 @@ void gm_chaos_run_until(gm_chaos_device *dev, const gm_chaos_mark *mark);
 void gm_chaos_run_queue(gm_chaos_device *dev, gm_chaos_queue *queue); /* until it is empty */
 void gm_chaos_run_all(gm_chaos_device *dev);
 void gm_chaos_drop_queue(gm_chaos_device *dev, gm_chaos_queue *queue); /* runs nothing */
-
-#endif

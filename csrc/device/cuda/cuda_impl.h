@@ -1,7 +1,6 @@
 /* cuda_impl.h - what the files of device_cuda share: the device's struct, its context, and the
  * operations that the table in cuda.c names.  Included only where GM_WITH_CUDA is set. */
-#ifndef GM_DEVICE_CUDA_IMPL_H
-#define GM_DEVICE_CUDA_IMPL_H
+#pragma once
 
 #include "device/cuda/driver.h"
 #include "device/cuda/kernels.h"
@@ -72,5 +71,3 @@ void gm_cuda_leave(cuda_device *d, bool is_pushed);
 /* ---- stream.c ---- */
 GM_DEVICE_SYNC(GM_DEVICE_DECLARED, gm_cuda)
 GM_DEVICE_WORK(GM_DEVICE_DECLARED, gm_cuda)
-
-#endif

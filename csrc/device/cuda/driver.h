@@ -1,7 +1,6 @@
 /* driver.h - the CUDA driver functions that we use, looked up in libcuda.so.1 at first use.
  * Compiled only where the CUDA toolkit is present (GM_WITH_CUDA); nothing links against libcuda. */
-#ifndef GM_CUDA_DRIVER_H
-#define GM_CUDA_DRIVER_H
+#pragma once
 
 #include <cuda.h>
 
@@ -37,5 +36,3 @@ gm_status gm_cuda(const gm_cuda_api **out);
  * Out of memory gives GM_ERR_NOMEM, all else GM_ERR_DEVICE. */
 gm_status gm_cuda_check(CUresult result, const char *call);
 #define GM_CU(call) GM_TRY(gm_cuda_check((call), #call))
-
-#endif

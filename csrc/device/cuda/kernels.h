@@ -1,7 +1,6 @@
 /* kernels.h - plain-C face of the CUDA kernels in csrc/kernels/: load once per context, launch.
  * Launches are asynchronous, allocate nothing, never wait.  Compiled only with GM_WITH_CUDA. */
-#ifndef GM_KERNELS_H
-#define GM_KERNELS_H
+#pragma once
 
 #include "arith/arith.h"
 #include "device/cuda/driver.h"
@@ -17,5 +16,3 @@ gm_status gm_kernels_grad_add(gm_kernels *k, const gm_grad_add_args *args, gm_su
 gm_status gm_kernels_sumsq(gm_kernels *k, const void *data, gm_dtype dtype, size_t numel,
                            gm_sumsq *sum, CUstream stream);
 gm_status gm_kernels_clip(gm_kernels *k, const gm_clip_args *args, CUstream stream);
-
-#endif

@@ -1,8 +1,7 @@
 /* args.h - what kernels.c passes to the kernels: plain structs by value, sizes known to both sides.
  *
  * Invariant: a kernel's parameters stay within 4 KiB, the limit of every driver and GPU. */
-#ifndef GM_KERNEL_ARGS_H
-#define GM_KERNEL_ARGS_H
+#pragma once
 
 #include "arith/arith.h"
 
@@ -65,5 +64,3 @@ typedef struct gm_sumsq_batch {
     uint64_t head, n_vectors, tail;
     gm_sumsq *sum;
 } gm_sumsq_batch;
-
-#endif

@@ -10,8 +10,7 @@
  *   1. A band takes MAX_ADDS squares per thread between flushes, and MAX_ADDS of the largest that it
  *      takes fit.
  *   2. Bands are bases of a warp, never of a thread: a flush is a reduction over the warp. */
-#ifndef GM_BAND_CUH
-#define GM_BAND_CUH
+#pragma once
 
 #include "device/kernels/exact.cuh"
 
@@ -143,5 +142,3 @@ template <typename Type> struct band {
         return __reduce_max_sync(FULL, largest);
     }
 };
-
-#endif

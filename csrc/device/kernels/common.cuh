@@ -4,8 +4,7 @@
  *   1. A NaN that is stored is canonical: 0x7fc00000, 0x7fc0, 0x7e00.
  *   2. No contraction, no flush-to-zero: compiled with -fmad=false -ftz=false -prec-div=true
  *      -prec-sqrt=true, and the arithmetic is written with rounding intrinsics all the same. */
-#ifndef GM_COMMON_CUH
-#define GM_COMMON_CUH
+#pragma once
 
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -92,5 +91,3 @@ template <typename Bits> struct gm_eight {
         }
     }
 };
-
-#endif

@@ -8,8 +8,7 @@
  *   1. Integers only: no operation rounds, so no order, split or grid can change the result.
  *   2. Block limbs are carried before they are added to the result, so that each addition is below
  *      2^32 and the result takes 2^32 of them. */
-#ifndef GM_EXACT_CUH
-#define GM_EXACT_CUH
+#pragma once
 
 #include "device/kernels/common.cuh"
 
@@ -113,5 +112,3 @@ static __device__ __forceinline__ void end_sum(block_sum *sum, gm_sumsq *result,
 }
 
 static_assert(sizeof(block_sum) == sizeof(gm_sumsq), "one layout");
-
-#endif
