@@ -64,7 +64,7 @@ class State:
         self.grad = empty(FORMATS[grad][1]).normal_(0.0, 1e-3, generator=generator)
 
     def addresses(self) -> tuple[int, ...]:
-        """Arguments of _C.adam_host up to the ranges."""
+        """Arguments of _C.adam from the format up to the ranges."""
         parts = self.weight, self.low, self.m, self.v, self.grad
         addresses = (0 if part is None else part.data_ptr() for part in parts)
         return (self.format, self.grad_dtype, *addresses)
@@ -124,7 +124,7 @@ def bench_host(args: argparse.Namespace) -> None:
 
     def update(isa: str) -> None:
         _C.isa_force(isa)
-        _C.adam_host(*state.addresses(), ranges)
+        _C.adam(-1, 0, *state.addresses(), ranges)
 
     actions = {"copy": copy, "in_place": in_place}
     actions |= {isa: functools.partial(update, isa) for isa in variants()}
@@ -184,7 +184,7 @@ def bench_cuda(args: argparse.Namespace) -> None:
     def update_seconds() -> float:
         state = State(args.format, args.grad, numel, device)
         ranges = state.ranges(step=10)
-        return timed(lambda: _C.adam_cuda(device.index, stream, *state.addresses(), ranges))
+        return timed(lambda: _C.adam(device.index, stream, *state.addresses(), ranges))
 
     def plain_copy_seconds() -> float:
         source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)

@@ -45,18 +45,7 @@ def adam_scalars(
     clip_factor: float,
     /,
 ) -> bytes: ...
-def adam_host(
-    weight_format: int,
-    grad_dtype: int,
-    weight: int,
-    low: int,
-    m: int,
-    v: int,
-    grad: int,
-    ranges: Sequence[tuple[int, int, bytes]],
-    /,
-) -> None: ...
-def adam_cuda(
+def adam(
     ordinal: int,
     stream: int,
     weight_format: int,

@@ -119,54 +119,36 @@ static int parse_range(PyObject *item, void *out)
     return 1;
 }
 
-/* One update of `ranges`; on the host where there is no device. */
-static PyObject *update(gm_adam_args *adam, PyObject *ranges, gm_device *device, gm_stream stream)
-{
-    gm_workers *pool = device ? NULL : gm_py_workers();
-    gm_adam_range *parsed = NULL;
-    if (device || pool) {
-        parsed = gm_py_array(ranges, sizeof *parsed, parse_range, &adam->n_ranges);
-    }
-    if (!parsed) {
-        return NULL;
-    }
-    adam->ranges = parsed;
-    gm_status status;
-    GM_NO_GIL(status = device ? device->ops->adam(device, adam, stream) : gm_adam_host(adam, pool));
-    free(parsed);
-    return gm_py_finish(status);
-}
-
-static PyObject *adam_host(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    gm_adam_args adam = {0};
-    void *grad;
-    PyObject *sequence;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O:adam_host", to_dtype, &adam.format, to_dtype,
-                          &adam.grad_dtype, to_address, &adam.weight, to_address, &adam.low,
-                          to_address, &adam.m, to_address, &adam.v, to_address, &grad, &sequence)) {
-        return NULL;
-    }
-    adam.grad = grad;
-    return update(&adam, sequence, NULL, 0);
-}
-
-static PyObject *adam_cuda(PyObject *Py_UNUSED(module), PyObject *args)
+/* One update; ordinal -1: of host arrays. */
+static PyObject *adam(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_adam_args adam = {0};
     int ordinal;
     unsigned long long stream;
     void *grad;
-    PyObject *sequence;
-    if (!PyArg_ParseTuple(args, "iKO&O&O&O&O&O&O&O:adam_cuda", &ordinal, &stream, to_dtype,
-                          &adam.format, to_dtype, &adam.grad_dtype, to_address, &adam.weight,
-                          to_address, &adam.low, to_address, &adam.m, to_address, &adam.v,
-                          to_address, &grad, &sequence)) {
+    PyObject *ranges;
+    if (!PyArg_ParseTuple(args, "iKO&O&O&O&O&O&O&O:adam", &ordinal, &stream, to_dtype, &adam.format,
+                          to_dtype, &adam.grad_dtype, to_address, &adam.weight, to_address,
+                          &adam.low, to_address, &adam.m, to_address, &adam.v, to_address, &grad,
+                          &ranges)) {
+        return NULL;
+    }
+    gm_device *device = ordinal == -1 ? NULL : cuda_device(ordinal);
+    gm_workers *pool = ordinal == -1 ? gm_py_workers() : NULL;
+    gm_adam_range *parsed = NULL;
+    if (device || pool) {
+        parsed = gm_py_array(ranges, sizeof *parsed, parse_range, &adam.n_ranges);
+    }
+    if (!parsed) {
         return NULL;
     }
     adam.grad = grad;
-    gm_device *device = cuda_device(ordinal);
-    return device ? update(&adam, sequence, device, stream) : NULL;
+    adam.ranges = parsed;
+    gm_status status;
+    GM_NO_GIL(status =
+                  device ? device->ops->adam(device, &adam, stream) : gm_adam_host(&adam, pool));
+    free(parsed);
+    return gm_py_finish(status);
 }
 
 static PyObject *grad_add_host(PyObject *Py_UNUSED(module), PyObject *args)
@@ -321,9 +303,9 @@ PyMethodDef gm_py_arith_methods[] = {
      "Forces \"scalar\", \"avx2\" or \"avx512\"; None chooses anew (GEMINI_ISA, else the best)."},
     {"adam_scalars", adam_scalars, METH_VARARGS,
      "Hyperparameters to the fp32 scalars of one update, opaque."},
-    {"adam_host", adam_host, METH_VARARGS, "One update of host arrays."},
-    {"adam_cuda", adam_cuda, METH_VARARGS,
-     "The same on a CUDA device, asynchronously, on a CUstream given as an integer."},
+    {"adam", adam, METH_VARARGS,
+     "One update of host arrays (ordinal -1), or on a CUDA device, asynchronously, on a CUstream "
+     "given as an integer."},
     {"grad_add_host", grad_add_host, METH_VARARGS,
      "dst = src / divisor, or dst += src / divisor when accumulate, of host arrays."},
     {"sumsq_host", sumsq_host, METH_VARARGS,

@@ -439,7 +439,9 @@ class HybridAdam(torch.optim.Optimizer):
         low = state[_LOW[p.dtype][0]] if p.dtype in _LOW else None
         if low is not None:
             low.copy_(settled_low(p, low))
+        is_cuda = p.device.type == "cuda"
         arguments = (
+            *((p.device.index, _stream(p.device)) if is_cuda else (-1, 0)),
             _DTYPES[p.dtype],
             _DTYPES[grad.dtype],
             weight.data_ptr(),
@@ -449,12 +451,8 @@ class HybridAdam(torch.optim.Optimizer):
             grad.data_ptr(),
             [(0, p.numel(), scalars)],
         )
-        if p.numel() == 0:
-            pass  # nothing to compute; it counts as stepped, as in torch
-        elif p.device.type == "cuda":
-            _C.adam_cuda(p.device.index, _stream(p.device), *arguments)
-        else:
-            _C.adam_host(*arguments)
+        if p.numel() > 0:  # else nothing is to compute; it counts as stepped, as in torch
+            _C.adam(*arguments)
         if weight is not plain:
             plain.copy_(weight)
         note_seen(p)

@@ -55,8 +55,8 @@ def test_adam(dtype: torch.dtype, grad: str, adamw: bool, skew: int) -> None:
         return found
 
     codes = (CODES[dtype], CODES[grad_dtype])
-    _C.adam_host(*codes, *addresses(host), ranges)
-    _C.adam_cuda(0, stream(), *codes, *addresses(device), ranges)
+    _C.adam(-1, 0, *codes, *addresses(host), ranges)
+    _C.adam(0, stream(), *codes, *addresses(device), ranges)
     for on_host, on_device in zip(host, device, strict=True):
         assert same_bits(on_host, on_device)
 

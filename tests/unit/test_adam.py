@@ -64,7 +64,9 @@ class Arrays:
             "clip_factor": 1.0,
         } | hyper
         scalars = _C.adam_scalars(*options.values())
-        _C.adam_host(
+        _C.adam(
+            -1,
+            0,
             FORMATS[self.dtype],
             FORMATS[self.grad.dtype],
             self.weight.data_ptr(),
@@ -133,12 +135,12 @@ def test_ranges_have_their_own_scalars_and_leave_the_rest_alone():
     ]
     ranges = [(b, e, s) for (b, e), s in zip(parts, scalars, strict=True)]
     tensors = (arrays.weight, arrays.low, arrays.m, arrays.v, arrays.grad)
-    _C.adam_host(1, 1, *(t.data_ptr() for t in tensors), ranges)
+    _C.adam(-1, 0, 1, 1, *(t.data_ptr() for t in tensors), ranges)
     for i, (begin, end) in enumerate(parts):
         single = before.clone()
         single.grad = before.grad
         pointers = [t.data_ptr() for t in (single.weight, single.low, single.m, single.v)]
-        _C.adam_host(1, 1, *pointers, before.grad.data_ptr(), [(begin, end, scalars[i])])
+        _C.adam(-1, 0, 1, 1, *pointers, before.grad.data_ptr(), [(begin, end, scalars[i])])
         for ours, theirs in ((arrays.weight, single.weight), (arrays.m, single.m)):
             assert torch.equal(bits_of(ours)[begin:end], bits_of(theirs)[begin:end])
     untouched = [*range(10), *range(334, 500), 999]
@@ -351,8 +353,8 @@ def test_refusals_name_the_argument():
     with pytest.raises(ValueError, match="sse9"):
         _C.isa_force("sse9")
     with pytest.raises(ValueError, match="format"):
-        _C.adam_host(1, 2, 0, 0, 0, 0, 0, [])
+        _C.adam(-1, 0, 1, 2, 0, 0, 0, 0, 0, [])
     with pytest.raises(ValueError, match="dtype is 7"):
-        _C.adam_host(7, 0, 0, 0, 0, 0, 0, [])
+        _C.adam(-1, 0, 7, 0, 0, 0, 0, 0, 0, [])
     with pytest.raises(ValueError, match="scalars are 3 bytes"):
-        _C.adam_host(0, 0, 0, 0, 0, 0, 0, [(0, 0, b"abc")])
+        _C.adam(-1, 0, 0, 0, 0, 0, 0, 0, 0, [(0, 0, b"abc")])
