@@ -63,8 +63,8 @@ enum { GM_PY_MOST_NUMBERS = 7 };
     GM_PY_METHOD(#name, core_##name, METH_##flags, #name signature)
 
 /* Methods of Core that have files of their own. */
-extern PyMethodDef gm_py_lease_methods[], gm_py_step_methods[], gm_py_save_methods[],
-    gm_py_room_methods[], gm_py_paper_methods[];
+extern PyMethodDef gm_py_step_methods[], gm_py_save_methods[], gm_py_room_methods[],
+    gm_py_paper_methods[];
 
 /* step.c */
 PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);

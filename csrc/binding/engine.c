@@ -253,6 +253,17 @@ GM_PY_CALL_STATUS(drain, 0, gm_engine_drain(engine))
 GM_PY_CALL_STATUS(catch_up, 0, gm_engine_catch_up(engine))
 GM_PY_CALL_STATUS(settle, 0, gm_engine_settle(engine))
 
+/* Leases are numbers in Python. */
+static PyObject *number_of(const gm_lease *lease)
+{
+    return PyLong_FromUnsignedLongLong((uintptr_t)lease);
+}
+
+GM_PY_CALL_OUT(lease, 1, gm_lease *, number_of, gm_lease_new(engine, (uint32_t)v[0], &out))
+GM_PY_CALL_STATUS(lease_pin, 2, gm_lease_pin((gm_lease *)(uintptr_t)v[0], v[1]))
+GM_PY_CALL_STATUS(lease_watch, 2, gm_lease_watch((gm_lease *)(uintptr_t)v[0], v[1]))
+GM_PY_CALL_STATUS(lease_unwatch, 2, gm_lease_unwatch((gm_lease *)(uintptr_t)v[0]))
+
 static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];
@@ -442,6 +453,10 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(grad_put, FASTCALL, "(param, address, dtype, stream)"),
     GM_CORE_METHOD(part, FASTCALL, "(param) -> (first, n), the elements in this rank's shard"),
     GM_CORE_METHOD(has_grad, FASTCALL, "(param) -> bool"),
+    GM_CORE_METHOD(lease, FASTCALL, "(param) -> lease"),
+    GM_CORE_METHOD(lease_pin, FASTCALL, "(lease, stream)"),
+    GM_CORE_METHOD(lease_watch, FASTCALL, "(lease, stream)"),
+    GM_CORE_METHOD(lease_unwatch, FASTCALL, "(lease, stream)"),
     GM_CORE_METHOD(leased, NOARGS, "() -> parameters that tensors show"),
     GM_CORE_METHOD(grad_drop, FASTCALL, "(param)"),
     GM_CORE_METHOD(note_write, FASTCALL, "(param, stream)"),
@@ -500,10 +515,10 @@ int gm_py_engine_init(PyObject *module)
 {
     gm_py_core_type =
         gm_py_add_type(module, "gemini_strategy._C.Core", sizeof(core), 0, core_parts);
-    if (!gm_py_core_type || add_methods(gm_py_lease_methods) < 0 ||
-        add_methods(gm_py_step_methods) < 0 || add_methods(gm_py_save_methods) < 0 ||
-        add_methods(gm_py_room_methods) < 0 || add_methods(gm_py_paper_methods) < 0 ||
-        gm_py_paper_init(module) < 0 || PyModule_AddFunctions(module, module_methods) < 0) {
+    if (!gm_py_core_type || add_methods(gm_py_step_methods) < 0 ||
+        add_methods(gm_py_save_methods) < 0 || add_methods(gm_py_room_methods) < 0 ||
+        add_methods(gm_py_paper_methods) < 0 || gm_py_paper_init(module) < 0 ||
+        PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;
     }
     return PyModule_AddIntConstant(module, "HOST_GRANULARITY", (long)gm_device_host_granularity());

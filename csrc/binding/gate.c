@@ -58,15 +58,10 @@ static PyObject *end_showing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(un
     return gm_py_gate_hide() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyMethodDef module_methods[] = {
+PyMethodDef gm_py_gate_methods[] = {
     GM_PY_METHOD("begin_showing", begin_showing, METH_NOARGS,
                  "begin_showing(): whether this thread may change the data of parameters; if so,\n"
                  "end_showing() follows"),
     GM_PY_METHOD("end_showing", end_showing, METH_NOARGS, "end_showing()"),
     {NULL, NULL, 0, NULL},
 };
-
-int gm_py_gate_init(PyObject *module)
-{
-    return PyModule_AddFunctions(module, module_methods);
-}

@@ -97,13 +97,8 @@ static PyObject *take_grad(PyObject *Py_UNUSED(module), PyObject *parameter)
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyMethodDef module_methods[] = {
+PyMethodDef gm_py_grad_methods[] = {
     GM_PY_METHOD("take_grad", take_grad, METH_O,
                  "take_grad(parameter): its gradient goes to the engine"),
     {NULL, NULL, 0, NULL},
 };
-
-int gm_py_grad_init(PyObject *module)
-{
-    return PyModule_AddFunctions(module, module_methods);
-}

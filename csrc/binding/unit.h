@@ -107,14 +107,13 @@ int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed;
 /* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
 int gm_py_net_unpin(gm_py_net *net);
 
-int gm_py_gate_init(PyObject *module);
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
 int gm_py_call_init(PyObject *module);
-int gm_py_grad_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
+extern PyMethodDef gm_py_gate_methods[], gm_py_grad_methods[];
 
 /* For lists of the fields that are references, X(field) for each: what is done with all. */
 #define GM_PY_VISIT(field)              Py_VISIT(self->field);
