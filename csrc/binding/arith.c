@@ -87,11 +87,9 @@ static PyObject *adam_scalars(PyObject *Py_UNUSED(module), PyObject *args)
     gm_adam_scalars scalars;
     long long step;
     int adamw, bias_correction;
-    if (!PyArg_ParseTuple(args, "dddddLppdd:adam_scalars", &hyper.lr, &hyper.beta1, &hyper.beta2,
-                          &hyper.eps, &hyper.weight_decay, &step, &adamw, &bias_correction,
-                          &hyper.grad_divisor, &hyper.clip_factor)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "dddddLppdd:adam_scalars", &hyper.lr, &hyper.beta1,
+                               &hyper.beta2, &hyper.eps, &hyper.weight_decay, &step, &adamw,
+                               &bias_correction, &hyper.grad_divisor, &hyper.clip_factor));
     hyper.step = step;
     hyper.adamw = adamw != 0;
     hyper.bias_correction = bias_correction != 0;
@@ -127,21 +125,17 @@ static PyObject *adam(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long stream;
     void *grad;
     PyObject *ranges;
-    if (!PyArg_ParseTuple(args, "iKO&O&O&O&O&O&O&O:adam", &ordinal, &stream, to_dtype, &adam.format,
-                          to_dtype, &adam.grad_dtype, to_address, &adam.weight, to_address,
-                          &adam.low, to_address, &adam.m, to_address, &adam.v, to_address, &grad,
-                          &ranges)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "iKO&O&O&O&O&O&O&O:adam", &ordinal, &stream, to_dtype,
+                               &adam.format, to_dtype, &adam.grad_dtype, to_address, &adam.weight,
+                               to_address, &adam.low, to_address, &adam.m, to_address, &adam.v,
+                               to_address, &grad, &ranges));
     gm_device *device = ordinal == -1 ? NULL : cuda_device(ordinal);
     gm_workers *pool = ordinal == -1 ? gm_py_workers() : NULL;
     gm_adam_range *parsed = NULL;
     if (device || pool) {
         parsed = gm_py_array(ranges, sizeof *parsed, parse_range, &adam.n_ranges);
     }
-    if (!parsed) {
-        return NULL;
-    }
+    GM_PY_TRY(parsed);
     adam.grad = grad;
     adam.ranges = parsed;
     gm_status status;
@@ -164,9 +158,7 @@ static PyObject *grad_add_host(PyObject *Py_UNUSED(module), PyObject *args)
     add.src = src;
     add.accumulate = accumulate != 0;
     gm_workers *pool = gm_py_workers();
-    if (!pool) {
-        return NULL;
-    }
+    GM_PY_TRY(pool);
     GM_NO_GIL(gm_grad_add_host(&add, pool));
     Py_RETURN_NONE;
 }
@@ -203,14 +195,10 @@ static PyObject *sumsq_host(PyObject *Py_UNUSED(module), PyObject *args)
     gm_dtype dtype;
     size_t numel;
     gm_sumsq sum;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&:sumsq_host", to_address, &data, to_dtype, &dtype, to_size,
-                          &numel, to_sum, &sum)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "O&O&O&O&:sumsq_host", to_address, &data, to_dtype, &dtype,
+                               to_size, &numel, to_sum, &sum));
     gm_workers *pool = gm_py_workers();
-    if (!pool) {
-        return NULL;
-    }
+    GM_PY_TRY(pool);
     GM_NO_GIL(gm_sumsq_host(data, dtype, numel, &sum, pool));
     return sum_to_bytes(&sum);
 }
@@ -222,14 +210,10 @@ static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
     void *data, *sum;
     gm_dtype dtype;
     size_t numel;
-    if (!PyArg_ParseTuple(args, "iKO&O&O&O&:sumsq_cuda", &ordinal, &stream, to_address, &data,
-                          to_dtype, &dtype, to_size, &numel, to_address, &sum)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "iKO&O&O&O&:sumsq_cuda", &ordinal, &stream, to_address, &data,
+                               to_dtype, &dtype, to_size, &numel, to_address, &sum));
     gm_device *device = cuda_device(ordinal);
-    if (!device) {
-        return NULL;
-    }
+    GM_PY_TRY(device);
     gm_status status;
     GM_NO_GIL(status = device->ops->sumsq(device, data, dtype, numel, sum, stream));
     return gm_py_finish(status);
@@ -238,9 +222,7 @@ static PyObject *sumsq_cuda(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *sumsq_merge(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gm_sumsq a, b;
-    if (!PyArg_ParseTuple(args, "O&O&:sumsq_merge", to_sum, &a, to_sum, &b)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "O&O&:sumsq_merge", to_sum, &a, to_sum, &b));
     gm_sumsq_merge(&a, &b);
     return sum_to_bytes(&a);
 }
@@ -254,9 +236,7 @@ static PyObject *sumsq_value(PyObject *Py_UNUSED(module), PyObject *bytes)
 static PyObject *sumsq_read(PyObject *Py_UNUSED(module), PyObject *args)
 {
     void *address;
-    if (!PyArg_ParseTuple(args, "O&:sumsq_read", to_address, &address)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "O&:sumsq_read", to_address, &address));
     GM_PY_FAIL_IF(!address, PyExc_ValueError,
                   "address is 0; it must point at a sum in host memory");
     return sum_to_bytes(address);
@@ -268,14 +248,10 @@ static PyObject *convert(PyObject *args, bool splits)
     gm_dtype format;
     void *a, *b, *c;
     size_t numel;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&", to_dtype, &format, to_address, &a, to_address, &b,
-                          to_address, &c, to_size, &numel)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "O&O&O&O&O&", to_dtype, &format, to_address, &a, to_address,
+                               &b, to_address, &c, to_size, &numel));
     gm_workers *pool = gm_py_workers();
-    if (!pool) {
-        return NULL;
-    }
+    GM_PY_TRY(pool);
     Py_BEGIN_ALLOW_THREADS
     if (splits) {
         gm_split_host(format, GM_F32, a, b, c, numel, pool);

@@ -162,22 +162,18 @@ static PyObject *end(comm *self, gm_status status)
     do {                           \
         gm_status status;          \
         gm_comm *c = begin(self);  \
-        if (!c) {                  \
-            return NULL;           \
-        }                          \
+        GM_PY_TRY(c);              \
         GM_NO_GIL(status = call);  \
         return end(self, status);  \
     } while (0)
 
 /* A method that takes numbers, v[], one for each K of `format`. */
-#define COMM_CALL(name, format, call)                                                       \
-    static PyObject *comm_##name(comm *self, PyObject *args)                                \
-    {                                                                                       \
-        unsigned long long v[5];                                                            \
-        if (!PyArg_ParseTuple(args, format ":" #name, &v[0], &v[1], &v[2], &v[3], &v[4])) { \
-            return NULL;                                                                    \
-        }                                                                                   \
-        RETURN_CALL(self, c, call);                                                         \
+#define COMM_CALL(name, format, call)                                                           \
+    static PyObject *comm_##name(comm *self, PyObject *args)                                    \
+    {                                                                                           \
+        unsigned long long v[5];                                                                \
+        GM_PY_TRY(PyArg_ParseTuple(args, format ":" #name, &v[0], &v[1], &v[2], &v[3], &v[4])); \
+        RETURN_CALL(self, c, call);                                                             \
     }
 
 COMM_CALL(all_gather, "KKK", gm_comm_all_gather(c, (uintptr_t)v[0], (size_t)v[1], v[2]))
@@ -196,13 +192,9 @@ static PyObject *comm_name_ranks(comm *self, PyObject *args)
 {
     PyObject *list;
     int n;
-    if (!PyArg_ParseTuple(args, "O!i:name_ranks", &PyList_Type, &list, &n)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "O!i:name_ranks", &PyList_Type, &list, &n));
     gm_comm *c = begin(self);
-    if (!c) {
-        return NULL;
-    }
+    GM_PY_TRY(c);
     Py_ssize_t size = gm_comm_size(c);
     int *names = calloc((size_t)size, sizeof *names);
     gm_status status = names ? GM_OK : GM_FAIL(GM_ERR_NOMEM, "HOST: the names of %zd ranks", size);
@@ -259,9 +251,7 @@ static PyObject *comm_check(comm *self, PyObject *Py_UNUSED(unused))
 static PyObject *comm_stop(comm *self, PyObject *args)
 {
     const char *reason;
-    if (!PyArg_ParseTuple(args, "s:abort", &reason)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "s:abort", &reason));
     if (!self->comm || self->is_closing) {
         Py_RETURN_NONE;
     }
@@ -329,9 +319,7 @@ static PyObject *comm_host(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *exchange, *close;
     int rank, size;
-    if (!PyArg_ParseTuple(args, "OOii:comm_host", &exchange, &close, &rank, &size)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "OOii:comm_host", &exchange, &close, &rank, &size));
     comm *self = new_object(rank, size);
     python_transport *t = self ? calloc(1, sizeof *t) : NULL;
     if (!t) {
@@ -354,9 +342,7 @@ static PyObject *comm_nccl_id(PyObject *Py_UNUSED(module), PyObject *args)
     const char *path;
     uint8_t id[GM_COMM_ID_BYTES];
     gm_status status;
-    if (!PyArg_ParseTuple(args, "z:comm_nccl_id", &path)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "z:comm_nccl_id", &path));
     GM_NO_GIL(status = gm_comm_nccl_id(path, id));
     return status == GM_OK ? PyBytes_FromStringAndSize((const char *)id, sizeof id)
                            : gm_py_raise(status);
@@ -369,16 +355,12 @@ static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
     int ordinal, rank, size;
     double timeout;
     gm_status status;
-    if (!PyArg_ParseTuple(args, "ziy#iid:comm_nccl", &path, &ordinal, &id, &id_bytes, &rank, &size,
-                          &timeout)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "ziy#iid:comm_nccl", &path, &ordinal, &id, &id_bytes, &rank,
+                               &size, &timeout));
     GM_PY_FAIL_IF(id_bytes != GM_COMM_ID_BYTES, PyExc_ValueError,
                   "id has %zd bytes; comm_nccl_id() makes %d", id_bytes, GM_COMM_ID_BYTES);
     comm *self = new_object(rank, size);
-    if (!self) {
-        return NULL;
-    }
+    GM_PY_TRY(self);
     gm_comm *made = NULL;
     GM_NO_GIL(status =
                   gm_comm_nccl_new(path, ordinal, (const uint8_t *)id, rank, size, timeout, &made));
@@ -388,9 +370,7 @@ static PyObject *comm_nccl(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int size;
-    if (!PyArg_ParseTuple(args, "i:comm_paper", &size)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "i:comm_paper", &size));
     comm *self = new_object(0, size);
     gm_comm *made = NULL;
     gm_status status = self ? gm_comm_paper_new(size, &made) : GM_OK;

@@ -31,6 +31,14 @@ gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* hos
         }                                      \
     } while (0)
 
+/* As GM_TRY, in such a function: gives NULL on, with the exception that is set. */
+#define GM_PY_TRY(pointer) \
+    do {                   \
+        if (!(pointer)) {  \
+            return NULL;   \
+        }                  \
+    } while (0)
+
 /* Runs a statement without the GIL. */
 #define GM_NO_GIL(...)         \
     do {                       \

@@ -44,9 +44,7 @@ enum { GM_PY_MOST_NUMBERS = 7 };
     {                                                                                  \
         unsigned long long v[GM_PY_MOST_NUMBERS];                                      \
         gm_engine *engine = gm_py_begin(self, #name, args, n_args, n_wanted, v);       \
-        if (!engine) {                                                                 \
-            return NULL;                                                               \
-        }                                                                              \
+        GM_PY_TRY(engine);                                                             \
         type out;                                                                      \
         gm_status status;                                                              \
         GM_WITHOUT_GIL(engine, status = expression);                                   \

@@ -269,9 +269,7 @@ static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
     unsigned long long v[1];
     uint64_t first, n;
     gm_engine *engine = gm_py_begin(self, "part", args, n_args, 1, v);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     gm_status status = gm_engine_part(engine, (uint32_t)v[0], &first, &n);
     return status == GM_OK ? Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)n)
                            : gm_py_raise(status);
@@ -320,9 +318,7 @@ static PyObject *core_chaos_faults(core *self, PyObject *Py_UNUSED(unused))
 static PyObject *core_plan_info(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     gm_engine_stats stats;
     gm_engine_ref(engine);
     Py_BEGIN_ALLOW_THREADS
@@ -358,9 +354,7 @@ static gm_engine_chunk *states_of(gm_engine *engine, uint32_t *out_n)
 static PyObject *core_chunk_states(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     uint32_t n;
     gm_engine_chunk *chunks;
     GM_WITHOUT_GIL(engine, chunks = states_of(engine, &n));
@@ -377,9 +371,7 @@ static PyObject *core_timeline_end(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
     gm_timeline *timeline = NULL;
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     gm_status status;
     GM_WITHOUT_GIL(engine, status = gm_engine_timeline_end(engine, &timeline));
     PyObject *entries = status == GM_OK ? gm_py_timeline(timeline) : gm_py_raise(status);
@@ -408,9 +400,7 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
 {
     unsigned long long param;
     const gm_engine *engine = begin_param(self, "chunk", args, n_args, &param);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)param);
     gm_engine_need need;
     gm_engine_chunk_need(engine, chunk, &need);
@@ -421,9 +411,7 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
 static PyObject *core_sums(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     Py_ssize_t bytes = (Py_ssize_t)(self->n_params * sizeof(uint64_t));
     PyObject *sums = PyBytes_FromStringAndSize(NULL, bytes);
     if (sums) {
@@ -435,9 +423,7 @@ static PyObject *core_sums(core *self, PyObject *Py_UNUSED(unused))
 static PyObject *core_salvage(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     char text[512];
     bool was_dead;
     GM_WITHOUT_GIL(engine, was_dead = gm_engine_salvage(engine, text, sizeof text));

@@ -110,13 +110,9 @@ static PyObject *host_use(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *sequence;
     unsigned threads;
     size_t n;
-    if (!PyArg_ParseTuple(args, "OI:host_use", &sequence, &threads)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "OI:host_use", &sequence, &threads));
     unsigned *cores = gm_py_array(sequence, sizeof *cores, parse_number, &n);
-    if (!cores) {
-        return NULL;
-    }
+    GM_PY_TRY(cores);
     pthread_mutex_lock(&share_lock);
     unsigned *before = share_cores;
     share_cores = cores;

@@ -218,9 +218,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
 {
     gm_py_slot *slot = slot_at(net, address);
     saved *self = gm_py_saved_new(SAVED_TOKEN, (PyObject *)slot);
-    if (!self) {
-        return NULL;
-    }
+    GM_PY_TRY(self);
     self->address = address;
     int is_checked = 1;
     bool is_ok = true;
@@ -563,14 +561,10 @@ static PyObject *net_start(gm_py_net *net, PyObject *args)
 {
     PyObject *engine, *owner, *slots, *mark;
     GM_PY_FAIL_IF(net->core, PyExc_RuntimeError, "a net is started once");
-    if (!PyArg_ParseTuple(args, "OOO!iO", &engine, &owner, &PyTuple_Type, &slots, &net->ordinal,
-                          &mark)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "OOO!iO", &engine, &owner, &PyTuple_Type, &slots,
+                               &net->ordinal, &mark));
     gm_engine *handle = gm_py_core_engine(owner);
-    if (!handle) {
-        return NULL;
-    }
+    GM_PY_TRY(handle);
     size_t n = (size_t)PyTuple_Size(slots);
     net->addresses = calloc(n ? n : 1, sizeof *net->addresses);
     if (!net->addresses) {

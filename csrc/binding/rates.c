@@ -74,9 +74,7 @@ static PyObject *rates_measure(PyObject *Py_UNUSED(module), PyObject *args)
     int ordinal;
     unsigned threads;
     Py_ssize_t block_bytes;
-    if (!PyArg_ParseTuple(args, "iIn:rates_measure", &ordinal, &threads, &block_bytes)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "iIn:rates_measure", &ordinal, &threads, &block_bytes));
     GM_PY_FAIL_IF(block_bytes <= 0, PyExc_ValueError, "block_bytes is %zd; it must be positive",
                   block_bytes);
     gm_rates r;

@@ -24,9 +24,7 @@ GM_PY_CALL_STATUS(forget_outside, 0, gm_engine_forget_outside(engine))
 static PyObject *core_refusal(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     char text[512];
     GM_WITHOUT_GIL(engine, gm_engine_refusal(engine, text, sizeof text));
     return gm_py_text(text);

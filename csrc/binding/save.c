@@ -11,9 +11,7 @@ static PyObject *core_save_begin(core *self, PyObject *args)
     gm_engine *engine = gm_py_engine_of(self);
     bool is_parsed = engine && PyArg_ParseTuple(args, "OK:save_begin", &sequence, &limit);
     uint32_t *ids = is_parsed ? gm_py_ids(sequence, &n) : NULL;
-    if (!ids) {
-        return NULL;
-    }
+    GM_PY_TRY(ids);
     gm_status status;
     GM_WITHOUT_GIL(engine, status = gm_engine_save_begin(engine, ids, (uint32_t)n, (size_t)limit));
     free(ids);

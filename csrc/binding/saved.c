@@ -20,9 +20,7 @@ saved *gm_py_saved_new(saved_kind kind, PyObject *owner)
 saved *gm_py_saved_plain(PyObject *tensor)
 {
     saved *self = gm_py_saved_new(SAVED_PLAIN, NULL);
-    if (!self) {
-        return NULL;
-    }
+    GM_PY_TRY(self);
     self->tensor = PyObject_CallMethodObjArgs(tensor, gm_torch.s_detach, NULL);
     if (self->tensor && gm_py_version(tensor, &self->version) < 0) {
         if (PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* an inference tensor has none */

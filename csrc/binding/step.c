@@ -13,9 +13,7 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
     gm_engine *engine = gm_py_engine_of(self);
     bool is_parsed = engine && PyArg_ParseTuple(args, "OK", &sequence, &stream);
     uint32_t *ids = is_parsed ? gm_py_ids(sequence, &n) : NULL;
-    if (!ids) {
-        return NULL;
-    }
+    GM_PY_TRY(ids);
     gm_status status;
     gm_sumsq sum;
     GM_WITHOUT_GIL(engine, status = gm_engine_sumsq(engine, ids, (uint32_t)n, &sum, stream));
@@ -35,9 +33,7 @@ static PyObject *core_clip(core *self, PyObject *args)
     gm_engine *engine = gm_py_engine_of(self);
     bool is_parsed = engine && PyArg_ParseTuple(args, "OdKK", &sequence, &max_norm, &norm, &stream);
     uint32_t *ids = is_parsed ? gm_py_ids(sequence, &n) : NULL;
-    if (!ids) {
-        return NULL;
-    }
+    GM_PY_TRY(ids);
     gm_status status;
     bool has_waited;
     GM_WITHOUT_GIL(engine, status = gm_engine_clip(engine, ids, (uint32_t)n, max_norm,
@@ -95,9 +91,7 @@ static PyObject *run_step(core *self, PyObject *args, const char *format, step_f
     unsigned long long stream = 0;
     gm_engine *engine = gm_py_engine_of(self);
     gm_update *updates = engine ? parse_updates(args, format, &n, &stream) : NULL;
-    if (!updates) {
-        return NULL;
-    }
+    GM_PY_TRY(updates);
     gm_status status;
     GM_WITHOUT_GIL(engine, status = step(engine, updates, n, stream));
     free(updates);
@@ -120,9 +114,7 @@ static PyObject *core_arm(core *self, PyObject *args)
     bool is_armed = false;
     gm_engine *engine = gm_py_engine_of(self);
     gm_update *updates = engine ? parse_updates(args, "O", &n, NULL) : NULL;
-    if (!updates) {
-        return NULL;
-    }
+    GM_PY_TRY(updates);
     gm_status status;
     GM_WITHOUT_GIL(engine, status = gm_engine_arm(engine, updates, n, &is_armed));
     free(updates);
@@ -146,9 +138,7 @@ GM_PY_CALL_STATUS(disarm, 0, gm_engine_disarm(engine))
 static PyObject *core_stats(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
-    if (!engine) {
-        return NULL;
-    }
+    GM_PY_TRY(engine);
     gm_engine_stats s;
     GM_WITHOUT_GIL(engine, gm_engine_get_stats(engine, &s));
 #define X(type, name, value) {#name, s.name},
@@ -183,13 +173,9 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t min_bytes, range_bytes;
     unsigned int n_grids;
     size_t n;
-    if (!PyArg_ParseTuple(args, "OnnI", &sequence, &min_bytes, &range_bytes, &n_grids)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "OnnI", &sequence, &min_bytes, &range_bytes, &n_grids));
     gm_param_spec *specs = gm_py_array(sequence, sizeof *specs, parse_spec, &n);
-    if (!specs) {
-        return NULL;
-    }
+    GM_PY_TRY(specs);
     size_t chunk_bytes = 0;
     gm_status status = gm_layout_search(specs, (uint32_t)n, (size_t)min_bytes, (size_t)range_bytes,
                                         n_grids, &chunk_bytes);

@@ -264,9 +264,7 @@ static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
 static PyObject *unit_start(unit *self, PyObject *args)
 {
     PyObject *net, *slots;
-    if (!PyArg_ParseTuple(args, "OO!", &net, &PyTuple_Type, &slots)) {
-        return NULL;
-    }
+    GM_PY_TRY(PyArg_ParseTuple(args, "OO!", &net, &PyTuple_Type, &slots));
     GM_PY_FAIL_IF(self->slots || !PyObject_TypeCheck(net, gm_py_net_type), PyExc_TypeError,
                   "a unit is started once, with a Net");
     for (Py_ssize_t i = 0; i < PyTuple_Size(slots); i++) {
