@@ -8,7 +8,6 @@
  *   2. The error of the call hides one of the leave. */
 #include "binding/unit.h"
 
-#include <stddef.h>
 #include <structmember.h>
 
 typedef struct call {

@@ -10,7 +10,6 @@
 #include "binding/comm.h"
 
 #include <stdio.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <structmember.h>
 

@@ -5,10 +5,6 @@
  * it, whose end shows when the outer one goes on. */
 #pragma once
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
 #include "base/base.h"
 
 /* The node of one task that unpacked last. */

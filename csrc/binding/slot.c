@@ -7,7 +7,6 @@
  *      chunk until it dies and the slot has let go of it. */
 #include "binding/unit.h"
 
-#include <stddef.h>
 #include <structmember.h>
 
 PyTypeObject *gm_py_slot_type;

@@ -8,7 +8,6 @@
  *   2. `leave` always unpins, whatever it finds or fails at; its first error is the one raised. */
 #include "binding/unit.h"
 
-#include <stddef.h>
 #include <stdlib.h>
 #include <structmember.h>
 

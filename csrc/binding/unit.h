@@ -7,8 +7,6 @@
 
 #include "binding/common.h"
 
-#include <stdint.h>
-
 #include "engine/engine.h"
 
 /* One managed parameter (slot.py has the fields' meanings). */

@@ -3,7 +3,6 @@
  *
  * 1. The uses of one chunk in one course do not overlap: touching ones are joined.
  * 2. Everything is linear in ticks, apart from sorting, and depends on the input alone. */
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -3,9 +3,6 @@
 
 #include "base/base.h"
 
-#include <stddef.h>
-#include <stdint.h>
-
 /* At least `bytes` of address space that read as 0xff everywhere (NaN in every floating-point format) and that nothing
  * can write.  One range serves all, as long as it is large enough; none is ever taken away.  Any thread. */
 gm_status gm_absent_range(size_t bytes, uintptr_t *out);
