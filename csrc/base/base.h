@@ -53,6 +53,15 @@ gm_size_text gm_there(size_t bytes);
             return gm_try_status_;         \
         }                                  \
     } while (0)
+/* The same, after `undo`. */
+#define GM_TRY_ELSE(call, undo)            \
+    do {                                   \
+        gm_status gm_try_status_ = (call); \
+        if (gm_try_status_ != GM_OK) {     \
+            undo;                          \
+            return gm_try_status_;         \
+        }                                  \
+    } while (0)
 #define GM_TRY_GOTO(status, label, call) \
     do {                                 \
         (status) = (call);               \

@@ -404,11 +404,8 @@ static const gm_comm_ops host_ops = {
 
 gm_status gm_comm_host_new(const gm_comm_transport *transport, int rank, int size, gm_comm **out)
 {
-    gm_status status = gm_comm_new(&host_ops, sizeof(host_comm), rank, size, out);
-    if (status != GM_OK) {
-        transport->free(transport->context);
-        return status;
-    }
+    GM_TRY_ELSE(gm_comm_new(&host_ops, sizeof(host_comm), rank, size, out),
+                transport->free(transport->context));
     as_host(*out)->transport = *transport;
     return GM_OK;
 }

@@ -157,11 +157,7 @@ gm_status gm_arena_reserve(gm_device *device, size_t bytes, gm_arena **out)
     GM_TRY(GM_NEW(arena, "host memory: no room for an arena's own %zu bytes"));
     arena->owner = getpid();
     arena->device = device;
-    gm_status status = bytes > 0 ? map_region(arena, bytes) : GM_OK;
-    if (status != GM_OK) {
-        gm_arena_free(arena);
-        return status;
-    }
+    GM_TRY_ELSE(bytes > 0 ? map_region(arena, bytes) : GM_OK, gm_arena_free(arena));
     *out = arena;
     return GM_OK;
 }
@@ -328,11 +324,7 @@ gm_status gm_arena_new(gm_device *device, size_t bytes, gm_workers *pool, gm_are
         GM_TRY(check_available(bytes)); /* before there are so many addresses */
     }
     GM_TRY(gm_arena_reserve(device, bytes, &arena));
-    gm_status status = gm_arena_hold(arena, &(gm_extent){0, bytes}, 1, pool);
-    if (status != GM_OK) {
-        gm_arena_free(arena);
-        return status;
-    }
+    GM_TRY_ELSE(gm_arena_hold(arena, &(gm_extent){0, bytes}, 1, pool), gm_arena_free(arena));
     *out = arena;
     return GM_OK;
 }

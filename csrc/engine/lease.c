@@ -13,11 +13,7 @@ gm_status gm_lease_new(gm_engine *engine, uint32_t id, gm_lease **out)
     gm_lease *lease = calloc(1, sizeof *lease);
     GM_FAIL_IF(!lease, GM_ERR_NOMEM, "HOST: a lease");
     *lease = (gm_lease){.engine = engine, .param = id, .tick = GM_NO_TICK, .born = GM_NO_TICK};
-    gm_status status = gm_call_begin(engine);
-    if (status != GM_OK) {
-        free(lease);
-        return status;
-    }
+    GM_TRY_ELSE(gm_call_begin(engine), free(lease));
     atomic_fetch_add(&engine->references, 1);
     gm_watch_add(engine, lease);
     *out = lease;

@@ -163,11 +163,7 @@ static gm_status run_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick
     const gm_plan *plan = engine->room.plan ? engine->room.plan : engine->weights.collectives;
     const gm_op *ops = gm_plan_ops(plan, trace->hash, tick, &n);
     for (uint32_t i = first; i < n; i++) {
-        gm_status status = run_op(engine, &ops[i]);
-        if (status != GM_OK) {
-            engine->pass.next_op = i;
-            return status;
-        }
+        GM_TRY_ELSE(run_op(engine, &ops[i]), engine->pass.next_op = i);
     }
     return GM_OK;
 }

@@ -21,11 +21,8 @@ static gm_status save(gm_engine *engine, uint32_t chunk)
     size_t bytes = gm_engine_piece_bytes(engine, chunk, GM_GATHERED);
     uint8_t *copy = malloc(bytes);
     GM_FAIL_IF(!copy, GM_ERR_NOMEM, "HOST: %zu bytes for gathered weights", bytes);
-    gm_status status = gm_chunks_read_device(engine->chunks, chunk, GM_GATHERED, 0, bytes, copy);
-    if (status != GM_OK) {
-        free(copy);
-        return status;
-    }
+    GM_TRY_ELSE(gm_chunks_read_device(engine->chunks, chunk, GM_GATHERED, 0, bytes, copy),
+                free(copy));
     engine->chunk_states[chunk].spilled = copy;
     return GM_OK;
 }

@@ -65,17 +65,12 @@ gm_status gm_stage_new(gm_engine *engine)
         return GM_FAIL(GM_ERR_NOMEM, "HOST: a stage of %u slots", shape.n);
     }
     stage->slot_bytes = shape.bytes;
-    for (; stage->n_slots < shape.n; stage->n_slots++) {
+    while (stage->n_slots < shape.n) {
         slot *s = &stage->slots[stage->n_slots];
-        s->address = address + stage->n_slots * stage->slot_bytes;
-        gm_status status = device->ops->event_new(device, false, &s->in);
-        status = status == GM_OK ? device->ops->event_new(device, false, &s->done) : status;
-        status = status == GM_OK ? device->ops->event_new(device, false, &s->out) : status;
-        if (status != GM_OK) {
-            stage->n_slots++;
-            gm_stage_free(engine);
-            return status;
-        }
+        s->address = address + stage->n_slots++ * stage->slot_bytes;
+        GM_TRY_ELSE(device->ops->event_new(device, false, &s->in), gm_stage_free(engine));
+        GM_TRY_ELSE(device->ops->event_new(device, false, &s->done), gm_stage_free(engine));
+        GM_TRY_ELSE(device->ops->event_new(device, false, &s->out), gm_stage_free(engine));
     }
     return GM_OK;
 }

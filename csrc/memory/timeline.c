@@ -54,12 +54,8 @@ gm_status gm_timeline_new(gm_device *device, uint32_t capacity, gm_timeline **ou
     }
     *log = (gm_timeline){.device = device, .rows = rows, .capacity = capacity};
     for (uint32_t i = 0; i < capacity; i++) {
-        gm_status status = device->ops->event_new(device, true, &rows[i].start);
-        status = status == GM_OK ? device->ops->event_new(device, true, &rows[i].end) : status;
-        if (status != GM_OK) {
-            gm_timeline_free(log);
-            return status;
-        }
+        GM_TRY_ELSE(device->ops->event_new(device, true, &rows[i].start), gm_timeline_free(log));
+        GM_TRY_ELSE(device->ops->event_new(device, true, &rows[i].end), gm_timeline_free(log));
     }
     *out = log;
     return GM_OK;

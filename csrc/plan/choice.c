@@ -325,10 +325,7 @@ gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice,
     if (status == GM_OK) {
         status = gm_plan_time(problem, plan);
     }
-    if (status != GM_OK) {
-        gm_plan_free(plan);
-        return status;
-    }
+    GM_TRY_ELSE(status, gm_plan_free(plan));
     *out = plan;
     return GM_OK;
 }

@@ -566,10 +566,7 @@ gm_status gm_plan_search(const gm_problem *problem, gm_plan **out)
     gm_choice_free(&s.choice);
     gm_choice_free(&s.best.choice);
     gm_asked_clear(&s.asked);
-    if (status != GM_OK) {
-        gm_plan_free(s.best.plan);
-        return status;
-    }
+    GM_TRY_ELSE(status, gm_plan_free(s.best.plan));
     s.best.plan->info.n_weighed = s.n_weighed;
     *out = s.best.plan;
     return GM_OK;

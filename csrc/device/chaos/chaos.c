@@ -35,11 +35,8 @@ static void spoil(gm_chaos_device *dev, gm_chaos_op *op, bool is_compute)
 static gm_status issue(gm_chaos_device *dev, gm_chaos_op *op, gm_status status, gm_stream stream)
 {
     gm_chaos_queue *queue;
-    status = status == GM_OK ? gm_chaos_find_queue(dev, stream, &queue) : status;
-    if (status != GM_OK) {
-        gm_chaos_op_free(op);
-        return status;
-    }
+    GM_TRY_ELSE(status, gm_chaos_op_free(op));
+    GM_TRY_ELSE(gm_chaos_find_queue(dev, stream, &queue), gm_chaos_op_free(op));
     gm_chaos_wander(dev);
     bool is_compute = gm_chaos_number(dev, queue) == GM_CHAOS_COMPUTE;
     bool must_end = op->has_foreign_host && !is_compute;

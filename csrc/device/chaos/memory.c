@@ -20,11 +20,8 @@ gm_status gm_chaos_range_new(gm_device *base, size_t bytes, uintptr_t *out)
     gm_chaos_device *dev = gm_chaos_self(base);
     uintptr_t address;
     GM_TRY(dev->inner->ops->range_new(dev->inner, bytes, &address));
-    gm_status status = gm_chaos_range_add(dev, address, bytes);
-    if (status != GM_OK) {
-        dev->inner->ops->range_free(dev->inner, address, bytes);
-        return status;
-    }
+    GM_TRY_ELSE(gm_chaos_range_add(dev, address, bytes),
+                dev->inner->ops->range_free(dev->inner, address, bytes));
     *out = address;
     return GM_OK;
 }
@@ -49,10 +46,7 @@ gm_status gm_chaos_block_new(gm_device *base, gm_block *out)
         memset((void *)gm_chaos_self(base)->view, POISON_BYTE, base->block_bytes);
         status = inner->ops->unmap(inner, gm_chaos_self(base)->view, 1);
     }
-    if (status != GM_OK) {
-        inner->ops->block_free(inner, block);
-        return status;
-    }
+    GM_TRY_ELSE(status, inner->ops->block_free(inner, block));
     *out = block;
     return GM_OK;
 }

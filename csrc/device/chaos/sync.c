@@ -133,11 +133,8 @@ gm_status gm_chaos_event_record(gm_device *base, gm_event handle, gm_stream stre
     if (is_compute) { /* invariant 2 */
         mark->is_reached = true;
     } else {
-        gm_status status = gm_chaos_append_mark(dev, queue, GM_CHAOS_RECORD, mark, is_early);
-        if (status != GM_OK) {
-            gm_chaos_mark_unref(mark);
-            return status;
-        }
+        GM_TRY_ELSE(gm_chaos_append_mark(dev, queue, GM_CHAOS_RECORD, mark, is_early),
+                    gm_chaos_mark_unref(mark));
     }
     dev->n_records += is_compute || event->is_timed;
     mark->seconds = (double)dev->n_records * RECORD_SECONDS;

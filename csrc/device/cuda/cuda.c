@@ -163,11 +163,7 @@ static gm_status range_new(cuda_device *d, size_t bytes, uintptr_t *out)
 {
     CUdeviceptr addr = 0;
     GM_TRY(CHECK(d->api->cuMemAddressReserve(&addr, bytes, d->base.granularity, 0, 0)));
-    gm_status status = add_range(d, (uintptr_t)addr, bytes);
-    if (status != GM_OK) {
-        (void)d->api->cuMemAddressFree(addr, bytes);
-        return status;
-    }
+    GM_TRY_ELSE(add_range(d, (uintptr_t)addr, bytes), (void)d->api->cuMemAddressFree(addr, bytes));
     *out = (uintptr_t)addr;
     return GM_OK;
 }
@@ -396,22 +392,15 @@ gm_status gm_device_cuda_new(int ordinal, size_t block_bytes, gm_device **out)
     *out = NULL;
     cuda_device *d;
     GM_TRY(GM_NEW(d, "HOST: no %zu bytes for a device"));
-    gm_status status = find_device(d, ordinal);
-    if (status != GM_OK) {
-        free(d);
-        return status;
-    }
+    GM_TRY_ELSE(find_device(d, ordinal), free(d));
     d->base.ops = &cuda_ops;
     bool is_pushed;
-    status = gm_cuda_enter(d, &is_pushed);
+    gm_status status = gm_cuda_enter(d, &is_pushed);
     if (status == GM_OK) {
         status = open_device(d, block_bytes);
         gm_cuda_leave(d, is_pushed);
     }
-    if (status != GM_OK) {
-        cuda_free(&d->base);
-        return status;
-    }
+    GM_TRY_ELSE(status, cuda_free(&d->base));
     *out = &d->base;
     return GM_OK;
 }

@@ -93,11 +93,7 @@ gm_status gm_kernels_new(gm_kernels **out)
     *out = NULL;
     gm_kernels *k;
     GM_TRY(GM_NEW(k, "HOST: no %zu bytes for the table of kernels"));
-    gm_status status = load(k);
-    if (status != GM_OK) {
-        gm_kernels_free(k);
-        return status;
-    }
+    GM_TRY_ELSE(load(k), gm_kernels_free(k));
     *out = k;
     return GM_OK;
 }
