@@ -8,9 +8,11 @@
  *   1. Round n uses slot n % N_SLOTS on every rank: all issue the same gathers in one order (comm.h).
  *   2. A slot is written for round n only when every other rank has read round n - N_SLOTS; it is read for round n only
  *      when its rank has written it for round n.  By 1 and the waits of round n + N_SLOTS nobody writes it meanwhile.
- *   3. Numbers in flags begin at 1 and grow, but for a release, which is beyond all that are in use.  They are compared
- *      as differences of 32 bits, so they may wrap.
- *   4. A rank's flags are zero before another rank has its card. */
+ *   3. Numbers begin at 1 and are compared as differences of 32 bits, so they may wrap.  A release is beyond all that
+ *      are in use.
+ *   4. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
+ *      of N_NUMBERS rounds has words of its own.  A stream holds fewer: the host waits in the driver before.
+ *   5. A rank's flags are zero before another rank has its card. */
 #define _GNU_SOURCE /* nanosleep */
 #include "comm/comm_impl.h"
 
@@ -23,9 +25,8 @@
 
 #include "comm/peers.h"
 
-enum { N_SLOTS = 2 };
+enum { N_SLOTS = 2, N_NUMBERS = 4096 };
 static const size_t SLOT_BYTES = (size_t)32 << 20;
-static const size_t FLAG_BYTES = 128; /* apart: a line each */
 
 typedef enum word { WRITTEN, READ, N_WORDS } word;
 
@@ -39,16 +40,21 @@ struct gm_peers {
     uint32_t n_rounds;
 };
 
-/* Where rank `from` says `what` to rank `to`. */
-static CUdeviceptr flag_of(const gm_peers *p, int to, word what, int from)
+static CUdeviceptr flags_of(const gm_peers *p, int rank)
 {
-    size_t index = (size_t)what * (size_t)p->size + (size_t)from;
-    return p->at[to] + N_SLOTS * SLOT_BYTES + index * FLAG_BYTES;
+    return p->at[rank] + N_SLOTS * SLOT_BYTES;
 }
 
 static size_t flag_bytes(const gm_peers *p)
 {
-    return N_WORDS * (size_t)p->size * FLAG_BYTES;
+    return N_WORDS * (size_t)p->size * N_NUMBERS * sizeof(uint32_t);
+}
+
+/* Where rank `from` says `what` of a round to rank `to`. */
+static CUdeviceptr flag_of(const gm_peers *p, int to, word what, int from, uint32_t number)
+{
+    size_t of_rank = ((size_t)what * (size_t)p->size + (size_t)from) * N_NUMBERS;
+    return flags_of(p, to) + (of_rank + number % N_NUMBERS) * sizeof(uint32_t);
 }
 
 /* ---- a gather ---- */
@@ -65,7 +71,7 @@ static void say(const gm_peers *p, batch *b, word what, uint32_t number)
             CUstreamBatchMemOpParams *op = &b->ops[b->n++];
             memset(op, 0, sizeof *op);
             op->writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-            op->writeValue.address = flag_of(p, r, what, p->rank);
+            op->writeValue.address = flag_of(p, r, what, p->rank, number);
             op->writeValue.value = number;
             op->writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT; /* behind all writes before it */
         }
@@ -79,7 +85,7 @@ static void hear(const gm_peers *p, batch *b, word what, uint32_t number)
             CUstreamBatchMemOpParams *op = &b->ops[b->n++];
             memset(op, 0, sizeof *op);
             op->waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-            op->waitValue.address = flag_of(p, p->rank, what, r);
+            op->waitValue.address = flag_of(p, p->rank, what, r, number);
             op->waitValue.value = number;
             op->waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
         }
@@ -176,8 +182,8 @@ gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **o
         return GM_OK;
     }
     GM_CU(cuda->cuMemAlloc(&p->at[rank], N_SLOTS * SLOT_BYTES + flag_bytes(p)));
-    GM_CU(cuda->cuMemsetD8Async(flag_of(p, rank, WRITTEN, 0), 0, flag_bytes(p), p->apart));
-    GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 4 */
+    GM_CU(cuda->cuMemsetD8Async(flags_of(p, rank), 0, flag_bytes(p), p->apart));
+    GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 5 */
     return GM_OK;
 }
 
@@ -221,7 +227,7 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 
 void gm_peers_release(gm_peers *p)
 {
-    (void)p->cuda->cuMemsetD8Async(flag_of(p, p->rank, WRITTEN, 0), 0x7f, flag_bytes(p), p->apart);
+    (void)p->cuda->cuMemsetD8Async(flags_of(p, p->rank), 0x7f, flag_bytes(p), p->apart);
 }
 
 /* Until every other rank has read the last round. */

@@ -1,7 +1,6 @@
 /* peers.h - all-gathers by copy engines, between GPUs of one host that reach each other's memory: no multiprocessor is
  * taken from the model's kernels, which NCCL's take some twenty of.  Part of comm/nccl.c, under its lock. */
-#ifndef GM_COMM_PEERS_H
-#define GM_COMM_PEERS_H
+#pragma once
 
 #include "device/cuda/driver.h"
 
@@ -16,8 +15,8 @@ typedef struct gm_peers_card {
 
 enum { GM_PEERS_MOST = 64 }; /* ranks */
 
-/* The context of the rank's device is current in all of these. */
-/* size: 2 to GM_PEERS_MOST.  On failure, too, *out is to be freed. */
+/* The context of the rank's device is current in all of these.
+ * size: 2 to GM_PEERS_MOST.  On failure, too, *out is to be freed. */
 gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out);
 gm_peers_card gm_peers_card_of(gm_peers *peers);
 /* A stream and an event for the meeting. */
@@ -32,5 +31,3 @@ void gm_peers_release(gm_peers *peers);
 /* Nothing of this rank is under way any more.  Waits until others have read what they were given, `seconds` at most.
  * NULL is fine. */
 void gm_peers_free(gm_peers *peers, double seconds);
-
-#endif
