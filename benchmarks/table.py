@@ -106,8 +106,9 @@ def table() -> str:
     clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
     below_resident, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
     large_resident, large = latest(offload, "B", "resident", "gemini-auto")
-    two_gpus = "two_gpus_2026-11-26.jsonl"
-    fsdp2, two = latest(two_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", checkpointing=True)
+    four_gpus = "four_gpus_2026-11-26.jsonl"
+    fields = {"gpus": 4, "checkpointing": True, "tokens_per_gpu": 4096}
+    fsdp2, four = latest(four_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", **fields)
     (more,) = latest(sharded, "13b", "gemini-auto@24GB")
     state = f"the training state is {14 * more['parameters'] / 1e9:.0f} GB, four budgets 96 GB"
     rows = [
@@ -134,7 +135,7 @@ def table() -> str:
         ),
         against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
         against(
-            f"{model(two)}, {int(two['budget']) / 1e9:.0f} GB", two, {"FSDP2": fsdp2}, two_gpus
+            f"{model(four)}, {int(four['budget']) / 1e9:.0f} GB", four, {"FSDP2": fsdp2}, four_gpus
         ),
         row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", sharded),
     ]

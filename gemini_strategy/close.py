@@ -31,6 +31,7 @@ from gemini_strategy.report.progress import progress
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
+_GONE = torch.nn.Parameter(torch.empty(0))
 PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 
@@ -252,3 +253,10 @@ def give_back(
             elif parameter is not None:
                 for tensor in quantized.companions(module, parameter):
                     tensor.data = tensor.data.to(parameter.device)
+
+
+def forget(engine: Runtime) -> None:
+    """Nobody can call it any more: of all it has, it keeps that it is closed. What outlives it asks for that."""
+    for slot in engine.slots:
+        slot.parameter, slot.aliases = _GONE, []
+    vars(engine).clear()

@@ -64,7 +64,7 @@ class Engine(Uncopied):
         # A runtime and its slots, units and hooks refer to each other: without this, a closed and dropped model would
         # keep its memory until Python next looks for cycles.
         if self._runtime.closed:
-            self._runtime.forget()
+            close.forget(self._runtime)
 
     @property
     def closed(self) -> bool:

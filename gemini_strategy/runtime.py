@@ -59,9 +59,6 @@ class Uncopied:
         raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
 
 
-_GONE = nn.Parameter(torch.empty(0))
-
-
 class Runtime(Uncopied, Reporting):
     """One model in its chunks, from manage() to close().
 
@@ -395,12 +392,6 @@ class Runtime(Uncopied, Reporting):
             self._clipped[slot] = factor
             slot.given.refresh("grad")
         self.choose_way()
-
-    def forget(self) -> None:
-        """Nobody can call it any more: of all it has, it keeps that it is closed. What outlives it asks for that."""
-        for slot in self.slots:
-            slot.parameter, slot.aliases = _GONE, []
-        vars(self).clear()
 
     def check_open(self) -> None:
         if self.closed:

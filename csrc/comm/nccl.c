@@ -33,146 +33,15 @@
 #include <unistd.h>
 
 #include "comm/nccl_impl.h"
-#include "comm/peers.h"
 
 /* ---- the communicator ---- */
 
-enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
 static const double LOOK_SECONDS = 0.1;      /* between two looks of the watching thread */
-static const double SPIN_SECONDS = 2e-4;     /* a thread of NCCL's issues a collective in less */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
-
-typedef struct flight {
-    CUevent event; /* belongs to the slot of the ring; NULL until the slot is first used */
-    gm_comm_call call;
-    double issued_at;
-} flight;
-
-/* What the ranks compare, and the maxima of it. */
-typedef struct digest {
-    uint64_t hash, not_hash, number, not_number;
-} digest;
-
-typedef struct agreement {
-    CUevent event;
-    bool is_pending;
-    gm_comm_call call;
-    CUdeviceptr data;        /* a digest */
-    digest *sent, *received; /* pinned host memory */
-} agreement;
-
-typedef struct nccl_comm {
-    gm_comm base; /* first: a gm_comm * is an nccl_comm * */
-    const nccl_api *nccl;
-    const gm_cuda_api *cuda;
-    CUdevice device;
-    CUcontext context;
-    double timeout;
-    atomic_bool is_ending; /* a failure is recorded: whoever waits under `lock` gives up */
-
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    nccl_handle handle;
-    gm_peers *peers;           /* NULL: gathers are NCCL's */
-    CUstream last_stream;      /* of the newest flight */
-    flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
-    size_t head, n;
-    double progress_at;  /* when the oldest flight became the oldest */
-    CUdeviceptr digests; /* N_AGREEMENTS on the device */
-    void *host_digests;  /* 2 * N_AGREEMENTS, pinned */
-    /* A ring: the oldest pending one is at next_agreement or behind it. */
-    agreement agreements[N_AGREEMENTS];
-    size_t next_agreement;
-    uint64_t agreed_at; /* the collectives before this one are the same on all ranks */
-    bool is_stopping;
-    bool has_watcher;
-    pthread_t watcher;
-} nccl_comm;
 
 static nccl_comm *as_nccl(gm_comm *comm)
 {
     return (nccl_comm *)comm;
-}
-
-static void rest(long nanoseconds)
-{
-    struct timespec t = {0, nanoseconds};
-    (void)nanosleep(&t, NULL);
-}
-
-static gm_status enter(nccl_comm *c)
-{
-    return gm_cuda_check(c->cuda->cuCtxPushCurrent(c->context), "cuCtxPushCurrent");
-}
-
-static void leave(nccl_comm *c)
-{
-    CUcontext popped;
-    (void)c->cuda->cuCtxPopCurrent(&popped);
-}
-
-typedef struct trouble {
-    bool is_there, has_call;
-    gm_status status; /* GM_OK: the device's */
-    gm_comm_call call;
-    char why[400];
-} trouble;
-
-static void tell(nccl_comm *c, trouble *t, nccl_result result)
-{
-    const char *words = c->nccl->last_error(c->handle);
-    t->is_there = true;
-    (void)snprintf(t->why, sizeof t->why, "NCCL: %s%s%.250s", c->nccl->error_string(result),
-                   words && *words ? ": " : "", words ? words : "");
-}
-
-/* The lock is held.  Waits until NCCL has done on the host what `result` says is in progress. */
-static void finish_call(nccl_comm *c, nccl_result result, double seconds, const char *what,
-                        trouble *t)
-{
-    double began = gm_seconds();
-    long pause = 5000; /* the system makes at least ten times that of it */
-    while (result == NCCL_IN_PROGRESS) {
-        nccl_result asked = c->nccl->async_error(c->handle, &result);
-        result = asked == NCCL_SUCCESS ? result : asked;
-        if (result != NCCL_IN_PROGRESS) {
-            break;
-        }
-        if (atomic_load(&c->is_ending)) {
-            t->is_there = true;
-            return;
-        }
-        double since = gm_seconds() - began;
-        if (since > seconds) {
-            t->is_there = true;
-            (void)snprintf(
-                t->why, sizeof t->why,
-                "%s took longer than %g s; a rank has not come, has stopped or has ended", what,
-                seconds);
-            return;
-        }
-        if (since < SPIN_SECONDS) {
-            (void)sched_yield();
-            continue;
-        }
-        rest(pause);
-        pause = pause < 1000000 ? 2 * pause : pause;
-    }
-    if (result != NCCL_SUCCESS) {
-        tell(c, t, result);
-    }
-}
-
-/* NCCL waits for its kernels, and they for copies before them. */
-static void stop_now(nccl_comm *c)
-{
-    if (c->handle) {
-        if (c->peers) {
-            gm_peers_release(c->peers);
-        }
-        (void)c->nccl->stop(c->handle);
-        c->handle = NULL;
-    }
 }
 
 static void nccl_end(gm_comm *comm)
@@ -180,9 +49,9 @@ static void nccl_end(gm_comm *comm)
     nccl_comm *c = as_nccl(comm);
     atomic_store(&c->is_ending, true);
     pthread_mutex_lock(&c->lock);
-    if (c->handle && enter(c) == GM_OK) {
-        stop_now(c);
-        leave(c);
+    if (c->handle && gm_nccl_enter(c) == GM_OK) {
+        gm_nccl_stop(c);
+        gm_nccl_leave(c);
     }
     pthread_mutex_unlock(&c->lock);
 }
@@ -263,7 +132,7 @@ static void free_agreements(nccl_comm *c)
         agreement *a = &c->agreements[i];
         while (a->is_pending && c->cuda->cuEventQuery(a->event) == CUDA_ERROR_NOT_READY &&
                gm_seconds() < end) {
-            rest(200000);
+            gm_nccl_rest(200000);
         }
         is_pending = is_pending || (a->is_pending && gm_seconds() >= end);
         if (a->event) {
@@ -326,7 +195,7 @@ static void look(nccl_comm *c, trouble *t)
     nccl_result asked = c->nccl->async_error(c->handle, &error);
     error = asked == NCCL_SUCCESS ? error : asked;
     if (error != NCCL_SUCCESS && error != NCCL_IN_PROGRESS) {
-        tell(c, t, error);
+        gm_nccl_tell(c, t, error);
         return;
     }
     if (c->n > 0) {
@@ -346,7 +215,7 @@ static void nccl_check(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
     trouble t = {0};
-    if (enter(c) != GM_OK) {
+    if (gm_nccl_enter(c) != GM_OK) {
         return; /* the caller's next call of the driver fails in the same way */
     }
     pthread_mutex_lock(&c->lock);
@@ -354,7 +223,7 @@ static void nccl_check(gm_comm *comm)
         look(c, &t);
     }
     pthread_mutex_unlock(&c->lock);
-    leave(c);
+    gm_nccl_leave(c);
     if (t.is_there) {
         (void)report(c, &t);
     }
@@ -403,39 +272,6 @@ static gm_status start_watcher(nccl_comm *c)
 
 /* ---- collectives ---- */
 
-static int nccl_dtype(const gm_comm_call *call)
-{
-    if (call->is_bytes) {
-        return NCCL_U8;
-    }
-    switch (call->dtype) {
-    case GM_COMM_F32: return NCCL_F32;
-    case GM_COMM_BF16: return NCCL_BF16;
-    case GM_COMM_F16: return NCCL_F16;
-    case GM_COMM_U64: break;
-    }
-    return NCCL_U64;
-}
-
-static nccl_result call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream stream)
-{
-    const nccl_api *n = c->nccl;
-    int dtype = nccl_dtype(call), op = call->op == GM_COMM_MAX ? NCCL_MAX : NCCL_SUM;
-    size_t shard_bytes = call->count * gm_comm_element_bytes(call);
-    void *base = (void *)call->base;
-    void *own = (char *)base + (size_t)c->base.rank * shard_bytes; /* of a range of shards */
-    switch (call->kind) {
-    case GM_COMM_ALL_GATHER: return n->all_gather(own, base, call->count, dtype, c->handle, stream);
-    case GM_COMM_REDUCE_SCATTER:
-        return n->reduce_scatter(base, own, call->count, dtype, op, c->handle, stream);
-    case GM_COMM_ALL_REDUCE:
-        return n->all_reduce(base, base, call->count, dtype, op, c->handle, stream);
-    case GM_COMM_AGREE:
-    case GM_COMM_N_KINDS: break;
-    }
-    return n->all_reduce(base, base, call->count, NCCL_U64, NCCL_MAX, c->handle, stream);
-}
-
 /* The lock is held, the context current.  Invariant 6. */
 static gm_status follow(nccl_comm *c, CUstream stream)
 {
@@ -453,7 +289,7 @@ static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, 
     if (call->kind == GM_COMM_ALL_GATHER && c->peers) {
         return gm_peers_gather(c->peers, call->base, call->count, stream);
     }
-    finish_call(c, call_nccl(c, call, stream), c->timeout, "issuing it", t);
+    gm_nccl_finish(c, gm_nccl_call(c, call, stream), c->timeout, "issuing it", t);
     return GM_OK;
 }
 
@@ -464,7 +300,7 @@ static agreement *next_agreement(nccl_comm *c, trouble *t)
     double end = gm_seconds() + c->timeout;
     for (look_at_agreements(c, t); a->is_pending && !t->is_there; look_at_agreements(c, t)) {
         pthread_mutex_unlock(&c->lock);
-        rest(200000);
+        gm_nccl_rest(200000);
         pthread_mutex_lock(&c->lock);
         if (!c->handle) { /* the watcher has found a failure */
             t->is_there = true;
@@ -492,7 +328,7 @@ static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstrea
     a->call = *call;
     *a->sent = (digest){call->hash, ~call->hash, call->number, ~call->number};
     GM_CU(c->cuda->cuMemcpyHtoDAsync(a->data, a->sent, sizeof(digest), stream));
-    finish_call(c, call_nccl(c, &on_digest, stream), c->timeout, "issuing it", t);
+    gm_nccl_finish(c, gm_nccl_call(c, &on_digest, stream), c->timeout, "issuing it", t);
     if (t->is_there) {
         return GM_OK;
     }
@@ -508,7 +344,7 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     CUstream cuda_stream = (CUstream)(uintptr_t)stream;
     trouble t = {.has_call = true, .call = *call};
     gm_status status = GM_OK;
-    GM_TRY(enter(c));
+    GM_TRY(gm_nccl_enter(c));
     pthread_mutex_lock(&c->lock);
     if (!c->handle) { /* the watcher has just found a failure */
         t.is_there = true;
@@ -522,7 +358,7 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
         status = t.is_there || status != GM_OK ? status : track(c, call, cuda_stream);
     }
     pthread_mutex_unlock(&c->lock);
-    leave(c);
+    gm_nccl_leave(c);
     if (t.is_there) {
         return report(c, &t); /* says what came first */
     }
@@ -548,16 +384,16 @@ static void say_farewell(nccl_comm *c)
     trouble t = {0};
     double seconds = c->timeout < FAREWELL_SECONDS ? c->timeout : FAREWELL_SECONDS;
     for (look(c, &t); c->n > 0 && !t.is_there; look(c, &t)) {
-        rest(200000);
+        gm_nccl_rest(200000);
     }
     if (!t.is_there) {
-        finish_call(c, c->nccl->finalize(c->handle), seconds, "the end", &t);
+        gm_nccl_finish(c, c->nccl->finalize(c->handle), seconds, "the end", &t);
     }
     if (!t.is_there) {
         (void)c->nccl->destroy(c->handle);
         c->handle = NULL;
     }
-    stop_now(c); /* if it is still there */
+    gm_nccl_stop(c); /* if it is still there */
 }
 
 static void nccl_free(gm_comm *comm)
@@ -572,7 +408,7 @@ static void nccl_free(gm_comm *comm)
         pthread_join(c->watcher, NULL);
     }
     if (c->context) {
-        if (enter(c) == GM_OK) {
+        if (gm_nccl_enter(c) == GM_OK) {
             if (c->handle) {
                 say_farewell(c);
             }
@@ -583,7 +419,7 @@ static void nccl_free(gm_comm *comm)
             }
             gm_peers_free(c->peers, is_orderly ? FAREWELL_SECONDS : 0);
             free_agreements(c);
-            leave(c);
+            gm_nccl_leave(c);
         }
         (void)c->cuda->cuDevicePrimaryCtxRelease(c->device);
     }
@@ -601,106 +437,11 @@ static const gm_comm_ops nccl_ops = {
     .free = nccl_free,
 };
 
-/* The lock is held, the context current.  What was issued on the peers' stream is over, or there is trouble. */
-static gm_status await(nccl_comm *c, trouble *t)
+static gm_status prepare(nccl_comm *c)
 {
-    CUevent event = gm_peers_event(c->peers);
-    CUresult result = CUDA_ERROR_NOT_READY;
-    double end = gm_seconds() + c->timeout;
-    GM_CU(c->cuda->cuEventRecord(event, gm_peers_stream(c->peers)));
-    while (!t->is_there && result == CUDA_ERROR_NOT_READY) {
-        rest(100000);
-        result = c->cuda->cuEventQuery(event);
-        if (result == CUDA_ERROR_NOT_READY && gm_seconds() > end) {
-            t->is_there = true;
-            (void)snprintf(t->why, sizeof t->why, "meeting the other ranks took longer than %g s",
-                           c->timeout);
-        }
-    }
-    return t->is_there ? GM_OK : gm_cuda_check(result, "cuEventQuery");
-}
-
-/* The same, of a collective on `bytes` at `here`, which go there and come back. */
-static gm_status exchange(nccl_comm *c, gm_comm_call *call, void *here, size_t bytes, trouble *t)
-{
-    CUstream stream = gm_peers_stream(c->peers);
-    CUdeviceptr there = 0;
-    GM_CU(c->cuda->cuMemAlloc(&there, bytes));
-    call->base = (uintptr_t)there;
-    gm_status status =
-        gm_cuda_check(c->cuda->cuMemcpyHtoDAsync(there, here, bytes, stream), "cuMemcpyHtoDAsync");
-    if (status == GM_OK) {
-        finish_call(c, call_nccl(c, call, stream), c->timeout, "meeting the other ranks", t);
-        status = await(c, t);
-    }
-    if (status == GM_OK && !t->is_there) {
-        CUresult result = c->cuda->cuMemcpyDtoHAsync(here, there, bytes, stream);
-        result = result == CUDA_SUCCESS ? c->cuda->cuStreamSynchronize(stream) : result;
-        status = gm_cuda_check(result, "cuMemcpyDtoHAsync");
-    }
-    if (t->is_there) {
-        stop_now(c); /* and with it the kernel that has the memory */
-    }
-    (void)c->cuda->cuMemFree(there);
-    return status;
-}
-
-/* The same.  Gathers are copies if every rank can read all others' memory. */
-static gm_status meet_peers(nccl_comm *c, trouble *t)
-{
-    int size = c->base.size;
-    gm_peers_card cards[GM_PEERS_MOST];
-    gm_comm_call gather = {.kind = GM_COMM_ALL_GATHER, .count = sizeof *cards, .is_bytes = true};
-    gm_comm_call most = {.kind = GM_COMM_ALL_REDUCE, .count = 1, .dtype = GM_COMM_U64};
-    uint64_t is_missing = 1;
-    most.op = GM_COMM_MAX;
-    if (size < 2 || size > GM_PEERS_MOST) {
-        return GM_OK;
-    }
-    memset(cards, 0, sizeof cards);
-    GM_TRY(gm_peers_new(c->cuda, c->base.rank, size, &c->peers));
-    cards[c->base.rank] = gm_peers_card_of(c->peers);
-    GM_TRY(exchange(c, &gather, cards, (size_t)size * sizeof *cards, t));
-    is_missing = t->is_there || !gm_peers_open(c->peers, cards);
-    if (!t->is_there) {
-        GM_TRY(exchange(c, &most, &is_missing, sizeof is_missing, t));
-    }
-    if (is_missing) {
-        gm_peers_free(c->peers, 0);
-        c->peers = NULL;
-    }
-    return GM_OK;
-}
-
-static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
-{
-    nccl_id id;
-    trouble t = {0};
-    const nccl_config config = {
-        .size = sizeof config, .magic = 0xcafebeef, .version = 21400, .blocking = 0};
-    memcpy(id.bytes, id_bytes, sizeof id.bytes);
-    GM_TRY(enter(c));
-    pthread_mutex_lock(&c->lock);
+    GM_TRY(gm_nccl_enter(c));
     gm_status status = new_agreements(c);
-    if (status != GM_OK) {
-        pthread_mutex_unlock(&c->lock);
-        leave(c);
-        return status;
-    }
-    nccl_result result = c->nccl->init_rank(&c->handle, c->base.size, id, c->base.rank, &config);
-    if (c->handle) {
-        finish_call(c, result, c->timeout, "meeting the other ranks", &t);
-        status = t.is_there ? GM_OK : meet_peers(c, &t);
-        if (t.is_there) {
-            stop_now(c);
-        }
-    } else {
-        tell(c, &t, result);
-    }
-    pthread_mutex_unlock(&c->lock);
-    leave(c);
-    GM_FAIL_IF(t.is_there, GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
-               c->base.size, t.why);
+    gm_nccl_leave(c);
     return status;
 }
 
@@ -738,7 +479,8 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDeviceGet"));
     result = cuda->cuDevicePrimaryCtxRetain(&c->context, c->device);
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDevicePrimaryCtxRetain"));
-    GM_TRY_GOTO(status, fail, meet(c, id));
+    GM_TRY_GOTO(status, fail, prepare(c));
+    GM_TRY_GOTO(status, fail, gm_nccl_meet(c, id));
     GM_TRY_GOTO(status, fail, start_watcher(c));
     *out = made;
     return GM_OK;

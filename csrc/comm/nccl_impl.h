@@ -1,10 +1,12 @@
-/* nccl_impl.h - the part of NCCL's interface that nccl.c uses, 2.18 and newer.
+/* nccl_impl.h - what the files of an NCCL communicator share: it, and the part of NCCL's interface that is used, 2.18 and
+ * newer.
  *
  * NCCL's header is not needed to build: the few types and functions are declared here (ncclConfig_t in its first
  * form, of 2.14, which later versions read by the version that it names). */
 #pragma once
 
 #include "comm/comm_impl.h"
+#include "comm/peers.h"
 #include "device/cuda/driver.h"
 
 enum { NCCL_OLDEST = 21800, NCCL_TOO_NEW = 30000 };
@@ -46,3 +48,75 @@ typedef struct nccl_api {
 
 /* The functions, looked up at the first call; `path` as for gm_comm_nccl_id. */
 gm_status gm_nccl(const char *path, const nccl_api **out);
+
+/* ---- a communicator; the invariants of nccl.c ---- */
+
+enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
+typedef struct flight {
+    CUevent event; /* belongs to the slot of the ring; NULL until the slot is first used */
+    gm_comm_call call;
+    double issued_at;
+} flight;
+
+/* What the ranks compare, and the maxima of it. */
+typedef struct digest {
+    uint64_t hash, not_hash, number, not_number;
+} digest;
+
+typedef struct agreement {
+    CUevent event;
+    bool is_pending;
+    gm_comm_call call;
+    CUdeviceptr data;        /* a digest */
+    digest *sent, *received; /* pinned host memory */
+} agreement;
+
+typedef struct nccl_comm {
+    gm_comm base; /* first: a gm_comm * is an nccl_comm * */
+    const nccl_api *nccl;
+    const gm_cuda_api *cuda;
+    CUdevice device;
+    CUcontext context;
+    double timeout;
+    atomic_bool is_ending; /* a failure is recorded: whoever waits under `lock` gives up */
+
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    nccl_handle handle;
+    gm_peers *peers;           /* NULL: gathers are NCCL's */
+    CUstream last_stream;      /* of the newest flight */
+    flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
+    size_t head, n;
+    double progress_at;  /* when the oldest flight became the oldest */
+    CUdeviceptr digests; /* N_AGREEMENTS on the device */
+    void *host_digests;  /* 2 * N_AGREEMENTS, pinned */
+    /* A ring: the oldest pending one is at next_agreement or behind it. */
+    agreement agreements[N_AGREEMENTS];
+    size_t next_agreement;
+    uint64_t agreed_at; /* the collectives before this one are the same on all ranks */
+    bool is_stopping;
+    bool has_watcher;
+    pthread_t watcher;
+} nccl_comm;
+
+typedef struct trouble {
+    bool is_there, has_call;
+    gm_status status; /* GM_OK: the device's */
+    gm_comm_call call;
+    char why[400];
+} trouble;
+
+gm_status gm_nccl_enter(nccl_comm *c);
+void gm_nccl_leave(nccl_comm *c);
+void gm_nccl_rest(long nanoseconds);
+/* What NCCL says of a result. */
+void gm_nccl_tell(nccl_comm *c, trouble *t, nccl_result result);
+
+/* In these the lock is held and the context current.  Waits until NCCL has done on the host what `result` says is in
+ * progress. */
+void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char *what, trouble *t);
+nccl_result gm_nccl_call(nccl_comm *c, const gm_comm_call *call, CUstream stream);
+void gm_nccl_stop(nccl_comm *c);
+
+/* Makes the handle; the ranks are all there when it returns, or it fails after `timeout` seconds. */
+gm_status gm_nccl_meet(nccl_comm *c, const uint8_t *id_bytes);

@@ -227,6 +227,9 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 
 void gm_peers_release(gm_peers *p)
 {
+    if (p->at[p->rank] == 0) {
+        return;
+    }
     (void)p->cuda->cuMemsetD8Async(flags_of(p, p->rank), 0x7f, flag_bytes(p), p->apart);
 }
 

@@ -330,7 +330,7 @@ def test_against_a_played_nccl(sanitize: str, tmp_path: Path) -> None:
     library = tmp_path / "libnccl.so.2"
     compile_c("-shared", "-fPIC", *c_files("fake_nccl", "fake_driver"), "-o", str(library))
     (tmp_path / "libcuda.so.1").symlink_to(library)
-    names = ("comm", "nccl", "nccl_load", "peers")
+    names = ("comm", "nccl", "nccl_call", "nccl_load", "nccl_meet", "peers")
     core = ["csrc/base/base.c", "csrc/device/cuda/driver.c", *(f"csrc/comm/{n}.c" for n in names)]
     program = tmp_path / "fake_comm"
     compile_c(*c_files("fake_comm"), *core, "-o", str(program))
