@@ -63,8 +63,9 @@ class Engine(Uncopied):
     def __del__(self) -> None:
         # A runtime and its slots, units and hooks refer to each other: without this, a closed and dropped model would
         # keep its memory until Python next looks for cycles.
-        if self._runtime.closed:
-            close.forget(self._runtime)
+        runtime = self.__dict__.get("_runtime")  # none if an interrupt came before
+        if runtime is not None and runtime.closed:
+            close.forget(runtime)
 
     @property
     def closed(self) -> bool:

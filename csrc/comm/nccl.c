@@ -18,7 +18,9 @@
  *      differ, and every rank sees it.  Each has a slot of its own until its event is reached: streams may differ, so
  *      only the event says that a slot is free.
  *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing: a
- *      collective waits for the one before it if that is on another stream. */
+ *      collective waits for the one before it.
+ *   7. The host never waits in the driver for a queue that is full of copies' words: it would hold the lock, and no thread
+ *      could end them.  It waits here while more than MOST_ROUNDS are under way. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -36,7 +38,8 @@
 
 /* ---- the communicator ---- */
 
-static const double LOOK_SECONDS = 0.1;      /* between two looks of the watching thread */
+static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thread */
+enum { MOST_ROUNDS = 48 };              /* of 3 + size entries; a stream has about a thousand */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 static nccl_comm *as_nccl(gm_comm *comm)
@@ -48,6 +51,11 @@ static void nccl_end(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
     atomic_store(&c->is_ending, true);
+    if (c->peers &&
+        gm_nccl_enter(c) == GM_OK) { /* whoever has the lock may wait for what waits for this */
+        gm_peers_release(c->peers);
+        gm_nccl_leave(c);
+    }
     pthread_mutex_lock(&c->lock);
     if (c->handle && gm_nccl_enter(c) == GM_OK) {
         gm_nccl_stop(c);
@@ -152,8 +160,18 @@ static void free_agreements(nccl_comm *c)
 
 /* ---- flights ---- */
 
+static CUevent newest(const nccl_comm *c)
+{
+    return c->flights[(c->head + c->n - 1) % N_FLIGHTS].event;
+}
+
+static uint32_t rounds(const nccl_comm *c)
+{
+    return c->peers ? gm_peers_rounds(c->peers) : 0;
+}
+
 /* The lock is held, the context current. */
-static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
+static gm_status track(nccl_comm *c, const gm_comm_call *call, uint32_t round, CUstream stream)
 {
     bool is_full = c->n == N_FLIGHTS;
     flight *f = &c->flights[(c->head + c->n - (is_full ? 1 : 0)) % N_FLIGHTS];
@@ -163,6 +181,7 @@ static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
     GM_CU(c->cuda->cuEventRecord(f->event, stream));
     f->call = *call;
     f->issued_at = gm_seconds();
+    f->round = is_full ? f->round : round;
     c->n += is_full ? 0 : 1;
     GM_ASSERT(c->n <= N_FLIGHTS);
     return GM_OK;
@@ -275,18 +294,40 @@ static gm_status start_watcher(nccl_comm *c)
 /* The lock is held, the context current.  Invariant 6. */
 static gm_status follow(nccl_comm *c, CUstream stream)
 {
-    if (c->peers && c->n > 0 && stream != c->last_stream) {
-        CUevent newest = c->flights[(c->head + c->n - 1) % N_FLIGHTS].event;
-        GM_CU(c->cuda->cuStreamWaitEvent(stream, newest, 0));
+    if (c->peers && c->n > 0) {
+        GM_CU(c->cuda->cuStreamWaitEvent(stream, newest(c), 0));
     }
-    c->last_stream = stream;
     return GM_OK;
+}
+
+/* The lock is held, and let go while there is no room.  Invariant 7. */
+static void make_room(nccl_comm *c, trouble *t)
+{
+    trouble seen = {0};
+    look(c, &seen);
+    while (!seen.is_there && c->n > 0 &&
+           gm_peers_rounds(c->peers) - c->flights[c->head].round > MOST_ROUNDS) {
+        pthread_mutex_unlock(&c->lock);
+        gm_nccl_rest(200000);
+        pthread_mutex_lock(&c->lock);
+        seen.is_there = !c->handle; /* the watcher has found a failure */
+        if (!seen.is_there) {
+            look(c, &seen);
+        }
+    }
+    *t = seen.is_there ? seen : *t;
+}
+
+static bool is_copied(const nccl_comm *c, const gm_comm_call *call)
+{
+    return call->kind == GM_COMM_ALL_GATHER && c->peers &&
+           gm_peers_rounds_of(call->count) <= MOST_ROUNDS;
 }
 
 /* The lock is held, the context current. */
 static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
 {
-    if (call->kind == GM_COMM_ALL_GATHER && c->peers) {
+    if (is_copied(c, call)) {
         return gm_peers_gather(c->peers, call->base, call->count, stream);
     }
     gm_nccl_finish(c, gm_nccl_call(c, call, stream), c->timeout, "issuing it", t);
@@ -335,7 +376,7 @@ static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstrea
     GM_CU(c->cuda->cuMemcpyDtoHAsync(a->received, a->data, sizeof(digest), stream));
     GM_CU(c->cuda->cuEventRecord(a->event, stream));
     a->is_pending = true;
-    return track(c, call, stream);
+    return track(c, call, rounds(c), stream);
 }
 
 static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream stream)
@@ -352,10 +393,14 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
         status = follow(c, cuda_stream);
         status = status == GM_OK ? issue_agreement(c, call, cuda_stream, &t) : status;
     } else {
+        if (is_copied(c, call)) {
+            make_room(c, &t);
+        }
         look_at_agreements(c, &t);
         status = t.is_there ? GM_OK : follow(c, cuda_stream);
+        uint32_t before = rounds(c);
         status = t.is_there || status != GM_OK ? status : start(c, call, cuda_stream, &t);
-        status = t.is_there || status != GM_OK ? status : track(c, call, cuda_stream);
+        status = t.is_there || status != GM_OK ? status : track(c, call, before, cuda_stream);
     }
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
@@ -387,19 +432,36 @@ static void say_farewell(nccl_comm *c)
         gm_nccl_rest(200000);
     }
     if (!t.is_there) {
+        gm_nccl_part(c, seconds);
+    }
+    if (!t.is_there && c->handle) {
         gm_nccl_finish(c, c->nccl->finalize(c->handle), seconds, "the end", &t);
     }
-    if (!t.is_there) {
+    if (!t.is_there && c->handle) {
         (void)c->nccl->destroy(c->handle);
         c->handle = NULL;
     }
     gm_nccl_stop(c); /* if it is still there */
 }
 
+/* After a failure.  If copies do not end, what they use stays; what other ranks see stays in any case. */
+static void leave_peers(nccl_comm *c)
+{
+    CUresult result = CUDA_SUCCESS;
+    double end = gm_seconds() + FAREWELL_SECONDS;
+    while (c->n > 0 && (result = c->cuda->cuEventQuery(newest(c))) == CUDA_ERROR_NOT_READY &&
+           gm_seconds() < end) {
+        gm_nccl_rest(200000);
+    }
+    if (result != CUDA_ERROR_NOT_READY) {
+        gm_peers_close(c->peers);
+        gm_peers_free(c->peers, true);
+    }
+}
+
 static void nccl_free(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
-    bool is_orderly = !gm_comm_has_failed(comm);
     if (c->has_watcher) {
         pthread_mutex_lock(&c->lock);
         c->is_stopping = true;
@@ -412,12 +474,14 @@ static void nccl_free(gm_comm *comm)
             if (c->handle) {
                 say_farewell(c);
             }
+            if (c->peers) {
+                leave_peers(c);
+            }
             for (size_t i = 0; i < N_FLIGHTS; i++) {
                 if (c->flights[i].event) {
                     (void)c->cuda->cuEventDestroy(c->flights[i].event);
                 }
             }
-            gm_peers_free(c->peers, is_orderly ? FAREWELL_SECONDS : 0);
             free_agreements(c);
             gm_nccl_leave(c);
         }

@@ -56,6 +56,7 @@ typedef struct flight {
     CUevent event; /* belongs to the slot of the ring; NULL until the slot is first used */
     gm_comm_call call;
     double issued_at;
+    uint32_t round; /* the last of peers.h before it */
 } flight;
 
 /* What the ranks compare, and the maxima of it. */
@@ -84,7 +85,6 @@ typedef struct nccl_comm {
     pthread_cond_t wake;
     nccl_handle handle;
     gm_peers *peers;           /* NULL: gathers are NCCL's */
-    CUstream last_stream;      /* of the newest flight */
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
     double progress_at;  /* when the oldest flight became the oldest */
@@ -118,5 +118,7 @@ void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char
 nccl_result gm_nccl_call(nccl_comm *c, const gm_comm_call *call, CUstream stream);
 void gm_nccl_stop(nccl_comm *c);
 
+/* Nothing is under way here; what the others see of this rank is freed once no rank sees another's, in `seconds`. */
+void gm_nccl_part(nccl_comm *c, double seconds);
 /* Makes the handle; the ranks are all there when it returns, or it fails after `timeout` seconds. */
 gm_status gm_nccl_meet(nccl_comm *c, const uint8_t *id_bytes);

@@ -9,73 +9,124 @@
 
 #include "comm/nccl_impl.h"
 
-/* The lock is held, the context current.  What was issued on the peers' stream is over, or there is trouble. */
-static gm_status await(nccl_comm *c, trouble *t)
+static const double REHEARSAL_SECONDS = 10.0;
+
+/* The lock is held, the context current, in all of these. */
+
+/* Until what was issued on the stream is over, or CUDA_ERROR_NOT_READY after `seconds`. */
+static CUresult await(nccl_comm *c, CUstream stream, double seconds)
 {
     CUevent event = gm_peers_event(c->peers);
-    CUresult result = CUDA_ERROR_NOT_READY;
-    double end = gm_seconds() + c->timeout;
-    GM_CU(c->cuda->cuEventRecord(event, gm_peers_stream(c->peers)));
-    while (!t->is_there && result == CUDA_ERROR_NOT_READY) {
-        gm_nccl_rest(100000);
+    double end = gm_seconds() + seconds;
+    CUresult result = c->cuda->cuEventRecord(event, stream);
+    while (result == CUDA_SUCCESS) {
         result = c->cuda->cuEventQuery(event);
-        if (result == CUDA_ERROR_NOT_READY && gm_seconds() > end) {
-            t->is_there = true;
-            (void)snprintf(t->why, sizeof t->why, "meeting the other ranks took longer than %g s",
-                           c->timeout);
+        if (result != CUDA_ERROR_NOT_READY || gm_seconds() > end) {
+            break;
         }
+        gm_nccl_rest(100000);
+        result = CUDA_SUCCESS;
     }
-    return t->is_there ? GM_OK : gm_cuda_check(result, "cuEventQuery");
+    return result;
 }
 
-/* The same, of a collective on `bytes` at `here`, which go there and come back. */
-static gm_status exchange(nccl_comm *c, gm_comm_call *call, void *here, size_t bytes, trouble *t)
+/* A collective on `bytes` at `here`, which go there and come back. */
+static gm_status exchange(nccl_comm *c, gm_comm_call *call, void *here, size_t bytes,
+                          double seconds, trouble *t)
 {
     CUstream stream = gm_peers_stream(c->peers);
     CUdeviceptr there = 0;
     GM_CU(c->cuda->cuMemAlloc(&there, bytes));
     call->base = (uintptr_t)there;
-    gm_status status =
-        gm_cuda_check(c->cuda->cuMemcpyHtoDAsync(there, here, bytes, stream), "cuMemcpyHtoDAsync");
-    if (status == GM_OK) {
-        gm_nccl_finish(c, gm_nccl_call(c, call, stream), c->timeout, "meeting the other ranks", t);
-        status = await(c, t);
+    CUresult result = c->cuda->cuMemcpyHtoDAsync(there, here, bytes, stream);
+    if (result == CUDA_SUCCESS) {
+        gm_nccl_finish(c, gm_nccl_call(c, call, stream), seconds, "meeting the other ranks", t);
+        result = t->is_there ? CUDA_SUCCESS : await(c, stream, seconds);
     }
-    if (status == GM_OK && !t->is_there) {
-        CUresult result = c->cuda->cuMemcpyDtoHAsync(here, there, bytes, stream);
+    if (result == CUDA_ERROR_NOT_READY) {
+        t->is_there = true;
+        (void)snprintf(t->why, sizeof t->why, "meeting the other ranks took longer than %g s",
+                       seconds);
+        result = CUDA_SUCCESS;
+    } else if (result == CUDA_SUCCESS && !t->is_there) {
+        result = c->cuda->cuMemcpyDtoHAsync(here, there, bytes, stream);
         result = result == CUDA_SUCCESS ? c->cuda->cuStreamSynchronize(stream) : result;
-        status = gm_cuda_check(result, "cuMemcpyDtoHAsync");
     }
-    if (t->is_there) {
+    if (t->is_there || result != CUDA_SUCCESS) {
         gm_nccl_stop(c); /* and with it the kernel that has the memory */
     }
     (void)c->cuda->cuMemFree(there);
-    return status;
+    return gm_cuda_check(result, "meeting the other ranks");
 }
 
-/* The same.  Gathers are copies if every rank can read all others' memory. */
+/* The largest of the ranks' words; a barrier. */
+static gm_status largest(nccl_comm *c, uint64_t *word, double seconds, trouble *t)
+{
+    gm_comm_call most = {.kind = GM_COMM_ALL_REDUCE, .count = 1, .dtype = GM_COMM_U64};
+    most.op = GM_COMM_MAX;
+    return exchange(c, &most, word, sizeof *word, seconds, t);
+}
+
+void gm_nccl_part(nccl_comm *c, double seconds)
+{
+    trouble t = {0};
+    uint64_t word = 0;
+    if (c->peers) {
+        gm_peers_close(c->peers);
+        gm_status status = largest(c, &word, seconds, &t);
+        gm_peers_free(c->peers, t.is_there || status != GM_OK);
+        c->peers = NULL;
+    }
+}
+
+/* Whether a gather brings what the ranks have shown: a driver may call copies done that an IOMMU has dropped. */
+static bool rehearse(nccl_comm *c, const gm_peers_card *cards)
+{
+    gm_peers_card seen[GM_PEERS_MOST];
+    size_t bytes = (size_t)c->base.size * sizeof *cards, own = (size_t)c->base.rank * sizeof *cards;
+    CUdeviceptr there = 0;
+    CUstream stream = NULL; /* not the one that a release is on */
+    memset(seen, 0, sizeof seen);
+    bool is_right = c->cuda->cuMemAlloc(&there, bytes) == CUDA_SUCCESS &&
+                    c->cuda->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS &&
+                    c->cuda->cuMemsetD32Async(there, 0, bytes / 4, stream) == CUDA_SUCCESS &&
+                    c->cuda->cuMemcpyHtoDAsync(there + own, &cards[c->base.rank], sizeof *cards,
+                                               stream) == CUDA_SUCCESS &&
+                    gm_peers_gather(c->peers, there, sizeof *cards, stream) == GM_OK &&
+                    await(c, stream, REHEARSAL_SECONDS) == CUDA_SUCCESS;
+    if (!is_right) {
+        gm_peers_release(c->peers);
+        (void)await(c, stream, REHEARSAL_SECONDS);
+    }
+    is_right = is_right && c->cuda->cuMemcpyDtoHAsync(seen, there, bytes, stream) == CUDA_SUCCESS &&
+               c->cuda->cuStreamSynchronize(stream) == CUDA_SUCCESS &&
+               memcmp(seen, cards, bytes) == 0;
+    (void)(stream ? c->cuda->cuStreamDestroy(stream) : CUDA_SUCCESS);
+    (void)(there ? c->cuda->cuMemFree(there) : CUDA_SUCCESS);
+    return is_right;
+}
+
+/* Gathers are copies if every rank can read all others' memory. */
 static gm_status meet_peers(nccl_comm *c, trouble *t)
 {
     int size = c->base.size;
     gm_peers_card cards[GM_PEERS_MOST];
     gm_comm_call gather = {.kind = GM_COMM_ALL_GATHER, .count = sizeof *cards, .is_bytes = true};
-    gm_comm_call most = {.kind = GM_COMM_ALL_REDUCE, .count = 1, .dtype = GM_COMM_U64};
-    uint64_t is_missing = 1;
-    most.op = GM_COMM_MAX;
     if (size < 2 || size > GM_PEERS_MOST) {
         return GM_OK;
     }
     memset(cards, 0, sizeof cards);
     GM_TRY(gm_peers_new(c->cuda, c->base.rank, size, &c->peers));
     cards[c->base.rank] = gm_peers_card_of(c->peers);
-    GM_TRY(exchange(c, &gather, cards, (size_t)size * sizeof *cards, t));
-    is_missing = t->is_there || !gm_peers_open(c->peers, cards);
-    if (!t->is_there) {
-        GM_TRY(exchange(c, &most, &is_missing, sizeof is_missing, t));
-    }
-    if (is_missing) {
-        gm_peers_free(c->peers, 0);
-        c->peers = NULL;
+    GM_TRY(exchange(c, &gather, cards, (size_t)size * sizeof *cards, c->timeout, t));
+    uint64_t is_missing = t->is_there || !gm_peers_open(c->peers, cards);
+    for (int i = 0; i < 2 && !t->is_there; i++) { /* all can open them, then all have seen them */
+        GM_TRY(largest(c, &is_missing, c->timeout, t));
+        if (is_missing && !t->is_there) {
+            gm_nccl_part(c, c->timeout);
+            return GM_OK;
+        }
+        is_missing = i == 0 && !t->is_there && !rehearse(c, cards);
     }
     return GM_OK;
 }

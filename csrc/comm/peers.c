@@ -13,7 +13,6 @@
  *   4. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
  *      of N_NUMBERS rounds has words of its own.  A stream holds fewer: the host waits in the driver before.
  *   5. A rank's flags are zero before another rank has its card. */
-#define _GNU_SOURCE /* nanosleep */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -21,7 +20,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "comm/peers.h"
 
@@ -37,7 +35,7 @@ struct gm_peers {
         at[GM_PEERS_MOST]; /* slots, then flags: of each rank as it is seen here; 0: not open */
     CUstream apart; /* of the highest priority: it shares no queue with a stream that waits */
     CUevent event;
-    uint32_t n_rounds;
+    atomic_uint n_rounds;
 };
 
 static CUdeviceptr flags_of(const gm_peers *p, int rank)
@@ -55,6 +53,16 @@ static CUdeviceptr flag_of(const gm_peers *p, int to, word what, int from, uint3
 {
     size_t of_rank = ((size_t)what * (size_t)p->size + (size_t)from) * N_NUMBERS;
     return flags_of(p, to) + (of_rank + number % N_NUMBERS) * sizeof(uint32_t);
+}
+
+uint32_t gm_peers_rounds(gm_peers *p)
+{
+    return atomic_load(&p->n_rounds);
+}
+
+size_t gm_peers_rounds_of(size_t shard_bytes)
+{
+    return (shard_bytes + SLOT_BYTES - 1) / SLOT_BYTES;
 }
 
 /* ---- a gather ---- */
@@ -107,7 +115,7 @@ static gm_status gather_part(gm_peers *p, uintptr_t base, size_t shard_bytes, si
                              size_t bytes, CUstream stream)
 {
     const gm_cuda_api *cuda = p->cuda;
-    uint32_t number = ++p->n_rounds;
+    uint32_t number = atomic_fetch_add(&p->n_rounds, 1) + 1;
     size_t slot = number % N_SLOTS * SLOT_BYTES;
     batch b = {.n = 0};
     hear(p, &b, READ, number - N_SLOTS);
@@ -138,7 +146,7 @@ gm_status gm_peers_gather(gm_peers *p, uintptr_t base, size_t shard_bytes, CUstr
 
 /* ---- meeting ---- */
 
-/* The same on processes that run under one kernel, unless the user tells NCCL otherwise. */
+/* The same on processes that run under one kernel, unless the user tells NCCL otherwise; 0: not known. */
 static uint64_t host_number(void)
 {
     char id[256] = "";
@@ -149,6 +157,9 @@ static uint64_t host_number(void)
         (void)fclose(file);
     }
     size_t n = strlen(id);
+    if (n == 0 && !told) {
+        return 0;
+    }
     (void)snprintf(id + n, sizeof id - n, "%s", told ? told : "");
     uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */
     for (const char *c = id; *c; c++) {
@@ -181,8 +192,11 @@ gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **o
     if (!is_wanted()) {
         return GM_OK;
     }
-    GM_CU(cuda->cuMemAlloc(&p->at[rank], N_SLOTS * SLOT_BYTES + flag_bytes(p)));
-    GM_CU(cuda->cuMemsetD8Async(flags_of(p, rank), 0, flag_bytes(p), p->apart));
+    if (cuda->cuMemAlloc(&p->at[rank], N_SLOTS * SLOT_BYTES + flag_bytes(p)) != CUDA_SUCCESS) {
+        p->at[rank] = 0; /* NCCL needs less */
+        return GM_OK;
+    }
+    GM_CU(cuda->cuMemsetD32Async(flags_of(p, rank), 0, flag_bytes(p) / 4, p->apart));
     GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 5 */
     return GM_OK;
 }
@@ -227,43 +241,25 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 
 void gm_peers_release(gm_peers *p)
 {
-    if (p->at[p->rank] == 0) {
-        return;
+    uint32_t beyond = gm_peers_rounds(p) + (1u << 30);
+    if (p->at[p->rank] != 0) {
+        (void)p->cuda->cuMemsetD32Async(flags_of(p, p->rank), beyond, flag_bytes(p) / 4, p->apart);
     }
-    (void)p->cuda->cuMemsetD8Async(flags_of(p, p->rank), 0x7f, flag_bytes(p), p->apart);
 }
 
-/* Until every other rank has read the last round. */
-static void await_readers(gm_peers *p, double seconds)
+void gm_peers_close(gm_peers *p)
 {
-    batch b = {.n = 0};
-    double end = gm_seconds() + seconds;
-    const struct timespec pause = {0, 200000};
-    hear(p, &b, READ, p->n_rounds);
-    if (issue(p, &b, p->apart) != GM_OK ||
-        p->cuda->cuEventRecord(p->event, p->apart) != CUDA_SUCCESS) {
-        return;
-    }
-    while (p->cuda->cuEventQuery(p->event) == CUDA_ERROR_NOT_READY && gm_seconds() < end) {
-        (void)nanosleep(&pause, NULL);
-    }
-    gm_peers_release(p); /* on a device that does not run them, waits would be in its way */
-}
-
-void gm_peers_free(gm_peers *p, double seconds)
-{
-    if (!p) {
-        return;
-    }
-    if (p->n_rounds > 0) {
-        await_readers(p, seconds);
-    }
     for (int r = 0; r < p->size; r++) {
         if (r != p->rank && p->at[r]) {
             (void)p->cuda->cuIpcCloseMemHandle(p->at[r]);
+            p->at[r] = 0;
         }
     }
-    if (p->at[p->rank]) {
+}
+
+void gm_peers_free(gm_peers *p, bool is_seen)
+{
+    if (p->at[p->rank] && !is_seen) {
         (void)p->cuda->cuMemFree(p->at[p->rank]);
     }
     if (p->event) {

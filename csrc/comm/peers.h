@@ -26,8 +26,12 @@ CUevent gm_peers_event(const gm_peers *peers);
 bool gm_peers_open(gm_peers *peers, const gm_peers_card *cards);
 /* As gm_comm_all_gather.  Behind every gather before it, whatever their streams: the caller sees to that. */
 gm_status gm_peers_gather(gm_peers *peers, uintptr_t base, size_t shard_bytes, CUstream stream);
+/* Rounds issued so far, and those of a gather: each takes some entries of the stream's queue, which is bounded. */
+uint32_t gm_peers_rounds(gm_peers *peers);
+size_t gm_peers_rounds_of(size_t shard_bytes);
 /* After a failure: streams that wait for another rank go on, what they read is not to be believed. */
 void gm_peers_release(gm_peers *peers);
-/* Nothing of this rank is under way any more.  Waits until others have read what they were given, `seconds` at most.
- * NULL is fine. */
-void gm_peers_free(gm_peers *peers, double seconds);
+/* Nothing of this rank is under way any more: it does not see the others' memory from here on. */
+void gm_peers_close(gm_peers *peers);
+/* After a close.  is_seen: another rank may still see this one's memory, so that stays. */
+void gm_peers_free(gm_peers *peers, bool is_seen);

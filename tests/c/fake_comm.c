@@ -302,7 +302,7 @@ static void check_many_agreements(void)
 
 /* ---- gathers by copies: each rank is a thread ---- */
 
-enum { N_RANKS = 3, N_GATHERS = 8, MOST_BYTES = (33 << 20) + 7 };
+enum { N_RANKS = GM_FAKE_RANKS, N_GATHERS = 8, MOST_BYTES = (33 << 20) + 7 };
 
 static pthread_barrier_t meeting;
 static gm_peers_card cards[N_RANKS];
@@ -312,7 +312,8 @@ static bool does_last_stay_away;
 /* What byte `at` of a rank's shard is: constant in a stretch, and stretches end where no slot does. */
 enum { STRETCH = 5 << 20 };
 
-static void check_gather(int rank, int number, size_t bytes, unsigned char *data)
+/* comm: NULL for a gather by peers alone. */
+static void check_gather(gm_comm *comm, int rank, int number, size_t bytes, unsigned char *data)
 {
     for (int is_over = 0; is_over < 2; is_over++) {
         for (int r = is_over ? 0 : rank; r < (is_over ? N_RANKS : rank + 1); r++) {
@@ -327,7 +328,8 @@ static void check_gather(int rank, int number, size_t bytes, unsigned char *data
             }
         }
         if (!is_over) {
-            CHECK_OK(gm_peers_gather(all_peers[rank], (uintptr_t)data, bytes, NULL));
+            CHECK_OK(comm ? gm_comm_all_gather(comm, (uintptr_t)data, bytes, 0)
+                          : gm_peers_gather(all_peers[rank], (uintptr_t)data, bytes, NULL));
         }
     }
 }
@@ -348,7 +350,7 @@ static void *be_rank(void *argument)
     unsigned char *data = malloc((size_t)N_RANKS * MOST_BYTES);
     CHECK(data);
     for (int i = 0; i < N_GATHERS; i++) {
-        check_gather(rank, i, sizes[i], data);
+        check_gather(NULL, rank, i, sizes[i], data);
     }
     if (does_last_stay_away &&
         rank == N_RANKS - 1) { /* it lets the others go on, and then comes to one of two */
@@ -363,7 +365,9 @@ static void *be_rank(void *argument)
     }
     free(data);
     pthread_barrier_wait(&meeting); /* memory that others look at has to live */
-    gm_peers_free(all_peers[rank], does_last_stay_away ? 0 : 5);
+    gm_peers_close(all_peers[rank]);
+    pthread_barrier_wait(&meeting);
+    gm_peers_free(all_peers[rank], false);
     CHECK(cuda->cuCtxPopCurrent(&context) == CUDA_SUCCESS);
     return NULL;
 }
@@ -383,6 +387,106 @@ static void check_peers(bool stays_away)
     CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
 }
 
+/* The same by communicators that meet: n_nccl gathers of each are NCCL's. */
+static void *be_member(void *argument)
+{
+    static const size_t sizes[] = {1, MOST_BYTES, 4099, 16};
+    int rank = (int)(intptr_t)argument;
+    gm_comm *comm = meet(rank, N_RANKS, 20);
+    unsigned char *data = malloc((size_t)N_RANKS * MOST_BYTES);
+    uint64_t *words = (uint64_t *)(void *)data;
+    CHECK(data);
+    for (int i = 0; i < 4; i++) {
+        check_gather(comm, rank, i, sizes[i], data);
+        words[0] = (uint64_t)(rank + i);
+        CHECK_OK(gm_comm_all_reduce(comm, (uintptr_t)words, 1, GM_COMM_U64, GM_COMM_MAX, 0));
+        CHECK(words[0] == (uint64_t)(N_RANKS - 1 + i));
+        CHECK_OK(gm_comm_agree(comm, 0));
+    }
+    CHECK_OK(gm_comm_check(comm));
+    gm_comm_free(comm);
+    free(data);
+    return NULL;
+}
+
+static atomic_int n_issued;
+
+/* The device has not come to any gather: the host waits before the driver's queue is full. */
+static void *be_ahead(void *argument)
+{
+    int rank = (int)(intptr_t)argument;
+    char bytes[N_RANKS];
+    gm_comm *comm = meet(rank, N_RANKS, 20);
+    pthread_barrier_wait(&meeting);
+    pthread_barrier_wait(&meeting);
+    for (int i = 0; i < 100; i++) {
+        CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0));
+        n_issued++;
+    }
+    gm_comm_free(comm);
+    return NULL;
+}
+
+static void check_ahead(void)
+{
+    pthread_t threads[N_RANKS];
+    gm_fake_ranks ranks;
+    CHECK(pthread_barrier_init(&ranks.meeting, NULL, N_RANKS) == 0);
+    CHECK(pthread_barrier_init(&meeting, NULL, N_RANKS + 1) == 0);
+    fake->ranks = &ranks;
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_create(&threads[r], NULL, be_ahead, (void *)(intptr_t)r) == 0);
+    }
+    pthread_barrier_wait(&meeting);
+    atomic_store(&fake->is_device_done, 0);
+    pthread_barrier_wait(&meeting);
+    for (double began = now(); n_issued < N_RANKS * 49 && now() < began + 15;) {
+        usleep(10000);
+    }
+    usleep(100000);
+    CHECK(n_issued == N_RANKS * 49);
+    atomic_store(&fake->is_device_done, 1);
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_join(threads[r], NULL) == 0);
+    }
+    fake->ranks = NULL;
+    CHECK(pthread_barrier_destroy(&ranks.meeting) == 0);
+    CHECK(pthread_barrier_destroy(&meeting) == 0);
+    CHECK(n_issued == N_RANKS * 100 && fake->n_buffers == 0 && fake->n_live == 0);
+}
+
+static void check_members(int n_nccl)
+{
+    pthread_t threads[N_RANKS];
+    gm_fake_ranks ranks;
+    int n_aborted = fake->n_aborted;
+    fake->n_gathers = 0;
+    CHECK(pthread_barrier_init(&ranks.meeting, NULL, N_RANKS) == 0);
+    fake->ranks = &ranks;
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_create(&threads[r], NULL, be_member, (void *)(intptr_t)r) == 0);
+    }
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_join(threads[r], NULL) == 0);
+    }
+    fake->ranks = NULL;
+    CHECK(pthread_barrier_destroy(&ranks.meeting) == 0);
+    CHECK(fake->n_gathers == N_RANKS * (1 + n_nccl)); /* one of cards */
+    CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
+    CHECK(fake->n_live == 0 && fake->n_contexts == 0 && fake->n_aborted == n_aborted);
+}
+
+static void check_all_members(void)
+{
+    check_members(0);
+    fake->n_openings = 4; /* one of six is refused */
+    check_members(4);
+    fake->n_openings = 0;
+    fake->drops_copies = true;
+    check_members(4);
+    fake->drops_copies = false;
+}
+
 /* A rank elsewhere, or one that has nothing to show: nobody copies. */
 static void check_strangers(void)
 {
@@ -398,7 +502,8 @@ static void check_strangers(void)
         cards[0].host += change == 0;
         cards[0].is_there = change == 1 ? 0 : cards[0].is_there;
         CHECK(!gm_peers_open(peers, cards));
-        gm_peers_free(peers, 0);
+        gm_peers_close(peers);
+        gm_peers_free(peers, false);
         CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
     }
     CHECK(unsetenv("NCCL_P2P_DISABLE") == 0);
@@ -424,6 +529,8 @@ int main(void)
     check_peers(true);
 #endif
     check_strangers();
+    check_all_members();
+    check_ahead();
     puts("fake_comm: ok");
     return 0;
 }

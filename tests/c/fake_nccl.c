@@ -1,5 +1,6 @@
 /* fake_nccl.c - plays NCCL, and the few functions of the driver that comm/nccl.c depends on, as a test wishes: one
  * shared object under both names, whose state the test finds as gm_fake_state. */
+#define _GNU_SOURCE /* pthread_barrier_t */
 #include "fake_nccl.h"
 
 #include <sched.h>
@@ -10,10 +11,18 @@
 #include "device/cuda/driver.h"
 
 #define HANDLE ((void *)32)
+#define IS_LIVE(comm)                                                  \
+    (fake->ranks ? rank_of(comm) >= 0 && rank_of(comm) < GM_FAKE_RANKS \
+                 : (comm) == HANDLE && fake->n_live == 1)
 
 gm_fake gm_fake_state = {.version = 22800, .is_device_done = 1};
 static gm_fake *const fake = &gm_fake_state;
 static _Thread_local int depth; /* of pushed contexts */
+
+static int rank_of(const void *comm)
+{
+    return (int)(uintptr_t)comm - 1;
+}
 
 CUresult cuEventQuery(CUevent event)
 {
@@ -88,16 +97,18 @@ CUresult cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream st
 CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
 {
     (void)stream;
-    memcpy((void *)(uintptr_t)dst, (const void *)(uintptr_t)src, bytes);
+    if (!fake->drops_copies) {
+        memcpy((void *)(uintptr_t)dst, (const void *)(uintptr_t)src, bytes);
+    }
     return CUDA_SUCCESS;
 }
 
 /* Of words, which other threads may wait for. */
-CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream)
+CUresult cuMemsetD32Async(CUdeviceptr dst, unsigned value, size_t n, CUstream stream)
 {
     (void)stream;
-    for (size_t i = 0; i < bytes; i += 4) {
-        __atomic_store_n((uint32_t *)(uintptr_t)(dst + i), value * 0x01010101u, __ATOMIC_RELEASE);
+    for (size_t i = 0; i < n; i++) {
+        __atomic_store_n((uint32_t *)(uintptr_t)dst + i, value, __ATOMIC_RELEASE);
     }
     return CUDA_SUCCESS;
 }
@@ -134,6 +145,9 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr data)
 CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
 {
     CHECK(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+    if (fake->n_openings > 0 && atomic_fetch_sub(&fake->n_openings, 1) == 1) {
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    }
     memcpy(out, &handle, sizeof *out);
     fake->n_opened++;
     return CUDA_SUCCESS;
@@ -213,7 +227,7 @@ int ncclCommInitRankConfig(void **out, int size, nccl_id id, int rank, const ncc
     CHECK(config->size == 24 && config->magic == 0xcafebeef && config->version == 21400);
     CHECK(config->blocking == 0 && rank < size && id.bytes[0] == 7 && id.bytes[127] == 7);
     CHECK(depth > 0);
-    *out = HANDLE;
+    *out = fake->ranks ? (void *)(uintptr_t)(rank + 1) : HANDLE;
     fake->n_live++;
     return 7;
 }
@@ -221,14 +235,15 @@ int ncclCommInitRankConfig(void **out, int size, nccl_id id, int rank, const ncc
 int ncclCommFinalize(void *comm);
 int ncclCommFinalize(void *comm)
 {
-    CHECK(comm == HANDLE && fake->n_live == 1);
+    CHECK(IS_LIVE(comm));
     return 7;
 }
 
 int ncclCommDestroy(void *comm);
 int ncclCommDestroy(void *comm)
 {
-    CHECK(comm == HANDLE && fake->n_live-- == 1);
+    CHECK(IS_LIVE(comm));
+    fake->n_live--;
     fake->n_destroyed++;
     return 0;
 }
@@ -236,7 +251,8 @@ int ncclCommDestroy(void *comm)
 int ncclCommAbort(void *comm);
 int ncclCommAbort(void *comm)
 {
-    CHECK(comm == HANDLE && fake->n_live-- == 1);
+    CHECK(IS_LIVE(comm));
+    fake->n_live--;
     fake->n_aborted++;
     return 0;
 }
@@ -244,9 +260,11 @@ int ncclCommAbort(void *comm)
 int ncclCommGetAsyncError(void *comm, int *out);
 int ncclCommGetAsyncError(void *comm, int *out)
 {
-    CHECK(comm == HANDLE && fake->n_live == 1);
+    CHECK(IS_LIVE(comm));
     *out = fake->polls > 0 ? 7 : atomic_load(&fake->async_error);
-    fake->polls -= fake->polls > 0;
+    if (!fake->ranks) {
+        fake->polls -= fake->polls > 0;
+    }
     return 0;
 }
 
@@ -259,13 +277,43 @@ const char *ncclGetErrorString(int result)
 const char *ncclGetLastError(void *comm);
 const char *ncclGetLastError(void *comm)
 {
-    CHECK(!comm || comm == HANDLE);
+    CHECK(!comm || IS_LIVE(comm));
     return "the details";
+}
+
+/* Ranks that are threads: shards of bytes, or the largest of words. */
+static int meet(const void *src, void *dst, size_t count, int dtype, int op, void *comm)
+{
+    gm_fake_ranks *ranks = fake->ranks;
+    int rank = rank_of(comm);
+    uint64_t most[8] = {0};
+    CHECK(depth > 0);
+    ranks->src[rank] = src;
+    pthread_barrier_wait(&ranks->meeting);
+    for (int r = 0; r < GM_FAKE_RANKS; r++) {
+        if (dtype == 1 && r != rank) {
+            memcpy((char *)dst + (size_t)r * count, ranks->src[r], count);
+        }
+        for (size_t i = 0; dtype == 5 && op == 2 && i < count; i++) {
+            uint64_t word = ((const uint64_t *)ranks->src[r])[i];
+            CHECK(count <= 8);
+            most[i] = word > most[i] ? word : most[i];
+        }
+    }
+    pthread_barrier_wait(&ranks->meeting);
+    if (dtype == 5) {
+        memcpy(dst, most, count * sizeof *most);
+    }
+    fake->n_gathers += dtype == 1;
+    return 0;
 }
 
 static int collective(const void *src, void *dst, size_t count, int dtype, int op, void *comm)
 {
-    CHECK(comm == HANDLE && fake->n_live == 1 && depth > 0);
+    if (fake->ranks) {
+        return meet(src, dst, count, dtype, op, comm);
+    }
+    CHECK(IS_LIVE(comm) && depth > 0);
     fake->src = src;
     fake->dst = dst;
     fake->count = count;
@@ -298,7 +346,7 @@ int ncclAllReduce(const void *src, void *dst, size_t count, int dtype, int op, v
                   void *stream)
 {
     (void)stream;
-    if (dtype == 5 && op == 2 && count == 4) {
+    if (!fake->ranks && dtype == 5 && op == 2 && count == 4) {
         uint64_t *words = dst;
         memcpy(fake->words, src, sizeof fake->words);
         for (int i = 0; i < 4 && fake->has_other; i++) {

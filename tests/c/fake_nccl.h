@@ -6,6 +6,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <pthread.h>
+
+enum { GM_FAKE_RANKS = 3 };
+
+typedef struct gm_fake_ranks {
+    pthread_barrier_t meeting;
+    const void *src[GM_FAKE_RANKS];
+} gm_fake_ranks;
+
 typedef struct gm_fake {
     /* set by the test */
     atomic_int version;
@@ -16,7 +25,12 @@ typedef struct gm_fake {
     atomic_int call_result; /* of a collective */
     atomic_bool has_other;  /* `other` takes part in maxima of 4 words: another rank */
     uint64_t other[4];
+    /* Ranks are threads that meet, size n_ranks, instead of one rank alone; NULL: that. */
+    struct gm_fake_ranks *ranks;
+    atomic_bool drops_copies; /* on the device */
+    atomic_int n_openings;    /* that succeed before one fails, if it is not 0 */
     /* seen */
+    atomic_int n_gathers;                      /* of NCCL, between threads */
     atomic_int n_live, n_aborted, n_destroyed; /* communicators */
     atomic_int n_events, n_contexts, n_buffers, n_copies, n_opened;
     uint64_t words[4]; /* the last maximum, before it is taken */

@@ -21,7 +21,7 @@
     X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuEventElapsedTime)           \
     X(cuMemHostAlloc) X(cuMemFreeHost) X(cuCtxSynchronize) X(cuCtxGetStreamPriorityRange)        \
     X(cuStreamCreateWithPriority) X(cuStreamBatchMemOp) X(cuIpcGetMemHandle)                     \
-    X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle)
+    X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle) X(cuMemsetD32Async)
 /* clang-format on */
 
 typedef struct gm_cuda_api {
