@@ -26,7 +26,6 @@
 
 #ifdef GM_WITH_CUDA
 
-#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -11,7 +11,7 @@
  *   3. Numbers begin at 1 and are compared as differences of 32 bits, so they may wrap.  A release is beyond all that
  *      are in use.
  *   4. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
- *      of N_NUMBERS rounds has words of its own.  A stream holds fewer: the host waits in the driver before.
+ *      of N_NUMBERS rounds has words of its own.  Fewer are under way (nccl.c, 7).
  *   5. A rank's flags are zero before another rank has its card. */
 #include "comm/comm_impl.h"
 
@@ -31,8 +31,7 @@ typedef enum word { WRITTEN, READ, N_WORDS } word;
 struct gm_peers {
     const gm_cuda_api *cuda;
     int rank, size;
-    CUdeviceptr
-        at[GM_PEERS_MOST]; /* slots, then flags: of each rank as it is seen here; 0: not open */
+    CUdeviceptr at[GM_PEERS_MOST]; /* slots, then flags: of each rank as seen here; 0: not open */
     CUstream apart; /* of the highest priority: it shares no queue with a stream that waits */
     CUevent event;
     atomic_uint n_rounds;
@@ -72,26 +71,23 @@ typedef struct batch {
     unsigned n;
 } batch;
 
-static void say(const gm_peers *p, batch *b, word what, uint32_t number)
+typedef enum act { SAY, HEAR } act;
+
+/* To every other rank, behind all writes before it; or a wait until every other rank has said it. */
+static void add(const gm_peers *p, batch *b, act kind, word what, uint32_t number)
 {
     for (int r = 0; r < p->size; r++) {
-        if (r != p->rank) {
-            CUstreamBatchMemOpParams *op = &b->ops[b->n++];
-            memset(op, 0, sizeof *op);
+        if (r == p->rank) {
+            continue;
+        }
+        CUstreamBatchMemOpParams *op = &b->ops[b->n++];
+        memset(op, 0, sizeof *op);
+        if (kind == SAY) {
             op->writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
             op->writeValue.address = flag_of(p, r, what, p->rank, number);
             op->writeValue.value = number;
-            op->writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT; /* behind all writes before it */
-        }
-    }
-}
-
-static void hear(const gm_peers *p, batch *b, word what, uint32_t number)
-{
-    for (int r = 0; r < p->size; r++) {
-        if (r != p->rank) {
-            CUstreamBatchMemOpParams *op = &b->ops[b->n++];
-            memset(op, 0, sizeof *op);
+            op->writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+        } else {
             op->waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
             op->waitValue.address = flag_of(p, p->rank, what, r, number);
             op->waitValue.value = number;
@@ -118,19 +114,19 @@ static gm_status gather_part(gm_peers *p, uintptr_t base, size_t shard_bytes, si
     uint32_t number = atomic_fetch_add(&p->n_rounds, 1) + 1;
     size_t slot = number % N_SLOTS * SLOT_BYTES;
     batch b = {.n = 0};
-    hear(p, &b, READ, number - N_SLOTS);
+    add(p, &b, HEAR, READ, number - N_SLOTS);
     GM_TRY(issue(p, &b, stream));
     GM_CU(cuda->cuMemcpyDtoDAsync(p->at[p->rank] + slot,
                                   base + (size_t)p->rank * shard_bytes + offset, bytes, stream));
-    say(p, &b, WRITTEN, number);
-    hear(p, &b, WRITTEN, number);
+    add(p, &b, SAY, WRITTEN, number);
+    add(p, &b, HEAR, WRITTEN, number);
     GM_TRY(issue(p, &b, stream));
     for (int i = 1; i < p->size; i++) { /* no two ranks read the same one at a time */
         int r = (p->rank + i) % p->size;
         GM_CU(cuda->cuMemcpyDtoDAsync(base + (size_t)r * shard_bytes + offset, p->at[r] + slot,
                                       bytes, stream));
     }
-    say(p, &b, READ, number);
+    add(p, &b, SAY, READ, number);
     return issue(p, &b, stream);
 }
 
@@ -206,7 +202,7 @@ gm_peers_card gm_peers_card_of(gm_peers *p)
     gm_peers_card card;
     memset(&card, 0, sizeof card);
     card.host = host_number();
-    card.is_there = p->at[p->rank] != 0 &&
+    card.is_there = card.host != 0 && p->at[p->rank] != 0 &&
                     p->cuda->cuIpcGetMemHandle(&card.handle, p->at[p->rank]) == CUDA_SUCCESS;
     return card;
 }

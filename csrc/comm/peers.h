@@ -1,5 +1,6 @@
 /* peers.h - all-gathers by copy engines, between GPUs of one host that reach each other's memory: no multiprocessor is
- * taken from the model's kernels, which NCCL's take some twenty of.  Part of comm/nccl.c, under its lock. */
+ * taken from the model's kernels, which NCCL's take some twenty of.  Under the lock of comm/nccl.c,
+ * but for gm_peers_release. */
 #pragma once
 
 #include "device/cuda/driver.h"
