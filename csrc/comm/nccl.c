@@ -38,7 +38,7 @@
 /* ---- the communicator ---- */
 
 static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thread */
-enum { MOST_ROUNDS = 48 };              /* of 3 + size entries; a stream has about a thousand */
+enum { MOST_ROUNDS = 48 };              /* of 1 + size entries; a stream has about a thousand */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 static nccl_comm *as_nccl(gm_comm *comm)

@@ -1,18 +1,19 @@
 /* peers.c - each rank shows its shards in memory that the others read.
  *
  * A gather is made of rounds: a rank copies at most SLOT_BYTES of its own shard into a slot, says so to all others,
- * waits until they have said so, reads their slots, and says that it has.  Words are said by writing the round's number
- * into the other rank's memory, in the order of the stream; a stream waits on its own memory.
+ * waits until they have said so, and reads their slots.  It says so by writing the round's number into the other rank's
+ * memory, in the order of the stream; a stream waits on its own memory.
  *
  * Invariants
- *   1. Round n uses slot n % N_SLOTS on every rank: all issue the same gathers in one order (comm.h).
- *   2. A slot is written for round n only when every other rank has read round n - N_SLOTS; it is read for round n only
- *      when its rank has written it for round n.  By 1 and the waits of round n + N_SLOTS nobody writes it meanwhile.
- *   3. Numbers begin at 1 and are compared as differences of 32 bits, so they may wrap.  A release is beyond all that
+ *   1. Rounds follow each other on every rank (nccl.c, 6), and all issue the same gathers in one order (comm.h).
+ *   2. A slot is read for round n only when its rank has written it for round n.
+ *   3. Round n uses slot n % N_SLOTS, which are two.  Who says that round n - 1 is written has read all slots of round
+ *      n - 2, by 1.  So a rank that has heard it of all others may write its slot for round n.
+ *   4. Numbers begin at 1 and are compared as differences of 32 bits, so they may wrap.  A release is beyond all that
  *      are in use.
- *   4. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
+ *   5. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
  *      of N_NUMBERS rounds has words of its own.  Fewer are under way (nccl.c, 7).
- *   5. A rank's flags are zero before another rank has its card. */
+ *   6. A rank's flags are zero before another rank has its card. */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -25,8 +26,6 @@
 
 enum { N_SLOTS = 2, N_NUMBERS = 4096 };
 static const size_t SLOT_BYTES = (size_t)32 << 20;
-
-typedef enum word { WRITTEN, READ, N_WORDS } word;
 
 struct gm_peers {
     const gm_cuda_api *cuda;
@@ -44,14 +43,14 @@ static CUdeviceptr flags_of(const gm_peers *p, int rank)
 
 static size_t flag_bytes(const gm_peers *p)
 {
-    return N_WORDS * (size_t)p->size * N_NUMBERS * sizeof(uint32_t);
+    return (size_t)p->size * N_NUMBERS * sizeof(uint32_t);
 }
 
-/* Where rank `from` says `what` of a round to rank `to`. */
-static CUdeviceptr flag_of(const gm_peers *p, int to, word what, int from, uint32_t number)
+/* Where rank `from` tells rank `to` that it has written its slot for a round. */
+static CUdeviceptr flag_of(const gm_peers *p, int to, int from, uint32_t number)
 {
-    size_t of_rank = ((size_t)what * (size_t)p->size + (size_t)from) * N_NUMBERS;
-    return flags_of(p, to) + (of_rank + number % N_NUMBERS) * sizeof(uint32_t);
+    size_t at = (size_t)from * N_NUMBERS + number % N_NUMBERS;
+    return flags_of(p, to) + at * sizeof(uint32_t);
 }
 
 uint32_t gm_peers_rounds(gm_peers *p)
@@ -66,43 +65,28 @@ size_t gm_peers_rounds_of(size_t shard_bytes)
 
 /* ---- a gather ---- */
 
-typedef struct batch {
-    CUstreamBatchMemOpParams ops[2 * GM_PEERS_MOST]; /* the driver takes 256 */
-    unsigned n;
-} batch;
-
-typedef enum act { SAY, HEAR } act;
-
-/* To every other rank, behind all writes before it; or a wait until every other rank has said it. */
-static void add(const gm_peers *p, batch *b, act kind, word what, uint32_t number)
+/* Tells every other rank that this one's slot is written, by all that is in the stream before; and waits until every
+ * other has told that. */
+static gm_status exchange(const gm_peers *p, uint32_t number, CUstream stream)
 {
+    CUstreamBatchMemOpParams ops[2 * GM_PEERS_MOST]; /* the driver takes 256 */
+    unsigned n = 0, n_others = (unsigned)p->size - 1;
+    memset(ops, 0, sizeof ops);
     for (int r = 0; r < p->size; r++) {
         if (r == p->rank) {
             continue;
         }
-        CUstreamBatchMemOpParams *op = &b->ops[b->n++];
-        memset(op, 0, sizeof *op);
-        if (kind == SAY) {
-            op->writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-            op->writeValue.address = flag_of(p, r, what, p->rank, number);
-            op->writeValue.value = number;
-            op->writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
-        } else {
-            op->waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-            op->waitValue.address = flag_of(p, p->rank, what, r, number);
-            op->waitValue.value = number;
-            op->waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
-        }
+        ops[n].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+        ops[n].writeValue.address = flag_of(p, r, p->rank, number);
+        ops[n].writeValue.value = number;
+        ops[n].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+        ops[n + n_others].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+        ops[n + n_others].waitValue.address = flag_of(p, p->rank, r, number);
+        ops[n + n_others].waitValue.value = number;
+        ops[n + n_others].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+        n++;
     }
-}
-
-static gm_status issue(const gm_peers *p, batch *b, CUstream stream)
-{
-    unsigned n = b->n;
-    b->n = 0;
-    if (n > 0) {
-        GM_CU(p->cuda->cuStreamBatchMemOp(stream, n, b->ops, 0));
-    }
+    GM_CU(p->cuda->cuStreamBatchMemOp(stream, 2 * n_others, ops, 0));
     return GM_OK;
 }
 
@@ -112,22 +96,16 @@ static gm_status gather_part(gm_peers *p, uintptr_t base, size_t shard_bytes, si
 {
     const gm_cuda_api *cuda = p->cuda;
     uint32_t number = atomic_fetch_add(&p->n_rounds, 1) + 1;
-    size_t slot = number % N_SLOTS * SLOT_BYTES;
-    batch b = {.n = 0};
-    add(p, &b, HEAR, READ, number - N_SLOTS);
-    GM_TRY(issue(p, &b, stream));
+    size_t slot = number % N_SLOTS * SLOT_BYTES; /* invariant 3 */
     GM_CU(cuda->cuMemcpyDtoDAsync(p->at[p->rank] + slot,
                                   base + (size_t)p->rank * shard_bytes + offset, bytes, stream));
-    add(p, &b, SAY, WRITTEN, number);
-    add(p, &b, HEAR, WRITTEN, number);
-    GM_TRY(issue(p, &b, stream));
+    GM_TRY(exchange(p, number, stream));
     for (int i = 1; i < p->size; i++) { /* no two ranks read the same one at a time */
         int r = (p->rank + i) % p->size;
         GM_CU(cuda->cuMemcpyDtoDAsync(base + (size_t)r * shard_bytes + offset, p->at[r] + slot,
                                       bytes, stream));
     }
-    add(p, &b, SAY, READ, number);
-    return issue(p, &b, stream);
+    return GM_OK;
 }
 
 gm_status gm_peers_gather(gm_peers *p, uintptr_t base, size_t shard_bytes, CUstream stream)
@@ -193,7 +171,7 @@ gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **o
         return GM_OK;
     }
     GM_CU(cuda->cuMemsetD32Async(flags_of(p, rank), 0, flag_bytes(p) / 4, p->apart));
-    GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 5 */
+    GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 6 */
     return GM_OK;
 }
 
