@@ -20,7 +20,7 @@
  *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing: a
  *      collective waits for the one before it.
  *   7. The host never waits in the driver for a queue that is full of copies' words: it would hold the lock, and no thread
- *      could end them.  It waits here while more than MOST_ROUNDS are under way. */
+ *      could see that they do not end.  It waits here while more than MOST_ROUNDS are under way. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -50,10 +50,8 @@ static void nccl_end(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
     atomic_store(&c->is_ending, true);
-    if (c->peers &&
-        gm_nccl_enter(c) == GM_OK) { /* whoever has the lock may wait for what waits for this */
+    if (c->peers) { /* whoever has the lock may wait for what waits for this */
         gm_peers_release(c->peers);
-        gm_nccl_leave(c);
     }
     pthread_mutex_lock(&c->lock);
     if (c->handle && gm_nccl_enter(c) == GM_OK) {

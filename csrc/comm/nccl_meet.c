@@ -85,11 +85,11 @@ static bool rehearse(nccl_comm *c, const gm_peers_card *cards)
     gm_peers_card seen[GM_PEERS_MOST];
     size_t bytes = (size_t)c->base.size * sizeof *cards, own = (size_t)c->base.rank * sizeof *cards;
     CUdeviceptr there = 0;
-    CUstream stream = NULL; /* not the one that a release is on */
+    CUstream stream = NULL; /* of its own: the meeting goes on if it does not end */
     memset(seen, 0, sizeof seen);
     bool is_right = c->cuda->cuMemAlloc(&there, bytes) == CUDA_SUCCESS &&
                     c->cuda->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS &&
-                    c->cuda->cuMemsetD32Async(there, 0, bytes / 4, stream) == CUDA_SUCCESS &&
+                    c->cuda->cuMemsetD8Async(there, 0, bytes, stream) == CUDA_SUCCESS &&
                     c->cuda->cuMemcpyHtoDAsync(there + own, &cards[c->base.rank], sizeof *cards,
                                                stream) == CUDA_SUCCESS &&
                     gm_peers_gather(c->peers, there, sizeof *cards, stream) == GM_OK &&

@@ -1,8 +1,9 @@
 /* peers.c - each rank shows its shards in memory that the others read.
  *
  * A gather is made of rounds: a rank copies at most SLOT_BYTES of its own shard into a slot, says so to all others,
- * waits until they have said so, and reads their slots.  It says so by writing the round's number into the other rank's
- * memory, in the order of the stream; a stream waits on its own memory.
+ * waits until they have said so, and reads their slots.  It says so by writing the round's number into a word of the
+ * other rank's, in the order of the stream; a stream waits on its own rank's words.  They are in host memory: whoever
+ * gives up sets them by a plain store, whatever the device, its queues and the driver's locks wait for.
  *
  * Invariants
  *   1. Rounds follow each other on every rank (nccl.c, 6), and all issue the same gathers in one order (comm.h).
@@ -13,7 +14,7 @@
  *      are in use.
  *   5. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
  *      of N_NUMBERS rounds has words of its own.  Fewer are under way (nccl.c, 7).
- *   6. A rank's flags are zero before another rank has its card. */
+ *   6. A rank's words are zero before another rank has its card. */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -30,27 +31,24 @@ static const size_t SLOT_BYTES = (size_t)32 << 20;
 struct gm_peers {
     const gm_cuda_api *cuda;
     int rank, size;
-    CUdeviceptr at[GM_PEERS_MOST]; /* slots, then flags: of each rank as seen here; 0: not open */
-    CUstream apart; /* of the highest priority: it shares no queue with a stream that waits */
+    CUdeviceptr slots[GM_PEERS_MOST];    /* of each rank, as seen here; 0: not open */
+    gm_words words[GM_PEERS_MOST];       /* likewise */
+    CUdeviceptr words_at[GM_PEERS_MOST]; /* where the device finds them; 0: nowhere */
+    CUstream stream;
     CUevent event;
     atomic_uint n_rounds;
 };
 
-static CUdeviceptr flags_of(const gm_peers *p, int rank)
+static size_t n_words(const gm_peers *p)
 {
-    return p->at[rank] + N_SLOTS * SLOT_BYTES;
-}
-
-static size_t flag_bytes(const gm_peers *p)
-{
-    return (size_t)p->size * N_NUMBERS * sizeof(uint32_t);
+    return (size_t)p->size * N_NUMBERS;
 }
 
 /* Where rank `from` tells rank `to` that it has written its slot for a round. */
-static CUdeviceptr flag_of(const gm_peers *p, int to, int from, uint32_t number)
+static CUdeviceptr word_of(const gm_peers *p, int to, int from, uint32_t number)
 {
     size_t at = (size_t)from * N_NUMBERS + number % N_NUMBERS;
-    return flags_of(p, to) + at * sizeof(uint32_t);
+    return p->words_at[to] + at * sizeof(uint32_t);
 }
 
 uint32_t gm_peers_rounds(gm_peers *p)
@@ -77,11 +75,11 @@ static gm_status exchange(const gm_peers *p, uint32_t number, CUstream stream)
             continue;
         }
         ops[n].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-        ops[n].writeValue.address = flag_of(p, r, p->rank, number);
+        ops[n].writeValue.address = word_of(p, r, p->rank, number);
         ops[n].writeValue.value = number;
         ops[n].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
         ops[n + n_others].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-        ops[n + n_others].waitValue.address = flag_of(p, p->rank, r, number);
+        ops[n + n_others].waitValue.address = word_of(p, p->rank, r, number);
         ops[n + n_others].waitValue.value = number;
         ops[n + n_others].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
         n++;
@@ -97,12 +95,12 @@ static gm_status gather_part(gm_peers *p, uintptr_t base, size_t shard_bytes, si
     const gm_cuda_api *cuda = p->cuda;
     uint32_t number = atomic_fetch_add(&p->n_rounds, 1) + 1;
     size_t slot = number % N_SLOTS * SLOT_BYTES; /* invariant 3 */
-    GM_CU(cuda->cuMemcpyDtoDAsync(p->at[p->rank] + slot,
+    GM_CU(cuda->cuMemcpyDtoDAsync(p->slots[p->rank] + slot,
                                   base + (size_t)p->rank * shard_bytes + offset, bytes, stream));
     GM_TRY(exchange(p, number, stream));
     for (int i = 1; i < p->size; i++) { /* no two ranks read the same one at a time */
         int r = (p->rank + i) % p->size;
-        GM_CU(cuda->cuMemcpyDtoDAsync(base + (size_t)r * shard_bytes + offset, p->at[r] + slot,
+        GM_CU(cuda->cuMemcpyDtoDAsync(base + (size_t)r * shard_bytes + offset, p->slots[r] + slot,
                                       bytes, stream));
     }
     return GM_OK;
@@ -149,10 +147,34 @@ static bool is_wanted(void)
     return !off || !*off || strcmp(off, "0") == 0;
 }
 
+/* The device, too, sees a rank's words. */
+static bool show_words(gm_peers *p, int rank)
+{
+    gm_words *words = &p->words[rank];
+    unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
+    if (p->cuda->cuMemHostRegister(words->at, words->bytes, flags) != CUDA_SUCCESS) {
+        return false;
+    }
+    if (p->cuda->cuMemHostGetDevicePointer(&p->words_at[rank], words->at, 0) == CUDA_SUCCESS) {
+        return true;
+    }
+    (void)p->cuda->cuMemHostUnregister(words->at);
+    p->words_at[rank] = 0;
+    return false;
+}
+
+static void leave_words(gm_peers *p, int rank)
+{
+    if (p->words_at[rank]) {
+        (void)p->cuda->cuMemHostUnregister(p->words[rank].at);
+        p->words_at[rank] = 0;
+    }
+    gm_words_close(&p->words[rank]);
+}
+
 gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out)
 {
     gm_peers *p;
-    int least = 0, greatest = 0;
     *out = NULL;
     GM_ASSERT(size > 1 && size <= GM_PEERS_MOST);
     GM_TRY(gm_new(&p, sizeof *p, "HOST: no %zu bytes for a communicator"));
@@ -160,18 +182,15 @@ gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **o
     p->cuda = cuda;
     p->rank = rank;
     p->size = size;
-    GM_CU(cuda->cuCtxGetStreamPriorityRange(&least, &greatest));
-    GM_CU(cuda->cuStreamCreateWithPriority(&p->apart, CU_STREAM_NON_BLOCKING, greatest));
+    for (int r = 0; r < size; r++) {
+        p->words[r] = GM_NO_WORDS;
+    }
+    GM_CU(cuda->cuStreamCreate(&p->stream, CU_STREAM_NON_BLOCKING));
     GM_CU(cuda->cuEventCreate(&p->event, CU_EVENT_DISABLE_TIMING));
-    if (!is_wanted()) {
-        return GM_OK;
+    if (is_wanted() && gm_words_new(n_words(p), &p->words[rank]) && show_words(p, rank) &&
+        cuda->cuMemAlloc(&p->slots[rank], N_SLOTS * SLOT_BYTES) != CUDA_SUCCESS) {
+        p->slots[rank] = 0; /* NCCL needs less */
     }
-    if (cuda->cuMemAlloc(&p->at[rank], N_SLOTS * SLOT_BYTES + flag_bytes(p)) != CUDA_SUCCESS) {
-        p->at[rank] = 0; /* NCCL needs less */
-        return GM_OK;
-    }
-    GM_CU(cuda->cuMemsetD32Async(flags_of(p, rank), 0, flag_bytes(p) / 4, p->apart));
-    GM_CU(cuda->cuStreamSynchronize(p->apart)); /* invariant 6 */
     return GM_OK;
 }
 
@@ -180,14 +199,15 @@ gm_peers_card gm_peers_card_of(gm_peers *p)
     gm_peers_card card;
     memset(&card, 0, sizeof card);
     card.host = host_number();
-    card.is_there = card.host != 0 && p->at[p->rank] != 0 &&
-                    p->cuda->cuIpcGetMemHandle(&card.handle, p->at[p->rank]) == CUDA_SUCCESS;
+    card.words = gm_words_card_of(&p->words[p->rank]);
+    card.is_there = card.host != 0 && p->slots[p->rank] != 0 &&
+                    p->cuda->cuIpcGetMemHandle(&card.handle, p->slots[p->rank]) == CUDA_SUCCESS;
     return card;
 }
 
 CUstream gm_peers_stream(const gm_peers *p)
 {
-    return p->apart;
+    return p->stream;
 }
 
 CUevent gm_peers_event(const gm_peers *p)
@@ -202,10 +222,12 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
         const gm_peers_card *card = &cards[r];
         is_open = card->is_there == 1 && card->host == cards[p->rank].host;
         if (is_open && r != p->rank) {
-            CUresult result = p->cuda->cuIpcOpenMemHandle(&p->at[r], card->handle,
+            CUresult result = p->cuda->cuIpcOpenMemHandle(&p->slots[r], card->handle,
                                                           CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
             is_open = result == CUDA_SUCCESS;
-            p->at[r] = is_open ? p->at[r] : 0;
+            p->slots[r] = is_open ? p->slots[r] : 0;
+            is_open =
+                is_open && gm_words_open(card->words, n_words(p), &p->words[r]) && show_words(p, r);
         }
     }
     return is_open;
@@ -216,31 +238,35 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 void gm_peers_release(gm_peers *p)
 {
     uint32_t beyond = gm_peers_rounds(p) + (1u << 30);
-    if (p->at[p->rank] != 0) {
-        (void)p->cuda->cuMemsetD32Async(flags_of(p, p->rank), beyond, flag_bytes(p) / 4, p->apart);
+    for (size_t i = 0; i < p->words[p->rank].n; i++) {
+        __atomic_store_n(&p->words[p->rank].at[i], beyond, __ATOMIC_RELEASE);
     }
 }
 
 void gm_peers_close(gm_peers *p)
 {
     for (int r = 0; r < p->size; r++) {
-        if (r != p->rank && p->at[r]) {
-            (void)p->cuda->cuIpcCloseMemHandle(p->at[r]);
-            p->at[r] = 0;
+        if (r != p->rank) {
+            if (p->slots[r]) {
+                (void)p->cuda->cuIpcCloseMemHandle(p->slots[r]);
+                p->slots[r] = 0;
+            }
+            leave_words(p, r);
         }
     }
 }
 
 void gm_peers_free(gm_peers *p, bool is_seen)
 {
-    if (p->at[p->rank] && !is_seen) {
-        (void)p->cuda->cuMemFree(p->at[p->rank]);
+    if (p->slots[p->rank] && !is_seen) {
+        (void)p->cuda->cuMemFree(p->slots[p->rank]);
     }
+    leave_words(p, p->rank);
     if (p->event) {
         (void)p->cuda->cuEventDestroy(p->event);
     }
-    if (p->apart) {
-        (void)p->cuda->cuStreamDestroy(p->apart);
+    if (p->stream) {
+        (void)p->cuda->cuStreamDestroy(p->stream);
     }
     free(p);
 }

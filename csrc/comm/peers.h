@@ -1,8 +1,8 @@
 /* peers.h - all-gathers by copy engines, between GPUs of one host that reach each other's memory: no multiprocessor is
- * taken from the model's kernels, which NCCL's take some twenty of.  Under the lock of comm/nccl.c,
- * but for gm_peers_release. */
+ * taken from the model's kernels, which NCCL's take some twenty of. */
 #pragma once
 
+#include "comm/words.h"
 #include "device/cuda/driver.h"
 
 typedef struct gm_peers gm_peers;
@@ -10,13 +10,14 @@ typedef struct gm_peers gm_peers;
 /* What a rank lets the others know; the same bytes on every rank once they are gathered. */
 typedef struct gm_peers_card {
     CUipcMemHandle handle;
+    gm_words_card words;
     uint64_t host;     /* equal on ranks that share a host */
     uint64_t is_there; /* whether this rank has memory for others to read */
 } gm_peers_card;
 
 enum { GM_PEERS_MOST = 64 }; /* ranks */
 
-/* The context of the rank's device is current in all of these.
+/* Under the lock of comm/nccl.c, and with the context of the rank's device; gm_peers_release needs neither.
  * size: 2 to GM_PEERS_MOST.  On failure, too, *out is to be freed. */
 gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out);
 gm_peers_card gm_peers_card_of(gm_peers *peers);

@@ -50,8 +50,12 @@ CUresult cuEventDestroy(CUevent event)
 /* Memory of the device is host memory, copies are over at once. */
 CUresult cuMemAlloc(CUdeviceptr *out, size_t bytes)
 {
+    static void *last[16]; /* what is kept on purpose is no leak */
+    static atomic_size_t n;
     CHECK(depth > 0);
-    *out = (CUdeviceptr)(uintptr_t)malloc(bytes);
+    void *data = malloc(bytes);
+    __atomic_store_n(&last[n++ % 16], data, __ATOMIC_RELAXED);
+    *out = (CUdeviceptr)(uintptr_t)data;
     fake->n_buffers++;
     return CUDA_SUCCESS;
 }
@@ -103,13 +107,58 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstr
     return CUDA_SUCCESS;
 }
 
-/* Of words, which other threads may wait for. */
-CUresult cuMemsetD32Async(CUdeviceptr dst, unsigned value, size_t n, CUstream stream)
+CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream)
 {
     (void)stream;
-    for (size_t i = 0; i < n; i++) {
-        __atomic_store_n((uint32_t *)(uintptr_t)dst + i, value, __ATOMIC_RELEASE);
+    memset((void *)(uintptr_t)dst, value, bytes);
+    return CUDA_SUCCESS;
+}
+
+static _Thread_local void *registered; /* the last */
+static _Thread_local size_t registered_bytes;
+
+CUresult cuMemHostRegister(void *at, size_t bytes, unsigned flags)
+{
+    CHECK(depth > 0 && at && bytes % 4096 == 0);
+    CHECK(flags == (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP));
+    registered = at;
+    registered_bytes = bytes;
+    fake->n_opened++;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void *at)
+{
+    CHECK(at);
+    fake->n_opened--;
+    return CUDA_SUCCESS;
+}
+
+/* Pages have one address on the device, however often the host maps them: here where their owner, who registers them
+ * first, has mapped them.  They are told by their last bytes, which no others share. */
+CUresult cuMemHostGetDevicePointer(CUdeviceptr *out, void *at, unsigned flags)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static struct {
+        uint64_t secret;
+        void *at;
+    } pages[256];
+    static size_t n;
+    uint64_t secret;
+    size_t i = 0;
+    CHECK(flags == 0 && at == registered);
+    memcpy(&secret, (char *)at + registered_bytes - sizeof secret, sizeof secret);
+    pthread_mutex_lock(&lock);
+    while (i < n && pages[i].secret != secret) {
+        i++;
     }
+    CHECK(i < sizeof pages / sizeof *pages);
+    if (i == n) {
+        pages[n].secret = secret;
+        pages[n++].at = at;
+    }
+    *out = (CUdeviceptr)(uintptr_t)pages[i].at;
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 
@@ -129,9 +178,11 @@ CUresult cuStreamBatchMemOp(CUstream stream, unsigned n, CUstreamBatchMemOpParam
         }
         CHECK(ops[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32);
         CHECK(ops[i].waitValue.flags == CU_STREAM_WAIT_VALUE_GEQ);
+        fake->n_waiting++;
         while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - value) < 0) {
             sched_yield();
         }
+        fake->n_waiting--;
     }
     return CUDA_SUCCESS;
 }
@@ -177,7 +228,7 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 
 CUresult cuCtxPushCurrent(CUcontext context)
 {
-    CHECK(context == (CUcontext)fake);
+    CHECK(context == (CUcontext)fake && !(fake->is_driver_one && fake->n_waiting > 0));
     depth++;
     return CUDA_SUCCESS;
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMM = ("comm", "nccl", "nccl_call", "nccl_load", "nccl_meet", "peers")
+COMM = ("comm", "nccl", "nccl_call", "nccl_load", "nccl_meet", "peers", "words")
 CORE = ["csrc/base/base.c", "csrc/device/cuda/driver.c", *(f"csrc/comm/{name}.c" for name in COMM)]
 
 

@@ -19,9 +19,8 @@
     X(cuEventSynchronize) X(cuEventQuery) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)              \
     X(cuMemcpyDtoDAsync) X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload)                \
     X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuEventElapsedTime)           \
-    X(cuMemHostAlloc) X(cuMemFreeHost) X(cuCtxSynchronize) X(cuCtxGetStreamPriorityRange)        \
-    X(cuStreamCreateWithPriority) X(cuStreamBatchMemOp) X(cuIpcGetMemHandle)                     \
-    X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle) X(cuMemsetD32Async)
+    X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemHostGetDevicePointer) X(cuCtxSynchronize)          \
+    X(cuStreamBatchMemOp) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle)
 /* clang-format on */
 
 typedef struct gm_cuda_api {
