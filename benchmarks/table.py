@@ -101,7 +101,7 @@ def bits() -> str:
 
 
 def table() -> str:
-    peers, offload, sharded = "offload_h100.jsonl", "offload_h200.jsonl", "sharded_h200.jsonl"
+    peers, offload = "offload_h100.jsonl", "offload_h200.jsonl"
     resident, ours, torchao = latest(peers, "A", "resident", "gemini-auto", "torchao")
     clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
     below_resident, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
@@ -109,7 +109,7 @@ def table() -> str:
     four_gpus = "four_gpus_2026-11-26.jsonl"
     fields = {"gpus": 4, "checkpointing": True, "tokens_per_gpu": 4096}
     fsdp2, four = latest(four_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", **fields)
-    (more,) = latest(sharded, "13b", "gemini-auto@24GB")
+    (more,) = latest(four_gpus, "30b", "gemini-auto@24GB")
     state = f"the training state is {14 * more['parameters'] / 1e9:.0f} GB, four budgets 96 GB"
     rows = [
         "| what, and the budget | hardware | Gemini | beside it | speed | kept |",
@@ -137,7 +137,7 @@ def table() -> str:
         against(
             f"{model(four)}, {int(four['budget']) / 1e9:.0f} GB", four, {"FSDP2": fsdp2}, four_gpus
         ),
-        row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", sharded),
+        row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", four_gpus),
     ]
     return "\n".join(rows) + "\n"
 
