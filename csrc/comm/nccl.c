@@ -20,7 +20,7 @@
  *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing: a
  *      collective waits for the one before it.
  *   7. The host never waits in the driver for a queue that is full of copies' words: it would hold the lock, and no thread
- *      could see that they do not end.  It waits here while more than MOST_ROUNDS are under way. */
+ *      could see that they do not end.  It waits here while too many rounds are under way. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -38,7 +38,10 @@
 /* ---- the communicator ---- */
 
 static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thread */
-enum { MOST_ROUNDS = 48 };              /* of 1 + size entries; a stream has about a thousand */
+enum {
+    MOST_ROUNDS = 48,
+    MOST_ENTRIES = 800
+};                                           /* under way; a stream has room for about a thousand */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 static nccl_comm *as_nccl(gm_comm *comm)
@@ -184,6 +187,17 @@ static gm_status track(nccl_comm *c, const gm_comm_call *call, uint32_t round, C
     return GM_OK;
 }
 
+/* The lock is held. */
+static void look_for_lost(nccl_comm *c, trouble *t)
+{
+    int lost = c->peers ? gm_peers_lost(c->peers) : -1;
+    if (lost >= 0) {
+        t->is_there = true;
+        (void)snprintf(t->why, sizeof t->why, "rank %d has given up",
+                       gm_comm_rank_name(&c->base, lost));
+    }
+}
+
 /* The lock is held, the context current. */
 static void look(nccl_comm *c, trouble *t)
 {
@@ -208,6 +222,10 @@ static void look(nccl_comm *c, trouble *t)
     }
     t->has_call = c->n > 0;
     t->call = c->flights[c->head].call;
+    look_for_lost(c, t); /* after the events of what it may have spoilt */
+    if (t->is_there) {
+        return;
+    }
     nccl_result asked = c->nccl->async_error(c->handle, &error);
     error = asked == NCCL_SUCCESS ? error : asked;
     if (error != NCCL_SUCCESS && error != NCCL_IN_PROGRESS) {
@@ -297,28 +315,41 @@ static gm_status follow(nccl_comm *c, CUstream stream)
     return GM_OK;
 }
 
-/* The lock is held, and let go while there is no room.  Invariant 7. */
-static void make_room(nccl_comm *c, trouble *t)
+/* A round puts a copy for each rank and two words for each other into the queue. */
+static size_t most_rounds(const nccl_comm *c)
 {
-    trouble seen = {0};
-    look(c, &seen);
-    while (!seen.is_there && c->n > 0 &&
-           gm_peers_rounds(c->peers) - c->flights[c->head].round > MOST_ROUNDS) {
-        pthread_mutex_unlock(&c->lock);
-        gm_nccl_rest(200000);
-        pthread_mutex_lock(&c->lock);
-        seen.is_there = !c->handle; /* the watcher has found a failure */
-        if (!seen.is_there) {
-            look(c, &seen);
-        }
-    }
-    *t = seen.is_there ? seen : *t;
+    size_t most = MOST_ENTRIES / (3 * (size_t)c->base.size);
+    return most < MOST_ROUNDS ? most : MOST_ROUNDS;
 }
 
 static bool is_copied(const nccl_comm *c, const gm_comm_call *call)
 {
     return call->kind == GM_COMM_ALL_GATHER && c->peers &&
-           gm_peers_rounds_of(call->count) <= MOST_ROUNDS;
+           gm_peers_rounds_of(call->count) <= most_rounds(c);
+}
+
+/* The lock is held, and let go while there is no room for t's call.  Invariant 7. */
+static void make_room(nccl_comm *c, trouble *t)
+{
+    trouble seen = {0};
+    size_t room = most_rounds(c) - gm_peers_rounds_of(t->call.count);
+    look(c, &seen);
+    while (!seen.is_there && c->n > 0 &&
+           gm_peers_rounds(c->peers) - c->flights[c->head].round > room) {
+        pthread_mutex_unlock(&c->lock);
+        gm_nccl_rest(200000);
+        pthread_mutex_lock(&c->lock);
+        if (!c->handle) { /* the watcher has found a failure */
+            t->is_there = true;
+            return;
+        }
+        look(c, &seen);
+    }
+    if (seen.is_there) {
+        seen.call = seen.has_call ? seen.call : t->call;
+        seen.has_call = true;
+        *t = seen;
+    }
 }
 
 /* The lock is held, the context current. */
@@ -397,7 +428,12 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
         status = t.is_there ? GM_OK : follow(c, cuda_stream);
         uint32_t before = rounds(c);
         status = t.is_there || status != GM_OK ? status : start(c, call, cuda_stream, &t);
-        status = t.is_there || status != GM_OK ? status : track(c, call, before, cuda_stream);
+        bool is_half = status != GM_OK && rounds(c) != before;
+        if (!t.is_there && (status == GM_OK || is_half)) {
+            gm_status tracked = track(c, call, before, cuda_stream);
+            c->is_untracked |= tracked != GM_OK;
+            status = status == GM_OK ? tracked : status;
+        }
     }
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
@@ -450,7 +486,7 @@ static void leave_peers(nccl_comm *c)
            gm_seconds() < end) {
         gm_nccl_rest(200000);
     }
-    if (result != CUDA_ERROR_NOT_READY) {
+    if (result != CUDA_ERROR_NOT_READY && !c->is_untracked) {
         gm_peers_close(c->peers);
         gm_peers_free(c->peers, true);
     }

@@ -85,6 +85,7 @@ typedef struct nccl_comm {
     pthread_cond_t wake;
     nccl_handle handle;
     gm_peers *peers;           /* NULL: gathers are NCCL's */
+    bool is_untracked;         /* copies are issued that no flight is behind */
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
     double progress_at;  /* when the oldest flight became the oldest */

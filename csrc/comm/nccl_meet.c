@@ -9,7 +9,7 @@
 
 #include "comm/nccl_impl.h"
 
-static const double REHEARSAL_SECONDS = 10.0;
+static const double REHEARSAL_SECONDS = 10.0; /* at most; the others wait for the timeout */
 
 /* The lock is held, the context current, in all of these. */
 
@@ -85,6 +85,7 @@ static bool rehearse(nccl_comm *c, const gm_peers_card *cards)
     gm_peers_card seen[GM_PEERS_MOST];
     size_t bytes = (size_t)c->base.size * sizeof *cards, own = (size_t)c->base.rank * sizeof *cards;
     CUdeviceptr there = 0;
+    double seconds = c->timeout < 4 * REHEARSAL_SECONDS ? c->timeout / 4 : REHEARSAL_SECONDS;
     CUstream stream = NULL; /* of its own: the meeting goes on if it does not end */
     memset(seen, 0, sizeof seen);
     bool is_right = c->cuda->cuMemAlloc(&there, bytes) == CUDA_SUCCESS &&
@@ -93,10 +94,10 @@ static bool rehearse(nccl_comm *c, const gm_peers_card *cards)
                     c->cuda->cuMemcpyHtoDAsync(there + own, &cards[c->base.rank], sizeof *cards,
                                                stream) == CUDA_SUCCESS &&
                     gm_peers_gather(c->peers, there, sizeof *cards, stream) == GM_OK &&
-                    await(c, stream, REHEARSAL_SECONDS) == CUDA_SUCCESS;
+                    await(c, stream, seconds) == CUDA_SUCCESS;
     if (!is_right) {
         gm_peers_release(c->peers);
-        (void)await(c, stream, REHEARSAL_SECONDS);
+        (void)await(c, stream, seconds);
     }
     is_right = is_right && c->cuda->cuMemcpyDtoHAsync(seen, there, bytes, stream) == CUDA_SUCCESS &&
                c->cuda->cuStreamSynchronize(stream) == CUDA_SUCCESS &&

@@ -14,7 +14,9 @@
  *      are in use.
  *   5. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
  *      of N_NUMBERS rounds has words of its own.  Fewer are under way (nccl.c, 7).
- *   6. A rank's words are zero before another rank has its card. */
+ *   6. A rank's words are zero before another rank has its card.
+ *   7. 2 and 3 hold until a rank gives up.  Its words from itself, which nobody waits for, say so before it goes on: who
+ *      looks there after a gather, and finds 0, has read what it was to read. */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -235,12 +237,32 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 
 /* ---- the end ---- */
 
+/* Where a rank says that it has given up. */
+static uint32_t *mark_of(const gm_peers *p, int rank)
+{
+    return &p->words[rank].at[(size_t)rank * N_NUMBERS];
+}
+
 void gm_peers_release(gm_peers *p)
 {
+    const gm_words *words = &p->words[p->rank];
     uint32_t beyond = gm_peers_rounds(p) + (1u << 30);
-    for (size_t i = 0; i < p->words[p->rank].n; i++) {
-        __atomic_store_n(&p->words[p->rank].at[i], beyond, __ATOMIC_RELEASE);
+    if (words->at) {
+        __atomic_store_n(mark_of(p, p->rank), beyond, __ATOMIC_SEQ_CST); /* invariant 7 */
     }
+    for (size_t i = 0; i < words->n; i++) {
+        __atomic_store_n(&words->at[i], beyond, __ATOMIC_RELEASE);
+    }
+}
+
+int gm_peers_lost(const gm_peers *p)
+{
+    for (int r = 0; r < p->size; r++) {
+        if (r != p->rank && __atomic_load_n(mark_of(p, r), __ATOMIC_ACQUIRE) != 0) {
+            return r;
+        }
+    }
+    return -1;
 }
 
 void gm_peers_close(gm_peers *p)

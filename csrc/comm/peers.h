@@ -17,7 +17,8 @@ typedef struct gm_peers_card {
 
 enum { GM_PEERS_MOST = 64 }; /* ranks */
 
-/* Under the lock of comm/nccl.c, and with the context of the rank's device; gm_peers_release needs neither.
+/* Under the lock of comm/nccl.c, and with the context of the rank's device; gm_peers_release and gm_peers_lost need no
+ * device.
  * size: 2 to GM_PEERS_MOST.  On failure, too, *out is to be freed. */
 gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out);
 gm_peers_card gm_peers_card_of(gm_peers *peers);
@@ -31,8 +32,11 @@ gm_status gm_peers_gather(gm_peers *peers, uintptr_t base, size_t shard_bytes, C
 /* Rounds issued so far, and those of a gather: each takes some entries of the stream's queue, which is bounded. */
 uint32_t gm_peers_rounds(gm_peers *peers);
 size_t gm_peers_rounds_of(size_t shard_bytes);
-/* After a failure: streams that wait for another rank go on, what they read is not to be believed. */
+/* After a failure: streams that wait for another rank go on.  What they read is not to be believed, nor what others read
+ * of this rank, who see it in gm_peers_lost. */
 void gm_peers_release(gm_peers *peers);
+/* Another rank that has given up, or -1: then all gathers that are over have brought what they should. */
+int gm_peers_lost(const gm_peers *peers);
 /* Nothing of this rank is under way any more: it does not see the others' memory from here on. */
 void gm_peers_close(gm_peers *peers);
 /* After a close.  is_seen: another rank may still see this one's memory, so that stays. */

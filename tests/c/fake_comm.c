@@ -434,11 +434,11 @@ static void check_ahead(void)
     pthread_barrier_wait(&meeting);
     atomic_store(&fake->is_device_done, 0);
     pthread_barrier_wait(&meeting);
-    while (n_issued < N_RANKS * 49) {
+    while (n_issued < N_RANKS * 48) {
         usleep(10000);
     }
     usleep(100000);
-    CHECK(n_issued == N_RANKS * 49);
+    CHECK(n_issued == N_RANKS * 48);
     atomic_store(&fake->is_device_done, 1);
     for (int r = 0; r < N_RANKS; r++) {
         CHECK(pthread_join(threads[r], NULL) == 0);
@@ -482,8 +482,9 @@ static void check_all_members(void)
 }
 
 /* Nobody comes to the gather of rank 0, who waits in the driver with the communicator's lock: whoever ends that needs
- * neither.  What another rank might read stays. */
+ * neither.  The others see that it has given up.  What another rank might read stays. */
 static gm_comm *left;
+static int n_aborted_before;
 
 static void *be_left(void *argument)
 {
@@ -499,8 +500,14 @@ static void *be_left(void *argument)
     if (rank == 0) {
         status = status == GM_OK ? gm_comm_check(comm) : status;
         check_refused(status, GM_ERR_STATE, "had enough");
-    } else {
-        gm_comm_abort(comm, "rank 0 has had enough");
+    } else if (rank == 1) {
+        check_refused(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0), GM_ERR_DEVICE,
+                      "rank 0 has given up");
+    } else { /* the watching thread sees it, too */
+        while (fake->n_aborted < n_aborted_before + N_RANKS) {
+            usleep(10000);
+        }
+        check_refused(gm_comm_check(comm), GM_ERR_DEVICE, "rank 0 has given up");
     }
     gm_comm_free(comm);
     return NULL;
@@ -510,6 +517,7 @@ static void check_left(void)
 {
     pthread_t threads[N_RANKS];
     gm_fake_ranks ranks;
+    n_aborted_before = fake->n_aborted;
     CHECK(pthread_barrier_init(&ranks.meeting, NULL, N_RANKS) == 0);
     CHECK(pthread_barrier_init(&meeting, NULL, N_RANKS + 1) == 0);
     fake->ranks = &ranks;

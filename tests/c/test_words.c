@@ -38,6 +38,7 @@ static void check_two_processes(gm_words *words)
     CHECK(child >= 0);
     if (child == 0) {
         gm_words theirs;
+        alarm(240);
         CHECK(gm_words_open(card, N, &theirs) && theirs.n == N && theirs.file == -1);
         for (uint32_t i = 0; i + 1 < N; i++) {
             __atomic_store_n(&theirs.at[i], i + 1, __ATOMIC_RELEASE);
