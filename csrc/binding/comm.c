@@ -246,6 +246,19 @@ static PyObject *comm_check(comm *self, PyObject *Py_UNUSED(unused))
     RETURN_CALL(self, c, gm_comm_check(c));
 }
 
+static PyObject *comm_is_over(comm *self, PyObject *Py_UNUSED(unused))
+{
+    bool is_over;
+    if (!self->comm || self->is_closing) {
+        Py_RETURN_TRUE;
+    }
+    gm_comm *c = begin(self);
+    GM_PY_TRY(c);
+    GM_NO_GIL(is_over = gm_comm_is_over(c));
+    Py_XDECREF(end(self, GM_OK));
+    return PyBool_FromLong(is_over);
+}
+
 /* `abort` in Python; nothing after close(). */
 static PyObject *comm_stop(comm *self, PyObject *args)
 {
@@ -391,6 +404,8 @@ static PyMethodDef comm_methods[] = {
      "(names, n): rank r is names[r] of n."},
     {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
     {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},
+    {"is_over", (PyCFunction)comm_is_over, METH_NOARGS,
+     "Whether nothing that was issued is under way any more."},
     {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},
     {"abort", (PyCFunction)comm_stop, METH_VARARGS, "(reason): ends it, here and for the others."},
     {"close", (PyCFunction)comm_close, METH_NOARGS, "Waits for what is issued, and frees it."},

@@ -277,7 +277,7 @@ gm_status gm_comm_check(gm_comm *comm)
 {
     GM_TRY(check_owner(comm));
     if (comm->ops->check && !gm_comm_has_failed(comm)) {
-        comm->ops->check(comm);
+        (void)comm->ops->check(comm);
     }
     return gm_comm_has_failed(comm) ? gm_comm_failure(comm) : GM_OK;
 }
@@ -287,6 +287,12 @@ void gm_comm_abort(gm_comm *comm, const char *reason)
     if (comm && check_owner(comm) == GM_OK) {
         (void)gm_comm_break(comm, NULL, GM_ERR_STATE, "%s", reason);
     }
+}
+
+bool gm_comm_is_over(gm_comm *comm)
+{
+    return comm->owner != getpid() || !comm->ops->check || gm_comm_has_failed(comm) ||
+           !comm->ops->check(comm) || gm_comm_has_failed(comm);
 }
 
 void gm_comm_free(gm_comm *comm)

@@ -92,6 +92,8 @@ bool gm_comm_recall(gm_comm *comm, uint64_t number, char out[GM_COMM_WORDS]);
 
 /* The first failure, if there is one: another rank's end, a collective that did not end in time, an abort. */
 gm_status gm_comm_check(gm_comm *comm);
+/* Whether nothing is under way any more: the collectives issued so far are over, or it has failed. */
+bool gm_comm_is_over(gm_comm *comm);
 /* Ends the communicator; waits on its streams come back.  `reason` becomes the text of the first failure. */
 void gm_comm_abort(gm_comm *comm, const char *reason);
 /* The device whose streams later collectives are issued on; NULL before that device is freed.  Needed on a host

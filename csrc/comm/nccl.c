@@ -41,7 +41,7 @@ static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thr
 enum {
     MOST_ROUNDS = 48,
     MOST_ENTRIES = 800
-};                                           /* under way; a stream has room for about a thousand */
+}; /* under way; a stream has room for about a thousand */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 static nccl_comm *as_nccl(gm_comm *comm)
@@ -245,22 +245,24 @@ static void look(nccl_comm *c, trouble *t)
     }
 }
 
-static void nccl_check(gm_comm *comm)
+static bool nccl_check(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
     trouble t = {0};
     if (gm_nccl_enter(c) != GM_OK) {
-        return; /* the caller's next call of the driver fails in the same way */
+        return false; /* the caller's next call of the driver fails in the same way */
     }
     pthread_mutex_lock(&c->lock);
     if (c->handle) {
         look(c, &t);
     }
+    bool is_under_way = c->n > 0;
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
     if (t.is_there) {
         (void)report(c, &t);
     }
+    return is_under_way;
 }
 
 static void *watch(void *context)

@@ -15,8 +15,9 @@
  *   5. A release stays: a rank that comes late writes the words of the rounds that it comes to, and no others, as each
  *      of N_NUMBERS rounds has words of its own.  Fewer are under way (nccl.c, 7).
  *   6. A rank's words are zero before another rank has its card.
- *   7. 2 and 3 hold until a rank gives up.  Its words from itself, which nobody waits for, say so before it goes on: who
- *      looks there after a gather, and finds 0, has read what it was to read. */
+ *   7. 2 and 3 hold until a rank gives up.  If that ends a wait, or a round is issued behind it, the rank's words from
+ *      itself, which nobody waits for, say so first: who looks there after a gather, and finds 0, has read what it was to
+ *      read.  A rank that ends when all its rounds were heard spoils nothing, and says nothing. */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -39,6 +40,7 @@ struct gm_peers {
     CUstream stream;
     CUevent event;
     atomic_uint n_rounds;
+    atomic_bool is_released;
 };
 
 static size_t n_words(const gm_peers *p)
@@ -51,6 +53,12 @@ static CUdeviceptr word_of(const gm_peers *p, int to, int from, uint32_t number)
 {
     size_t at = (size_t)from * N_NUMBERS + number % N_NUMBERS;
     return p->words_at[to] + at * sizeof(uint32_t);
+}
+
+/* Where a rank says that it has given up. */
+static uint32_t *mark_of(const gm_peers *p, int rank)
+{
+    return &p->words[rank].at[(size_t)rank * N_NUMBERS];
 }
 
 uint32_t gm_peers_rounds(gm_peers *p)
@@ -97,6 +105,9 @@ static gm_status gather_part(gm_peers *p, uintptr_t base, size_t shard_bytes, si
     const gm_cuda_api *cuda = p->cuda;
     uint32_t number = atomic_fetch_add(&p->n_rounds, 1) + 1;
     size_t slot = number % N_SLOTS * SLOT_BYTES; /* invariant 3 */
+    if (atomic_load(&p->is_released)) {          /* invariant 7: one of the two sees the other */
+        __atomic_store_n(mark_of(p, p->rank), 1, __ATOMIC_SEQ_CST);
+    }
     GM_CU(cuda->cuMemcpyDtoDAsync(p->slots[p->rank] + slot,
                                   base + (size_t)p->rank * shard_bytes + offset, bytes, stream));
     GM_TRY(exchange(p, number, stream));
@@ -237,21 +248,33 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 
 /* ---- the end ---- */
 
-/* Where a rank says that it has given up. */
-static uint32_t *mark_of(const gm_peers *p, int rank)
+/* All others have written their slots for all rounds that are issued here. */
+static bool has_heard_all(const gm_peers *p, uint32_t number)
 {
-    return &p->words[rank].at[(size_t)rank * N_NUMBERS];
+    for (int r = 0; number > 0 && r < p->size; r++) {
+        const uint32_t *word = &p->words[p->rank].at[(size_t)r * N_NUMBERS + number % N_NUMBERS];
+        if (r != p->rank && (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - number) < 0) {
+            return false;
+        }
+    }
+    return true;
 }
 
 void gm_peers_release(gm_peers *p)
 {
     const gm_words *words = &p->words[p->rank];
-    uint32_t beyond = gm_peers_rounds(p) + (1u << 30);
-    if (words->at) {
-        __atomic_store_n(mark_of(p, p->rank), beyond, __ATOMIC_SEQ_CST); /* invariant 7 */
+    if (!words->at) {
+        return;
+    }
+    atomic_store(&p->is_released, true);
+    uint32_t number = gm_peers_rounds(p);
+    if (!has_heard_all(p, number)) {
+        __atomic_store_n(mark_of(p, p->rank), 1, __ATOMIC_SEQ_CST); /* invariant 7 */
     }
     for (size_t i = 0; i < words->n; i++) {
-        __atomic_store_n(&words->at[i], beyond, __ATOMIC_RELEASE);
+        if (i / N_NUMBERS != (size_t)p->rank) {
+            __atomic_store_n(&words->at[i], number + (1u << 30), __ATOMIC_RELEASE);
+        }
     }
 }
 

@@ -35,7 +35,7 @@ size_t gm_peers_rounds_of(size_t shard_bytes);
 /* After a failure: streams that wait for another rank go on.  What they read is not to be believed, nor what others read
  * of this rank, who see it in gm_peers_lost. */
 void gm_peers_release(gm_peers *peers);
-/* Another rank that has given up, or -1: then all gathers that are over have brought what they should. */
+/* Another rank that has given up what others may read, or -1: all gathers that are over have brought what they should. */
 int gm_peers_lost(const gm_peers *peers);
 /* Nothing of this rank is under way any more: it does not see the others' memory from here on. */
 void gm_peers_close(gm_peers *peers);

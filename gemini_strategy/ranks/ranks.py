@@ -24,6 +24,7 @@ import json
 import os
 import socket
 import sys
+import time
 import warnings
 import weakref
 import zlib
@@ -376,6 +377,10 @@ class Ranks:
             self._failure = type(error), str(error)
         return error
 
+    def _is_under_way(self) -> bool:
+        comms = [comm for ranks in (self, *self._twins) for comm in ranks._comms]
+        return not all(comm.core.is_over() for comm in comms)
+
     def abort(self, reason: str) -> None:
         """Ends it for all ranks: those that wait for this one raise, with `reason`. Idempotent."""
         if self.size > 1 and self._gloo is not None and self._failure is None:
@@ -587,12 +592,21 @@ def by_value(said: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     return ", ".join(f"{text[:300]} on {ranks_text(found)}" for text, found in by_text.items())
 
 
+_LAST_SECONDS = 10.0  # of an end without an error, for what is issued
+
+
 @atexit.register
 def _leave() -> None:
-    """The process ends with engines open: the other ranks need not wait for it."""
+    """The process ends with engines open: the other ranks need not wait for it.
+
+    They may still read what this one shows for collectives that it has issued, unless it ends by an error.
+    """
     error = getattr(sys, "last_value", None)
     reason = "" if error is None else f" by {type(error).__name__}: {error}"
+    end = time.monotonic() + (_LAST_SECONDS if error is None else 0.0)
     for ranks in list(_open):
         if ranks._pid == os.getpid():
             with contextlib.suppress(Exception):
+                while ranks._is_under_way() and time.monotonic() < end:
+                    time.sleep(0.001)
                 ranks.abort(f"its process ended{reason}, with the engine open")

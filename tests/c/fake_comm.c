@@ -94,7 +94,9 @@ static void check_calls(void)
     }
     CHECK(fake->n_events <= 256 + 16); /* and those of agreements */
     CHECK_OK(gm_comm_check(comm));
+    CHECK(!gm_comm_is_over(comm));
     atomic_store(&fake->is_device_done, 1);
+    CHECK(gm_comm_is_over(comm));
     CHECK_OK(gm_comm_check(comm));
     int n_aborted = fake->n_aborted;
     part(comm);
@@ -112,6 +114,7 @@ static void check_timeout(void)
     const char *words = "all_gather number 1 of 2 x 100 bytes, rank 0 of 2: not done after 1 s";
     check_refused(gm_comm_check(comm), GM_ERR_DEVICE, words);
     check_refused(gm_comm_all_gather(comm, at, 5, 0), GM_ERR_DEVICE, words);
+    CHECK(gm_comm_is_over(comm)); /* nothing to wait for */
     atomic_store(&fake->is_device_done, 1);
     part(comm);
 
@@ -348,10 +351,13 @@ static void *be_rank(void *argument)
     }
     if (does_last_stay_away &&
         rank == N_RANKS - 1) { /* it lets the others go on, and then comes to one of two */
-        usleep(100000);
+        while (fake->n_waiting < N_RANKS - 1) {
+            usleep(10000);
+        }
         for (int r = 0; r < N_RANKS; r++) {
             gm_peers_release(all_peers[r]);
         }
+        CHECK(gm_peers_lost(all_peers[rank]) == 0 && gm_peers_lost(all_peers[0]) == 1);
     }
     for (int i = 0; does_last_stay_away && i < (rank == N_RANKS - 1 ? 1 : 2); i++) {
         CHECK_OK(gm_peers_gather(all_peers[rank], (uintptr_t)data, 77, NULL));
@@ -403,6 +409,31 @@ static void *be_member(void *argument)
     return NULL;
 }
 
+static int n_aborted_before;
+
+static void start_ranks(pthread_t *threads, gm_fake_ranks *ranks, unsigned n_meeting,
+                        void *(*body)(void *))
+{
+    n_aborted_before = fake->n_aborted;
+    CHECK(pthread_barrier_init(&ranks->meeting, NULL, N_RANKS) == 0);
+    CHECK(pthread_barrier_init(&meeting, NULL, n_meeting) == 0);
+    fake->ranks = ranks;
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_create(&threads[r], NULL, body, (void *)(intptr_t)r) == 0);
+    }
+}
+
+static void end_ranks(pthread_t *threads, gm_fake_ranks *ranks, int n_kept)
+{
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pthread_join(threads[r], NULL) == 0);
+    }
+    fake->ranks = NULL;
+    CHECK(pthread_barrier_destroy(&ranks->meeting) == 0);
+    CHECK(pthread_barrier_destroy(&meeting) == 0);
+    CHECK(fake->n_live == 0 && fake->n_opened == 0 && fake->n_buffers == n_kept);
+}
+
 static atomic_int n_issued;
 
 /* The device has not come to any gather: the host waits before the driver's queue is full. */
@@ -425,12 +456,7 @@ static void check_ahead(void)
 {
     pthread_t threads[N_RANKS];
     gm_fake_ranks ranks;
-    CHECK(pthread_barrier_init(&ranks.meeting, NULL, N_RANKS) == 0);
-    CHECK(pthread_barrier_init(&meeting, NULL, N_RANKS + 1) == 0);
-    fake->ranks = &ranks;
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_create(&threads[r], NULL, be_ahead, (void *)(intptr_t)r) == 0);
-    }
+    start_ranks(threads, &ranks, N_RANKS + 1, be_ahead);
     pthread_barrier_wait(&meeting);
     atomic_store(&fake->is_device_done, 0);
     pthread_barrier_wait(&meeting);
@@ -440,13 +466,8 @@ static void check_ahead(void)
     usleep(100000);
     CHECK(n_issued == N_RANKS * 48);
     atomic_store(&fake->is_device_done, 1);
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_join(threads[r], NULL) == 0);
-    }
-    fake->ranks = NULL;
-    CHECK(pthread_barrier_destroy(&ranks.meeting) == 0);
-    CHECK(pthread_barrier_destroy(&meeting) == 0);
-    CHECK(n_issued == N_RANKS * 100 && fake->n_buffers == 0 && fake->n_live == 0);
+    end_ranks(threads, &ranks, 0);
+    CHECK(n_issued == N_RANKS * 100);
 }
 
 static void check_members(int n_nccl)
@@ -484,7 +505,6 @@ static void check_all_members(void)
 /* Nobody comes to the gather of rank 0, who waits in the driver with the communicator's lock: whoever ends that needs
  * neither.  The others see that it has given up.  What another rank might read stays. */
 static gm_comm *left;
-static int n_aborted_before;
 
 static void *be_left(void *argument)
 {
@@ -513,17 +533,35 @@ static void *be_left(void *argument)
     return NULL;
 }
 
+/* One that ends behind the last gather of all leaves the others in peace. */
+static void *be_done(void *argument)
+{
+    int rank = (int)(intptr_t)argument;
+    char bytes[N_RANKS];
+    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0));
+    }
+    pthread_barrier_wait(&meeting);
+    if (rank == 0) {
+        gm_comm_abort(comm, "its process ends");
+    } else {
+        usleep(300000); /* the watching thread has looked */
+        CHECK_OK(gm_comm_check(comm));
+    }
+    pthread_barrier_wait(&meeting);
+    gm_comm_abort(comm, "and so do these");
+    gm_comm_free(comm);
+    return NULL;
+}
+
 static void check_left(void)
 {
     pthread_t threads[N_RANKS];
     gm_fake_ranks ranks;
-    n_aborted_before = fake->n_aborted;
-    CHECK(pthread_barrier_init(&ranks.meeting, NULL, N_RANKS) == 0);
-    CHECK(pthread_barrier_init(&meeting, NULL, N_RANKS + 1) == 0);
-    fake->ranks = &ranks;
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_create(&threads[r], NULL, be_left, (void *)(intptr_t)r) == 0);
-    }
+    start_ranks(threads, &ranks, N_RANKS, be_done);
+    end_ranks(threads, &ranks, N_RANKS);
+    start_ranks(threads, &ranks, N_RANKS + 1, be_left);
     pthread_barrier_wait(&meeting);
     while (fake->n_waiting == 0) {
         usleep(10000);
@@ -532,13 +570,7 @@ static void check_left(void)
     gm_comm_abort(left, "the user has had enough");
     fake->is_driver_one = false;
     pthread_barrier_wait(&meeting);
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_join(threads[r], NULL) == 0);
-    }
-    fake->ranks = NULL;
-    CHECK(pthread_barrier_destroy(&ranks.meeting) == 0);
-    CHECK(pthread_barrier_destroy(&meeting) == 0);
-    CHECK(fake->n_live == 0 && fake->n_opened == 0 && fake->n_buffers == N_RANKS);
+    end_ranks(threads, &ranks, 2 * N_RANKS);
 }
 
 /* A rank elsewhere, or one that has nothing to show: nobody copies. */

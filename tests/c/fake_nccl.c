@@ -50,11 +50,11 @@ CUresult cuEventDestroy(CUevent event)
 /* Memory of the device is host memory, copies are over at once. */
 CUresult cuMemAlloc(CUdeviceptr *out, size_t bytes)
 {
-    static void *last[16]; /* what is kept on purpose is no leak */
+    static void *last[256]; /* what is kept on purpose is no leak */
     static atomic_size_t n;
     CHECK(depth > 0);
     void *data = malloc(bytes);
-    __atomic_store_n(&last[n++ % 16], data, __ATOMIC_RELAXED);
+    __atomic_store_n(&last[n++ % 256], data, __ATOMIC_RELAXED);
     *out = (CUdeviceptr)(uintptr_t)data;
     fake->n_buffers++;
     return CUDA_SUCCESS;

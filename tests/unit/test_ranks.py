@@ -400,3 +400,28 @@ def test_process_that_ends_by_an_exception_says_so(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "rank 1 ended with 1\n" in done.stdout
     assert "rank 1 said: its process ended by RuntimeError: bad data in batch 7" in done.stdout
+
+
+@pytest.mark.parametrize(("last", "waits"), [(None, 3), (RuntimeError("bad data"), 1)])
+def test_process_that_ends_lets_others_read_what_it_shows(
+    monkeypatch: pytest.MonkeyPatch, last: Exception | None, waits: int
+) -> None:
+    """Unless it ends by an error: whoever waits for it is to know that at once."""
+    said: list[str] = []
+
+    class Open:
+        _pid = os.getpid()
+
+        def _is_under_way(self) -> bool:
+            said.append("under way?")
+            return len(said) < 3
+
+        def abort(self, reason: str) -> None:
+            said.append(reason)
+
+    monkeypatch.setattr(ranks_module, "_open", [Open()])
+    monkeypatch.setattr(ranks_module, "_LAST_SECONDS", 3600.0)
+    monkeypatch.setattr(sys, "last_value", last, raising=False)
+    ranks_module._leave()
+    reason = "its process ended" + (f" by RuntimeError: {last}" if last else "")
+    assert said == ["under way?"] * waits + [f"{reason}, with the engine open"]
