@@ -38,10 +38,8 @@
 /* ---- the communicator ---- */
 
 static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thread */
-enum {
-    MOST_ROUNDS = 48,
-    MOST_ENTRIES = 800
-}; /* under way; a stream has room for about a thousand */
+enum { MOST_ROUNDS = 48 };
+enum { MOST_ENTRIES = 800 }; /* of a stream under way, which has room for about a thousand */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 static nccl_comm *as_nccl(gm_comm *comm)
