@@ -48,17 +48,21 @@ static size_t n_words(const gm_peers *p)
     return (size_t)p->size * N_NUMBERS;
 }
 
-/* Where rank `from` tells rank `to` that it has written its slot for a round. */
+/* The word, of a rank's, by which rank `from` tells it that it has written its slot for a round. */
+static size_t index_of(int from, uint32_t number)
+{
+    return (size_t)from * N_NUMBERS + number % N_NUMBERS;
+}
+
 static CUdeviceptr word_of(const gm_peers *p, int to, int from, uint32_t number)
 {
-    size_t at = (size_t)from * N_NUMBERS + number % N_NUMBERS;
-    return p->words_at[to] + at * sizeof(uint32_t);
+    return p->words_at[to] + index_of(from, number) * sizeof(uint32_t);
 }
 
 /* Where a rank says that it has given up. */
 static uint32_t *mark_of(const gm_peers *p, int rank)
 {
-    return &p->words[rank].at[(size_t)rank * N_NUMBERS];
+    return &p->words[rank].at[index_of(rank, 0)];
 }
 
 uint32_t gm_peers_rounds(gm_peers *p)
@@ -252,7 +256,7 @@ bool gm_peers_open(gm_peers *p, const gm_peers_card *cards)
 static bool has_heard_all(const gm_peers *p, uint32_t number)
 {
     for (int r = 0; number > 0 && r < p->size; r++) {
-        const uint32_t *word = &p->words[p->rank].at[(size_t)r * N_NUMBERS + number % N_NUMBERS];
+        const uint32_t *word = &p->words[p->rank].at[index_of(r, number)];
         if (r != p->rank && (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - number) < 0) {
             return false;
         }

@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/base.h"
+
 static const char LINK[] = "/memfd:gemini-words"; /* what /proc says of the file */
 
 static uint64_t *secret_of(const gm_words *words)
@@ -22,8 +24,7 @@ static uint64_t *secret_of(const gm_words *words)
 
 static size_t whole_pages(size_t n)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    return (n * sizeof(uint32_t) + sizeof(uint64_t) + page - 1) / page * page;
+    return gm_round_up(n * sizeof(uint32_t) + sizeof(uint64_t), (size_t)sysconf(_SC_PAGESIZE));
 }
 
 /* A child that is forked has no part in it: its copy of the driver's state is worth nothing. */

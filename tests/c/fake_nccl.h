@@ -25,17 +25,14 @@ typedef struct gm_fake {
     atomic_int call_result; /* of a collective */
     atomic_bool has_other;  /* `other` takes part in maxima of 4 words: another rank */
     uint64_t other[4];
-    /* Ranks are threads that meet, size n_ranks, instead of one rank alone; NULL: that. */
-    struct gm_fake_ranks *ranks;
-    atomic_bool drops_copies; /* on the device */
-    atomic_bool
-        is_driver_one; /* the driver serves one thread at a time: who waits in it keeps all others out */
-    atomic_int n_openings; /* that succeed before one fails, if it is not 0 */
+    gm_fake_ranks *ranks;      /* GM_FAKE_RANKS, threads that meet; NULL: one rank alone */
+    atomic_bool drops_copies;  /* on the device */
+    atomic_bool is_driver_one; /* while a thread waits in the driver no other may come in */
+    atomic_int n_openings;     /* that succeed before one fails, if it is not 0 */
     /* seen */
     atomic_int n_gathers;                      /* of NCCL, between threads */
     atomic_int n_live, n_aborted, n_destroyed; /* communicators */
-    atomic_int
-        n_waiting; /* threads in the driver: no other may need it meanwhile, if the test says so */
+    atomic_int n_waiting;                      /* threads, in the driver */
     atomic_int n_events, n_contexts, n_buffers, n_copies, n_opened;
     uint64_t words[4]; /* the last maximum, before it is taken */
     const void *src;
