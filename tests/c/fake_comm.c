@@ -349,6 +349,7 @@ static void *be_rank(void *argument)
     for (int i = 0; i < N_GATHERS; i++) {
         check_gather(NULL, rank, i, sizes[i], data);
     }
+    pthread_barrier_wait(&meeting); /* who waits from here on waits in the next gather */
     if (does_last_stay_away &&
         rank == N_RANKS - 1) { /* it lets the others go on, and then comes to one of two */
         while (fake->n_waiting < N_RANKS - 1) {
