@@ -567,9 +567,9 @@ static void check_left(void)
     while (fake->n_waiting == 0) {
         usleep(10000);
     }
-    fake->is_driver_one = true;
+    fake->kept_out = (unsigned long)pthread_self();
     gm_comm_abort(left, "the user has had enough");
-    fake->is_driver_one = false;
+    fake->kept_out = 0;
     pthread_barrier_wait(&meeting);
     end_ranks(threads, &ranks, 2 * N_RANKS);
 }

@@ -228,7 +228,8 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 
 CUresult cuCtxPushCurrent(CUcontext context)
 {
-    CHECK(context == (CUcontext)fake && !(fake->is_driver_one && fake->n_waiting > 0));
+    CHECK(context == (CUcontext)fake);
+    CHECK(fake->kept_out != (unsigned long)pthread_self() || fake->n_waiting == 0);
     depth++;
     return CUDA_SUCCESS;
 }

@@ -25,10 +25,10 @@ typedef struct gm_fake {
     atomic_int call_result; /* of a collective */
     atomic_bool has_other;  /* `other` takes part in maxima of 4 words: another rank */
     uint64_t other[4];
-    gm_fake_ranks *ranks;      /* GM_FAKE_RANKS, threads that meet; NULL: one rank alone */
-    atomic_bool drops_copies;  /* on the device */
-    atomic_bool is_driver_one; /* while a thread waits in the driver no other may come in */
-    atomic_int n_openings;     /* that succeed before one fails, if it is not 0 */
+    gm_fake_ranks *ranks;     /* GM_FAKE_RANKS, threads that meet; NULL: one rank alone */
+    atomic_bool drops_copies; /* on the device */
+    atomic_ulong kept_out;    /* a thread that may not come in while one waits in the driver */
+    atomic_int n_openings;    /* that succeed before one fails, if it is not 0 */
     /* seen */
     atomic_int n_gathers;                      /* of NCCL, between threads */
     atomic_int n_live, n_aborted, n_destroyed; /* communicators */
