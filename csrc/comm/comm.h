@@ -99,7 +99,8 @@ void gm_comm_abort(gm_comm *comm, const char *reason);
 /* The device whose streams later collectives are issued on; NULL before that device is freed.  Needed on a host
  * device whose streams run late; without a device the host's collectives run at once. */
 gm_status gm_comm_attach(gm_comm *comm, gm_device *dev);
-/* Waits for what is issued, but not longer than the timeout; aborts what is left.  NULL is fine. */
+/* Waits for what is issued, but not longer than the timeout, and up to 10 s each for other ranks and for the device to
+ * let go; aborts what is left.  NULL is fine. */
 void gm_comm_free(gm_comm *comm);
 
 /* ---- NCCL ---- */

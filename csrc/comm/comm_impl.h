@@ -36,7 +36,7 @@ typedef struct gm_comm_ops {
      * gm_comm_break.  NULL: no byte moves. */
     gm_status (*issue)(gm_comm *comm, const gm_comm_call *call, gm_stream stream);
     gm_status (*attach)(gm_comm *comm, gm_device *dev);
-    /* Looks for a failure and records it; whether a collective is still under way.  NULL: neither can be. */
+    /* Looks for a failure and records it; whether a collective is still under way.  NULL: nobody looks. */
     bool (*check)(gm_comm *comm);
     void (*end)(gm_comm *comm); /* after a failure; any thread, many times; may be NULL */
     void (*free)(gm_comm *comm);

@@ -1,26 +1,27 @@
 /* nccl.c - collectives by NCCL, looked up in the copy that torch has loaded.
  *
  * The communicator is a non-blocking one: a call of NCCL that has to meet other ranks returns at once and is
- * waited for here, with an end to the wait.  Work on the device is watched by a thread: an event behind each
- * collective, and NCCL's own asynchronous errors.  Aborting makes the kernels of a collective return, and with
- * them whoever waits for their stream.
+ * waited for here, with an end to the wait.  Work on the device is watched by a thread: a number that each collective
+ * leaves in host memory, and NCCL's own asynchronous errors.  Aborting makes the kernels of a collective return, and
+ * with them whoever waits for their stream.
  *
  * Invariants
- *   1. `lock` is held around every call of NCCL that names the handle, and while `flights` is read or written.  It is
- *      never held while a failure is recorded, which aborts and so takes it.
+ *   1. `handle_lock` is held around every call of NCCL that names the handle, and around none of the driver's but while
+ *      ranks meet and part: a thread that waits in the driver keeps nobody from aborting.  `lock` is held while flights
+ *      and agreements are read or written, and taken before.  Neither is held while a failure is recorded, which aborts.
  *   2. Once aborted or destroyed the handle is NULL and never named again.
- *   3. flights[] has the collectives that may still run, oldest first.  NCCL runs them in that order, so the
- *      event of one says the same of all before it; where the ring is full the newest is recorded anew.
+ *   3. flights[] has the collectives that may still run, oldest first.  A collective waits for the one before it, on
+ *      whatever stream, so `done` only grows and says the same of all before; where the ring is full the newest takes
+ *      another number.
  *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a long queue is not
- *      a late rank.
+ *      a late rank.  Whoever looks at the time asks the driver nothing and waits for no lock: another thread may be in
+ *      the driver, with the driver's lock and this one, until what is late ends.
  *   5. An agreement is three things in one stream: {hash, ~hash, number, ~number} to the device, their maximum over the
  *      ranks, and that back to the host.  Where the maximum of x is not the complement of the maximum of ~x the ranks
- *      differ, and every rank sees it.  Each has a slot of its own until its event is reached: streams may differ, so
- *      only the event says that a slot is free.
- *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing: a
- *      collective waits for the one before it.
- *   7. The host never waits in the driver for a queue that is full of copies' words: it would hold the lock, and no thread
- *      could see that they do not end.  It waits here while too many rounds are under way. */
+ *      differ, and every rank sees it.  Each has a slot of its own until its flight is over.
+ *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing.
+ *   7. The host does not wait in the driver for a queue that is full of copies' words, where the stream has little else:
+ *      it waits here while too many rounds are under way, so that an error can name the collective. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -40,6 +41,7 @@
 static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thread */
 enum { MOST_ROUNDS = 48 };
 enum { MOST_ENTRIES = 800 }; /* of a stream under way, which has room for about a thousand */
+enum { MOST_KEPT_OUT = 10 }; /* looks, before the watching thread speaks without the lock */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
 static nccl_comm *as_nccl(gm_comm *comm)
@@ -54,12 +56,20 @@ static void nccl_end(gm_comm *comm)
     if (c->peers) { /* whoever has the lock may wait for what waits for this */
         gm_peers_release(c->peers);
     }
-    pthread_mutex_lock(&c->lock);
+    pthread_mutex_lock(&c->handle_lock);
     if (c->handle && gm_nccl_enter(c) == GM_OK) {
         gm_nccl_stop(c);
         gm_nccl_leave(c);
     }
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&c->handle_lock);
+}
+
+static bool has_handle(nccl_comm *c)
+{
+    pthread_mutex_lock(&c->handle_lock);
+    bool is_there = c->handle != NULL;
+    pthread_mutex_unlock(&c->handle_lock);
+    return is_there;
 }
 
 static gm_status report(nccl_comm *c, const trouble *t)
@@ -98,30 +108,34 @@ static void compare(nccl_comm *c, const agreement *a, trouble *t)
                    (unsigned long long)least_number, (unsigned long long)most->number);
 }
 
-/* The lock is held, the context current. */
+static bool is_over(const nccl_comm *c, uint32_t number)
+{
+    return (int32_t)(__atomic_load_n(c->done, __ATOMIC_ACQUIRE) - number) >= 0;
+}
+
+/* The lock is held. */
 static void look_at_agreements(nccl_comm *c, trouble *t)
 {
     for (size_t i = 0; i < N_AGREEMENTS && !t->is_there; i++) {
         agreement *a = &c->agreements[(c->next_agreement + i) % N_AGREEMENTS];
-        CUresult result = a->is_pending ? c->cuda->cuEventQuery(a->event) : CUDA_ERROR_NOT_READY;
-        if (result == CUDA_SUCCESS) {
+        if (a->is_pending && is_over(c, a->number)) {
             a->is_pending = false;
             compare(c, a, t);
-        } else if (result != CUDA_ERROR_NOT_READY) {
-            a->is_pending = false;
-            tell_result(t, &a->call, result);
         }
     }
 }
 
-/* The context is current.  All that agreements will ever need. */
-static gm_status new_agreements(nccl_comm *c)
+/* The context is current.  All that flights and agreements will ever need. */
+static gm_status prepare(nccl_comm *c)
 {
+    size_t bytes = 2 * N_AGREEMENTS * sizeof(digest);
     GM_CU(c->cuda->cuMemAlloc(&c->digests, N_AGREEMENTS * sizeof(digest)));
-    GM_CU(c->cuda->cuMemHostAlloc(&c->host_digests, 2 * N_AGREEMENTS * sizeof(digest), 0));
+    GM_CU(c->cuda->cuMemHostAlloc(&c->host_digests, bytes + sizeof *c->done, 0));
+    GM_CU(c->cuda->cuEventCreate(&c->newest, CU_EVENT_DISABLE_TIMING));
+    c->done = (uint32_t *)(void *)((char *)c->host_digests + bytes);
+    *c->done = 0;
     for (size_t i = 0; i < N_AGREEMENTS; i++) {
         agreement *a = &c->agreements[i];
-        GM_CU(c->cuda->cuEventCreate(&a->event, CU_EVENT_DISABLE_TIMING));
         a->data = c->digests + i * sizeof(digest);
         a->sent = (digest *)c->host_digests + 2 * i;
         a->received = a->sent + 1;
@@ -129,39 +143,7 @@ static gm_status new_agreements(nccl_comm *c)
     return GM_OK;
 }
 
-/* The context is current, nothing is watched any more. */
-static void free_agreements(nccl_comm *c)
-{
-    bool is_pending = false;
-    double end = gm_seconds() + FAREWELL_SECONDS;
-    for (size_t i = 0; i < N_AGREEMENTS; i++) {
-        agreement *a = &c->agreements[i];
-        while (a->is_pending && c->cuda->cuEventQuery(a->event) == CUDA_ERROR_NOT_READY &&
-               gm_seconds() < end) {
-            gm_nccl_rest(200000);
-        }
-        is_pending = is_pending || (a->is_pending && gm_seconds() >= end);
-        if (a->event) {
-            (void)c->cuda->cuEventDestroy(a->event);
-        }
-    }
-    if (is_pending) {
-        return; /* a copy may still come: the few bytes stay */
-    }
-    if (c->digests) {
-        (void)c->cuda->cuMemFree(c->digests);
-    }
-    if (c->host_digests) {
-        (void)c->cuda->cuMemFreeHost(c->host_digests);
-    }
-}
-
 /* ---- flights ---- */
-
-static CUevent newest(const nccl_comm *c)
-{
-    return c->flights[(c->head + c->n - 1) % N_FLIGHTS].event;
-}
 
 static uint32_t rounds(const nccl_comm *c)
 {
@@ -172,15 +154,16 @@ static uint32_t rounds(const nccl_comm *c)
 static gm_status track(nccl_comm *c, const gm_comm_call *call, uint32_t round, CUstream stream)
 {
     bool is_full = c->n == N_FLIGHTS;
+    uint32_t number = atomic_load(&c->n_flights) + 1;
+    CUdeviceptr done = (CUdeviceptr)(uintptr_t)c->done; /* pinned memory has one address */
     flight *f = &c->flights[(c->head + c->n - (is_full ? 1 : 0)) % N_FLIGHTS];
-    if (!f->event) {
-        GM_CU(c->cuda->cuEventCreate(&f->event, CU_EVENT_DISABLE_TIMING));
-    }
-    GM_CU(c->cuda->cuEventRecord(f->event, stream));
+    GM_CU(c->cuda->cuStreamWriteValue32(stream, done, number, CU_STREAM_WRITE_VALUE_DEFAULT));
+    GM_CU(c->cuda->cuEventRecord(c->newest, stream));
     f->call = *call;
-    f->issued_at = gm_seconds();
+    f->number = number;
     f->round = is_full ? f->round : round;
     c->n += is_full ? 0 : 1;
+    atomic_store(&c->n_flights, number);
     GM_ASSERT(c->n <= N_FLIGHTS);
     return GM_OK;
 }
@@ -196,23 +179,13 @@ static void look_for_lost(nccl_comm *c, trouble *t)
     }
 }
 
-/* The lock is held, the context current. */
+/* The lock is held. */
 static void look(nccl_comm *c, trouble *t)
 {
     nccl_result error = NCCL_SUCCESS;
-    while (c->n > 0) {
-        flight *f = &c->flights[c->head];
-        CUresult result = c->cuda->cuEventQuery(f->event);
-        if (result == CUDA_ERROR_NOT_READY) {
-            break;
-        }
-        if (result != CUDA_SUCCESS) {
-            tell_result(t, &f->call, result);
-            return;
-        }
+    while (c->n > 0 && is_over(c, c->flights[c->head].number)) {
         c->head = (c->head + 1) % N_FLIGHTS;
         c->n--;
-        c->progress_at = gm_seconds();
     }
     look_at_agreements(c, t);
     if (t->is_there) {
@@ -220,27 +193,17 @@ static void look(nccl_comm *c, trouble *t)
     }
     t->has_call = c->n > 0;
     t->call = c->flights[c->head].call;
-    look_for_lost(c, t); /* after the events of what it may have spoilt */
+    look_for_lost(c, t); /* after the ends of what it may have spoilt */
     if (t->is_there) {
         return;
     }
-    nccl_result asked = c->nccl->async_error(c->handle, &error);
+    pthread_mutex_lock(&c->handle_lock);
+    nccl_result asked = c->handle ? c->nccl->async_error(c->handle, &error) : NCCL_SUCCESS;
     error = asked == NCCL_SUCCESS ? error : asked;
     if (error != NCCL_SUCCESS && error != NCCL_IN_PROGRESS) {
         gm_nccl_tell(c, t, error);
-        return;
     }
-    if (c->n > 0) {
-        double issued_at = c->flights[c->head].issued_at;
-        double since = issued_at > c->progress_at ? issued_at : c->progress_at;
-        if (gm_seconds() - since > c->timeout) {
-            t->is_there = true;
-            (void)snprintf(
-                t->why, sizeof t->why,
-                "not done after %g s; a rank has not issued it, has stopped or has ended",
-                c->timeout);
-        }
-    }
+    pthread_mutex_unlock(&c->handle_lock);
 }
 
 static bool nccl_check(gm_comm *comm)
@@ -251,10 +214,14 @@ static bool nccl_check(gm_comm *comm)
         return false; /* the caller's next call of the driver fails in the same way */
     }
     pthread_mutex_lock(&c->lock);
-    if (c->handle) {
+    if (has_handle(c)) {
         look(c, &t);
     }
     bool is_under_way = c->n > 0;
+    CUresult result = is_under_way && !t.is_there ? c->cuda->cuEventQuery(c->newest) : CUDA_SUCCESS;
+    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY) {
+        tell_result(&t, &c->flights[c->head].call, result);
+    }
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
     if (t.is_there) {
@@ -263,32 +230,88 @@ static bool nccl_check(gm_comm *comm)
     return is_under_way;
 }
 
+/* ---- the watching thread ---- */
+
+typedef struct progress {
+    uint32_t done;
+    double at; /* when something was done last, or nothing was to do */
+    int n_kept_out;
+} progress;
+
+static bool is_late(const nccl_comm *c, progress *p)
+{
+    uint32_t done = __atomic_load_n(c->done, __ATOMIC_ACQUIRE);
+    double now = gm_seconds();
+    if (done != p->done || done == atomic_load(&c->n_flights)) {
+        p->done = done;
+        p->at = now;
+    }
+    return now - p->at > c->timeout;
+}
+
+/* Invariant 4.  False: there is nothing more to watch. */
+static bool look_once(nccl_comm *c, progress *p, trouble *t)
+{
+    bool has_lock = pthread_mutex_trylock(&c->lock) == 0, is_there = !has_lock || has_handle(c);
+    p->n_kept_out = has_lock ? 0 : p->n_kept_out + 1;
+    if (has_lock && is_there) {
+        look(c, t);
+    }
+    if (is_late(c, p) && !t->is_there && is_there && (has_lock || p->n_kept_out > MOST_KEPT_OUT)) {
+        t->is_there = true;
+        (void)snprintf(t->why, sizeof t->why,
+                       "not done after %g s; a rank has not issued it, has stopped or has ended",
+                       c->timeout);
+    }
+    if (has_lock) {
+        pthread_mutex_unlock(&c->lock);
+    }
+    return is_there;
+}
+
+/* False: it is to stop. */
+static bool rest(nccl_comm *c)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)(LOOK_SECONDS * 1e9);
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&c->rest);
+    if (!c->is_stopping) {
+        (void)pthread_cond_timedwait(&c->wake, &c->rest, &until);
+    }
+    bool goes_on = !c->is_stopping;
+    pthread_mutex_unlock(&c->rest);
+    return goes_on;
+}
+
 static void *watch(void *context)
 {
     nccl_comm *c = context;
+    progress p = {.at = gm_seconds()};
+    bool is_there = true;
     (void)pthread_setname_np(pthread_self(), "gm-comm");
     (void)c->cuda->cuCtxSetCurrent(c->context);
-    pthread_mutex_lock(&c->lock);
-    while (!c->is_stopping) {
+    while (is_there && rest(c)) {
         trouble t = {0};
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += (long)(LOOK_SECONDS * 1e9);
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
-        (void)pthread_cond_timedwait(&c->wake, &c->lock, &until);
-        if (c->is_stopping || !c->handle) {
-            break;
-        }
-        look(c, &t);
+        is_there = look_once(c, &p, &t);
         if (t.is_there) {
-            pthread_mutex_unlock(&c->lock);
             (void)report(c, &t);
-            pthread_mutex_lock(&c->lock);
         }
     }
-    pthread_mutex_unlock(&c->lock);
     return NULL;
+}
+
+static void stop_watcher(nccl_comm *c)
+{
+    if (c->has_watcher) {
+        pthread_mutex_lock(&c->rest);
+        c->is_stopping = true;
+        pthread_cond_signal(&c->wake);
+        pthread_mutex_unlock(&c->rest);
+        pthread_join(c->watcher, NULL);
+    }
 }
 
 static gm_status start_watcher(nccl_comm *c)
@@ -306,11 +329,11 @@ static gm_status start_watcher(nccl_comm *c)
 
 /* ---- collectives ---- */
 
-/* The lock is held, the context current.  Invariant 6. */
+/* The lock is held, the context current.  Invariant 3. */
 static gm_status follow(nccl_comm *c, CUstream stream)
 {
-    if (c->peers && c->n > 0) {
-        GM_CU(c->cuda->cuStreamWaitEvent(stream, newest(c), 0));
+    if (c->n > 0) {
+        GM_CU(c->cuda->cuStreamWaitEvent(stream, c->newest, 0));
     }
     return GM_OK;
 }
@@ -339,7 +362,7 @@ static void make_room(nccl_comm *c, trouble *t)
         pthread_mutex_unlock(&c->lock);
         gm_nccl_rest(200000);
         pthread_mutex_lock(&c->lock);
-        if (!c->handle) { /* the watcher has found a failure */
+        if (!has_handle(c)) { /* the watcher has found a failure */
             t->is_there = true;
             return;
         }
@@ -353,12 +376,23 @@ static void make_room(nccl_comm *c, trouble *t)
 }
 
 /* The lock is held, the context current. */
+static void call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
+{
+    pthread_mutex_lock(&c->handle_lock);
+    t->is_there = !c->handle; /* the watcher has just found a failure */
+    if (c->handle) {
+        gm_nccl_finish(c, gm_nccl_call(c, call, stream), c->timeout, "issuing it", t);
+    }
+    pthread_mutex_unlock(&c->handle_lock);
+}
+
+/* The lock is held, the context current. */
 static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
 {
     if (is_copied(c, call)) {
         return gm_peers_gather(c->peers, call->base, call->count, stream);
     }
-    gm_nccl_finish(c, gm_nccl_call(c, call, stream), c->timeout, "issuing it", t);
+    call_nccl(c, call, stream, t);
     return GM_OK;
 }
 
@@ -366,18 +400,11 @@ static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, 
 static agreement *next_agreement(nccl_comm *c, trouble *t)
 {
     agreement *a = &c->agreements[c->next_agreement];
-    double end = gm_seconds() + c->timeout;
     for (look_at_agreements(c, t); a->is_pending && !t->is_there; look_at_agreements(c, t)) {
         pthread_mutex_unlock(&c->lock);
         gm_nccl_rest(200000);
         pthread_mutex_lock(&c->lock);
-        if (!c->handle) { /* the watcher has found a failure */
-            t->is_there = true;
-        } else if (gm_seconds() > end) {
-            t->is_there = t->has_call = true;
-            t->call = a->call;
-            (void)snprintf(t->why, sizeof t->why, "not done after %g s", c->timeout);
-        }
+        t->is_there = !has_handle(c); /* the watcher has found a failure */
     }
     c->next_agreement = (c->next_agreement + 1) % N_AGREEMENTS;
     return a;
@@ -397,14 +424,15 @@ static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstrea
     a->call = *call;
     *a->sent = (digest){call->hash, ~call->hash, call->number, ~call->number};
     GM_CU(c->cuda->cuMemcpyHtoDAsync(a->data, a->sent, sizeof(digest), stream));
-    gm_nccl_finish(c, gm_nccl_call(c, &on_digest, stream), c->timeout, "issuing it", t);
+    call_nccl(c, &on_digest, stream, t);
     if (t->is_there) {
         return GM_OK;
     }
     GM_CU(c->cuda->cuMemcpyDtoHAsync(a->received, a->data, sizeof(digest), stream));
-    GM_CU(c->cuda->cuEventRecord(a->event, stream));
+    GM_TRY(track(c, call, rounds(c), stream));
+    a->number = atomic_load(&c->n_flights);
     a->is_pending = true;
-    return track(c, call, rounds(c), stream);
+    return GM_OK;
 }
 
 static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream stream)
@@ -415,11 +443,12 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     gm_status status = GM_OK;
     GM_TRY(gm_nccl_enter(c));
     pthread_mutex_lock(&c->lock);
-    if (!c->handle) { /* the watcher has just found a failure */
+    if (!has_handle(c)) { /* the watcher has just found a failure */
         t.is_there = true;
     } else if (call->kind == GM_COMM_AGREE) {
         status = follow(c, cuda_stream);
         status = status == GM_OK ? issue_agreement(c, call, cuda_stream, &t) : status;
+        c->is_untracked |= status != GM_OK;
     } else {
         if (is_copied(c, call)) {
             make_room(c, &t);
@@ -456,71 +485,81 @@ static gm_status nccl_attach(gm_comm *comm, gm_device *dev)
 
 /* ---- life ---- */
 
-/* The lock is held, the context current: the work that is issued, then NCCL's own farewell. */
-static void say_farewell(nccl_comm *c)
+/* Until the work that is issued is over; the watcher still sees to it that it ends. */
+static void await_flights(nccl_comm *c, trouble *t)
 {
-    trouble t = {0};
-    double seconds = c->timeout < FAREWELL_SECONDS ? c->timeout : FAREWELL_SECONDS;
-    for (look(c, &t); c->n > 0 && !t.is_there; look(c, &t)) {
+    pthread_mutex_lock(&c->lock);
+    while (has_handle(c) && !t->is_there) {
+        look(c, t);
+        if (c->n == 0) {
+            break;
+        }
+        pthread_mutex_unlock(&c->lock);
         gm_nccl_rest(200000);
+        pthread_mutex_lock(&c->lock);
     }
-    if (!t.is_there) {
-        gm_nccl_part(c, seconds);
+    pthread_mutex_unlock(&c->lock);
+}
+
+/* The lock of the handle is held, the context current.  NCCL's own farewell, unless something is wrong. */
+static void say_farewell(nccl_comm *c, trouble *t)
+{
+    double seconds = c->timeout < FAREWELL_SECONDS ? c->timeout : FAREWELL_SECONDS;
+    bool has_parted = !t->is_there && gm_nccl_part(c, seconds, t) == GM_OK && !t->is_there;
+    if (has_parted && c->handle) {
+        gm_nccl_finish(c, c->nccl->finalize(c->handle), seconds, "the end", t);
     }
-    if (!t.is_there && c->handle) {
-        gm_nccl_finish(c, c->nccl->finalize(c->handle), seconds, "the end", &t);
-    }
-    if (!t.is_there && c->handle) {
+    if (has_parted && !t->is_there && c->handle) {
         (void)c->nccl->destroy(c->handle);
         c->handle = NULL;
     }
     gm_nccl_stop(c); /* if it is still there */
 }
 
-/* After a failure.  If copies do not end, what they use stays; what other ranks see stays in any case. */
-static void leave_peers(nccl_comm *c)
+/* Nothing is watched any more: what the device may still use stays, and what other ranks see if this one has failed. */
+static void free_memory(nccl_comm *c)
 {
     CUresult result = CUDA_SUCCESS;
     double end = gm_seconds() + FAREWELL_SECONDS;
-    while (c->n > 0 && (result = c->cuda->cuEventQuery(newest(c))) == CUDA_ERROR_NOT_READY &&
+    while (c->n > 0 && (result = c->cuda->cuEventQuery(c->newest)) == CUDA_ERROR_NOT_READY &&
            gm_seconds() < end) {
         gm_nccl_rest(200000);
     }
     if (result != CUDA_ERROR_NOT_READY && !c->is_untracked) {
-        gm_peers_close(c->peers);
-        gm_peers_free(c->peers, true);
+        if (c->peers) {
+            gm_peers_close(c->peers);
+            gm_peers_free(c->peers, true);
+        }
+        (void)(c->digests ? c->cuda->cuMemFree(c->digests) : CUDA_SUCCESS);
+        (void)(c->host_digests ? c->cuda->cuMemFreeHost(c->host_digests) : CUDA_SUCCESS);
     }
+    (void)(c->newest ? c->cuda->cuEventDestroy(c->newest) : CUDA_SUCCESS);
 }
 
 static void nccl_free(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
-    if (c->has_watcher) {
-        pthread_mutex_lock(&c->lock);
-        c->is_stopping = true;
-        pthread_cond_signal(&c->wake);
-        pthread_mutex_unlock(&c->lock);
-        pthread_join(c->watcher, NULL);
+    trouble t = {0};
+    bool is_here = c->context && gm_nccl_enter(c) == GM_OK;
+    if (is_here && c->has_watcher) {
+        await_flights(c, &t);
+    }
+    stop_watcher(c);
+    if (is_here) {
+        pthread_mutex_lock(&c->handle_lock);
+        if (c->handle) {
+            say_farewell(c, &t);
+        }
+        pthread_mutex_unlock(&c->handle_lock);
+        free_memory(c);
+        gm_nccl_leave(c);
     }
     if (c->context) {
-        if (gm_nccl_enter(c) == GM_OK) {
-            if (c->handle) {
-                say_farewell(c);
-            }
-            if (c->peers) {
-                leave_peers(c);
-            }
-            for (size_t i = 0; i < N_FLIGHTS; i++) {
-                if (c->flights[i].event) {
-                    (void)c->cuda->cuEventDestroy(c->flights[i].event);
-                }
-            }
-            free_agreements(c);
-            gm_nccl_leave(c);
-        }
         (void)c->cuda->cuDevicePrimaryCtxRelease(c->device);
     }
     pthread_cond_destroy(&c->wake);
+    pthread_mutex_destroy(&c->rest);
+    pthread_mutex_destroy(&c->handle_lock);
     pthread_mutex_destroy(&c->lock);
     gm_comm_release(comm);
 }
@@ -534,20 +573,14 @@ static const gm_comm_ops nccl_ops = {
     .free = nccl_free,
 };
 
-static gm_status prepare(nccl_comm *c)
-{
-    GM_TRY(gm_nccl_enter(c));
-    gm_status status = new_agreements(c);
-    gm_nccl_leave(c);
-    return status;
-}
-
 static void init_locks(nccl_comm *c)
 {
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_mutex_init(&c->lock, NULL);
+    pthread_mutex_init(&c->handle_lock, NULL);
+    pthread_mutex_init(&c->rest, NULL);
     pthread_cond_init(&c->wake, &attributes);
     pthread_condattr_destroy(&attributes);
     atomic_init(&c->is_ending, false);
@@ -571,12 +604,14 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     c->nccl = n;
     c->cuda = cuda;
     c->timeout = timeout;
-    c->progress_at = gm_seconds();
     CUresult result = cuda->cuDeviceGet(&c->device, ordinal);
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDeviceGet"));
     result = cuda->cuDevicePrimaryCtxRetain(&c->context, c->device);
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDevicePrimaryCtxRetain"));
-    GM_TRY_GOTO(status, fail, prepare(c));
+    GM_TRY_GOTO(status, fail, gm_nccl_enter(c));
+    status = prepare(c);
+    gm_nccl_leave(c);
+    GM_TRY_GOTO(status, fail, status);
     GM_TRY_GOTO(status, fail, gm_nccl_meet(c, id));
     GM_TRY_GOTO(status, fail, start_watcher(c));
     *out = made;

@@ -38,7 +38,7 @@ void gm_nccl_tell(nccl_comm *c, trouble *t, nccl_result result)
                    words && *words ? ": " : "", words ? words : "");
 }
 
-/* The lock is held.  Waits until NCCL has done on the host what `result` says is in progress. */
+/* Waits until NCCL has done on the host what `result` says is in progress. */
 void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char *what, trouble *t)
 {
     double began = gm_seconds();

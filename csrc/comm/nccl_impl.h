@@ -53,10 +53,9 @@ gm_status gm_nccl(const char *path, const nccl_api **out);
 
 enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
 typedef struct flight {
-    CUevent event; /* belongs to the slot of the ring; NULL until the slot is first used */
     gm_comm_call call;
-    double issued_at;
-    uint32_t round; /* the last of peers.h before it */
+    uint32_t number; /* 1, 2, ...; may wrap */
+    uint32_t round;  /* the last of peers.h before it */
 } flight;
 
 /* What the ranks compare, and the maxima of it. */
@@ -65,8 +64,8 @@ typedef struct digest {
 } digest;
 
 typedef struct agreement {
-    CUevent event;
     bool is_pending;
+    uint32_t number; /* its flight's */
     gm_comm_call call;
     CUdeviceptr data;        /* a digest */
     digest *sent, *received; /* pinned host memory */
@@ -81,23 +80,28 @@ typedef struct nccl_comm {
     double timeout;
     atomic_bool is_ending; /* a failure is recorded: whoever waits under `lock` gives up */
 
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
+    pthread_mutex_t handle_lock;
     nccl_handle handle;
+
+    pthread_mutex_t lock;
     gm_peers *peers;           /* NULL: gathers are NCCL's */
-    bool is_untracked;         /* copies are issued that no flight is behind */
+    bool is_untracked;         /* work is issued that no flight is behind */
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
-    double progress_at;  /* when the oldest flight became the oldest */
+    atomic_uint n_flights; /* the newest one's number */
+    uint32_t *done; /* of the newest that is over; pinned host memory, which the device writes */
+    CUevent newest; /* behind the newest flight */
     CUdeviceptr digests; /* N_AGREEMENTS on the device */
-    void *host_digests;  /* 2 * N_AGREEMENTS, pinned */
+    void *host_digests;  /* 2 * N_AGREEMENTS, pinned; `done` is behind them */
     /* A ring: the oldest pending one is at next_agreement or behind it. */
     agreement agreements[N_AGREEMENTS];
     size_t next_agreement;
     uint64_t agreed_at; /* the collectives before this one are the same on all ranks */
-    bool is_stopping;
     bool has_watcher;
     pthread_t watcher;
+    pthread_mutex_t rest; /* the watcher's: of is_stopping alone */
+    pthread_cond_t wake;
+    bool is_stopping;
 } nccl_comm;
 
 typedef struct trouble {
@@ -113,13 +117,13 @@ void gm_nccl_rest(long nanoseconds);
 /* What NCCL says of a result. */
 void gm_nccl_tell(nccl_comm *c, trouble *t, nccl_result result);
 
-/* In these the lock is held and the context current.  Waits until NCCL has done on the host what `result` says is in
+/* In these the lock of the handle is held and the context current.  Waits until NCCL has done on the host what `result` says is in
  * progress. */
 void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char *what, trouble *t);
 nccl_result gm_nccl_call(nccl_comm *c, const gm_comm_call *call, CUstream stream);
 void gm_nccl_stop(nccl_comm *c);
 
 /* Nothing is under way here; what the others see of this rank is freed once no rank sees another's, in `seconds`. */
-void gm_nccl_part(nccl_comm *c, double seconds);
+gm_status gm_nccl_part(nccl_comm *c, double seconds, trouble *t);
 /* Makes the handle; the ranks are all there when it returns, or it fails after `timeout` seconds. */
 gm_status gm_nccl_meet(nccl_comm *c, const uint8_t *id_bytes);

@@ -11,7 +11,7 @@
 
 static const double REHEARSAL_SECONDS = 10.0; /* at most; the others wait for the timeout */
 
-/* The lock is held, the context current, in all of these. */
+/* The lock of the handle is held, the context current, in all of these. */
 
 /* Until what was issued on the stream is over, or CUDA_ERROR_NOT_READY after `seconds`. */
 static CUresult await(nccl_comm *c, CUstream stream, double seconds)
@@ -67,16 +67,17 @@ static gm_status largest(nccl_comm *c, uint64_t *word, double seconds, trouble *
     return exchange(c, &most, word, sizeof *word, seconds, t);
 }
 
-void gm_nccl_part(nccl_comm *c, double seconds)
+gm_status gm_nccl_part(nccl_comm *c, double seconds, trouble *t)
 {
-    trouble t = {0};
+    gm_status status = GM_OK;
     uint64_t word = 0;
     if (c->peers) {
         gm_peers_close(c->peers);
-        gm_status status = largest(c, &word, seconds, &t);
-        gm_peers_free(c->peers, t.is_there || status != GM_OK);
+        status = largest(c, &word, seconds, t);
+        gm_peers_free(c->peers, t->is_there || status != GM_OK);
         c->peers = NULL;
     }
+    return status;
 }
 
 /* Whether a gather brings what the ranks have shown: a driver may call copies done that an IOMMU has dropped. */
@@ -124,8 +125,7 @@ static gm_status meet_peers(nccl_comm *c, trouble *t)
     for (int i = 0; i < 2 && !t->is_there; i++) { /* all can open them, then all have seen them */
         GM_TRY(largest(c, &is_missing, c->timeout, t));
         if (is_missing && !t->is_there) {
-            gm_nccl_part(c, c->timeout);
-            return GM_OK;
+            return gm_nccl_part(c, c->timeout, t);
         }
         is_missing = i == 0 && !t->is_there && !rehearse(c, cards);
     }
@@ -140,19 +140,19 @@ gm_status gm_nccl_meet(nccl_comm *c, const uint8_t *id_bytes)
         .size = sizeof config, .magic = 0xcafebeef, .version = 21400, .blocking = 0};
     memcpy(id.bytes, id_bytes, sizeof id.bytes);
     GM_TRY(gm_nccl_enter(c));
-    pthread_mutex_lock(&c->lock);
+    pthread_mutex_lock(&c->handle_lock);
     gm_status status = GM_OK;
     nccl_result result = c->nccl->init_rank(&c->handle, c->base.size, id, c->base.rank, &config);
     if (c->handle) {
         gm_nccl_finish(c, result, c->timeout, "meeting the other ranks", &t);
         status = t.is_there ? GM_OK : meet_peers(c, &t);
-        if (t.is_there) {
+        if (t.is_there || status != GM_OK) { /* the others wait for this rank */
             gm_nccl_stop(c);
         }
     } else {
         gm_nccl_tell(c, &t, result);
     }
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&c->handle_lock);
     gm_nccl_leave(c);
     GM_FAIL_IF(t.is_there, GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
                c->base.size, t.why);

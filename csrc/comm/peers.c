@@ -17,7 +17,8 @@
  *   6. A rank's words are zero before another rank has its card.
  *   7. 2 and 3 hold until a rank gives up.  If that ends a wait, or a round is issued behind it, the rank's words from
  *      itself, which nobody waits for, say so first: who looks there after a gather, and finds 0, has read what it was to
- *      read.  A rank that ends when all its rounds were heard spoils nothing, and says nothing. */
+ *      read.  A rank that ends when all its rounds were heard spoils nothing, and says nothing: memory whose process has
+ *      ended is there until those that see it close it, as drivers have it. */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA

@@ -17,8 +17,7 @@ typedef struct gm_peers_card {
 
 enum { GM_PEERS_MOST = 64 }; /* ranks */
 
-/* Under the lock of comm/nccl.c, and with the context of the rank's device; gm_peers_release and gm_peers_lost need no
- * device.
+/* One thread at a time, with the context of the rank's device; gm_peers_release and gm_peers_lost need neither.
  * size: 2 to GM_PEERS_MOST.  On failure, too, *out is to be freed. */
 gm_status gm_peers_new(const gm_cuda_api *cuda, int rank, int size, gm_peers **out);
 gm_peers_card gm_peers_card_of(gm_peers *peers);

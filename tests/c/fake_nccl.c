@@ -26,7 +26,7 @@ static int rank_of(const void *comm)
 
 CUresult cuEventQuery(CUevent event)
 {
-    CHECK(event);
+    CHECK(event && !(fake->is_locked && fake->n_waiting > 0));
     return fake->driver_error     ? (CUresult)atomic_load(&fake->driver_error)
            : fake->is_device_done ? CUDA_SUCCESS
                                   : CUDA_ERROR_NOT_READY;
@@ -50,11 +50,14 @@ CUresult cuEventDestroy(CUevent event)
 /* Memory of the device is host memory, copies are over at once. */
 CUresult cuMemAlloc(CUdeviceptr *out, size_t bytes)
 {
-    static void *last[256]; /* what is kept on purpose is no leak */
+    static void *last[4096]; /* what is kept on purpose is no leak */
     static atomic_size_t n;
     CHECK(depth > 0);
+    if (fake->n_allocs > 0 && atomic_fetch_sub(&fake->n_allocs, 1) == 1) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     void *data = malloc(bytes);
-    __atomic_store_n(&last[n++ % 256], data, __ATOMIC_RELAXED);
+    __atomic_store_n(&last[n++ % 4096], data, __ATOMIC_RELAXED);
     *out = (CUdeviceptr)(uintptr_t)data;
     fake->n_buffers++;
     return CUDA_SUCCESS;
@@ -187,6 +190,47 @@ CUresult cuStreamBatchMemOp(CUstream stream, unsigned n, CUstreamBatchMemOpParam
     return CUDA_SUCCESS;
 }
 
+/* A device that is not done writes later. */
+static pthread_mutex_t later_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct {
+    uint32_t *at;
+    uint32_t value;
+} later[64];
+static size_t n_later;
+
+CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr data, cuuint32_t value, unsigned flags)
+{
+    uint32_t *at = (uint32_t *)(uintptr_t)data;
+    size_t i = 0;
+    (void)stream;
+    CHECK(flags == CU_STREAM_WRITE_VALUE_DEFAULT && depth > 0);
+    pthread_mutex_lock(&later_lock);
+    while (i < n_later && later[i].at != at) {
+        i++;
+    }
+    CHECK(i < sizeof later / sizeof *later);
+    if (fake->is_device_done) {
+        __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    } else {
+        later[i].at = at;
+        later[i].value = value;
+        n_later += i == n_later;
+    }
+    pthread_mutex_unlock(&later_lock);
+    return CUDA_SUCCESS;
+}
+
+void gm_fake_finish(void)
+{
+    pthread_mutex_lock(&later_lock);
+    for (size_t i = 0; i < n_later; i++) {
+        __atomic_store_n(later[i].at, later[i].value, __ATOMIC_RELEASE);
+    }
+    n_later = 0;
+    atomic_store(&fake->is_device_done, 1);
+    pthread_mutex_unlock(&later_lock);
+}
+
 CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr data)
 {
     memcpy(out, &data, sizeof data);
@@ -229,7 +273,9 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 CUresult cuCtxPushCurrent(CUcontext context)
 {
     CHECK(context == (CUcontext)fake);
-    CHECK(fake->kept_out != (unsigned long)pthread_self() || fake->n_waiting == 0);
+    while (fake->kept_out == (unsigned long)pthread_self() && fake->n_waiting > 0) {
+        sched_yield();
+    }
     depth++;
     return CUDA_SUCCESS;
 }
@@ -304,6 +350,9 @@ int ncclCommAbort(void *comm);
 int ncclCommAbort(void *comm)
 {
     CHECK(IS_LIVE(comm));
+    if (!fake->ranks) {
+        gm_fake_finish(); /* its kernels return */
+    }
     fake->n_live--;
     fake->n_aborted++;
     return 0;

@@ -18,7 +18,7 @@ typedef struct gm_fake_ranks {
 typedef struct gm_fake {
     /* set by the test */
     atomic_int version;
-    atomic_int is_device_done; /* events are reached */
+    atomic_int is_device_done; /* events are reached, numbers written; gm_fake_finish sets it */
     atomic_int driver_error;   /* of cuEventQuery */
     atomic_int polls; /* of the asynchronous state that say "in progress" before async_error */
     atomic_int async_error;
@@ -28,6 +28,8 @@ typedef struct gm_fake {
     gm_fake_ranks *ranks;     /* GM_FAKE_RANKS, threads that meet; NULL: one rank alone */
     atomic_bool drops_copies; /* on the device */
     atomic_ulong kept_out;    /* a thread that may not come in while one waits in the driver */
+    atomic_bool is_locked;    /* nobody asks for an event while a thread waits in the driver */
+    atomic_int n_allocs;      /* of the device that succeed before one fails, if it is not 0 */
     atomic_int n_openings;    /* that succeed before one fails, if it is not 0 */
     /* seen */
     atomic_int n_gathers;                      /* of NCCL, between threads */
@@ -40,3 +42,5 @@ typedef struct gm_fake {
     size_t count;
     int dtype, op; /* or the root */
 } gm_fake;
+
+void gm_fake_finish(void);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,22 @@ def test_bits(body: Callable[[int, int], None], size: int, tmp_path: Path) -> No
 # ---- failures ------------------------------------------------------------------------------------
 
 
+def run_ahead(x: torch.Tensor) -> None:
+    """Fills the queue behind a collective, while another thread takes and returns memory: both wait in the driver."""
+
+    def allocate() -> None:
+        torch.cuda.set_device(x.device)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.empty(64 * MIB, device=x.device)
+            torch.cuda.empty_cache()
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    for _ in range(5000):
+        x.add_(1.0)
+    thread.join()
+
+
 def check_rank_that_goes(rank: int, size: int, how: str, word: str) -> tuple[float, str]:
     device = here(rank)
     comm = communicator(device=device, timeout=SHORT)
@@ -142,7 +159,7 @@ def check_rank_that_goes(rank: int, size: int, how: str, word: str) -> tuple[flo
     torch.cuda.synchronize()
     if rank == size - 1 and size > 1:
         match how:
-            case "killed":
+            case "killed" | "killed, the others run ahead":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -154,6 +171,8 @@ def check_rank_that_goes(rank: int, size: int, how: str, word: str) -> tuple[flo
         if size == 1:
             comm.close()
         issue()
+        if how.endswith("run ahead"):
+            run_ahead(x)
         torch.cuda.current_stream().synchronize()  # the watching thread makes it come back
         comm.check()
     comm.close()
@@ -161,7 +180,7 @@ def check_rank_that_goes(rank: int, size: int, how: str, word: str) -> tuple[flo
 
 
 @pytest.mark.parametrize("word", ["all_reduce", "all_gather"])
-@pytest.mark.parametrize("how", ["killed", "stopped", "raised"])
+@pytest.mark.parametrize("how", ["killed", "stopped", "raised", "killed, the others run ahead"])
 def test_rank_that_goes(how: str, word: str, tmp_path: Path) -> None:
     size = min(LARGEST, 3)
     ended = run_ranks(size, tmp_path, check_rank_that_goes, how, word, timeout=200.0)
