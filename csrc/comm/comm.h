@@ -14,7 +14,8 @@
  * of the host at the latest, before bytes that came from other ranks are believed.
  * Failure: the first one stands.  It ends the communicator, here at once and on the other ranks as soon as
  * they notice; every later call gives its text.  A rank that does not come is noticed after `timeout` seconds, on a
- * thread of the communicator where the device is not the host, so a host that waits for its stream wakes up.
+ * thread of the communicator where the device is not the host, so a host that waits for its stream wakes up.  An error
+ * of the own device is noticed by who asks or waits here, and by the others as a rank that does not come.
  * Ranks that do not issue the same collectives: the host's compare what they are at before any byte moves.  NCCL cannot,
  * so what its collectives leave is to be believed only once a gm_comm_agree() behind them is over and gm_comm_check()
  * has no failure, or the ranks have compared gm_comm_calls() by other means.

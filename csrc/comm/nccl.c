@@ -6,16 +6,18 @@
  * with them whoever waits for their stream.
  *
  * Invariants
- *   1. `handle_lock` is held around every call of NCCL that names the handle, and around none of the driver's but while
- *      ranks meet and part: a thread that waits in the driver keeps nobody from aborting.  `lock` is held while flights
- *      and agreements are read or written, and taken before.  Neither is held while a failure is recorded, which aborts.
+ *   1. `handle_lock` is held around every call of NCCL that names the handle, and around no other of the driver's but
+ *      while ranks meet and part: a thread that waits in the driver does not keep others from aborting.  `lock` is held
+ *      while flights and agreements are read or written, and taken before.  Neither is held while a failure is recorded,
+ *      which aborts.
  *   2. Once aborted or destroyed the handle is NULL and never named again.
  *   3. flights[] has the collectives that may still run, oldest first.  A collective waits for the one before it, on
  *      whatever stream, so `done` only grows and says the same of all before; where the ring is full the newest takes
  *      another number.
  *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a long queue is not
- *      a late rank.  Whoever looks at the time asks the driver nothing and waits for no lock: another thread may be in
- *      the driver, with the driver's lock and this one, until what is late ends.
+ *      a late rank.  Whoever looks at the time asks the driver nothing and does not wait for `lock`: another thread may be
+ *      in the driver, with the driver's own lock and this one, until what is late ends.  Errors of the device are for
+ *      those who wait or ask.
  *   5. An agreement is three things in one stream: {hash, ~hash, number, ~number} to the device, their maximum over the
  *      ranks, and that back to the host.  Where the maximum of x is not the complement of the maximum of ~x the ranks
  *      differ, and every rank sees it.  Each has a slot of its own until its flight is over.
@@ -56,20 +58,20 @@ static void nccl_end(gm_comm *comm)
     if (c->peers) { /* whoever has the lock may wait for what waits for this */
         gm_peers_release(c->peers);
     }
+    CUcontext current = NULL;
+    (void)c->cuda->cuCtxGetCurrent(&current); /* the thread's own: the watching one asks no more */
+    bool is_entered = current != c->context && gm_nccl_enter(c) == GM_OK;
     pthread_mutex_lock(&c->handle_lock);
-    if (c->handle && gm_nccl_enter(c) == GM_OK) {
-        gm_nccl_stop(c);
+    gm_nccl_stop(c);
+    pthread_mutex_unlock(&c->handle_lock);
+    if (is_entered) {
         gm_nccl_leave(c);
     }
-    pthread_mutex_unlock(&c->handle_lock);
 }
 
-static bool has_handle(nccl_comm *c)
+static bool is_ending(nccl_comm *c)
 {
-    pthread_mutex_lock(&c->handle_lock);
-    bool is_there = c->handle != NULL;
-    pthread_mutex_unlock(&c->handle_lock);
-    return is_there;
+    return atomic_load(&c->is_ending);
 }
 
 static gm_status report(nccl_comm *c, const trouble *t)
@@ -163,6 +165,9 @@ static gm_status track(nccl_comm *c, const gm_comm_call *call, uint32_t round, C
     f->number = number;
     f->round = is_full ? f->round : round;
     c->n += is_full ? 0 : 1;
+    if (is_over(c, number - 1)) {
+        atomic_store(&c->busy_at, gm_seconds());
+    }
     atomic_store(&c->n_flights, number);
     GM_ASSERT(c->n <= N_FLIGHTS);
     return GM_OK;
@@ -206,6 +211,15 @@ static void look(nccl_comm *c, trouble *t)
     pthread_mutex_unlock(&c->handle_lock);
 }
 
+/* The lock is held, the context current. */
+static void ask_driver(nccl_comm *c, trouble *t)
+{
+    CUresult result = c->n > 0 ? c->cuda->cuEventQuery(c->newest) : CUDA_SUCCESS;
+    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY && !t->is_there) {
+        tell_result(t, &c->flights[c->head].call, result);
+    }
+}
+
 static bool nccl_check(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
@@ -214,14 +228,11 @@ static bool nccl_check(gm_comm *comm)
         return false; /* the caller's next call of the driver fails in the same way */
     }
     pthread_mutex_lock(&c->lock);
-    if (has_handle(c)) {
+    if (!is_ending(c)) {
         look(c, &t);
+        ask_driver(c, &t);
     }
     bool is_under_way = c->n > 0;
-    CUresult result = is_under_way && !t.is_there ? c->cuda->cuEventQuery(c->newest) : CUDA_SUCCESS;
-    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY) {
-        tell_result(&t, &c->flights[c->head].call, result);
-    }
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
     if (t.is_there) {
@@ -234,11 +245,11 @@ static bool nccl_check(gm_comm *comm)
 
 typedef struct progress {
     uint32_t done;
-    double at; /* when something was done last, or nothing was to do */
+    double at; /* when something was seen to be done, or nothing to do */
     int n_kept_out;
 } progress;
 
-static bool is_late(const nccl_comm *c, progress *p)
+static bool is_late(nccl_comm *c, progress *p)
 {
     uint32_t done = __atomic_load_n(c->done, __ATOMIC_ACQUIRE);
     double now = gm_seconds();
@@ -246,22 +257,25 @@ static bool is_late(const nccl_comm *c, progress *p)
         p->done = done;
         p->at = now;
     }
-    return now - p->at > c->timeout;
+    double busy_at = atomic_load(&c->busy_at); /* after n_flights */
+    return now - (busy_at > p->at ? busy_at : p->at) > c->timeout;
 }
 
 /* Invariant 4.  False: there is nothing more to watch. */
 static bool look_once(nccl_comm *c, progress *p, trouble *t)
 {
-    bool has_lock = pthread_mutex_trylock(&c->lock) == 0, is_there = !has_lock || has_handle(c);
+    bool has_lock = pthread_mutex_trylock(&c->lock) == 0, is_there = !is_ending(c);
     p->n_kept_out = has_lock ? 0 : p->n_kept_out + 1;
     if (has_lock && is_there) {
         look(c, t);
     }
     if (is_late(c, p) && !t->is_there && is_there && (has_lock || p->n_kept_out > MOST_KEPT_OUT)) {
         t->is_there = true;
-        (void)snprintf(t->why, sizeof t->why,
-                       "not done after %g s; a rank has not issued it, has stopped or has ended",
-                       c->timeout);
+        (void)snprintf(
+            t->why, sizeof t->why,
+            "not done after %g s; a rank has not issued it, has stopped or has ended, or "
+            "its device has failed",
+            c->timeout);
     }
     if (has_lock) {
         pthread_mutex_unlock(&c->lock);
@@ -289,10 +303,10 @@ static bool rest(nccl_comm *c)
 static void *watch(void *context)
 {
     nccl_comm *c = context;
-    progress p = {.at = gm_seconds()};
     bool is_there = true;
     (void)pthread_setname_np(pthread_self(), "gm-comm");
     (void)c->cuda->cuCtxSetCurrent(c->context);
+    progress p = {.at = gm_seconds()};
     while (is_there && rest(c)) {
         trouble t = {0};
         is_there = look_once(c, &p, &t);
@@ -362,11 +376,12 @@ static void make_room(nccl_comm *c, trouble *t)
         pthread_mutex_unlock(&c->lock);
         gm_nccl_rest(200000);
         pthread_mutex_lock(&c->lock);
-        if (!has_handle(c)) { /* the watcher has found a failure */
+        if (is_ending(c)) { /* the watcher has found a failure */
             t->is_there = true;
             return;
         }
         look(c, &seen);
+        ask_driver(c, &seen);
     }
     if (seen.is_there) {
         seen.call = seen.has_call ? seen.call : t->call;
@@ -404,7 +419,8 @@ static agreement *next_agreement(nccl_comm *c, trouble *t)
         pthread_mutex_unlock(&c->lock);
         gm_nccl_rest(200000);
         pthread_mutex_lock(&c->lock);
-        t->is_there = !has_handle(c); /* the watcher has found a failure */
+        t->is_there = is_ending(c); /* the watcher has found a failure */
+        ask_driver(c, t);
     }
     c->next_agreement = (c->next_agreement + 1) % N_AGREEMENTS;
     return a;
@@ -423,6 +439,7 @@ static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstrea
     on_digest.count = sizeof(digest) / sizeof(uint64_t);
     a->call = *call;
     *a->sent = (digest){call->hash, ~call->hash, call->number, ~call->number};
+    c->is_untracked = true; /* unless all goes well */
     GM_CU(c->cuda->cuMemcpyHtoDAsync(a->data, a->sent, sizeof(digest), stream));
     call_nccl(c, &on_digest, stream, t);
     if (t->is_there) {
@@ -430,6 +447,7 @@ static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstrea
     }
     GM_CU(c->cuda->cuMemcpyDtoHAsync(a->received, a->data, sizeof(digest), stream));
     GM_TRY(track(c, call, rounds(c), stream));
+    c->is_untracked = false;
     a->number = atomic_load(&c->n_flights);
     a->is_pending = true;
     return GM_OK;
@@ -443,12 +461,11 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     gm_status status = GM_OK;
     GM_TRY(gm_nccl_enter(c));
     pthread_mutex_lock(&c->lock);
-    if (!has_handle(c)) { /* the watcher has just found a failure */
+    if (is_ending(c)) { /* the watcher has just found a failure */
         t.is_there = true;
     } else if (call->kind == GM_COMM_AGREE) {
         status = follow(c, cuda_stream);
         status = status == GM_OK ? issue_agreement(c, call, cuda_stream, &t) : status;
-        c->is_untracked |= status != GM_OK;
     } else {
         if (is_copied(c, call)) {
             make_room(c, &t);
@@ -489,8 +506,9 @@ static gm_status nccl_attach(gm_comm *comm, gm_device *dev)
 static void await_flights(nccl_comm *c, trouble *t)
 {
     pthread_mutex_lock(&c->lock);
-    while (has_handle(c) && !t->is_there) {
+    while (!is_ending(c) && !t->is_there) {
         look(c, t);
+        ask_driver(c, t);
         if (c->n == 0) {
             break;
         }

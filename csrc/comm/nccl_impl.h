@@ -78,7 +78,7 @@ typedef struct nccl_comm {
     CUdevice device;
     CUcontext context;
     double timeout;
-    atomic_bool is_ending; /* a failure is recorded: whoever waits under `lock` gives up */
+    atomic_bool is_ending; /* a failure is recorded: whoever waits under a lock gives up */
 
     pthread_mutex_t handle_lock;
     nccl_handle handle;
@@ -88,7 +88,8 @@ typedef struct nccl_comm {
     bool is_untracked;         /* work is issued that no flight is behind */
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
-    atomic_uint n_flights; /* the newest one's number */
+    atomic_uint n_flights;  /* the newest one's number */
+    _Atomic double busy_at; /* when one was issued last while none was under way */
     uint32_t *done; /* of the newest that is over; pinned host memory, which the device writes */
     CUevent newest; /* behind the newest flight */
     CUdeviceptr digests; /* N_AGREEMENTS on the device */

@@ -6,7 +6,7 @@
  * gives up sets them by a plain store, whatever the device, its queues and the driver's locks wait for.
  *
  * Invariants
- *   1. Rounds follow each other on every rank (nccl.c, 6), and all issue the same gathers in one order (comm.h).
+ *   1. Rounds follow each other on every rank (nccl.c, 3), and all issue the same gathers in one order (comm.h).
  *   2. A slot is read for round n only when its rank has written it for round n.
  *   3. Round n uses slot n % N_SLOTS, which are two.  Who says that round n - 1 is written has read all slots of round
  *      n - 2, by 1.  So a rank that has heard it of all others may write its slot for round n.

@@ -132,8 +132,10 @@ static void check_timeout(void)
     int n_aborted = fake->n_aborted;
     gm_comm *comm = meet(0, 2, 1);
     atomic_store(&fake->is_device_done, 0);
+    double began = gm_seconds();
     CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
     await_aborted(n_aborted);
+    CHECK(gm_seconds() - began > 1); /* time runs from when it was issued */
     const char *words = "all_gather number 1 of 2 x 100 bytes, rank 0 of 2: not done after 1 s";
     check_refused(gm_comm_check(comm), GM_ERR_DEVICE, words);
     check_refused(gm_comm_all_gather(comm, at, 5, 0), GM_ERR_DEVICE, words);
@@ -169,6 +171,22 @@ static void check_errors(void)
     check_refused(gm_comm_check(comm), GM_ERR_DEVICE, "cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS");
     atomic_store(&fake->driver_error, 0);
     part(comm);
+
+    for (int i = 0; i < 2; i++) { /* and whoever waits here sees it: for a slot, for the end */
+        comm = meet(0, 2, PATIENT);
+        atomic_store(&fake->is_device_done, 0);
+        for (int k = 0; k < 16; k++) {
+            CHECK_OK(gm_comm_agree(comm, 0));
+        }
+        atomic_store(&fake->driver_error, 700);
+        if (i == 0) {
+            check_refused(gm_comm_agree(comm, 0), GM_ERR_DEVICE, "CUDA_ERROR_ILLEGAL_ADDRESS");
+        }
+        gm_comm_free(comm);
+        CHECK(fake->n_live == 0);
+        fake->n_buffers = 0;
+        atomic_store(&fake->driver_error, 0);
+    }
 }
 
 static void *abort_later(void *comm)
