@@ -80,6 +80,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
                     "the model's: build the optimizer from model.parameters()"
                 )
             if quantized.is_wrapper(parameter):
+                quantized.check(names[id(parameter)], parameter)
                 raise GeminiError(
                     f"param group {number} has {names[id(parameter)]}, a frozen {type(parameter).__name__}: build the "
                     "optimizer from the parameters that are trained"

@@ -18,7 +18,7 @@ _WAY_OUT = (
 
 
 def check_modules(model: nn.Module, device: torch.device, has_weights: bool) -> None:
-    """Refuses scripted modules, and modules whose weights accelerate keeps elsewhere.
+    """Refuses scripted modules, and modules whose weights torch's first FSDP or accelerate keeps elsewhere.
 
     Args:
         device: where the engine computes.
@@ -34,6 +34,11 @@ def check_modules(model: nn.Module, device: torch.device, has_weights: bool) -> 
             raise GeminiError(
                 f"{label} is a {type(module).__name__} (torch.jit.script, trace or load), whose graph reads its "
                 "parameters itself: manage the model before it is scripted, or keep this module outside of it"
+            )
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+            raise GeminiError(
+                f"{label} is a {type(module).__name__}, which has its parameters in memory of its own: manage() shards "
+                "parameters itself; give it the model before it is wrapped, and an optimizer over that"
             )
         for hook in _hooks(getattr(module, "_hf_hook", None)):
             trouble = _trouble(hook, device)

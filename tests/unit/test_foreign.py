@@ -1,4 +1,4 @@
-"""Modules whose weights something else holds: accelerate's offloading, graphs of TorchScript."""
+"""Modules whose weights something else holds: accelerate's offloading, graphs of TorchScript, both FSDPs of torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 import transformers
 from accelerate import hooks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gemini_strategy as gs
+from helpers.ranks import run_ranks, values
 from helpers.reference import assert_same_bits
 
 
@@ -190,3 +192,24 @@ def test_a_module_may_have_such_an_attribute_of_its_own(name: str) -> None:
     engine.optimizer.step()
     engine.close()
     assert getattr(model[2], name) == []
+
+
+def _sharded(rank: int, size: int) -> list[str]:
+    models = [fully_shard(_model())]
+    for how in (False, True):
+        inner = FullyShardedDataParallel(
+            _model(), device_id=torch.device("cpu"), use_orig_params=how
+        )
+        models.append(nn.Sequential(inner))
+    said = []
+    for model in models:
+        with pytest.raises(gs.GeminiError) as error:
+            _manage(model)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_another_library_shards_is_refused(tmp_path: Path) -> None:
+    for said in values(run_ranks(2, tmp_path, _sharded)):
+        assert said[0].startswith("0.weight is a DTensor, a part of a parameter that another")
+        assert all(text.startswith("module '0' is a FullySharded") for text in said[1:])
