@@ -142,3 +142,26 @@ def check_messages(rank: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize("device", BOTH)
 def test_messages(device: str, tmp_path: Path) -> None:
     values(run_ranks(2, tmp_path, check_messages, device))
+
+
+def check_broadcast_of_one_rank(rank: int, size: int, kind: str) -> None:
+    """The root of a broadcast reads: no other rank of its engine has to do anything."""
+    device, group = of_rank(rank, kind)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    engine = gs.manage(model, optimizer, device=device, timeout=SHORT)
+    for _ in range(3):
+        model(torch.randn(4, 64).to(device)).sum().backward()
+        entry = model.state_dict()["0.weight"]
+        sent = entry if rank == 0 else torch.empty_like(entry)
+        dist.broadcast(sent, 0, group=group)
+        assert torch.equal(sent.clone(), entry.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_broadcast_of_one_rank(device: str, tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_broadcast_of_one_rank, device))
