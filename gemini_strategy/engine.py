@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -60,11 +61,11 @@ class Engine(Uncopied):
         self.meter = runtime.meter
         runtime.engine = self
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # A runtime and its slots, units and hooks refer to each other: without this, a closed and dropped model would
-        # keep its memory until Python next looks for cycles.
+        # keep its memory until Python next looks for cycles. When the interpreter ends, functions may be gone.
         runtime = self.__dict__.get("_runtime")  # none if an interrupt came before
-        if runtime is not None and runtime.closed:
+        if runtime is not None and not is_ending() and runtime.closed:
             close.forget(runtime)
 
     @property

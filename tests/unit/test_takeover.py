@@ -914,6 +914,7 @@ def test_weights_outlive_a_dropped_engine() -> None:
 
 ENDINGS = {
     "return": "",
+    "close": "engine.close()",
     "exit": "import sys; sys.exit(0)",
     "exception": "raise KeyError('mine')",
     "fork": "import os\npid = os.fork()\nif pid == 0:\n    os._exit(0)\n"
@@ -938,7 +939,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_interpreter_exit(ending: str, endings: dict[str, Any]) -> None:
-    """No crash, no hang and no noise when the interpreter ends with an engine alive."""
+    """No crash, no hang and no noise when the interpreter ends with an engine alive, or a closed one."""
     done = endings[ending]
     if ending == "exception":
         assert done.returncode == 1 and done.stderr.strip().endswith("KeyError: 'mine'")
