@@ -77,7 +77,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             if id(parameter) not in names:
                 raise GeminiError(
                     f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "the model's: build the optimizer from model.parameters()"
+                    "the model's: manage one module that has both (nn.ModuleList), or give it another optimizer"
                 )
             if quantized.is_wrapper(parameter):
                 quantized.check(names[id(parameter)], parameter)
