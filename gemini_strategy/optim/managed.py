@@ -77,7 +77,8 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             if id(parameter) not in names:
                 raise GeminiError(
                     f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "the model's: manage one module that has both (nn.ModuleList), or give it another optimizer"
+                    "the model's: build the optimizer from model.parameters(); where it is the loss's own, manage one "
+                    "module that has both (nn.ModuleList), or give it another optimizer"
                 )
             if quantized.is_wrapper(parameter):
                 quantized.check(names[id(parameter)], parameter)
