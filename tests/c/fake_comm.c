@@ -9,8 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "comm/comm.h"
-#include "comm/peers.h"
+#include "comm/nccl_impl.h"
 #include "fake_nccl.h"
 
 static gm_fake *fake;
@@ -617,7 +616,11 @@ static void *be_locked(void *argument)
 {
     int rank = (int)(intptr_t)argument;
     char bytes[N_RANKS];
-    gm_comm *comm = meet(rank, N_RANKS, 0.5);
+    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
+    nccl_comm *c = (nccl_comm *)comm;
+    pthread_mutex_lock(&c->rest); /* the watching thread does not look */
+    c->timeout = 0.5;
+    pthread_mutex_unlock(&c->rest);
     pthread_barrier_wait(&meeting);
     pthread_barrier_wait(&meeting);
     CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0));
