@@ -77,6 +77,7 @@ static void check_full_device(void)
     gm_comm *comm;
     CHECK_OK(gm_comm_nccl_id(NULL, id));
     for (int n = 1; n <= 5; n++) {
+        int n_aborted = fake->n_aborted;
         fake->n_allocs = n;
         gm_status status = gm_comm_nccl_new(NULL, 0, id, 0, 2, PATIENT, &comm);
         CHECK(fake->n_allocs == 0 && (status == GM_OK) == (n == 2));
@@ -85,6 +86,7 @@ static void check_full_device(void)
             part(comm);
         } else {
             check_refused(status, GM_ERR_NOMEM, "cuMemAlloc");
+            CHECK(fake->n_aborted == n_aborted + (n > 1)); /* others who meet are told */
         }
         CHECK(!fake->n_live && !fake->n_contexts && !fake->n_events && fake->n_buffers <= 1);
         fake->n_buffers = 0; /* what others might see stays */
@@ -131,10 +133,8 @@ static void check_timeout(void)
     int n_aborted = fake->n_aborted;
     gm_comm *comm = meet(0, 2, 1);
     atomic_store(&fake->is_device_done, 0);
-    double began = gm_seconds();
     CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
     await_aborted(n_aborted);
-    CHECK(gm_seconds() - began > 1); /* time runs from when it was issued */
     const char *words = "all_gather number 1 of 2 x 100 bytes, rank 0 of 2: not done after 1 s";
     check_refused(gm_comm_check(comm), GM_ERR_DEVICE, words);
     check_refused(gm_comm_all_gather(comm, at, 5, 0), GM_ERR_DEVICE, words);
@@ -146,6 +146,22 @@ static void check_timeout(void)
     CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
     part(comm);
     CHECK(fake->n_aborted == n_aborted + 2);
+}
+
+/* Time runs from when a collective was issued, and not from when the thread looked last. */
+static void check_not_early(void)
+{
+    for (unsigned i = 0; i < 10; i++) {
+        int n_aborted = fake->n_aborted;
+        gm_comm *comm = meet(0, 2, 0.2);
+        atomic_store(&fake->is_device_done, 0);
+        usleep(150000 + 10000 * i);
+        double began = gm_seconds();
+        CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
+        await_aborted(n_aborted);
+        CHECK(gm_seconds() - began > 0.2);
+        part(comm);
+    }
 }
 
 static void check_errors(void)
@@ -689,6 +705,7 @@ int main(void)
     check_full_device();
     check_calls();
     check_timeout();
+    check_not_early();
     check_errors();
     check_issue();
     check_agreement();
