@@ -119,7 +119,6 @@ _private("torch.nn.Module._call_impl")
 BatchNormBase: Any = _private("torch.nn.modules.batchnorm._NormBase")
 wait_tensor = _private("torch.ops._c10d_functional.wait_tensor")
 unbox_work = _private("torch.distributed.Work.unbox")
-unbox_group = _private("torch.distributed.ProcessGroup.unbox")
 set_process_group_timeout = _private("torch.distributed.distributed_c10d._set_pg_timeout")
 
 # Of a function: its calls are not traced. torch.compiler.disable does the same, and imports the compiler at once.

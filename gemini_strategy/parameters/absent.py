@@ -304,7 +304,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]
     """id() of the tensors that the operation may write; None: of any."""
     schema = op._schema
     namespace = schema.name.split("::")[0]
-    if collectives.only_reads(schema.name, args):
+    if collectives.only_reads(schema.name):
         return set()
     if namespace not in _TOLD or schema.name in _WRITES_UNSAID:
         return None

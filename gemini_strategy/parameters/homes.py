@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, order
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -99,7 +99,8 @@ class Field(SlotHome):
 class Entry(Field):
     """An entry of a state dict: memory on the host that follows a field, and that the field follows.
 
-    One of several ranks cannot read a field alone: there an entry ends when the field changes.
+    One of several ranks cannot read a field alone: there an entry ends when the field changes. Nor can it write one
+    alone: bytes that are what they were are not written, as those that the root of a broadcast sends.
     """
 
     memory: torch.Tensor
@@ -108,27 +109,36 @@ class Entry(Field):
         super().__init__(slot, key)
         self.memory = memory
         self._seen = slot.changes(key)
+        self._before: torch.Tensor | None = None  # of several ranks: while it is written
         slot.given.entries.add(self)
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self._slot()
-        if slot is None or slot.changes(self.key) == self._seen:
+        if slot is None:
             return self.memory
-        if slot.engine.ranks.shard.size > 1:
-            raise GuardError(
-                f"{self.name}: this entry of a state dict shows the weight as it was, and the weight has changed "
-                "since: several ranks have it in parts, and an entry cannot follow it. Clone what you keep when you "
-                "take it, or call model.state_dict() again on every rank"
-            )
-        self.memory.copy_(super().open(is_written))
-        self._seen = slot.changes(self.key)
+        if slot.changes(self.key) != self._seen:
+            if slot.engine.ranks.shard.size > 1:
+                raise GuardError(
+                    f"{self.name}: this entry of a state dict shows the weight as it was, and the weight has changed "
+                    "since: several ranks have it in parts, and an entry cannot follow it. Clone what you keep when "
+                    "you take it, or call model.state_dict() again on every rank"
+                )
+            self.memory.copy_(super().open(is_written))
+            self._seen = slot.changes(self.key)
+        keeps = is_written and slot.engine.ranks.size > 1
+        self._before = self.memory.clone() if keeps else None
         return self.memory
 
     def write(self, values: torch.Tensor) -> None:
-        slot = self._slot()
-        if slot is not None:
-            super().write(values)
-            self._seen = slot.changes(self.key)
+        slot, before, self._before = self._slot(), self._before, None
+        if slot is None:
+            return
+        if before is not None:
+            now, then = (order.flat(t).view(torch.uint8) for t in (values, before))
+            if torch.equal(now, then):
+                return
+        super().write(values)
+        self._seen = slot.changes(self.key)
 
     def replace(self, shown: torch.Tensor, value: torch.Tensor) -> None:
         if self.key in STATES:  # in torch it is the very tensor of optimizer.state

@@ -145,7 +145,7 @@ def test_messages(device: str, tmp_path: Path) -> None:
 
 
 def check_broadcast_of_one_rank(rank: int, size: int, kind: str) -> None:
-    """The root of a broadcast reads: no other rank of its engine has to do anything."""
+    """The root of a broadcast sends an entry of a state dict alone: its bytes stay what they are."""
     device, group = of_rank(rank, kind)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
@@ -165,3 +165,36 @@ def check_broadcast_of_one_rank(rank: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize("device", BOTH)
 def test_broadcast_of_one_rank(device: str, tmp_path: Path) -> None:
     values(run_ranks(2, tmp_path, check_broadcast_of_one_rank, device))
+
+
+def check_broadcast_of_all_ranks(rank: int, size: int, kind: str, root: int) -> None:
+    """Ranks that share the engine broadcast what all of them have: nothing changes, on the root and elsewhere."""
+    device, group = of_rank(rank, kind)
+
+    def trained(broadcasts: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        engine = gs.manage(model, optimizer, device=device, timeout=SHORT)
+        for number in range(3):
+            model(torch.randn(4, 64).to(device)).sum().backward()
+            moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()] if number else []
+            entries = model.state_dict().values()
+            for p in model.parameters() if broadcasts else ():
+                dist.broadcast(p.grad, root, group=group)
+                dist.broadcast(p.detach(), root, group=group, async_op=True).wait()
+            for value in (*moments, *entries) if broadcasts else ():
+                dist.broadcast(value, root, group=group)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for got, want in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast_of_all_ranks(root: int, device: str, tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_broadcast_of_all_ranks, device, root))
