@@ -25,7 +25,7 @@ from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import Wanted, save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters import gate, masters, quantized
+from gemini_strategy.parameters import gate, masters, order, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import chunks, tables
 from gemini_strategy.report import timeline as timelines
@@ -174,8 +174,7 @@ class Engine(Uncopied):
         values = slot.read_master()
         before = values.clone()
         yield values
-        now, then = (t.reshape(-1).view(torch.uint8) for t in (values, before))
-        if not torch.equal(now, then):
+        if not order.same_bytes(values, before):
             slot.write_master(values)
 
     @contextlib.contextmanager

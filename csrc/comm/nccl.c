@@ -23,7 +23,8 @@
  *      differ, and every rank sees it.  Each has a slot of its own until its flight is over.
  *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing.
  *   7. The host does not wait in the driver for a queue that is full of copies' words, where the stream has little else:
- *      it waits here while too many rounds are under way, so that an error can name the collective. */
+ *      it waits here while too many rounds are under way, so that an error can name the collective.  Words of rounds
+ *      count on it, too (peers.c, 5). */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 

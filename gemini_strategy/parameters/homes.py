@@ -133,12 +133,9 @@ class Entry(Field):
         slot, before, self._before = self._slot(), self._before, None
         if slot is None:
             return
-        if before is not None:
-            now, then = (order.flat(t).view(torch.uint8) for t in (values, before))
-            if torch.equal(now, then):
-                return
-        super().write(values)
-        self._seen = slot.changes(self.key)
+        if before is None or not order.same_bytes(values, before):
+            super().write(values)
+            self._seen = slot.changes(self.key)
 
     def replace(self, shown: torch.Tensor, value: torch.Tensor) -> None:
         if self.key in STATES:  # in torch it is the very tensor of optimizer.state

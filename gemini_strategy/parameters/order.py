@@ -44,3 +44,8 @@ def ordered(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 def flat(values: torch.Tensor) -> torch.Tensor:
     """A view of a dense tensor's elements as they lie in memory."""
     return values.as_strided((values.numel(),), (1,))
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors of one dtype, shape and order are equal to the bit."""
+    return torch.equal(flat(a).view(torch.uint8), flat(b).view(torch.uint8))

@@ -31,14 +31,19 @@ def of_rank(rank: int, device: str) -> tuple[torch.device, Any]:
     return torch.device("cuda", rank), dist.new_group(backend="cpu:gloo,cuda:nccl")
 
 
+def managed(device: Any, mesh: Any = None) -> tuple[nn.Sequential, gs.HybridAdam, gs.Engine]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    engine = gs.manage(model, optimizer, device=device, mesh=mesh, timeout=SHORT)
+    return model, optimizer, engine
+
+
 def reduced(rank: int, size: int, kind: str, reduce: Callable[[Tensor, Any], None]) -> list[Tensor]:
     """What an engine of each rank alone makes of gradients, moments and entries that the loop itself sums."""
     device, group = of_rank(rank, kind)
     own = [dist.new_group([each]) for each in range(size)][rank]
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
-    engine = gs.manage(model, optimizer, device=device, mesh=own, timeout=SHORT)
+    model, optimizer, engine = managed(device, mesh=own)
     weight = model[0].weight
     seen: list[Tensor] = []
 
@@ -94,10 +99,7 @@ def test_sums(name: str, device: str, tmp_path: Path) -> None:
 def check_gradients_of_one_engine(rank: int, size: int, kind: str) -> None:
     """Where ranks share the engine, the sum of equal gradients is their multiple."""
     device, group = of_rank(rank, kind)
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
-    engine = gs.manage(model, optimizer, device=device, timeout=SHORT)
+    model, optimizer, engine = managed(device)
     model(torch.randn(4, 64).to(device)).sum().backward()
     for p in model.parameters():
         want = p.grad.clone() * size
@@ -147,10 +149,7 @@ def test_messages(device: str, tmp_path: Path) -> None:
 def check_broadcast_of_one_rank(rank: int, size: int, kind: str) -> None:
     """The root of a broadcast sends an entry of a state dict alone: its bytes stay what they are."""
     device, group = of_rank(rank, kind)
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
-    engine = gs.manage(model, optimizer, device=device, timeout=SHORT)
+    model, optimizer, engine = managed(device)
     for _ in range(3):
         model(torch.randn(4, 64).to(device)).sum().backward()
         entry = model.state_dict()["0.weight"]
@@ -172,10 +171,7 @@ def check_broadcast_of_all_ranks(rank: int, size: int, kind: str, root: int) -> 
     device, group = of_rank(rank, kind)
 
     def trained(broadcasts: bool) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
-        engine = gs.manage(model, optimizer, device=device, timeout=SHORT)
+        model, optimizer, engine = managed(device)
         for number in range(3):
             model(torch.randn(4, 64).to(device)).sum().backward()
             moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()] if number else []

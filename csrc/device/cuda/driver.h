@@ -20,7 +20,7 @@
     X(cuMemcpyDtoDAsync) X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload)                \
     X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuEventElapsedTime)           \
     X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemHostGetDevicePointer) X(cuCtxSynchronize)          \
-    X(cuStreamBatchMemOp) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle) \
+    X(cuStreamBatchMemOp) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle)      \
     X(cuStreamWriteValue32)
 /* clang-format on */
 
