@@ -274,7 +274,7 @@ class Runtime(Uncopied, Reporting):
             if not self.takes_thawed:
                 raise GeminiError(
                     f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
-                    "engine.close(), set requires_grad, and manage() again"
+                    f"{managed.closing(self)}, set requires_grad, and manage() again"
                 )
             self.thaw(slot)
 
@@ -446,7 +446,7 @@ class Runtime(Uncopied, Reporting):
             elif slot.has_grad_home:
                 raise GeminiError(
                     f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
-                    "engine.close() and manage() again"
+                    f"{managed.closing(self)} and manage() again"
                 )
 
     def _to_step(self) -> list[Slot]:
@@ -642,8 +642,8 @@ class Runtime(Uncopied, Reporting):
             if getattr(parameter, "_gm_slot", None) is None and parameter.grad is not None:
                 raise GeminiError(
                     f"optimizer step: {name} has a gradient, and nothing that is managed has one: it was added after "
-                    "manage() (an adapter, a new head), and this engine does not train it: engine.close(), make the "
-                    "optimizer over what is trained now, and manage() the model again"
+                    f"manage() (an adapter, a new head), and this engine does not train it: {managed.closing(self)}, "
+                    "make the optimizer over what is trained now, and manage() the model again"
                 )
 
     def _run_step(self, updates: list[tuple[Any, ...]], is_late: bool, taken: list[None]) -> None:

@@ -232,6 +232,12 @@ def no_place(slot: Slot) -> str:
     return f"was {which} when the model was managed, and has no place for its states"
 
 
+def closing(engine: Runtime) -> str:
+    """The call that closes an engine where another is to go on, to the bit."""
+    is_rounded = engine.precision is not None and any(slot.has_low for slot in engine.slots)
+    return f"engine.close({'dtype=torch.float32' if is_rounded else ''})"
+
+
 def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
     """Refuses parameters for whose states the engine has no place."""
     for option in _REFUSED_OPTIONS:
@@ -250,8 +256,8 @@ def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
         if slot is not None and slot.engine is engine:
             what = f"{slot.name} {no_place(slot)}"
         raise GeminiError(
-            f"add_param_group on a managed optimizer: {what}; engine.close(), add the group, and manage() again "
-            "(parameters that were in a group then may leave it and be added again)"
+            f"add_param_group on a managed optimizer: {what}; {closing(engine)}, add the group, and manage() "
+            "again (parameters that were in a group then may leave it and be added again)"
         )
 
 

@@ -207,3 +207,44 @@ def test_an_entry_that_is_put_back_is_not_new(how: str, between: str) -> None:
         for key, value in want[1].state[its].items():
             assert torch.equal(pair[1].state[mine][key], value), key
     engine.close()
+
+
+def _unfrozen_midway(is_managed: bool) -> list[torch.Tensor]:
+    """Trains the head in bf16, then all; where it is managed, by the way that the refusal names."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    model[0].requires_grad_(False)
+    kind = torch.optim.AdamW if is_managed else gs.HybridAdam
+    optimizer = kind(model[2].parameters(), lr=1e-2, weight_decay=0.01)
+    how: dict[str, Any] = {"precision": "bf16-true", "device": "cpu"}
+    engine = gs.manage(model, optimizer, **how) if is_managed else None
+    if not is_managed:
+        gs.cast_model_(model, "bf16-true")
+
+    def train() -> None:
+        for seed in range(4):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    group = {"params": list(model[0].parameters())}
+    if engine is not None:
+        way = r"engine\.close\(dtype=torch\.float32\), .* manage\(\) again"
+        with pytest.raises(gs.GeminiError, match=way):
+            model[0].requires_grad_(True)
+        with pytest.raises(gs.GeminiError, match=way):
+            optimizer.add_param_group(dict(group))
+        engine.close(dtype=torch.float32)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group(group)
+    if is_managed:
+        engine = gs.manage(model, optimizer, **how)
+    train()
+    return list(model.state_dict().values())
+
+
+def test_the_way_out_of_a_refusal_loses_no_master() -> None:
+    for ours, plain in zip(_unfrozen_midway(True), _unfrozen_midway(False), strict=True):
+        assert torch.equal(ours, plain)
