@@ -61,7 +61,7 @@ def check(name: str, parameter: torch.Tensor) -> None:
     if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
         raise GeminiError(
             f"{name} is a DTensor, a part of a parameter that another library shards: manage() shards parameters "
-            "itself; give it the model before fully_shard() or parallelize_module()"
+            "itself; use neither fully_shard() nor parallelize_module(), before it or after"
         )
     if is_wrapper(parameter) and parameter.requires_grad:
         raise GeminiError(

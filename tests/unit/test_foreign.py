@@ -212,4 +212,6 @@ def _sharded(rank: int, size: int) -> list[str]:
 def test_what_another_library_shards_is_refused(tmp_path: Path) -> None:
     for said in values(run_ranks(2, tmp_path, _sharded)):
         assert said[0].startswith("0.weight is a DTensor, a part of a parameter that another")
+        # Sharded after manage() the model would have parameters that the engine does not know.
+        assert said[0].endswith("parallelize_module(), before it or after")
         assert all(text.startswith("module '0' is a FullySharded") for text in said[1:])
