@@ -518,6 +518,14 @@ def _loop_door(original: Any) -> Any:
     return method
 
 
+def _scatter_door(original: Any) -> Any:
+    """The dispatcher does not look into lists of lists, and gloo and NCCL take an address of what is scattered."""
+    read = functools.partial(tree_map, lambda v: v.detach().clone() if is_absent(v) else v)
+    return functools.wraps(original)(
+        lambda self, *args, **kwargs: original(self, *args[:1], *map(read, args[1:]), **kwargs)
+    )
+
+
 def _data_door(original: Any) -> Any:
     """The attribute that replaces a tensor's memory. What shows a field goes on to show it."""
 
@@ -605,6 +613,7 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.Tensor, "data", _data_door),
     *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
     *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
+    (torch.distributed.ProcessGroup, "scatter", _scatter_door),
     (torch.nn.Parameter, "__new__", _parameter_door),
     (torch.utils.dlpack, "to_dlpack", _dlpack_door),
     (torch, "to_dlpack", _dlpack_door),

@@ -146,6 +146,31 @@ def test_messages(device: str, tmp_path: Path) -> None:
     values(run_ranks(2, tmp_path, check_messages, device))
 
 
+def check_scatter(rank: int, size: int, kind: str) -> None:
+    """It takes a list of lists, into which the dispatcher does not look."""
+    device, group = of_rank(rank, kind)
+    own = [dist.new_group([each]) for each in range(size)][rank]
+    model, optimizer, engine = managed(device, mesh=own)
+    for _ in range(2):
+        model(torch.randn(4, 64).to(device)).sum().backward()
+        optimizer.step()
+    weight = model[0].weight
+    state, entry = optimizer.state[weight]["exp_avg"], model.state_dict()["0.weight"]
+    for value in (weight, weight.grad, state, entry.to(device)):
+        want = value.detach().clone()
+        dist.broadcast(want, 0, group=group)
+        for parts in ([value, value], list(value.detach().chunk(2))):
+            received = torch.zeros(parts[0].shape, device=device)
+            dist.scatter(received, parts if rank == 0 else None, src=0, group=group)
+            assert torch.equal(received, want if parts[0] is value else want.chunk(2)[rank])
+    engine.close()
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_scatter(device: str, tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_scatter, device))
+
+
 def check_broadcast_of_one_rank(rank: int, size: int, kind: str) -> None:
     """The root of a broadcast sends an entry of a state dict alone: its bytes stay what they are."""
     device, group = of_rank(rank, kind)
