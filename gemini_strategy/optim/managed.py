@@ -26,6 +26,7 @@ from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS
 from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.report.progress import Done, nothing
 
 if TYPE_CHECKING:
@@ -234,8 +235,14 @@ def no_place(slot: Slot) -> str:
 
 def closing(engine: Runtime) -> str:
     """The call that closes an engine where another is to go on, to the bit."""
-    is_rounded = engine.precision is not None and any(slot.has_low for slot in engine.slots)
-    return f"engine.close({'dtype=torch.float32' if is_rounded else ''})"
+    if not any(slot.has_low for slot in engine.slots):
+        return "engine.close()"
+    if engine.precision is not None:
+        return "engine.close(dtype=torch.float32)"
+    dtypes = weight_dtypes(engine.model, "bf16-true")
+    if any(slot.dtype is not dtypes.get(slot.parameter, slot.dtype) for slot in engine.slots):
+        return "engine.close()"  # no precision has these dtypes
+    return 'engine.close(dtype=torch.float32) (its precision is "bf16-true" from then on)'
 
 
 def _check_group(engine: Runtime, group: dict[str, Any]) -> None:

@@ -209,17 +209,17 @@ def test_an_entry_that_is_put_back_is_not_new(how: str, between: str) -> None:
     engine.close()
 
 
-def _unfrozen_midway(is_managed: bool) -> list[torch.Tensor]:
+def _unfrozen_midway(is_managed: bool, precision: str | None) -> list[torch.Tensor]:
     """Trains the head in bf16, then all; where it is managed, by the way that the refusal names."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     model[0].requires_grad_(False)
     kind = torch.optim.AdamW if is_managed else gs.HybridAdam
     optimizer = kind(model[2].parameters(), lr=1e-2, weight_decay=0.01)
-    how: dict[str, Any] = {"precision": "bf16-true", "device": "cpu"}
-    engine = gs.manage(model, optimizer, **how) if is_managed else None
-    if not is_managed:
+    if precision is None or not is_managed:
         gs.cast_model_(model, "bf16-true")
+    how: dict[str, Any] = {"precision": precision, "device": "cpu"}
+    engine = gs.manage(model, optimizer, **how) if is_managed else None
 
     def train() -> None:
         for seed in range(4):
@@ -231,7 +231,8 @@ def _unfrozen_midway(is_managed: bool) -> list[torch.Tensor]:
     train()
     group = {"params": list(model[0].parameters())}
     if engine is not None:
-        way = r"engine\.close\(dtype=torch\.float32\), .* manage\(\) again"
+        named = "" if precision else r' \(its precision is "bf16-true" from then on\)'
+        way = rf"engine\.close\(dtype=torch\.float32\){named}, .* manage\(\) again"
         with pytest.raises(gs.GeminiError, match=way):
             model[0].requires_grad_(True)
         with pytest.raises(gs.GeminiError, match=way):
@@ -240,11 +241,13 @@ def _unfrozen_midway(is_managed: bool) -> list[torch.Tensor]:
     model[0].requires_grad_(True)
     optimizer.add_param_group(group)
     if is_managed:
-        engine = gs.manage(model, optimizer, **how)
+        engine = gs.manage(model, optimizer, device="cpu", precision="bf16-true")
     train()
     return list(model.state_dict().values())
 
 
-def test_the_way_out_of_a_refusal_loses_no_master() -> None:
-    for ours, plain in zip(_unfrozen_midway(True), _unfrozen_midway(False), strict=True):
-        assert torch.equal(ours, plain)
+@pytest.mark.parametrize("precision", ["bf16-true", None])
+def test_the_way_out_of_a_refusal_loses_no_master(precision: str | None) -> None:
+    plain = _unfrozen_midway(False, precision)
+    for ours, reference in zip(_unfrozen_midway(True, precision), plain, strict=True):
+        assert torch.equal(ours, reference)
