@@ -83,8 +83,8 @@ def execute(arguments: argparse.Namespace) -> int:
             ranks=arguments.ranks,
             sweep=sweep,
         )
+        print(result, flush=True)
     except (GeminiError, ValueError, OSError) as error:
         print(f"gemini-strategy estimate: {error}", file=sys.stderr)
         return 2
-    print(result)
     return 0 if result.fits else 1

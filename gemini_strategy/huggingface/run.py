@@ -38,10 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print what is planned, and at the end what was measured beside it",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT names a module")
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="a program that trains with Trainer, trl or accelerate"
+    parser.add_argument(  # one argument, whose words stay as they are: two lose a "--" between them
+        "script",
+        metavar="SCRIPT",
+        nargs=argparse.PARSER,
+        help="a program that trains with Trainer, trl or accelerate, and its arguments",
     )
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -59,22 +61,25 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         sys.exit(f"gemini-strategy run: {error}")
-    if not arguments.is_module and not Path(arguments.script).exists():
-        sys.exit(f"gemini-strategy run: there is no {arguments.script}")
+    words = arguments.script[arguments.script[0] == "--" :]
+    script = words[0]
+    if not arguments.is_module and not (Path(script).is_file() or Path(script).is_dir()):
+        sys.exit(f"gemini-strategy run: there is no file {script}")  # a pipe cannot be read twice
     use(plugin)
     install()
-    sys.argv = [arguments.script, *arguments.arguments]
+    sys.argv = words
     try:
         if arguments.is_module:
             sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(arguments.script).resolve().parent)
-            runpy.run_path(arguments.script, run_name="__main__")
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(str(Path(script).absolute()), run_name="__main__")
     except SystemExit:
-        _tell(arguments.script)
+        _tell(script)
         raise
-    _tell(arguments.script)
+    _tell(script)
     return 0
 
 

@@ -172,18 +172,21 @@ def test_a_model_from_a_folder_stays_there_until_it_is_managed(
 def test_a_script_that_meets_nothing_is_told(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "beside.py").write_text("value = 3")
     (tmp_path / "train.py").write_text(
-        "import sys, beside; print(sys.argv[1:], beside.value, __name__)"
+        "import sys, beside; print(sys.argv[1:], beside.value, __name__, __file__)"
     )
-    done = fork(forks, tmp_path, *RUN, str(tmp_path / "train.py"), "--lr", "1", "--device-budget")
-    assert done.stdout == "['--lr', '1', '--device-budget'] 3 __main__\n"
+    words = ["--", "--lr", "1", "--device-budget"]
+    done = fork(forks, tmp_path, *RUN, "train.py", *words)
+    assert done.stdout == f"{words} 3 __main__ {tmp_path / 'train.py'}\n"
     assert "gave no model to a Trainer" in done.stderr
 
 
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"device_budget='many'"):
         cli.main(["run", "--device-budget", "many", __file__])
-    with pytest.raises(SystemExit, match="there is no no-such-file.py"):
+    with pytest.raises(SystemExit, match="there is no file no-such-file.py"):
         cli.main(["run", "no-such-file.py"])
+    with pytest.raises(SystemExit, match="there is no file /dev/null"):  # nor in a pipe
+        cli.main(["run", "/dev/null"])
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])
     assert "--device-budget" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -438,6 +439,10 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for said in ("LlamaForCausalLM", "rtx4090", "device peak", "host peak", "tokens/s", "binds"):
         assert said in text
     assert "missing" in text  # 1 GB has no room for what the driver takes
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(OSError), full, contextlib.redirect_stdout(full):
+        assert cli.main(words) == 2  # 1 says that it does not fit
+    assert "No space left" in capsys.readouterr().err
     assert cli.main([*words, "--device-budget", "500MB"]) == 1
     assert "way out" in capsys.readouterr().out
     assert cli.main([*words, "--lora", "4"]) == 0
