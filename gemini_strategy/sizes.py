@@ -52,7 +52,7 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
             meant = f': did you mean "{size:g}GB"?' if size > 1.0 else ""
             raise ValueError(f"{hint}; got {size!r}{meant}")
         size = int(size * total)
-    if size <= 0:
+    if not 0 < size < 1 << 63:
         raise ValueError(f"{hint}; got {size} bytes")
     if size < _LEAST_BUDGET and name.endswith("budget"):
         raise ValueError(f'{hint}; {given!r} is {size} bytes: did you mean "{size}GB"?')

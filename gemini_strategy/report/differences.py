@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FAR = 0.1  # of the forecast; for a share, of the step
+_LITTLE = 0.01  # of the step: no rate can be told from it
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def _rate(found: Compared, key: str) -> str:
 def _host_adam(found: Compared, key: str) -> str:
     if not found.ratio(key):
         return "nothing was updated on the host in the steps that were measured"
+    if found.measured[key] < _LITTLE * found.measured.get("step_seconds", 0.0):
+        return "of so little of the step much is calls and the waking of threads, and no arithmetic"
     share = f"Adam ran at {100 / found.ratio(key):.0f} % of the speed that the plan counts on"
     if found.ratio(key) < 1:
         return f"{share}: less ran beside it"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gemini_strategy.report.differences import Compared, reasons
-from gemini_strategy.report.verdict import sentence, verdict
+from gemini_strategy.report.verdict import MANY, sentence, verdict
 
 _NAN = float("nan")
 _STEPS = 32  # the last ones, of which figures are medians
@@ -457,7 +457,8 @@ def result_rows(
             if key == "stall_percent":  # a share: points, not percent of percent
                 difference = f"{now - was:+.1f} points"
             elif was:
-                difference = f"{100 * (now / was - 1):+.1f} %"
+                over = now / was - 1
+                difference = f"{100 * over:+.1f} %" if over < MANY else f"{over + 1:,.0f} x"
         rows.append((name, text(was), text(now), difference))
     if plan is not None and plan["bound_seconds"] and _is_known(stats.get("step_seconds")):
         bound = plan["bound_seconds"]

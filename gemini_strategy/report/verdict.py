@@ -23,6 +23,7 @@ _ADVICE = {
 }
 _MIXED = "a larger device_budget (less is copied and updated while compute waits), or more tokens in a step"
 _FREE = 0.05  # of a step over compute: less is no reason to change anything
+MANY = 9.0  # of what was planned, beyond it: from here on nobody reads percent
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def sentence(plan: Mapping[str, Any]) -> str:
     if found.is_compute:
         return f"compute binds: {found.advice}"
     over = f"the step is {100 * found.over_compute:.0f} % longer than compute alone"
+    if found.over_compute >= MANY:
+        over = f"the step takes {found.over_compute + 1:,.0f} times as long as compute alone"
     if found.is_mixed:
         return f"nothing takes longer than compute, but {over}; what helps: {found.advice}"
     return f"{found.binds}, {over}; what helps: {found.advice}"

@@ -36,6 +36,12 @@ def test_a_fraction_may_be_text() -> None:
         gs.parse_bytes("2.5", 1000)
 
 
+@pytest.mark.parametrize("size", [1 << 63, "10000000TB"])
+def test_a_size_beyond_all_memory_is_refused(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"device_budget=.*: expected None, a positive int"):
+        gs.manage(nn.Linear(2, 2), device="cpu", device_budget=size)
+
+
 @pytest.mark.parametrize("name", ["device_budget", "host_budget"])
 @pytest.mark.parametrize("size", [24, "24", 24.0])
 def test_a_budget_without_a_unit_is_asked_about(name: str, size: Any) -> None:
@@ -296,6 +302,9 @@ def test_verdicts() -> None:
     assert verdict(bound).resource == "host"
     assert "Adam on the host binds, the step is 100 % longer than compute alone" in sentence(bound)
     assert "device_budget" in sentence(bound)
+    assert "binds, the step takes 2,000 times as long as" in sentence(
+        bound | {"compute_seconds": 1e-3}
+    )
     # A copy that is longest but hidden is no reason to change anything.
     free = plan(step=1.04, compute=1.0, h2d=1.02)
     assert verdict(free).is_compute

@@ -441,6 +441,13 @@ def test_a_host_that_did_not_update_has_a_reason() -> None:
     assert found["CPU Adam in a step"].startswith("nothing was updated on the host")
 
 
+def test_what_is_many_times_the_plan_is_no_percentage() -> None:
+    """A step of a tiny model, in which Adam's arithmetic is nothing and its calls are."""
+    tiny, stats = PLAN | {"host_seconds": 1e-6}, as_planned(0.8) | {"host_adam_seconds": 138e-6}
+    assert rows_of(tiny, **stats)["CPU Adam in a step"] == ("1 us", "138 us", "138 x")
+    assert reasons_of(tiny, **stats)["CPU Adam in a step"].startswith("of so little of the step")
+
+
 def test_what_is_no_cause_is_not_named() -> None:
     """Adam that took 0.05 s more is not why a step took 1 s more, nor are copies of which none were planned."""
     found = reasons_of(**as_planned(1.8) | {"host_adam_seconds": 0.45})
