@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train adapters of this rank alone, on all linear layers",
     )
     add("--quantized", choices=KINDS, help="the linear layers' weights, with --lora: QLoRA")
-    add("--attention", default="sdpa", help="attn_implementation of the model (sdpa)")
+    add("--attention", help="attn_implementation of the model (sdpa, or eager if it has no other)")
     add("--gpu", help=f"one of {', '.join(GPUS)} (the one that is here)")
     add("--rates", metavar="FILE", help="measured rates as JSON, in the place of the table's")
     add("--sweep", nargs="*", metavar="SIZE", help="a line for each of these device budgets")

@@ -15,13 +15,13 @@ _HEADS = ("lm_head",)  # which no package quantizes if it is not asked to
 
 
 def build_model(
-    config: Path, attention: str, lora: int | None = None, quantized: str | None = None
+    config: Path, attention: str | None, lora: int | None = None, quantized: str | None = None
 ) -> nn.Module:
     """A causal language model on the meta device, in training mode.
 
     Args:
         config: a Hugging Face folder, or its config.json.
-        attention: of transformers' implementations.
+        attention: of transformers' implementations; None: what transformers takes in a run.
         lora: the rank of adapters on all linear layers, which alone are trained; None: everything is.
         quantized: the linear layers' weights are of this kind (of quantized.KINDS); None: as the configuration says.
 

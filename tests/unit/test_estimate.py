@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import BloomConfig
 
 import gemini_strategy as gs
 from gemini_strategy import cli
@@ -427,6 +428,11 @@ def test_machines() -> None:
 def folder(tmp_path: Path) -> Path:
     llama().config.save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_a_model_without_sdpa_is_estimated_as_it_runs(tmp_path: Path) -> None:
+    BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    assert cli.main(["estimate", str(tmp_path), "--tokens", "2x16", "--gpu", "rtx4090"]) == 0
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
