@@ -238,7 +238,8 @@ def closing(engine: Runtime) -> str:
     if not any(slot.has_low for slot in engine.slots):
         return "engine.close()"
     if engine.precision is not None:
-        return "engine.close(dtype=torch.float32)"
+        scale = " (its scaler.state_dict() is for the next one)" if engine.scaler else ""
+        return f"engine.close(dtype=torch.float32){scale}"
     dtypes = weight_dtypes(engine.model, "bf16-true")
     if any(slot.dtype is not dtypes.get(slot.parameter, slot.dtype) for slot in engine.slots):
         return "engine.close()"  # no precision has these dtypes

@@ -251,3 +251,35 @@ def test_the_way_out_of_a_refusal_loses_no_master(precision: str | None) -> None
     plain = _unfrozen_midway(False, precision)
     for ours, reference in zip(_unfrozen_midway(True, precision), plain, strict=True):
         assert torch.equal(ours, reference)
+
+
+def _scaled(is_closed: bool) -> list[torch.Tensor]:
+    """Trains in fp16 from a scale that is too large; in between it may close by the way that a refusal names."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+    how: dict[str, Any] = {"precision": "16-mixed", "device": "cpu", "initial_scale": 2.0**24}
+    engine = gs.manage(model, optimizer, **how)
+    for step in range(30):
+        if is_closed and step == 20:
+            with pytest.raises(
+                gs.GeminiError, match=r"\(its scaler\.state_dict\(\) is for the next"
+            ):
+                model[0].requires_grad_(True)
+            engine.close(dtype=torch.float32)
+            closed, engine = engine, gs.manage(model, optimizer, **how)
+            assert closed.scaler is not None and engine.scaler is not None
+            engine.scaler.load_state_dict(closed.scaler.state_dict())
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(model(x).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.scaler is not None and engine.scaler.scale < 2.0**24
+    engine.close(dtype=torch.float32)
+    return list(model.state_dict().values())
+
+
+def test_the_way_out_of_a_refusal_loses_no_loss_scale() -> None:
+    for ours, straight in zip(_scaled(True), _scaled(False), strict=True):
+        assert torch.equal(ours, straight)
