@@ -38,12 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print what is planned, and at the end what was measured beside it",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT names a module")
-    parser.add_argument(  # one argument, whose words stay as they are: two lose a "--" between them
-        "script",
-        metavar="SCRIPT",
-        nargs=argparse.PARSER,
-        help="a program that trains with Trainer, trl or accelerate, and its arguments",
-    )
+    # One argument with all its words: argparse takes a "--" from between two.
+    program = "a program that trains with Trainer, trl or accelerate, and its arguments"
+    parser.add_argument("script", metavar="SCRIPT", nargs=argparse.PARSER, help=program)
 
 
 def execute(arguments: argparse.Namespace) -> int:
