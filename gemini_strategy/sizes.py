@@ -49,7 +49,7 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
         raise ValueError(f"{hint}; got {size!r}")
     elif isinstance(size, float):
         if not 0.0 < size <= 1.0 or total is None:
-            meant = f': did you mean "{size:g}GB"?' if size > 1.0 else ""
+            meant = f': did you mean "{size:g}GB"?' if 1.0 < size < 1e9 else ""
             raise ValueError(f"{hint}; got {size!r}{meant}")
         size = int(size * total)
     if not 0 < size < 1 << 63:

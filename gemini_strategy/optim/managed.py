@@ -238,12 +238,12 @@ def closing(engine: Runtime) -> str:
     if not any(slot.has_low for slot in engine.slots):
         return "engine.close()"
     if engine.precision is not None:
-        scale = " (its scaler.state_dict() is for the next one)" if engine.scaler else ""
+        scale = " (keep its scaler.state_dict() for the next)" if engine.scaler else ""
         return f"engine.close(dtype=torch.float32){scale}"
     dtypes = weight_dtypes(engine.model, "bf16-true")
     if any(slot.dtype is not dtypes.get(slot.parameter, slot.dtype) for slot in engine.slots):
         return "engine.close()"  # no precision has these dtypes
-    return 'engine.close(dtype=torch.float32) (its precision is "bf16-true" from then on)'
+    return 'engine.close(dtype=torch.float32) (manage() takes precision="bf16-true" then)'
 
 
 def _check_group(engine: Runtime, group: dict[str, Any]) -> None:

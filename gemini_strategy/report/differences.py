@@ -112,7 +112,7 @@ def _host_adam(found: Compared, key: str) -> str:
     if not found.ratio(key):
         return "nothing was updated on the host in the steps that were measured"
     if found.measured[key] < _LITTLE * found.measured.get("step_seconds", 0.0):
-        return "of so little of the step much is calls and the waking of threads, and no arithmetic"
+        return "Adam took under 1 % of the step: that is mostly calls and threads that wake, and tells no rate"
     share = f"Adam ran at {100 / found.ratio(key):.0f} % of the speed that the plan counts on"
     if found.ratio(key) < 1:
         return f"{share}: less ran beside it"

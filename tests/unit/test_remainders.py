@@ -231,7 +231,7 @@ def _unfrozen_midway(is_managed: bool, precision: str | None) -> list[torch.Tens
     train()
     group = {"params": list(model[0].parameters())}
     if engine is not None:
-        named = "" if precision else r' \(its precision is "bf16-true" from then on\)'
+        named = "" if precision else r' \(manage\(\) takes precision="bf16-true" then\)'
         way = rf"engine\.close\(dtype=torch\.float32\){named}, .* manage\(\) again"
         with pytest.raises(gs.GeminiError, match=way):
             model[0].requires_grad_(True)
@@ -263,9 +263,7 @@ def _scaled(is_closed: bool) -> list[torch.Tensor]:
     engine = gs.manage(model, optimizer, **how)
     for step in range(30):
         if is_closed and step == 20:
-            with pytest.raises(
-                gs.GeminiError, match=r"\(its scaler\.state_dict\(\) is for the next"
-            ):
+            with pytest.raises(gs.GeminiError, match=r"\(keep its scaler\.state_dict\(\)"):
                 model[0].requires_grad_(True)
             engine.close(dtype=torch.float32)
             closed, engine = engine, gs.manage(model, optimizer, **how)

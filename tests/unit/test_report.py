@@ -445,7 +445,9 @@ def test_what_is_many_times_the_plan_is_no_percentage() -> None:
     """A step of a tiny model, in which Adam's arithmetic is nothing and its calls are."""
     tiny, stats = PLAN | {"host_seconds": 1e-6}, as_planned(0.8) | {"host_adam_seconds": 138e-6}
     assert rows_of(tiny, **stats)["CPU Adam in a step"] == ("1 us", "138 us", "138 x")
-    assert reasons_of(tiny, **stats)["CPU Adam in a step"].startswith("of so little of the step")
+    assert reasons_of(tiny, **stats)["CPU Adam in a step"].startswith(
+        "Adam took under 1 % of the step"
+    )
 
 
 def test_what_is_no_cause_is_not_named() -> None:
