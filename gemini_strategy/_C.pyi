@@ -118,6 +118,7 @@ class Core:
     def grad_drop(self, param: int, /) -> None: ...
     def grad_sumsq(self, params: Sequence[int], stream: int, /) -> tuple[float, int]: ...
     def note_write(self, param: int, stream: int, /) -> None: ...
+    def n_found(self, param: int, stream: int, /) -> int: ...
     def read(self, param: int, field: int, first: int, n: int, host_address: int, /) -> None: ...
     def write(self, param: int, field: int, host_address: int, stream: int, /) -> None: ...
     def fill(
@@ -228,6 +229,7 @@ class Slot:
     open_count: int
     touch_count: int
     version: int
+    content: Any
     absent: Any
     shown: Any
     inside: Any
@@ -236,7 +238,7 @@ class Slot:
     shown_storage: Any
     shown_count: int
     is_watched: bool
-    is_lent: bool
+    is_assigned: bool
 
     def swap(self, data: Any) -> None: ...
 

@@ -71,7 +71,7 @@ class Runtime(Uncopied, Reporting):
         memory: the device memory that is not in chunks.
         chunk_bytes: of weights, in a chunk at most, but for larger parameters.
         clip_limit: the largest norm that the coming step allows, None without a clip.
-        lent: slots of which memory was given away (parameters/loans.py).
+        assigned: slots with fields of which a program has the tensor that it assigned (parameters/given.py).
         takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
             for which it has no place; thawed: those parameters.
         takes_plainly: whether the core may take gradients without asking take_grad.
@@ -114,7 +114,7 @@ class Runtime(Uncopied, Reporting):
         # The core speculates: the first gradient brings a step's numbers.
         self._wants_numbers = False
         self.step_in_backward = StepInBackward(self)
-        self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
+        self.assigned: set[Slot] = set()
         # Those that have been shown: see parameters/masters.py and parameters/stand_in.py.
         self.masters: dict[Slot, torch.Tensor] = {}
         self.stand_ins: weakref.WeakSet[stand_in.StandIn] = weakref.WeakSet()
@@ -238,7 +238,6 @@ class Runtime(Uncopied, Reporting):
                 f"{slot.name}: {error}; write it outside its module's forward, or inside "
                 "engine.full_parameter(p)"
             ) from None
-        slot.given.refresh("weight")
 
     def settle(self) -> None:
         """Before a weight or a state changes: checkpoints that somebody still has keep what they had."""
@@ -292,14 +291,14 @@ class Runtime(Uncopied, Reporting):
     def choose_way(self) -> None:
         """Whether the core may take gradients without asking take_grad."""
         is_asked = self.step_in_backward.waits or self.step_in_backward.used
-        is_asked = is_asked or self.lent or self._clipped or self._late or self._wants_numbers
+        is_asked = is_asked or self.assigned or self._clipped or self._late or self._wants_numbers
         is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
         self.takes_plainly = self.scaler is None and not is_asked
 
-    def collect(self) -> None:
-        """Before fields of many parameters are used: see Given.collect."""
-        for slot in list(self.lent):
-            slot.given.collect()
+    def check_assigned(self) -> None:
+        """Before fields of many parameters are used: see Given.check."""
+        for slot in list(self.assigned):
+            slot.given.check()
 
     def _announce(self) -> None:
         """The numbers that the coming step would have now: the core may begin with it (csrc/engine/speculation.c)."""
@@ -332,7 +331,7 @@ class Runtime(Uncopied, Reporting):
         if grad.dtype not in FORMATS:
             grad = grad.float()
         grad = order.ordered(grad, slot.strides)
-        slot.given.collect("grad")
+        slot.given.check_arrival()
         if slot in self.clipped:  # it is added to, and nobody has called zero_grad()
             slot.clip_grad()
         self._sumsq = None
@@ -341,7 +340,6 @@ class Runtime(Uncopied, Reporting):
             self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
         except RuntimeError as error:
             raise GeminiError(f"{slot.name}: {error}") from None
-        slot.given.refresh("grad")
         if self.first_step is not None:
             self.first_step.note_grad(slot)
 
@@ -390,7 +388,6 @@ class Runtime(Uncopied, Reporting):
     def _note_clip(self, slots: Iterable[Slot], factor: float) -> None:
         for slot in slots if factor != 1.0 else ():
             self._clipped[slot] = factor
-            slot.given.refresh("grad")
         self.choose_way()
 
     def check_open(self) -> None:
@@ -470,7 +467,7 @@ class Runtime(Uncopied, Reporting):
     def _to_measure(self) -> list[Slot]:
         """What has a gradient for the next step, as it will be stepped."""
         self.check_open()
-        self.collect()
+        self.check_assigned()
         slots = self._to_step()
         self.step_in_backward.check_read(slots)
         self._shorten(slots)
@@ -536,8 +533,8 @@ class Runtime(Uncopied, Reporting):
         self._sumsq = ids, None
         self.clip_limit = max_norm
         self._late, self._is_late = set(slots), True
-        # A plan is made from what it came to, or memory shows it; without gradients no step will ask.
-        if has_waited or self.lent or not slots:
+        # A plan is made from what it came to; without gradients no step will ask.
+        if has_waited or not slots:
             self._settle_clip()
         self.choose_way()
         return norm
@@ -548,7 +545,7 @@ class Runtime(Uncopied, Reporting):
         value = bound_of_clip("value", value)
         self._check_unclipped("clip_grad_value_()")
         self.check_open()
-        self.collect()
+        self.check_assigned()
         bound = value * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
         self.step_in_backward.check_read(slots)
@@ -578,7 +575,7 @@ class Runtime(Uncopied, Reporting):
                 loss = closure()
             self.check_open()
         self.recover()
-        self.collect()
+        self.check_assigned()
         if self._sumsq is None:
             self._check_unclipped("optimizer step: gradients have come or were changed")
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]

@@ -64,8 +64,8 @@ class StepInBackward:
             raise GeminiError(f"no step has followed backward(step=True): {self._name()}: {_STEP}")
         if self.used:
             raise GeminiError(self._used_up(min(self.used)))
-        # Memory that was given away is looked at before a step: there is none inside a backward.
-        self._is_armed = not self._engine.lent and self._engine.core.arm(updates)
+        # Whether what was assigned has been written is looked at before a step: there is none inside a backward.
+        self._is_armed = not self._engine.assigned and self._engine.core.arm(updates)
         self._numbers = {update[0]: update for update in updates}
         try:
             yield

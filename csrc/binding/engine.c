@@ -237,6 +237,8 @@ GM_PY_CALL_STATUS(grad_put, 4,
                                      (gm_dtype)v[2], v[3]))
 GM_PY_CALL_STATUS(grad_drop, 1, gm_engine_grad_drop(engine, (uint32_t)v[0]))
 GM_PY_CALL_STATUS(note_write, 2, gm_engine_note_write(engine, (uint32_t)v[0], v[1]))
+GM_PY_CALL_OUT(n_found, 2, uint64_t, PyLong_FromUnsignedLongLong,
+               gm_engine_n_found(engine, (uint32_t)v[0], v[1], &out))
 GM_PY_CALL_STATUS(read, 5,
                   gm_engine_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
                                  (void *)(uintptr_t)v[4]))
@@ -446,6 +448,7 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(leased, NOARGS, "() -> parameters that tensors show"),
     GM_CORE_METHOD(grad_drop, FASTCALL, "(param)"),
     GM_CORE_METHOD(note_write, FASTCALL, "(param, stream)"),
+    GM_CORE_METHOD(n_found, FASTCALL, "(param, stream) -> writes that comparison has found"),
     GM_CORE_METHOD(read, FASTCALL, "(param, field, host_address)"),
     GM_CORE_METHOD(write, FASTCALL, "(param, field, host_address, stream)"),
     GM_CORE_METHOD(fill, FASTCALL, "(param, field, first, n, dtype, host_address, stream)"),

@@ -226,7 +226,12 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
         self->shape = PyObject_GetAttr(tensor, gm_torch.s_shape);
         self->stride = PyObject_CallMethodObjArgs(tensor, gm_torch.s_stride, NULL);
         self->dtype = PyObject_GetAttr(tensor, gm_torch.s_dtype);
-        is_ok = self->shape && self->stride && self->dtype;
+        self->content = Py_XNewRef(slot->content);
+        int is_conj = gm_py_is_true(PyObject_CallMethodObjArgs(tensor, gm_torch.s_is_conj, NULL));
+        int is_neg = gm_py_is_true(PyObject_CallMethodObjArgs(tensor, gm_torch.s_is_neg, NULL));
+        self->is_conj = is_conj > 0;
+        self->is_neg = is_neg > 0;
+        is_ok = self->shape && self->stride && self->dtype && is_conj >= 0 && is_neg >= 0;
         is_checked = is_ok ? is_of_parameter(slot, tensor) : -1;
     }
     self->is_checked = is_checked > 0;
@@ -365,13 +370,19 @@ static int net_node(const gm_py_net *net)
 static PyObject *show_token(gm_py_net *net, const saved *self)
 {
     gm_py_slot *slot = (gm_py_slot *)self->owner;
+    bool has_left = self->content != NULL && self->content != slot->content;
+    if (has_left) {
+        return PyObject_CallMethod((PyObject *)slot, "left", "OOOOKii", self->content, self->shape,
+                                   self->stride, self->dtype, (unsigned long long)self->address,
+                                   self->is_conj, self->is_neg);
+    }
     if (touch(net, self->address) < 0 || gm_py_slot_show(slot) < 0 || net_node(net) < 0) {
         return NULL;
     }
     if (!self->shape) {
         return Py_NewRef(slot->shown);
     }
-    if (self->dtype == slot->dtype &&
+    if (!self->is_conj && !self->is_neg && self->dtype == slot->dtype &&
         self->address == gm_engine_address(gm_py_net_engine(net), (uint32_t)slot->id)) {
         PyObject *shown = Py_NewRef(slot->shown); /* another thread may let go of it */
         PyObject *view = PyObject_CallMethodObjArgs(shown, gm_torch.s_as_strided, self->shape,
@@ -379,8 +390,9 @@ static PyObject *show_token(gm_py_net *net, const saved *self)
         Py_DECREF(shown);
         return view;
     }
-    return PyObject_CallMethod((PyObject *)slot, "view", "OOOK", self->shape, self->stride,
-                               self->dtype, (unsigned long long)self->address);
+    return PyObject_CallMethod((PyObject *)slot, "view", "OOOKii", self->shape, self->stride,
+                               self->dtype, (unsigned long long)self->address, self->is_conj,
+                               self->is_neg);
 }
 
 static PyObject *unpack(gm_py_net *net, const saved *self)

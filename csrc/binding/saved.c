@@ -8,7 +8,8 @@ saved *gm_py_saved_new(saved_kind kind, PyObject *owner)
     saved *self = PyObject_New(saved, gm_py_saved_type);
     if (self) {
         self->kind = kind;
-        self->tensor = self->shape = self->stride = self->dtype = NULL;
+        self->tensor = self->shape = self->stride = self->dtype = self->content = NULL;
+        self->is_conj = self->is_neg = false;
         self->owner = Py_XNewRef(owner);
         self->address = 0;
         self->is_checked = true;
@@ -45,6 +46,7 @@ static void saved_dealloc(saved *self)
     Py_XDECREF(self->shape);
     Py_XDECREF(self->stride);
     Py_XDECREF(self->dtype);
+    Py_XDECREF(self->content);
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }

@@ -13,7 +13,9 @@ typedef struct saved {
     PyObject *owner;                  /* a token's slot, the user's unpack */
     uintptr_t address;                /* of a token, with */
     PyObject *shape, *stride, *dtype; /* NULL: it is the whole parameter */
-    bool is_checked;                  /* its version is the parameter's */
+    PyObject *content;    /* the slot's then; NULL as well: torch reads what `.data` is */
+    bool is_conj, is_neg; /* how its elements are read */
+    bool is_checked;      /* its version is the parameter's */
     long long version; /* of the tensor, or the parameter and its updates; -1: none (inference) */
 } saved;
 

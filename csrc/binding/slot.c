@@ -86,7 +86,8 @@ static int adopt_shown(gm_py_slot *slot, PyObject *made)
 
 int gm_py_slot_show(gm_py_slot *slot)
 {
-    if (slot->is_lent && gm_py_done(PyObject_CallMethod((PyObject *)slot, "collect", NULL)) < 0) {
+    if (slot->is_assigned &&
+        gm_py_done(PyObject_CallMethod((PyObject *)slot, "check_assigned", NULL)) < 0) {
         return -1;
     }
     if (is_shown(slot)) {
@@ -157,7 +158,7 @@ int gm_py_slot_end_use(gm_py_slot *slot)
 /* Through which it may hold itself, and the others. */
 #define SLOT_CYCLES(X) X(parameter) X(engine) X(net) X(absent) X(shown) X(inside)
 #define SLOT_OTHERS(X) \
-    X(shown_storage) X(shown_lease) X(readers) X(dtype) X(plain_class) X(managed_class)
+    X(content) X(shown_storage) X(shown_lease) X(readers) X(dtype) X(plain_class) X(managed_class)
 
 static int slot_traverse(gm_py_slot *self, visitproc visit, void *arg)
 {
@@ -189,7 +190,7 @@ static PyMemberDef slot_members[] = {
     GM_PY_MEMBER(gm_py_slot, touch_count, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, shown_count, T_LONGLONG),
     GM_PY_MEMBER(gm_py_slot, is_watched, T_BOOL),
-    GM_PY_MEMBER(gm_py_slot, is_lent, T_BOOL),
+    GM_PY_MEMBER(gm_py_slot, is_assigned, T_BOOL),
     {NULL, 0, 0, 0, NULL},
 };
 

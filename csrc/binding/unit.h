@@ -13,7 +13,7 @@
 typedef struct gm_py_slot {
     /* What every unit looks at comes first: few lines of a cache. */
     PyObject_HEAD char is_watched;     /* what is written through `shown` is looked for */
-    char is_lent;                      /* somebody may have written the weight beside the chunk */
+    char is_assigned;                  /* what was assigned to it may have been written since */
     long long open_count, touch_count; /* units, backward nodes that use `shown` */
     long long version;                 /* of the parameter, when last looked at */
     PyObject *parameter;
@@ -25,6 +25,7 @@ typedef struct gm_py_slot {
     PyObject *readers;     /* a list of threads whose operations have passed the gate; None: none */
     PyObject *shown_lease; /* which the storage of `shown` ends when it dies */
     long long id, format;
+    PyObject *content; /* stands for the values that the weight has until others are assigned */
     PyObject *engine, *net, *dtype, *plain_class, *managed_class;
 } gm_py_slot;
 
@@ -45,7 +46,7 @@ typedef struct gm_py_net gm_py_net; /* net.c */
 #define GM_TORCH_NAMES(X)                                                                        \
     X(s_detach, "detach") X(s_sequence_nr, "_sequence_nr") X(s_class, "__class__")               \
     X(s_layout, "layout") X(s_dtype, "dtype") X(s_shape, "shape") X(s_stride, "stride")          \
-    X(s_base, "_base") X(s_as_strided, "as_strided") X(s_requires_grad, "requires_grad")         \
+    X(s_is_conj, "is_conj") X(s_is_neg, "is_neg") X(s_base, "_base") X(s_as_strided, "as_strided") X(s_requires_grad, "requires_grad")         \
     X(s_module, "__module__") X(s_begin, "__enter__") X(s_end, "__exit__")                       \
     X(s_locals, "f_locals") X(s_self, "self") X(s_call, "_call_impl")                            \
     X(s_compiled_call, "_compiled_call_impl") X(s_training, "training")

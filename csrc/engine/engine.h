@@ -200,6 +200,9 @@ uintptr_t gm_lease_address(const gm_lease *lease);
 /* The unit wrote the parameter in place while entered.  GM_ERR_STATE when the old bytes are gone and the
  * master can therefore not be kept (16-bit weights whose home is not current). */
 gm_status gm_engine_note_write(gm_engine *engine, uint32_t param, gm_stream stream);
+/* *out: how many writes of the weight have been found by comparison so far, those of now included: what is written through
+ * memory that leases show, whether or not torch has counted it.  `stream`: where it may have been written. */
+gm_status gm_engine_n_found(gm_engine *engine, uint32_t param, gm_stream stream, uint64_t *out);
 
 /* Issues the reductions that still wait for gradients, but for those that came late (arrive.c), and, where collectives run
  * on the host, runs what is issued: before the ranks talk to each other by other means, so that no rank waits here and

@@ -31,6 +31,7 @@ typedef struct gm_param {
     /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
      * NULL: nobody has written weights since, or they were bf16 whose low parts are all 0. */
     uint8_t *before;
+    uint64_t n_found;  /* writes of the weight that comparison has found (watch.c) */
     bool is_low_given; /* low parts were written since, for any weight whose master they can be */
 } gm_param;
 

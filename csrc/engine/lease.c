@@ -54,6 +54,15 @@ gm_status gm_lease_unwatch(gm_lease *lease)
     return gm_call_end(lease->engine, gm_watch_end(lease));
 }
 
+gm_status gm_engine_n_found(gm_engine *engine, uint32_t param, gm_stream stream, uint64_t *out)
+{
+    GM_TRY(gm_engine_check_param(engine, param));
+    GM_TRY(gm_call_begin(engine));
+    gm_status status = gm_watch_look_at(engine, param, stream);
+    *out = engine->params[param].n_found;
+    return gm_call_end(engine, status);
+}
+
 void gm_lease_end(gm_lease *lease)
 {
     gm_engine *engine = lease->engine; /* the lease may be freed once is_ended shows */

@@ -98,6 +98,7 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
     gm_status status =
         gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
+        p->n_found++;
         status = gm_saving_keep(engine, p->place.chunk);
         if (status == GM_OK && s.piece == GM_GATHERED) {
             status = gm_field_take_back(engine, p, lease->old, weight, lease->stream);

@@ -265,7 +265,7 @@ class _Loading:
     def apply(self, done: Done) -> None:
         """What is wanted becomes what was saved."""
         runtime = self._runtime
-        runtime.collect()
+        runtime.check_assigned()
         for field, stored in self._wanted():
             self._fill(field, stored)
             done(field.part_bytes)

@@ -224,7 +224,7 @@ def save_pretrained(
 
     def prepare() -> _Plan:
         runtime.recover()
-        runtime.collect()
+        runtime.check_assigned()
         runtime.core.drain()
         return _Plan(runtime, module, dtype, most)
 

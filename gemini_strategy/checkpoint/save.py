@@ -179,7 +179,7 @@ def _begin(runtime: Runtime, wanted: Wanted) -> Model:
     for number, group in enumerate(runtime.optimizer.param_groups if runtime.optimizer else ()):
         check_options(number, group)
     runtime.recover()
-    runtime.collect()
+    runtime.check_assigned()
     runtime.core.drain()
     return Model(runtime, frozen=frozen)
 

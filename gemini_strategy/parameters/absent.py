@@ -13,7 +13,8 @@ Invariants
     2. What an operation writes is its home's before the operation returns, or at the end of the lease that it wrote
        through. A collective is waited for where that is before its bytes come (collectives.py).
     3. What takes memory or numbers past the dispatcher (NumPy, DLPack, addresses, pickle, float()) asks at a door first
-       (`_DOORS`). Memory that is given away there is compared afterwards: nobody counts what is written through it.
+       (`_DOORS`). What it gets of a field is a copy that cannot be written, or a refusal by name; a weight's storage is
+       a lease, and is compared afterwards: no version counts what is written through it.
     4. What asks at no door (a C++ extension without dispatch) finds NaN that cannot be written on the host, and an
        error with the parameter's name on CUDA; never another chunk's bytes.
 
@@ -46,9 +47,9 @@ _address = _torch.storage_address
 
 # Views, changes of metadata, and what asks for metadata alone.
 _PASSED = """
-    alias as_strided as_strided_ detach detach_ diagonal expand permute select.int slice.Tensor split.Tensor
-    split_with_sizes squeeze squeeze.dim squeeze.dims squeeze_ squeeze_.dim squeeze_.dims t t_ transpose.int transpose_
-    unbind.int unfold unsqueeze unsqueeze_ view view.dtype _reshape_alias lift_fresh is_set_to is_same_size is_pinned
+    _conj _neg_view alias as_strided as_strided_ detach detach_ diagonal expand permute select.int slice.Tensor
+    split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims squeeze_ squeeze_.dim squeeze_.dims t t_
+    transpose.int transpose_ unbind.int unfold unsqueeze unsqueeze_ view view.dtype _reshape_alias lift_fresh is_set_to is_same_size is_pinned
     empty_like new_empty new_empty_strided new_zeros new_ones new_full zeros_like ones_like full_like rand_like
     randn_like randint_like randint_like.low_dtype
 """
@@ -98,10 +99,6 @@ class Home:
     def takes_late(self) -> bool:
         """Whether what is written into what `open` gave counts when it comes after `write`, too."""
         return False
-
-    def lend(self) -> torch.Tensor | None:
-        """What `open` gives, for somebody who writes there without asking; it counts all the same. None: it cannot."""
-        return self.open(True)
 
     def note_same(self) -> None:
         """Its bytes were written with themselves."""
@@ -288,13 +285,13 @@ def plainly() -> Iterator[None]:
 
 
 def _like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """`base`, the whole of a home, in the geometry of a view of its absent tensor."""
+    """`base`, the whole of a home, as a view of its absent tensor: its geometry, conjugate and negative as that is."""
     if shown.dtype != base.dtype:
         n = shown.element_size() // math.gcd(shown.element_size(), base.element_size())
         base = order.flat(base)[: base.numel() // n * n].view(shown.dtype)
-    elif (shown.shape, shown.stride(), shown.storage_offset()) == (base.shape, base.stride(), 0):
-        return base
-    return base.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+    if (shown.shape, shown.stride(), shown.storage_offset()) != (base.shape, base.stride(), 0):
+        base = base.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+    return keyed.with_bits(base, shown.is_conj(), shown.is_neg())
 
 
 # ---- operations ----
@@ -328,13 +325,13 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation over lists, element after element: not everything has to have room at once."""
     n = max(len(a) for a in args if isinstance(a, list | tuple))
+    named = dict(zip([a.name for a in op._schema.arguments], args, strict=False)) | kwargs
 
-    def at(i: int) -> Callable[[Any], Any]:
-        return lambda value: (
-            value[i : i + 1] if isinstance(value, list | tuple) and len(value) == n else value
-        )
+    def at(i: int, name: str, value: Any) -> Any:
+        is_list = isinstance(value, list | tuple) or name == "scalars"  # these in a tensor, too
+        return value[i : i + 1] if is_list and len(value) == n else value
 
-    results = [op(*map(at(i), args), **{k: at(i)(v) for k, v in kwargs.items()}) for i in range(n)]
+    results = [op(**{k: at(i, k, v) for k, v in named.items()}) for i in range(n)]
     if results[0] is None:
         return None
     if isinstance(results[0][0], list | tuple):
@@ -386,6 +383,8 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
             shown_as[id(flat[i])] = item
     args, kwargs = tree_unflatten(flat, spec)
     kept = {id(item) for item in flat}
+    # Of most operations torch has counted the write by now. Of those over lists the kernel counts it.
+    counted = {i: flat[i]._version for i, _, _ in absent if not flat[i].is_inference()}
     result = op(*args, **kwargs)
     written = [bases[a] for a, (_, _, is_written) in opened.items() if is_written]
     collectives.wait(name, bool(hasty), written, result)
@@ -404,6 +403,9 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     with plainly():
         result = tree_map(returned, result)
         resized = [each for each in absent if flat[each[0]].shape != each[1].shape]
+        for i, item, _ in absent:
+            if i in counted and flat[i]._version != counted[i] and not item.is_inference():
+                torch.autograd.graph.increment_version(item)
         for i, item, _ in resized:  # torch resizes what `out=` names
             flat[i].as_strided_(item.shape, item.stride(), item.storage_offset())
         for address, (home, _, is_written) in opened.items():
@@ -459,17 +461,18 @@ def _door(original: Any, name: str) -> Any:
             if home.memory is not None and name in ("data_ptr", "untyped_storage"):
                 home.open(False)
                 return original(self, *args, **kwargs)
-            lent = home.lend()
-            if lent is None and name in ("data_ptr", "__dlpack__"):
+            if home.key and name in ("data_ptr", "__dlpack__"):
                 raise GuardError(
-                    f"{home.name}: {name}: with several ranks what is written there would be lost; use clone()"
+                    f"{home.name}: {name}: what is written there would be lost; use clone()"
                 )
-            plain = _like(home.open(False) if lent is None else lent, self)
+            plain = _like(home.open(not home.key or name == "untyped_storage"), self)
+            if home.key and name == "numpy":
+                plain = plain.clone()
         if name == "data_ptr":
             set_data(self, plain)  # from now on this tensor keeps the bytes here
             return original(self)
         result = original(plain.requires_grad_(self.requires_grad), *args, **kwargs)
-        if lent is None and name == "numpy":
+        if home.key and name == "numpy":
             result.flags.writeable = False
         return result
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gemini_strategy.errors import GeminiError, GeminiMemoryError, GuardError
+from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent, order
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ class SlotHome(absent.Home):
     def is_of(self, slot: Slot, key: str) -> bool:
         return self._slot() is slot and self.key == key
 
-    def lend(self) -> torch.Tensor | None:
-        return self.slot.given.lend(self)
-
 
 class Weight(SlotHome):
     """The chunk, for as long as the tensor that is opened lives."""
@@ -66,20 +63,8 @@ class Weight(SlotHome):
     def note_same(self) -> None:
         self.slot.n_same += 1
 
-    def write(self, values: torch.Tensor) -> None:
-        self.slot.given.refresh("weight")
-
     def takes_late(self) -> bool:
-        return self.slot.engine.closed or not self.slot.given.loans  # the lease's end counts
-
-    def lend(self) -> torch.Tensor | None:
-        try:
-            return self.open(True)
-        except GeminiMemoryError:  # it would stay on the device for as long as somebody has it
-            lent = self.slot.given.lend(Field(self.slot, "weight"))
-            if lent is None:
-                raise
-            return lent
+        return True  # the lease's end counts
 
 
 class Field(SlotHome):

@@ -39,3 +39,12 @@ def tensor(
         result = torch.empty(0, dtype=dtype, device=device)
         set_data(result, keyed)
     return result
+
+
+def with_bits(view: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """A view whose elements are read as the conjugates, or negatives, of what lies in its memory; itself if neither."""
+    if is_conj != view.is_conj():
+        view = view.conj()
+    if is_neg != view.is_neg():
+        view = _torch.neg_view(view)
+    return view

@@ -6,6 +6,7 @@ A parameter has as many names as it is tied to, but one slot, found as `paramete
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent, gate, order
-from gemini_strategy.parameters.homes import LOWS, STATES, Weight
-from gemini_strategy.parameters.loans import Given
+from gemini_strategy.parameters import absent, gate, keyed, order
+from gemini_strategy.parameters.given import Given
+from gemini_strategy.parameters.homes import STATES, Weight
 from gemini_strategy.parameters.low import merge, split_low
 
 if TYPE_CHECKING:
@@ -28,6 +29,20 @@ _KEYS = {_WEIGHT: "weight", _MASTER: "weight", _M: "exp_avg", _V: "exp_avg_sq", 
 _MOMENTS = {"exp_avg": _M, "exp_avg_sq": _V}
 
 
+class Content:
+    """Stands for the values of a weight between two assignments to `p.data`.
+
+    Views that autograd has saved keep the one that they were made of, as in torch they keep the memory.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: torch.Tensor | None = (
+            None  # once others were assigned, of what is still asked for
+        )
+
+
 class Slot(_C.Slot):
     """What the engine knows of one managed parameter; `parameter._gm_slot`.
 
@@ -38,14 +53,15 @@ class Slot(_C.Slot):
     * open_count: units that have entered and not left; touch_count: backward nodes that may still run.
     * strides: of its elements, as torch counts them; dense, whatever their order.
     * version: of the parameter, when it was opened or last looked at.
+    * content: see Content.
     * absent: the parameter's data outside its units. shown: its bytes, for all units and nodes; None: to be made.
     * inside: the same as the parameter's data in its units. readers: threads whose operations use the parameter.
     * shown_lease: what the storage of `shown` ends when it dies. shown_storage, shown_count: the address of its
       StorageImpl, and the references to that when nobody else has any.
     * is_watched: what is written through `shown` is looked for when its last user goes.
-    * is_lent: memory of a field is lent.
+    * is_assigned: a program has a tensor that it assigned to the weight, and could write it.
 
-    `given` has what others have of its fields (loans.py).
+    `given` has what others have of its fields (given.py).
     """
 
     __slots__ = (
@@ -104,6 +120,7 @@ class Slot(_C.Slot):
         self.popped: tuple[Any, int] = ((lambda: None), 0)
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.inside = self.absent = None
+        self.content = Content()
 
     @property
     def is_float(self) -> bool:
@@ -127,7 +144,7 @@ class Slot(_C.Slot):
 
     def lease(self, is_watched: bool = True) -> torch.Tensor:
         """The parameter's bytes as a plain tensor, fetched and kept until its storage is gone."""
-        self.collect()
+        self.check_assigned()
         self.engine.begin_pass()
         core, stream = self.engine.core, self.engine.stream()
         lease = core.lease(self.id)
@@ -168,15 +185,38 @@ class Slot(_C.Slot):
         gate.await_readers(self)
 
     def view(
-        self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int
+        self,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        address: int,
+        is_conj: bool,
+        is_neg: bool,
     ) -> torch.Tensor:
         """A view of `shown`, of any dtype."""
-        flat = self.shown
+        return self._view(self.shown, shape, strides, dtype, address, is_conj, is_neg)
+
+    def left(self, content: Content, *geometry: Any) -> torch.Tensor:
+        """The same of the values that the weight had before others were assigned."""
+        assert content.values is not None
+        return self._view(content.values, *geometry)
+
+    def _view(
+        self,
+        flat: torch.Tensor,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        address: int,
+        is_conj: bool,
+        is_neg: bool,
+    ) -> torch.Tensor:
         if dtype != self.dtype:
             flat = flat.as_strided((flat.untyped_storage().nbytes() // self.dtype.itemsize,), (1,))
             flat = flat.view(dtype)
         offset = address - self.engine.core.address(self.id)
-        return flat.as_strided(shape, strides, offset // dtype.itemsize)
+        view = flat.as_strided(shape, strides, offset // dtype.itemsize)
+        return keyed.with_bits(view, is_conj, is_neg)
 
     def let_go(self, lease: int) -> None:
         """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
@@ -208,7 +248,6 @@ class Slot(_C.Slot):
         torch.autograd.graph.increment_version(self.parameter)
         self.version += 1  # a unit that another thread is in has nothing to find
         self.n_same += is_same
-        self.given.refresh("weight", *LOWS)
 
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype, device or order in memory is refused."""
@@ -231,7 +270,7 @@ class Slot(_C.Slot):
                 f"got strides {value.stride()}: kernels round by it; change it (memory_format=) before manage(), or "
                 "copy the values alone, with p.data.copy_()"
             )
-        self.given.become("weight", value)
+        self.given.become("weight", value, write=self._write_weight)
 
     def _is_own(self, value: torch.Tensor) -> bool:
         """Whether it is the weight as a whole."""
@@ -242,7 +281,13 @@ class Slot(_C.Slot):
         return is_mine and geometry == (self.shape, self.strides, 0, self.dtype)
 
     def leave_data(self) -> None:
-        """The parameter gets other data: whoever has its absent one goes on with the present values."""
+        """The parameter gets other data: what shows or has saved the present values goes on with them."""
+        if (
+            sys.getrefcount(self.content) > 2
+        ):  # the slot and this call; more: what autograd has saved
+            with absent.plainly(), torch.no_grad():
+                self.content.values = self.lease(is_watched=False).clone()
+        self.content = Content()
         if absent.n_users(self.absent) > 2:  # the parameter and this
             self.given.keep("weight", self.absent)
             if self.shows_master:
@@ -276,9 +321,9 @@ class Slot(_C.Slot):
         self.engine.forget_clip(self)  # before it: the next gradient would be clipped as this one
         self.engine.core.grad_drop(self.id)
 
-    def collect(self) -> None:
-        """Before the weight is used: what was written to memory that was given away is a field's."""
-        self.given.collect("weight")
+    def check_assigned(self) -> None:
+        """Before the weight is used: see Given.check."""
+        self.given.check("weight")
 
     # ---- fields ----
     #
@@ -317,7 +362,10 @@ class Slot(_C.Slot):
 
     def changes(self, key: str) -> int:
         """Another number when a field has changed, whoever wrote it."""
-        return self.state_changes if key in STATES else self.parameter._version - self.n_same
+        if key in STATES:
+            return self.state_changes
+        found = self.engine.core.n_found(self.id, self.engine.stream())
+        return self.parameter._version - self.n_same + found
 
     def read_field(self, key: str) -> torch.Tensor:
         """A copy on the engine's device, in the parameter's order."""
@@ -336,9 +384,7 @@ class Slot(_C.Slot):
         if key == "grad":
             self.write_grad(values)
         elif key == "weight":
-            self.engine.settle()
-            with torch.no_grad():
-                self.lease().copy_(values)
+            self._write_weight(values)
             self.note_change()
         elif key in _MOMENTS:
             self.engine.settle()
@@ -346,6 +392,12 @@ class Slot(_C.Slot):
             self.note_state_change()
         else:
             self.write_low(values)
+
+    def _write_weight(self, values: torch.Tensor) -> None:
+        """Counts for no version of the parameter, as `p.data = values` in torch."""
+        self.engine.settle()
+        with torch.no_grad():
+            self.lease().copy_(values)
 
     def lack(self, root: int | None = None) -> tuple[str, torch.Tensor, bool]:
         """(key, what the weight lacks to be its master, whether that is anything)."""
@@ -356,7 +408,7 @@ class Slot(_C.Slot):
         return key, low, not torch.equal(low.view(bits), nothing.view(bits))
 
     def _read(self, field: int, dtype: torch.dtype, root: int | None = None) -> torch.Tensor:
-        self.given.collect(_KEYS[field])
+        self.given.check(_KEYS[field])
         core, ranks = self.engine.core, self.engine.ranks
         values = self.empty(dtype)
         if root not in (None, ranks.rank):
@@ -370,7 +422,7 @@ class Slot(_C.Slot):
 
     def read_own(self, is_master: bool) -> torch.Tensor:
         """The master or the weight as far as this rank has it; NaN (0 for integers) elsewhere."""
-        self.collect()
+        self.check_assigned()
         is_fp32 = is_master and self.has_low
         dtype = torch.float32 if is_fp32 else self.dtype
         filler = float("nan") if dtype.is_floating_point else 0
@@ -485,7 +537,6 @@ class Slot(_C.Slot):
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
         self.engine.forget_norm()
         self.engine.forget_clip(self)
-        self.given.refresh("grad")
 
     def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""
@@ -549,7 +600,6 @@ class Slot(_C.Slot):
     def note_state_change(self) -> None:
         """Moments have changed, or what the weight lacks."""
         self.state_changes += 1
-        self.given.refresh(*STATES)
 
     def forget_state(self) -> None:
         """The next update is the first."""

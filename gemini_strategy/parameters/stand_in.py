@@ -40,7 +40,7 @@ class StandIn(SlotHome):
 
     def __init__(self, slot: Slot, what: str) -> None:
         super().__init__(slot, "")
-        slot.collect()
+        slot.check_assigned()
         self.what = what
         is_weight = what == "master" and not slot.has_low
         self.dtype = slot.dtype if is_weight else torch.float32
@@ -63,7 +63,7 @@ class StandIn(SlotHome):
 
     def _check(self) -> Slot:
         slot = self.slot
-        slot.collect()
+        slot.check_assigned()
         if slot.engine.closed or self._version() != self._seen:
             raise GuardError(
                 f"{self.name}: {self.what} in a checkpoint is what it was when the checkpoint was made, and it has "
@@ -93,9 +93,6 @@ class StandIn(SlotHome):
         if is_written:
             self.values = values
         return values
-
-    def lend(self) -> torch.Tensor:
-        return self.open(True)
 
     def settle(self) -> None:
         """It is an ordinary tensor from now on, and its views show that."""

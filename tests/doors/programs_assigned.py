@@ -50,7 +50,7 @@ def _(run: Run) -> Any:
     return run.w.grad.clone()
 
 
-@door("assigned/p.grad.data, then what it was given is written", "19", served=True)
+@door("assigned/p.grad.data, then what it was given is written", "19")
 def _(run: Run) -> Any:
     run.backward()
     kept, values = run.w.grad, _ones(run)
@@ -72,7 +72,7 @@ def _(run: Run) -> Any:
     return [view.clone(), alias.clone(), run.w.grad.clone()]
 
 
-@door("assigned/p.grad.data twice", "19", served=True)
+@door("assigned/p.grad.data twice", "19")
 def _(run: Run) -> Any:
     run.backward()
     first, second = _ones(run), _ones(run, 2.0)
@@ -138,7 +138,7 @@ def _(run: Run) -> Any:
 # ---- a gradient ----------------------------------------------------------------------------------
 
 
-@door("assigned/p.grad, then its data", "19", served=True)
+@door("assigned/p.grad, then its data", "19")
 def _(run: Run) -> Any:
     run.backward()
     given = _ones(run)
@@ -149,7 +149,7 @@ def _(run: Run) -> Any:
     return [run.w.grad.clone(), given.clone()]
 
 
-@door("assigned/p.grad, written, then another", "19", served=True)
+@door("assigned/p.grad, written, then another", "19")
 def _(run: Run) -> Any:
     run.backward()
     given = _ones(run)
@@ -178,7 +178,7 @@ def _(run: Run) -> Any:
     return run.w.grad.clone()
 
 
-@door("assigned/p.grad, another, and back", "19", served=True)
+@door("assigned/p.grad, another, and back", "19")
 def _(run: Run) -> Any:
     run.backward()
     kept = run.w.grad
@@ -215,7 +215,7 @@ def _(run: Run) -> Any:
     return [run.w.detach().clone(), run.w.grad.clone()]
 
 
-@door("assigned/p.grad, one tensor for two", "19", served=True)
+@door("assigned/p.grad, one tensor for two", "19")
 def _(run: Run) -> Any:
     given = _ones(run)
     other = run.param("layers.2.weight")
@@ -254,7 +254,7 @@ def _(run: Run) -> Any:
     return [before, view.clone(), run.step(2), kept.clone(), _moment(run) is kept]
 
 
-@door("assigned/exp_avg_sq.data, then what it was given is written", "5", served=True)
+@door("assigned/exp_avg_sq.data, then what it was given is written", "5")
 def _(run: Run) -> Any:
     run.step(1)
     values = _ones(run)
@@ -288,7 +288,7 @@ def _(run: Run) -> Any:
     return run.step(2)
 
 
-@door("assigned/exp_avg, then written", "5", served=True)
+@door("assigned/exp_avg, then written", "5")
 def _(run: Run) -> Any:
     run.step(1)
     old, given = _moment(run), _ones(run, 1e-3)
@@ -297,7 +297,7 @@ def _(run: Run) -> Any:
     return [run.step(2), given.clone(), old.clone()]
 
 
-@door("assigned/exp_avg, then its data", "5", served=True)
+@door("assigned/exp_avg, then its data", "5")
 def _(run: Run) -> Any:
     run.step(1)
     given = _ones(run, 1e-3)
@@ -348,7 +348,7 @@ def _(run: Run) -> Any:
     return [run.step(2), _moment(run, "step").clone()]
 
 
-@door("assigned/a state as a whole, then written", "5", served=True)
+@door("assigned/a state as a whole, then written", "5")
 def _(run: Run) -> Any:
     run.step(1)
     old = dict(run.optimizer.state[run.w])
@@ -368,7 +368,7 @@ def _(run: Run) -> Any:
     state[run.w] = dict(state[other])
     state[other] = mine
     first = {k: v.clone() for k, v in state[run.w].items()}
-    return [first, run.step(2), {k: v.clone() for k, v in mine.items()}]
+    return [first, run.step(2), {k: v.clone() for k, v in state[other].items()}]
 
 
 @door("assigned/a state of another", "5")
@@ -521,7 +521,7 @@ def _(run: Run) -> Any:
     return losses
 
 
-@door("assigned/p.grad.data, another part of one storage", "19", served=True)
+@door("assigned/p.grad.data, another part of one storage", "19")
 def _(run: Run) -> Any:
     both = torch.arange(2048.0, device=run.device).mul_(1e-3)
     given = both[:1024].view(32, 32)
@@ -531,7 +531,7 @@ def _(run: Run) -> Any:
     return [run.w.grad.clone(), both.clone()]
 
 
-@door("assigned/p.grad, then its array is written", "19", served=True)
+@door("assigned/p.grad, then its array is written", "19")
 def _(run: Run) -> Any:
     if run.device != "cpu":
         return None

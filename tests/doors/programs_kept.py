@@ -27,7 +27,7 @@ def _(run: Run) -> Any:
     return [kept.clone(), run.w.grad.clone()]
 
 
-@door("kept/assigned gradient is written", "19", served=True)
+@door("kept/assigned gradient is written", "19")
 def _(run: Run) -> Any:
     run.backward()
     buffer = torch.ones(32, 32, device=run.device)
@@ -39,7 +39,7 @@ def _(run: Run) -> Any:
     return [first, buffer.clone(), run.w.grad.clone()]
 
 
-@door("kept/gradients in one buffer", "19", served=True)
+@door("kept/gradients in one buffer", "19")
 def _(run: Run) -> Any:
     flat = torch.zeros(sum(p.numel() for p in run.model.parameters()), device=run.device)
     run.backward()
@@ -56,7 +56,7 @@ def _(run: Run) -> Any:
     return [norm, flat]
 
 
-@door("kept/assigned data is written", "19", served=True)
+@door("kept/assigned data is written", "19")
 def _(run: Run) -> Any:
     values = run.randn(32, 32) * 0.1
     run.w.data = values
@@ -68,7 +68,7 @@ def _(run: Run) -> Any:
     return [first, second, values.clone(), run.w.detach().clone()]
 
 
-@door("kept/assigned data is written and let go", "19", served=True)
+@door("kept/assigned data is written and let go", "19")
 def _(run: Run) -> Any:
     values = run.randn(32, 32) * 0.1
     run.w.data = values
@@ -139,13 +139,13 @@ def _(run: Run) -> Any:
     with torch.no_grad():
         shown = run.loss()
     run.model.load_state_dict(backup)
-    return [shown, run.step(1), average, backup]
+    return [shown, run.step(1), backup]
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------
 
 
-@door("kept/array of a state dict", "19", served=True)
+@door("kept/array of a state dict", "19")
 def _(run: Run) -> Any:
     if run.device != "cpu":
         return None
@@ -157,7 +157,7 @@ def _(run: Run) -> Any:
     return [first, second, run.loss().detach(), run.step(1), array]
 
 
-@door("kept/array of a gradient over an accumulation", "19", served=True)
+@door("kept/array of a gradient over an accumulation", "19")
 def _(run: Run) -> Any:
     if run.device != "cpu":
         return None
@@ -177,7 +177,7 @@ def _(run: Run) -> Any:
     return [second, norm, third, fourth, array]
 
 
-@door("kept/array of a moment", "5", served=True)
+@door("kept/array of a moment", "5")
 def _(run: Run) -> Any:
     if run.device != "cpu":
         return None
@@ -207,7 +207,7 @@ def _(run: Run) -> Any:
     return [second, losses, loaded["state"][8], {k: v.clone() for k, v in entry.items()}]
 
 
-@door("kept/dlpack of a gradient", "19", served=True)
+@door("kept/dlpack of a gradient", "19")
 def _(run: Run) -> Any:
     run.backward()
     other = torch.from_dlpack(run.w.grad)
@@ -219,7 +219,7 @@ def _(run: Run) -> Any:
     ]
 
 
-@door("kept/addresses of gradients", "19", served=True)
+@door("kept/addresses of gradients", "19")
 def _(run: Run) -> Any:
     import ctypes
 
@@ -483,7 +483,7 @@ def _(run: Run) -> Any:
     return pickle.loads(pickle.dumps([run.w.grad, dict(run.optimizer.state[run.w])]))
 
 
-@door("kept/numpy of many gradients", "19", served=True)
+@door("kept/numpy of many gradients", "19")
 def _(run: Run) -> Any:
     if run.device != "cpu":
         return None
@@ -497,7 +497,7 @@ def _(run: Run) -> Any:
     return [norm, [a.copy() for a in arrays]]
 
 
-@door("kept/weights by numpy", "19", needs_all=True, served=True)
+@door("kept/weights by numpy", "19", needs_all=True)
 def _(run: Run) -> Any:
     if run.device != "cpu":
         return None
@@ -624,16 +624,6 @@ def _(run: Run) -> Any:
     return run.step(2)
 
 
-@door("kept/array of p kept over steps", "8", needs_all=True, served=True)
-def _(run: Run) -> Any:
-    if run.device != "cpu":
-        return None
-    array = run.w.detach().numpy()
-    first = array.copy()
-    run.step(2)
-    return [first, array]
-
-
 class Renormed(nn.Module):
     """Its forward writes a weight."""
 
@@ -646,7 +636,7 @@ class Renormed(nn.Module):
         return self.head(self.words(index))
 
 
-@door("kept/array of an embedding with max_norm", "8", served=True, model=None, trains=False)
+@door("kept/array of an embedding with max_norm", "8", model=None, trains=False)
 def _(run: Run) -> Any:
     torch.manual_seed(1)
     model = Renormed()

@@ -175,6 +175,8 @@ def _described(row: Door, run: Run, error: BaseException) -> dict[str, Any]:
     text = f"{type(error).__name__}: {error}"
     names = sorted(names_of(run.model), key=len, reverse=True)
     named = next((n for n in names if re.search(rf"(?<![\w.]){re.escape(n)}(?![\w])", text)), None)
+    if named is None and isinstance(error, ValueError) and "read-only" in text:
+        named = "an array"  # NumPy's refusal of a write to one that cannot be written
     return {
         "type": type(error).__name__,
         "text": text,
