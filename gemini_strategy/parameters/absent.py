@@ -47,11 +47,12 @@ _address = _torch.storage_address
 
 # Views, changes of metadata, and what asks for metadata alone.
 _PASSED = """
-    _conj _neg_view alias as_strided as_strided_ detach detach_ diagonal expand permute select.int slice.Tensor
-    split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims squeeze_ squeeze_.dim squeeze_.dims t t_
-    transpose.int transpose_ unbind.int unfold unsqueeze unsqueeze_ view view.dtype _reshape_alias lift_fresh is_set_to is_same_size is_pinned
-    empty_like new_empty new_empty_strided new_zeros new_ones new_full zeros_like ones_like full_like rand_like
-    randn_like randint_like randint_like.low_dtype
+    _conj _neg_view alias as_strided as_strided_ detach detach_ diagonal expand permute select.int
+    slice.Tensor split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims squeeze_ squeeze_.dim
+    squeeze_.dims t t_ transpose.int transpose_ unbind.int unfold unsqueeze unsqueeze_ view view.dtype
+    _reshape_alias lift_fresh is_set_to is_same_size is_pinned empty_like new_empty new_empty_strided
+    new_zeros new_ones new_full zeros_like ones_like full_like rand_like randn_like randint_like
+    randint_like.low_dtype
 """
 # They write arguments that their schemas call read.
 _WRITES_UNSAID = {
