@@ -109,7 +109,7 @@ static PyObject *memory_of(const gm_log_memory *memory)
     return gm_py_unless(dict, !dict || gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0);
 }
 
-/* Of a tick: kind, stream, tick, tick_kind, id, start, end, device (bytes by class), host (bytes).
+/* Of a tick: kind, stream, tick, tick_kind, id, start, work, end, device (bytes by class), host (bytes).
  * Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
 static PyObject *entry_dict(const gm_log_entry *entry)
 {
@@ -125,7 +125,8 @@ static PyObject *entry_dict(const gm_log_entry *entry)
             gm_py_put(dict, "tick_kind", PyUnicode_FromString(tick_names[entry->tick_kind])) < 0 ||
             gm_py_put(dict, "id", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
             gm_py_put(dict, "device", memory_of(&entry->memory)) < 0 ||
-            gm_py_put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0;
+            gm_py_put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0 ||
+            gm_py_put(dict, "work", PyFloat_FromDouble(entry->work)) < 0;
     } else if (!failed) {
         failed = gm_py_put(dict, "chunk", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
                  gm_py_put(dict, "piece", PyUnicode_FromString(piece_names[entry->piece])) < 0 ||
