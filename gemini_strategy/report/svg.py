@@ -53,7 +53,7 @@ _PHASE = {"stroke": "#8d939b", "stroke_width": 0.8, "stroke_dasharray": "2 3"}
 
 _LEFT, _PLOT, _COLUMN = 160, 1010, 190  # names; the plot; figures beside it
 _EDGE = _LEFT + _PLOT
-_TOP, _LANE, _LANE_GAP, _DEVICE, _GAP = 132, 22, 6, 240, 50
+_TOP, _LANE, _LANE_GAP, _DEVICE, _GAP = 144, 22, 6, 240, 50
 _LIFELINES = 560  # about; rows are 3 to 15 high
 _LABEL_GAP = 17
 _LEGEND_ROW = 18
@@ -231,7 +231,7 @@ class _Picture:
         self.modules: Sequence[Sequence[str]] = layout["modules"]
         labels = [self._module_text(chunk) for chunk in range(self.n_chunks)]
         beside = 34 + max((_width(text, 10.5) for text in labels), default=0.0)
-        self.width = _EDGE + max(_COLUMN + 44.0, beside + 12)
+        self.width = _EDGE + max(_COLUMN + 44, beside + 12, 78 + _width(self._waits_text()))
         self.height = self.lives_bottom + 64 + _LEGEND_ROW * len(self.classes)
         self.bands = stacked(self.ticks)
         self.peak = max(self.bands[-1][3]) if self.bands else 0.0
@@ -288,8 +288,8 @@ class _Picture:
         step = _nice_step(self.seconds, 12)
         for index in range(int(self.seconds / step + 1e-9) + 1):
             x, text = self.x_of(index * step), _time(index * step)
-            self.canvas.line(x, _TOP - 6, x, self.lives_bottom + 4, stroke=_GRID)
-            for y in (_TOP - 12, self.lives_bottom + 19):
+            self.canvas.line(x, _TOP - 18, x, self.lives_bottom + 4, stroke=_GRID)
+            for y in (_TOP - 24, self.lives_bottom + 19):
                 self.canvas.text(x, y, text, text_anchor="middle", fill=_FAINT, data_time=index)
 
     def _lane_panel(self) -> None:
@@ -306,11 +306,12 @@ class _Picture:
                 self._span_lane(name, y)
             share = f"{100 * busy / self.seconds:.0f} %"
             canvas.text(_EDGE + 54, y + 15, share, text_anchor="end")
-            canvas.text(_EDGE + 66, y + 15, seconds_text(busy), fill=_FAINT)
+            text = self._waits_text() if name == STALL else seconds_text(busy)
+            canvas.text(_EDGE + 66, y + 15, text, fill=_FAINT)
         canvas.close()
 
     def _span_lane(self, name: str, y: float) -> None:
-        """The lane of compute has forward and backward in two colours, with their names where these have room."""
+        """The lane of compute has forward and backward in two colours, with their names above it."""
         kinds = ("forward", "backward") if name == COMPUTE else (name,)
         for kind in kinds:
             spans = [s for s in self.lanes.spans[name] if name != COMPUTE or s[2] == kind]
@@ -321,7 +322,14 @@ class _Picture:
             self.canvas.titled_path(_boxes(xs, y, _LANE), f"{kind}: {len(spans)}", **path)
         if name == COMPUTE:
             for begin, end, kind in self._phases():
-                self._word(kind, self.x_of(begin), self.x_of(end), y, _LANE_COLOURS[kind])
+                self._word(kind, self.x_of(begin), self.x_of(end), y - 4, _LANE_COLOURS[kind])
+
+    def _waits_text(self) -> str:
+        causes = self.lanes.by_cause()
+        if not causes:
+            return "0 s"
+        parts = ", ".join(f"{cause} {seconds_text(s)}" for cause, s in causes.items())
+        return f"{seconds_text(sum(causes.values()))}: {parts}"
 
     def _phases(self) -> list[tuple[float, float, str]]:
         """(begin, end, "forward" or "backward") of runs of ticks."""
@@ -348,15 +356,13 @@ class _Picture:
             colour = _LOOP if cause == LOOP else _RED
             self.canvas.titled_path(d, title, fill=colour, data_wait=cause)
         for x1, x2, cause in runs:
-            self._word(cause, x1, x2, y, _LOOP if cause == LOOP else _RED)
+            self._word(cause, x1, x2, y + 15, "#ffffff")
         return sum(wait.seconds for wait in self.lanes.waits)
 
     def _word(self, word: str, x1: float, x2: float, y: float, colour: str) -> None:
         if x2 - x1 > _width(word, 11) + 6:
-            middle = {"text_anchor": "middle", "font_size": 11, "fill": "#ffffff"}
-            # The letters hide what is drawn behind them.
-            edge = {"stroke": colour, "stroke_width": 4, "paint_order": "stroke"}
-            self.canvas.text((x1 + x2) / 2, y + 15, word, **middle, **edge)
+            middle = {"text_anchor": "middle", "font_size": 11, "fill": colour}
+            self.canvas.text((x1 + x2) / 2, y, word, **middle)
 
     def _frame(self, top: float, height: float, limit: float, name: str, n: int) -> Callable:
         """Grid and labels of one panel of bytes; returns the map from bytes to y."""
