@@ -227,7 +227,7 @@ def _asks_for_no_gains(monkeypatch: pytest.MonkeyPatch) -> None:
 
     test_estimate_clipped.py has it.
     """
-    monkeypatch.setattr(forecast, "_gains", lambda *_: [])
+    monkeypatch.setattr(forecast, "_changed", lambda *_: {})
 
 
 @pytest.mark.usefixtures("_asks_for_no_gains")
