@@ -63,7 +63,7 @@ def parts(
     """Of each schedule by its `when`: what it would save, one after the other, if updates did not wait for the norm,
     if updates on the host took no time, and if copies took none. What is left is the compute, and now and then a rest.
     """
-    best = schedules[-1]  # waits for no norm, unless the precision knows no other
+    best = min(schedules, key=lambda schedule: schedule.seconds)
     at = best.seconds
 
     def saved(*begins: str) -> float:
@@ -82,9 +82,9 @@ def parts(
         others = others[:2]
     found = {}
     for schedule in schedules:
-        waiting = Part("updates that wait for the norm", schedule.seconds - best.seconds)
-        if schedule.when == best.when == "deferred":  # fp16: all of its updates do
-            others = tuple(replace(part, what=f"{part.what} after the backward") for part in others)
+        waiting = Part("updates that wait for the norm", 0.0)
+        if best.when == "immediate":
+            waiting = replace(waiting, seconds=schedule.seconds - best.seconds)
         all_of_it = (waiting, *others)
         found[schedule.when] = tuple(
             part for part in all_of_it if part.seconds > _SHARE * schedule.seconds
