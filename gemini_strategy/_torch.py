@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gemini_strategy import _C
+
 _missing: list[str] = []
 
 
@@ -179,3 +181,5 @@ def _refuse_missing() -> None:
 
 
 _refuse_missing()
+# The core looks functions up in the libtorch that is loaded. Every module that gives it a tensor imports this one.
+_C.torch_abi_init()

@@ -11,15 +11,13 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from gemini_strategy import _C
+from gemini_strategy.choices import POLICIES
 from gemini_strategy.sizes import parse_bytes
 
-PolicyName = Literal["auto", "cpu", "cuda"]
-POLICIES = _C.POLICIES
 LOSS_SCALING = (  # the arguments of LossScaler, which all that make one take too
     "initial_scale",
     "min_scale",

@@ -1,7 +1,7 @@
 """The command `gemini-strategy`, which `python -m gemini_strategy` is too: one module per subcommand.
 
 A subcommand's module has `add_arguments(parser)` and `execute(arguments)`, which returns the exit
-status. Only the module that is asked for is imported.
+status. Only the module that is asked for is imported, and torch not before it needs it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+
+from gemini_strategy._version import __version__
 
 # Name: the module, and the line that `gemini-strategy --help` shows.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gemini-strategy", description="Trains models larger than the GPU's memory."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():
         one = listed.add_parser(name, help=text, description=text)

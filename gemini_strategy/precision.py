@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,7 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.arguments import check_loss_scaling
-
-PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
-PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
+from gemini_strategy.choices import PRECISIONS
 
 _RUNNING_STATISTICS = (_torch.BatchNormBase,)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

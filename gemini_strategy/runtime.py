@@ -1,6 +1,6 @@
 """What an engine is made of: the core, slots and units of one model, and what a step does with them.
 
-The core (csrc/engine/engine.h) moves bytes. manage.py makes engines, parameters/registration.py moves a
+The core (csrc/engine/engine.h) moves bytes. management.py makes engines, parameters/registration.py moves a
 model in, parameters/hooks.py enters and leaves units, parameters/absent.py serves parameters outside them,
 optim/managed.py is the optimizer's face, and engine.py what a person sees of all this.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy.arguments import POLICIES
+from gemini_strategy.choices import POLICIES
 from gemini_strategy.precision import Precision
 from gemini_strategy.sizes import ChunkSizes
 from gemini_strategy.weights.loading import Weights

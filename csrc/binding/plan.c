@@ -57,19 +57,23 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
         {"n_ops", info->n_ops},
         {"hash", info->hash},
     };
-    size_t counts[GM_N_CLASSES];
+    size_t counts[GM_N_CLASSES], frozen[GM_N_CLASSES];
     for (int i = 0; i < GM_N_CLASSES; i++) {
         counts[i] = info->n_of_class[i];
+        frozen[i] = info->n_frozen_of_class[i];
     }
     const char *when = info->when == GM_IMMEDIATE ? "immediate" : "deferred";
     PyObject *dict = PyDict_New();
-    int failed = !dict || gm_py_put_figures(dict, doubles, GM_PY_N(doubles)) < 0 ||
-                 gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0 ||
-                 gm_py_put(dict, "n_of_class", by_class(counts)) < 0 ||
-                 gm_py_put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
-                 gm_py_put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
-                 gm_py_put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
-                 gm_py_put(dict, "when", PyUnicode_FromString(when)) < 0;
+    int failed =
+        !dict || gm_py_put_figures(dict, doubles, GM_PY_N(doubles)) < 0 ||
+        gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0 ||
+        gm_py_put(dict, "n_of_class", by_class(counts)) < 0 ||
+        gm_py_put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
+        gm_py_put(dict, "n_frozen_of_class", by_class(frozen)) < 0 ||
+        gm_py_put(dict, "frozen_bytes_of_class", by_class(info->frozen_bytes_of_class)) < 0 ||
+        gm_py_put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
+        gm_py_put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
+        gm_py_put(dict, "when", PyUnicode_FromString(when)) < 0;
     return gm_py_unless(dict, failed);
 }
 
@@ -105,7 +109,7 @@ static PyObject *memory_of(const gm_log_memory *memory)
     return gm_py_unless(dict, !dict || gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0);
 }
 
-/* Of a tick: kind, stream, tick, tick_kind, id, start, end, device (bytes by class), host (bytes).
+/* Of a tick: kind, stream, tick, tick_kind, id, start, work, end, device (bytes by class), host (bytes).
  * Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
 static PyObject *entry_dict(const gm_log_entry *entry)
 {
@@ -121,7 +125,8 @@ static PyObject *entry_dict(const gm_log_entry *entry)
             gm_py_put(dict, "tick_kind", PyUnicode_FromString(tick_names[entry->tick_kind])) < 0 ||
             gm_py_put(dict, "id", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
             gm_py_put(dict, "device", memory_of(&entry->memory)) < 0 ||
-            gm_py_put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0;
+            gm_py_put(dict, "host", PyLong_FromSize_t(entry->memory.host)) < 0 ||
+            gm_py_put(dict, "work", PyFloat_FromDouble(entry->work)) < 0;
     } else if (!failed) {
         failed = gm_py_put(dict, "chunk", PyLong_FromUnsignedLong(entry->chunk)) < 0 ||
                  gm_py_put(dict, "piece", PyUnicode_FromString(piece_names[entry->piece])) < 0 ||

@@ -32,6 +32,7 @@ void gm_pass_end(gm_engine *engine)
     }
     uint32_t index;
     gm_timer_stop(engine, engine->call.stream);
+    gm_timeline_pass_end(engine->timeline, engine->call.stream);
     gm_watch_note_pass_end(engine);
     engine->pass.is_open = engine->pass.is_following = false;
     if (gm_book_end(engine->pass.book, &index) != GM_OK || index == GM_NO_TRACE) {

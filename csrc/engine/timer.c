@@ -44,6 +44,7 @@ void gm_timer_stop(gm_engine *engine, gm_stream stream)
 void gm_timer_start(gm_engine *engine, gm_stream stream)
 {
     gm_tick_timer *timer = &engine->timer;
+    gm_timeline_work(engine->timeline, stream);
     if (!timer->is_on || timer->is_open || timer->n != engine->pass.tick) {
         return;
     }

@@ -18,7 +18,8 @@ struct gm_timeline {
     gm_device *device;
     row *rows; /* (capacity,) */
     uint32_t capacity, n;
-    uint32_t tick; /* position of the latest tick */
+    uint32_t tick;     /* position of the latest tick */
+    uint32_t tick_row; /* of the latest tick, until its pass ends; or GM_NO_ENTRY */
     uint64_t n_dropped;
     bool is_finished;
     gm_status status; /* the first failure */
@@ -26,8 +27,9 @@ struct gm_timeline {
 };
 
 static const char *const kind_names[GM_N_LOG_KINDS] = {
-    "tick",      "fetch",         "state_in",    "grad_in", "refresh", "weight_out", "grad_out",
-    "state_out", "device_update", "host_update", "gather",  "reduce",  "held",       "dropped"};
+    "tick",       "fetch",    "state_in",  "grad_in",       "refresh",
+    "weight_out", "grad_out", "state_out", "device_update", "host_update",
+    "gather",     "reduce",   "held",      "dropped",       "pass_end"};
 static const char *const stream_names[GM_N_LOG_STREAMS] = {"compute",   "fetch",  "state", "evict",
                                                            "state_out", "update", "host",  "comm"};
 
@@ -52,7 +54,8 @@ gm_status gm_timeline_new(gm_device *device, uint32_t capacity, gm_timeline **ou
         free(rows);
         return GM_FAIL(GM_ERR_NOMEM, "host memory: no room for a timeline of %u entries", capacity);
     }
-    *log = (gm_timeline){.device = device, .rows = rows, .capacity = capacity};
+    *log = (gm_timeline){
+        .device = device, .rows = rows, .capacity = capacity, .tick_row = GM_NO_ENTRY};
     for (uint32_t i = 0; i < capacity; i++) {
         GM_TRY_ELSE(device->ops->event_new(device, true, &rows[i].start), gm_timeline_free(log));
         GM_TRY_ELSE(device->ops->event_new(device, true, &rows[i].end), gm_timeline_free(log));
@@ -154,10 +157,28 @@ void gm_timeline_tick(gm_timeline *log, uint32_t tick, gm_tick_kind kind, uint32
         return;
     }
     log->tick = tick;
+    log->tick_row = GM_NO_ENTRY;
     uint32_t index = gm_timeline_begin(log, GM_LOG_TICK, GM_ON_COMPUTE, id, GM_WEIGHT, 0, compute);
     if (index != GM_NO_ENTRY) {
         log->rows[index].entry.tick_kind = kind;
         log->rows[index].entry.memory = *memory;
+        log->tick_row = index;
+    }
+}
+
+void gm_timeline_work(gm_timeline *log, gm_stream compute)
+{
+    if (log && log->tick_row != GM_NO_ENTRY && !log->rows[log->tick_row].is_ended) {
+        gm_timeline_end(log, log->tick_row,
+                        compute); /* a tick's second event, as the next tick ends it */
+    }
+}
+
+void gm_timeline_pass_end(gm_timeline *log, gm_stream compute)
+{
+    if (log && log->tick_row != GM_NO_ENTRY) {
+        log->tick_row = GM_NO_ENTRY;
+        (void)gm_timeline_begin(log, GM_LOG_PASS_END, GM_ON_COMPUTE, 0, GM_WEIGHT, 0, compute);
     }
 }
 
@@ -202,7 +223,7 @@ static void resolve(gm_timeline *log)
     }
 }
 
-/* A tick lasts until the next one, the last one until everything is over; a mark is where the entry before it
+/* A tick lasts until the next one or the end of its pass, the last one until everything is over; a mark is where the entry before it
  * began; the earliest entry begins at 0. */
 static void complete(gm_timeline *log)
 {
@@ -218,7 +239,10 @@ static void complete(gm_timeline *log)
     for (uint32_t i = log->n; i-- > 0;) {
         gm_log_entry *entry = &log->rows[i].entry;
         if (entry->kind == GM_LOG_TICK) {
+            entry->work = entry->end;
             entry->end = next > entry->start ? next : entry->start;
+        }
+        if (entry->kind == GM_LOG_TICK || entry->kind == GM_LOG_PASS_END) {
             next = entry->start;
         }
     }
@@ -232,6 +256,7 @@ static void complete(gm_timeline *log)
     for (uint32_t i = 0; i < log->n; i++) {
         log->rows[i].entry.start -= first;
         log->rows[i].entry.end -= first;
+        log->rows[i].entry.work -= first;
     }
 }
 

@@ -19,7 +19,7 @@
 typedef struct gm_timeline gm_timeline; /* opaque */
 
 typedef enum gm_log_kind {
-    GM_LOG_TICK, /* a unit entered, a chunk touched, a gradient complete; lasts until the next tick */
+    GM_LOG_TICK, /* a unit entered, a chunk touched, a gradient complete; lasts until the next, or its pass ends */
     GM_LOG_FETCH,
     GM_LOG_STATE_IN,
     GM_LOG_GRAD_IN,
@@ -33,6 +33,7 @@ typedef enum gm_log_kind {
     GM_LOG_REDUCE,  /* of a chunk's gradients, over the ranks */
     GM_LOG_HELD,    /* mark: the piece was on the device when the log began */
     GM_LOG_DROPPED, /* mark: the piece is no longer on the device; no bytes had to move */
+    GM_LOG_PASS_END, /* on compute, without length: what follows until the next tick belongs to nobody's unit */
     GM_N_LOG_KINDS
 } gm_log_kind;
 
@@ -68,7 +69,8 @@ typedef struct gm_log_entry {
     uint32_t tick;          /* position in its pass of the tick under which this was issued */
     size_t bytes;           /* moved or updated */
     double start, end;      /* seconds since the earliest entry; after gm_timeline_finish */
-    gm_log_memory memory;   /* of a tick */
+    double work; /* of a tick: when its own work could begin, all that it waited for being there */
+    gm_log_memory memory; /* of a tick */
 } gm_log_entry;
 
 #define GM_NO_ENTRY UINT32_MAX
@@ -86,6 +88,9 @@ void gm_timeline_mark(gm_timeline *timeline, gm_log_kind kind, uint32_t chunk, g
 /* `compute` is the stream of the units. */
 void gm_timeline_tick(gm_timeline *timeline, uint32_t tick, gm_tick_kind kind, uint32_t id,
                       const gm_log_memory *memory, gm_stream compute);
+/* What the latest tick waits for has been issued: its own work is next.  Later calls under the same tick do nothing. */
+void gm_timeline_work(gm_timeline *timeline, gm_stream compute);
+void gm_timeline_pass_end(gm_timeline *timeline, gm_stream compute);
 /* Is the log on, and does it take more?  Saves counting the memory of a tick for nothing. */
 bool gm_timeline_is_open(const gm_timeline *timeline);
 

@@ -41,6 +41,10 @@ static void describe(const gm_problem *problem, gm_plan *plan)
         const gm_place *grad = &plan->places[c * GM_N_PIECES + GM_GRAD];
         info->n_of_class[cls]++;
         info->bytes_of_class[cls] += input->chunks[c].bytes[GM_WEIGHT];
+        if (input->chunks[c].numel == 0) {
+            info->n_frozen_of_class[cls]++;
+            info->frozen_bytes_of_class[cls] += input->chunks[c].bytes[GM_WEIGHT];
+        }
         info->resident_grad_bytes += grad->is_resident ? grad->length * input->block_bytes : 0;
         const gm_place *gathered = &plan->places[c * GM_N_PIECES + GM_GATHERED];
         info->n_kept += gathered->is_resident;

@@ -152,7 +152,9 @@ typedef struct gm_plan_info {
     size_t device_bytes; /* of blocks */
     size_t h2d_bytes, d2h_bytes; /* in one step */
     uint32_t n_blocks, n_of_class[GM_N_CLASSES];
-    size_t bytes_of_class[GM_N_CLASSES]; /* of weights */
+    size_t bytes_of_class[GM_N_CLASSES];      /* of weights */
+    uint32_t n_frozen_of_class[GM_N_CLASSES]; /* of these the chunks that no update ever reaches */
+    size_t frozen_bytes_of_class[GM_N_CLASSES];
     size_t weight_ring_bytes, state_ring_bytes, grad_ring_bytes, resident_grad_bytes;
     size_t gathered_ring_bytes, unreduced_ring_bytes, kept_gathered_bytes;
     uint32_t n_kept;       /* chunks whose gathered weights are kept */

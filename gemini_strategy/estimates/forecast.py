@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C
-from gemini_strategy.arguments import POLICIES, Arguments, PolicyName, suggesting
+from gemini_strategy.arguments import Arguments, suggesting
+from gemini_strategy.choices import POLICIES, PolicyName, PrecisionName
 from gemini_strategy.errors import GeminiMemoryError
+from gemini_strategy.estimates.causes import Gain, Part, gains, parts
 from gemini_strategy.estimates.machines import Machine, is_here, machine_of, with_host
 from gemini_strategy.estimates.paper import (
     PROCESS_BYTES,
@@ -25,7 +27,7 @@ from gemini_strategy.estimates.paper import (
 )
 from gemini_strategy.estimates.step import RecordedPass, StepFunction, record
 from gemini_strategy.memory.budget import DRIVER_RESERVE
-from gemini_strategy.precision import Precision, PrecisionName
+from gemini_strategy.precision import Precision
 from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import (
@@ -39,9 +41,6 @@ from gemini_strategy.sizes import (
 _SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
 # Bytes of a trained parameter in engine.state_dict(), whatever its weight has.
 _MASTERS_AND_MOMENTS = 12
-
-_MORE_DEVICE = 4 * 10**9
-_MORE_HOST = 16 * 10**9
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,10 @@ class Estimate:
         tokens: of a step, of all ranks; 0: not known.
         ranks: that share each chunk, each with a GPU of its own.
         is_quantized: there are quantized parameters.
-        gains: what more memory would buy, in words.
+        parts: of each schedule, by its `when`, what makes a step longer than its compute.
+        gains: what more memory and more tokens would buy.
+        unquantized: where there are quantized parameters, the frozen ones with three dimensions that are not: how many,
+            their bytes, and the name of the first. Experts are such, and no linear layers.
         sweep: the same for each device budget that was asked for beside.
     """
 
@@ -138,7 +140,9 @@ class Estimate:
     tokens: int = 0
     ranks: int = 1
     is_quantized: bool = False
-    gains: tuple[str, ...] = ()
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    gains: tuple[Gain, ...] = ()
+    unquantized: tuple[int, int, str] = (0, 0, "")
     sweep: tuple[Estimate, ...] = ()
 
     @property
@@ -151,7 +155,8 @@ class Estimate:
         return table(self)
 
 
-def _settings(given: Mapping[str, Any], machine: Machine) -> Settings:
+def settings_of(given: Mapping[str, Any], machine: Machine) -> Settings:
+    """What manage() would make of the arguments of estimate(), on this machine."""
     is_cuda = given["device"] == "cuda"
     memory = physical_memory() // given["ranks"]
     host_budget = -1
@@ -183,7 +188,7 @@ def _with_host(settings: Settings, budget: int) -> Settings:
     return replace(settings, host_budget=budget, host_limit=budget)
 
 
-class _Forecaster:
+class Forecaster:
     """One recorded pass of a model, planned under as many budgets as are asked for."""
 
     def __init__(
@@ -200,6 +205,10 @@ class _Forecaster:
         self.whens: tuple[When, ...] = ("speculated", "deferred", "immediate")
         if is_half or not recorded.parameters:
             self.whens = ("deferred",)
+
+    def with_micro_batches(self, n: int) -> Forecaster:
+        """The same for steps of so many passes."""
+        return Forecaster(self.paper, self.recorded, self.machine, n)
 
     def try_budget(self, settings: Settings, when: When = "deferred") -> Planned | str:
         """What is planned; or why nothing is. Each is found out once."""
@@ -228,17 +237,24 @@ class _Forecaster:
         found: list[Schedule] = []
         first = None
         for when in self.whens:
-            planned = self.try_budget(settings, when)
-            if isinstance(planned, str) or planned.plan is None:
+            planned, schedule = self.try_budget(settings, when), self.schedule(settings, when)
+            if schedule is None or isinstance(planned, str):
                 continue
-            if when == "deferred" and found and found[0].plan["hash"] == planned.plan["hash"]:
+            if when == "deferred" and found and found[0].plan["hash"] == schedule.plan["hash"]:
                 found.clear()  # there was nothing to speculate
             first = first or planned
-            seconds = planned.plan["step_seconds"]
-            tokens = self.recorded.tokens * self.micro_batches * self.paper.ranks.size
-            rate = tokens / seconds if tokens and seconds else float("nan")
-            found.append(Schedule(when, seconds, rate, verdict(planned.plan), planned.plan))
+            found.append(schedule)
         return found, first
+
+    def schedule(self, settings: Settings, when: When) -> Schedule | None:
+        """A step of one schedule; None: there is no plan."""
+        planned = self.try_budget(settings, when)
+        if isinstance(planned, str) or planned.plan is None:
+            return None
+        seconds = planned.plan["step_seconds"]
+        tokens = self.recorded.tokens * self.micro_batches * self.paper.ranks.size
+        rate = tokens / seconds if tokens and seconds else float("nan")
+        return Schedule(when, seconds, rate, verdict(planned.plan), planned.plan)
 
     def device_peaks(self, settings: Settings, when: When) -> tuple[int, int]:
         """Of a schedule that there is: planned, and on demand before that, if chunks and the rest peak at once."""
@@ -320,36 +336,25 @@ def _plenty(settings: Settings) -> int:
     return max(settings.device_budget, 1 << 44)
 
 
-def _gain(forecaster: _Forecaster, settings: Settings, now: Sequence[Schedule]) -> str:
-    """What these settings buy, in words."""
-    more, _ = forecaster.schedules(settings)
-    steps = [("clipped", now[0], more[0])]
-    if now[-1].when == "immediate":
-        steps.append(("backward(step=True)", now[-1], more[-1]))
-    return ", ".join(
-        f"{100 * max(1 - new.seconds / old.seconds, 0.0):.0f} % of the {name} step"
-        for name, old, new in steps
-    )
+def _changed(
+    forecaster: Forecaster, settings: Settings, host_bytes: int, now: Sequence[Schedule]
+) -> dict[str, Any]:
+    """The parts and gains of an Estimate."""
+    is_compute = all(schedule.verdict.is_compute for schedule in now)
+    return {
+        "parts": {} if is_compute else parts(forecaster, settings, now),
+        "gains": tuple(gains(forecaster, settings, host_bytes, now)),
+    }
 
 
-def _gains(
-    forecaster: _Forecaster, settings: Settings, host_bytes: int, now: Sequence[Schedule]
-) -> list[str]:
-    """What the next memory buys."""
-    found = []
-    if settings.device_budget >= 0:
-        more = replace(settings, device_budget=settings.device_budget + _MORE_DEVICE)
-        found.append(
-            f"{_MORE_DEVICE // 10**9} GB more of device memory: {_gain(forecaster, more, now)}"
-        )
-    if settings.policy != "cuda":
-        budget = max(settings.host_budget, host_bytes) + _MORE_HOST
-        buys = _gain(forecaster, _with_host(settings, budget), now[:1])
-        found.append(f"{_MORE_HOST // 10**9} GB more of host memory: {buys}")
-    return found
+def _unquantized(slots: Sequence[Any]) -> tuple[int, int, str]:
+    left = [s for s in slots if not s.is_raw and not s.has_moments and s.parameter.ndim >= 3]
+    if not left or not any(slot.is_raw for slot in slots):
+        return 0, 0, ""
+    return len(left), sum(s.parameter.numel() * s.dtype.itemsize for s in left), left[0].name
 
 
-def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -> Estimate:
+def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) -> Estimate:
     paper, recorded = forecaster.paper, forecaster.recorded
     slots = paper.registration.slots
     base = Estimate(
@@ -363,6 +368,7 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
         tokens=recorded.tokens * forecaster.micro_batches * paper.ranks.size,
         ranks=paper.ranks.size,
         is_quantized=any(slot.is_raw for slot in slots),
+        unquantized=_unquantized(slots),
     )
     refusals = forecaster.refusals(settings)
     if refusals:
@@ -394,7 +400,7 @@ def _forecast(forecaster: _Forecaster, settings: Settings, *, has_gains: bool) -
         saving_peak_bytes=peak + _SAVING_BYTES,
         state_dict_peak_bytes=peak + trained + frozen,
         stats=stats,
-        gains=tuple(_gains(forecaster, settings, host_bytes, schedules)) if has_gains else (),
+        **(_changed(forecaster, settings, host_bytes, schedules) if has_gains else {}),
     )
 
 
@@ -459,7 +465,7 @@ def estimate(
     machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
     if not isinstance(gpu, Machine) and (device == "cpu" or is_here(gpu)):
         machine = with_host(machine)
-    settings = _settings(given, machine)
+    settings = settings_of(given, machine)
     budgets = [parse_bytes(size, machine.memory, "sweep, a device_budget") for size in sweep]
     paper = PaperModel(model, optimizer, settings.device, settings.precision, ranks)
     recorded = record(
@@ -471,7 +477,7 @@ def estimate(
         is_cuda=device == "cuda",
         convert_inputs=convert_inputs,
     )
-    forecaster = _Forecaster(paper, recorded, machine, micro_batches)
+    forecaster = Forecaster(paper, recorded, machine, micro_batches)
     result = _forecast(forecaster, settings, has_gains=True)
     others = [
         _forecast(forecaster, replace(settings, device_budget=size), has_gains=False)

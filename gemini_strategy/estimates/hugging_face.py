@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,25 @@ _HEADS = ("lm_head",)  # which no package quantizes if it is not asked to
 
 
 def build_model(
-    config: Path, attention: str | None, lora: int | None = None, quantized: str | None = None
+    config: Path,
+    attention: str | None,
+    lora: int | None = None,
+    quantized: str | None = None,
+    targets: Sequence[str] | None = None,
 ) -> nn.Module:
     """A causal language model on the meta device, in training mode.
 
     Args:
         config: a Hugging Face folder, or its config.json.
         attention: of transformers' implementations; None: what transformers takes in a run.
-        lora: the rank of adapters on all linear layers, which alone are trained; None: everything is.
-        quantized: the linear layers' weights are of this kind (of quantized.KINDS); None: as the configuration says.
+        lora: the rank of adapters, which alone are trained; None: everything is.
+        quantized: the linear layers' weights are of this kind (of choices.QUANTIZED); "none": of no kind; None: as the
+            configuration says.
+        targets: last parts of the names of the layers that have adapters; None: all linear layers.
 
     Raises:
         GeminiError: transformers or peft is missing, there is no configuration, or it has quantized weights of another
-            kind, or weights that are quantized and to be trained.
+            kind, or weights that are quantized and to be trained, or transformers or peft make no model of it.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,16 +43,17 @@ def build_model(
         raise GeminiError(
             "estimate needs transformers: pip install 'gemini-strategy[transformers]'"
         ) from error
-    if not config.exists():
-        raise GeminiError(f"{config} is not there: give a Hugging Face folder or its config.json")
-    about = AutoConfig.from_pretrained(config, attn_implementation=attention, local_files_only=True)
+    with _refusing(config):
+        about = AutoConfig.from_pretrained(
+            config, attn_implementation=attention, local_files_only=True
+        )
     about.use_cache = False
     kind, keeps, is_double = _quantization(about, quantized)
     if kind is not None and lora is None:
         raise GeminiError(
             f"weights that are quantized ({kind}) are not trained: give --lora RANK, for adapters that are"
         )
-    with torch.device("meta"):
+    with torch.device("meta"), _refusing(config):
         model: Any = AutoModelForCausalLM.from_config(about)
         if kind is not None:
             pack_linears(model, kind, keeps, is_double)
@@ -53,8 +62,23 @@ def build_model(
                 from peft import LoraConfig, get_peft_model
             except ImportError as error:
                 raise GeminiError("--lora needs peft: pip install peft") from error
-            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
+            wanted = "all-linear" if targets is None else list(targets)
+            model = get_peft_model(model, LoraConfig(r=lora, target_modules=wanted))
     return model.train()
+
+
+@contextlib.contextmanager
+def _refusing(config: Path) -> Iterator[None]:
+    """What transformers and peft raise of a configuration has many types and some pages."""
+    try:
+        yield
+    except GeminiError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise GeminiError(
+            f"{config}: no causal language model can be made of it: {type(error).__name__}: {first}"
+        ) from error
 
 
 def _quantization(about: Any, asked: str | None) -> tuple[str | None, tuple[str, ...], bool]:
@@ -62,6 +86,9 @@ def _quantization(about: Any, asked: str | None) -> tuple[str | None, tuple[str,
     own = getattr(about, "quantization_config", None) or {}
     own = own if isinstance(own, dict) else own.to_dict()
     keeps = tuple(own.get("llm_int8_skip_modules") or _HEADS)
+    if asked == "none":
+        about.quantization_config = None
+        return None, keeps, False
     if asked is not None or not own:
         return asked, keeps, bool(own.get("bnb_4bit_use_double_quant"))
     if own.get("load_in_4bit"):
@@ -70,5 +97,6 @@ def _quantization(about: Any, asked: str | None) -> tuple[str | None, tuple[str,
         return "int8", keeps, False
     raise GeminiError(
         f"the configuration has weights quantized by {own.get('quant_method')!r}, of which nothing is known here: "
-        "--quantized nf4 or int8 says how many bytes they have"
+        "--quantized nf4 or int8 says how many bytes they have (with --lora), and --quantized none that they are "
+        "dequantized to bf16"
     )

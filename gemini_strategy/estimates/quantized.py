@@ -21,7 +21,6 @@ from gemini_strategy.estimates.tensors import Live
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.registration import Registration
 
-KINDS = ("nf4", "int8")  # of bitsandbytes
 _BLOCK = 64  # elements of one scale, 4 bit
 _SCALES = 256  # scales of one scale of theirs, where these are quantized too
 
@@ -114,7 +113,7 @@ def pack_linears(model: nn.Module, kind: str, keeps: Sequence[str], is_double: b
 
     Args:
         model: its other parameters stay as they are, and all are frozen.
-        kind: of KINDS.
+        kind: of choices.QUANTIZED.
         keeps: last parts of the names of layers that keep theirs, such as "lm_head".
         is_double: scales of 4 bit are quantized, too.
     """

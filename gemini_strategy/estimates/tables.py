@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gemini_strategy.report.tables import bytes_text, class_rows, count_text, rank_rows, render
-from gemini_strategy.sizes import size_text
+from gemini_strategy.sizes import physical_memory, size_text
 
 if TYPE_CHECKING:
+    from gemini_strategy.estimates.causes import Gain, Part
     from gemini_strategy.estimates.forecast import Estimate, Refusal, Schedule
+    from gemini_strategy.estimates.machines import Machine
 
 _WHEN = {
     "speculated": "step, clipped",
@@ -34,14 +37,69 @@ def _step(schedule: Schedule, ranks: int) -> str:
     return f"{_seconds(schedule.seconds)}, {schedule.tokens_per_s:,.0f} tokens/s{together}"
 
 
-def _binds(schedule: Schedule) -> str:
+def _binds(schedule: Schedule, parts: Sequence[Part]) -> str:
     found = schedule.verdict
     if found.is_compute:
         return "compute binds: more memory buys little"
     compute = f"compute alone takes {_seconds(schedule.plan['compute_seconds'])}"
+    rest = ", ".join(f"{_seconds(part.seconds)} {part.what}" for part in parts)
+    rest = f"; the rest: {rest}" if rest else ""
     if found.is_mixed:
-        return f"nothing takes longer than compute; {compute}"
-    return f"{found.binds} ({_seconds(found.seconds)} in a step); {compute}"
+        return f"{compute}{rest}"
+    return f"{found.binds} ({_seconds(found.seconds)} in a step); {compute}{rest}"
+
+
+def _gain(gain: Gain) -> str:
+    """Seconds of a step; of more tokens what a second makes of them."""
+    is_rate = gain.of == "tokens" and not any(map(math.isnan, gain.tokens_per_s.values()))
+    steps = []
+    for number, when in enumerate(gain.seconds):
+        name = "clipped" if number == 0 else "step=True"
+        rate, seconds = gain.tokens_per_s[when], gain.seconds[when]
+        steps.append(f"{name} {f'{rate:,.0f} tokens/s' if is_rate else _seconds(seconds)}")
+    return f"{gain.more}: {', '.join(steps)}"
+
+
+def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
+    """What copies, updates and products are taken to get, and what of it is no measurement."""
+    rates, known = machine.rates, machine.measured
+    copies = f"PCIe {rates['h2d'] / 1e9:.3g} GB/s to the device and {rates['d2h'] / 1e9:.3g} back"
+    adam = (
+        f"Adam on the host {rates['host_adam'] / 1e9:.3g} G parameters/s, beside copies "
+        f"{rates['host_adam_beside'] / 1e9:.3g}"
+    )
+    products = f"products {machine.half / 1e12:.3g} TFLOPS"
+    texts = {copies: {"h2d", "d2h"}, adam: {"host_adam"}, products: {"half"}}
+    assumed = [text for text, names in texts.items() if not names <= known]
+    rows = [("measured", "; ".join(text for text in texts if text not in assumed))]
+    if machine.host and assumed:
+        of_host = any(text is not products for text in assumed)
+        text = f"{machine.host}: {'; '.join(assumed)}" if of_host else assumed[0]
+        if of_host:
+            text += ". `gemini-strategy profile --json FILE` there and --rates FILE replace copies and Adam"
+        rows.append(("assumed", text))
+    return [row for row in rows if row[1]]
+
+
+#: Memory that hosts are sold with, in GB or GiB.
+_SOLD = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_SYSTEM = (
+    8 * 10**9
+)  # of a host, beside the budget: the system, loaders, and what of the process is no home
+
+
+def _host_budget_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    """A budget that leaves nothing to the system ends a run after hours."""
+    budget = estimate.settings.host_budget * estimate.ranks
+    here = physical_memory() if estimate.machine.host_memory is not None else None
+    sold = {n * unit for n in _SOLD for unit in (10**9, 1 << 30)}
+    if budget < 0 or (here is None and budget not in sold) or (here and budget + _SYSTEM <= here):
+        return []
+    whole = here or budget
+    why = f"this host has {bytes_text(whole)}" if here else "if that is all that the host has"
+    left = bytes_text(max(whole - _SYSTEM, 0) // estimate.ranks).replace(" ", "")
+    text = f"{why}, give {left}: the system, loaders and what else the process holds want some {bytes_text(_SYSTEM)}"
+    return [("host budget?", text)]
 
 
 def _refusal_rows(estimate: Estimate, refusal: Refusal) -> list[tuple[str, str]]:
@@ -87,6 +145,8 @@ def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
             f"{each}{estimate.machine.name}; device budget {_budget(settings.device_budget)}, host budget "
             f'{_budget(settings.host_budget)}{of_each}, placement_policy "{settings.policy}"',
         ),
+        *_rate_rows(estimate.machine),
+        *_host_budget_rows(estimate),
     ]
 
 
@@ -160,11 +220,16 @@ def _rows(estimate: Estimate) -> list[tuple[str, str]]:
     ]
     for schedule in estimate.schedules:
         name = _WHEN["speculated" if schedule is first else schedule.when]
-        rows += [(name, _step(schedule, estimate.ranks)), ("  what binds", _binds(schedule))]
+        why = _binds(schedule, estimate.parts.get(schedule.when, ()))
+        rows += [(name, _step(schedule, estimate.ranks)), ("  what binds", why)]
     rows += _clipping(estimate)
     rows += rank_rows(estimate.stats, first.plan)
     rows += class_rows(first.plan)
-    rows += [("more memory", gain) for gain in estimate.gains]
+    if estimate.unquantized[0]:
+        n, size, name = estimate.unquantized
+        text = f"{bytes_text(size)} of {n} tensors that no linear layer has, as {name}: they stay as they are"
+        rows.append(("not quantized", text))
+    rows += [(f"more {gain.of}", _gain(gain)) for gain in estimate.gains]
     return rows
 
 

@@ -12,7 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from gemini_strategy.arguments import POLICIES
+from gemini_strategy.choices import POLICIES
 from gemini_strategy.huggingface.engines import all_made
 from gemini_strategy.huggingface.install import install
 from gemini_strategy.huggingface.plugin import GeminiPlugin, use

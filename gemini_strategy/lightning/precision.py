@@ -22,8 +22,9 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 import gemini_strategy as gs
+from gemini_strategy.choices import PRECISIONS
 from gemini_strategy.lightning.trees import Tree, import_tree
-from gemini_strategy.precision import PRECISIONS, Precision
+from gemini_strategy.precision import Precision
 
 SUPPORTED = PRECISIONS
 _COMPUTE_DTYPE = {name: Precision(name).dtype or torch.float32 for name in SUPPORTED}

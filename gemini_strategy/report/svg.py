@@ -1,10 +1,11 @@
-"""A timeline as one picture: device bytes by class, host bytes, and the life of every chunk, over ticks.
+"""A timeline as one picture: what ran in each lane, what compute waited for, device memory, and the life of each chunk.
 
 One self-contained SVG: no script, no font, nothing from elsewhere. Entries as timeline.py describes them.
 
 Invariants
-    1. At each tick the bands' heights add up to the device bytes of that tick, on the scale of the axis.
-    2. A chunk's line is drawn for exactly the ticks at which the log says that its weights are on the device.
+    1. Time is to scale: a second is as wide everywhere.
+    2. At each tick the bands' heights add up to the device bytes of that tick, on the scale of the axis.
+    3. A chunk's line is drawn for exactly the ticks at which the log says that its weights are on the device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
+from gemini_strategy.report.lanes import COMPUTE, LOOP, STALL, lanes_of
 from gemini_strategy.report.tables import CLASSES, bytes_text, seconds_text
 
 Entry = Mapping[str, Any]
@@ -30,36 +32,33 @@ _BANDS = (
     ("grads", "gradients", "#cf9a86"),
     ("gathered", "gathered weights", "#8fa8c9"),
     ("unreduced", "unreduced gradients", "#e0b7a8"),
-    ("free", "free blocks", "#ecebe6"),
+    ("free", "blocks between uses", "#ecebe6"),
     ("outside", "outside: torch", "#b9b4be"),
 )
 _COLOURS = {key: colour for key, _, colour in _BANDS}
 _TEXT, _FAINT, _GRID, _BUDGET = "#33373d", "#7b8088", "#e3e5e8", "#b5483a"
-_HOST = "#c8b8a6"
-
-# Marks on a chunk's line: kind of entry -> (name, colour, place within the tick, shape)
-_MARKS = {
-    "weights in": (("fetch", "refresh"), "#1f3f66", 0.10, "bar"),
-    "states or gradients in": (("state_in", "grad_in"), "#97722a", 0.35, "top"),
-    "device update": (("device_update",), "#2f7d4f", 0.60, "diamond"),
-    "host update": (("host_update",), "#8a4fa3", 0.60, "diamond"),
-    "gathered": (("gather",), "#35679a", 0.20, "bar"),
-    "reduced": (("reduce",), "#8c5230", 0.75, "bottom"),
-    "out": (("weight_out", "grad_out", "state_out"), "#b5483a", 0.85, "bottom"),
+_RED, _LOOP = "#c8382b", "#d98a80"  # what compute waits for
+_LANE_COLOURS = {
+    "forward": "#4a77a8",
+    "backward": "#2c4f79",
+    "copies in": "#3f9a8b",
+    "copies out": "#7a9a3f",
+    "Adam on the host": "#8a4fa3",
+    "Adam on the device": "#2f7d4f",
+    "collectives": "#b07a2a",
 }
 
 _SMALL: dict[str, Any] = {"fill": _FAINT, "font_size": 10.5}
 _PHASE = {"stroke": "#8d939b", "stroke_width": 0.8, "stroke_dasharray": "2 3"}
-_OUTLINE = {"stroke": "#ffffff", "stroke_width": 0.7, "paint_order": "stroke"}
 
-_WIDTH, _LEFT, _RIGHT = 1280, 78, 196
-_PLOT = _WIDTH - _LEFT - _RIGHT
+_LEFT, _PLOT, _COLUMN = 160, 1010, 190  # names; the plot; figures beside it
 _EDGE = _LEFT + _PLOT
-_TOP, _DEVICE, _HOST_HEIGHT, _GAP = 120, 300, 84, 44
+_TOP, _LANE, _LANE_GAP, _DEVICE, _GAP = 144, 22, 6, 240, 50
 _LIFELINES = 560  # about; rows are 3 to 15 high
 _LABEL_GAP = 17
-_LEGEND_ROW = 22
-_MOST_LETTERS = 26  # of a module's name beside its chunk
+_LEGEND_ROW = 18
+_LEAST_WIDE = 0.3  # pixels; nearer spans of a lane are drawn as one
+_LETTER = 0.64  # of the font's size: no sans-serif font's letters are wider on average
 
 
 def stacked(ticks: Sequence[Entry]) -> list[tuple[str, str, list[float], list[float]]]:
@@ -110,22 +109,6 @@ def lives(
     return spans
 
 
-def _phases(ticks: Sequence[Entry]) -> list[tuple[int, str]]:
-    """(first tick, "forward" or "backward") of each part of each pass."""
-    phases: list[tuple[int, str]] = []
-    is_backward = False
-    for index, tick in enumerate(ticks):
-        begins = index == 0 or tick["tick"] <= ticks[index - 1]["tick"]
-        turns = not (is_backward and not begins) and tick["tick_kind"] != "enter"
-        if turns:
-            phases.append((index, "backward"))
-            is_backward = True
-        elif begins:
-            phases.append((index, "forward"))
-            is_backward = False
-    return phases
-
-
 def _nice_step(top: float, n: int) -> float:
     """A step of 1, 2 or 5 times a power of ten that divides [0, top] into at most n parts."""
     if top <= 0:
@@ -166,6 +149,9 @@ class _Canvas:
     def square(self, x: float, y: float, colour: str) -> None:
         self.add("rect", x=_n(x), y=_n(y), width=10, height=10, rx=2, fill=colour)
 
+    def rect(self, x: float, y: float, width: float, height: float, **attributes: Any) -> None:
+        self.add("rect", x=_n(x), y=_n(y), width=_n(width), height=_n(height), **attributes)
+
     def open(self, **attributes: Any) -> None:
         self.lines.append(_tag("g", attributes) + ">")
 
@@ -200,6 +186,29 @@ def _polygon(corners: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in corners) + "Z"
 
 
+def _time(seconds: float) -> str:
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} us" if seconds else "0"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def _width(text: str, size: float = 12) -> float:
+    """Pixels that a text may take, in whatever font."""
+    return _LETTER * size * len(text)
+
+
+def _boxes(xs: Sequence[tuple[float, float]], top: float, height: float) -> str:
+    """A path of boxes; those that nearly touch are one."""
+    parts: list[list[float]] = []
+    for x1, x2 in xs:
+        if parts and x1 - parts[-1][1] < _LEAST_WIDE:
+            parts[-1][1] = max(parts[-1][1], x2)
+        else:
+            parts.append([x1, max(x2, x1 + _LEAST_WIDE)])
+    y1, y2 = _n(top), _n(top + height)
+    return "".join(f"M{_n(a)} {y1}H{_n(b)}V{y2}H{_n(a)}Z" for a, b in parts)
+
+
 class _Picture:
     """The panels, from the top down."""
 
@@ -208,66 +217,156 @@ class _Picture:
         self.n_lost = sum(entry["n"] for entry in entries if entry["kind"] == "lost")
         self.layout = layout
         self.ticks = [entry for entry in self.entries if entry["kind"] == "tick"]
-        self.width = _PLOT / max(len(self.ticks), 1)
-        self.xs = [_LEFT + i * self.width for i in range(len(self.ticks) + 1)]
+        self.lanes = lanes_of(self.entries)
+        self.seconds = self.lanes.seconds or 1.0
+        self.xs = [self.x_of(t["start"]) for t in self.ticks] + [self.x_of(self.lanes.seconds)]
         self.n_chunks = layout["n_chunks"]
         self.row = min(15.0, max(3.0, _LIFELINES / max(self.n_chunks, 1)))
-        self.host_top = _TOP + _DEVICE + _GAP
-        self.lives_top = self.host_top + _HOST_HEIGHT + _GAP
+        self.names = list(self.lanes.spans)
+        self.names[1:1] = [STALL]
+        self.device_top = _TOP + len(self.names) * (_LANE + _LANE_GAP) + _GAP
+        self.lives_top = self.device_top + _DEVICE + _GAP
         self.lives_bottom = self.lives_top + self.row * self.n_chunks
         self.classes = [name for name in CLASSES if name in (layout["classes"] or ())]
-        self.names: Sequence[Sequence[str]] = layout["modules"]
-        kinds = {e["kind"] for e in self.entries if e.get("chunk", self.n_chunks) < self.n_chunks}
-        self.marks = [name for name, (own, *_) in _MARKS.items() if kinds & set(own)]
-        self.height = self.lives_bottom + 92 + _LEGEND_ROW * bool(self.classes)
+        self.modules: Sequence[Sequence[str]] = layout["modules"]
+        labels = [self._module_text(chunk) for chunk in range(self.n_chunks)]
+        beside = 34 + max((_width(text, 10.5) for text in labels), default=0.0)
+        self.width = _EDGE + max(_COLUMN + 44, beside + 12, 78 + _width(self._waits_text()))
+        self.height = self.lives_bottom + 64 + _LEGEND_ROW * len(self.classes)
         self.bands = stacked(self.ticks)
         self.peak = max(self.bands[-1][3]) if self.bands else 0.0
         self.canvas = _Canvas()
 
+    def x_of(self, seconds: float) -> float:
+        return _LEFT + _PLOT * seconds / self.seconds
+
     def draw(self) -> str:
         self._titles()
         if self.ticks:
+            self._time_axis()
+            self._lane_panel()
             self._device_panel()
-            self._host_panel()
             self._life_panel()
-            self._phase_lines()
-            self._tick_axis()
         self._legend()
+        size = f'width="{_n(self.width)}" height="{_n(self.height)}"'
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_n(self.height)}" '
-            f'viewBox="0 0 {_WIDTH} {_n(self.height)}" font-family="system-ui, -apple-system, '
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+            f'viewBox="0 0 {_n(self.width)} {_n(self.height)}" font-family="system-ui, -apple-system, '
             f"'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif\" font-size=\"12\" "
             f'fill="{_TEXT}" role="img">'
         )
         title = f"<title>{escape(self.layout['title'])}: timeline</title>"
-        paper = f'<rect width="{_WIDTH}" height="{_n(self.height)}" fill="#ffffff"/>'
+        paper = f'<rect {size} fill="#ffffff"/>'
         return "\n".join([head, title, paper, *self.canvas.lines, "</svg>"]) + "\n"
 
     def _titles(self) -> None:
         layout = self.layout
-        self.canvas.text(_LEFT, 34, layout["title"], font_size=20, font_weight=600)
+        self.canvas.text(20, 34, layout["title"], font_size=20, font_weight=600)
+        self.canvas.text(20, 58, self.lanes.sentence(), font_size=14, id="binds")
         classes = layout["classes"] or []
         counts = ", ".join(f"{classes.count(name)} {name}" for name in _COLOURS if name in classes)
-        seconds = max((entry["end"] for entry in self.entries), default=0.0)
         budget = layout["device_budget"]
+        host = max((tick["host"] for tick in self.ticks), default=0)
+        host_budget = layout["host_budget"]
         facts = [
             f"budget {bytes_text(budget)}" if budget >= 0 else "no budget",
             f'policy "{layout["policy"]}"',
             layout["when"],
             f"{self.n_chunks} chunks" + (f": {counts}" if counts else ""),
-            f"peak {bytes_text(self.peak)}",
-            f"{seconds:.3g} s recorded",
+            f"device peak {bytes_text(self.peak)}",
+            f"host {bytes_text(host)}"
+            + (f" of {bytes_text(host_budget)}" if host_budget >= 0 else ""),
         ]
         if layout["step_seconds"]:
             facts.append(f"{layout['step_seconds']:.3g} s a step planned")
         if self.n_lost:
             facts.append(f"{self.n_lost} entries found the log full")
-        self.canvas.text(_LEFT, 56, "  \u00b7  ".join(facts), fill=_FAINT, font_size=12.5)
+        self.canvas.text(20, 79, "  \u00b7  ".join(facts), fill=_FAINT, font_size=12)
+
+    def _time_axis(self) -> None:
+        """Lines through all panels, with the time above the first and below the last."""
+        step = _nice_step(self.seconds, 12)
+        for index in range(int(self.seconds / step + 1e-9) + 1):
+            x, text = self.x_of(index * step), _time(index * step)
+            self.canvas.line(x, _TOP - 18, x, self.lives_bottom + 4, stroke=_GRID)
+            for y in (_TOP - 24, self.lives_bottom + 19):
+                self.canvas.text(x, y, text, text_anchor="middle", fill=_FAINT, data_time=index)
+
+    def _lane_panel(self) -> None:
+        canvas = self.canvas
+        canvas.open(id="lanes")
+        for number, name in enumerate(self.names):
+            y = _TOP + number * (_LANE + _LANE_GAP)
+            canvas.text(_LEFT - 10, y + 15, name, text_anchor="end", font_weight=600)
+            canvas.rect(_LEFT, y, _PLOT, _LANE, fill="#f6f7f8")
+            if name == STALL:
+                busy = self._wait_lane(y)
+            else:
+                busy = self.lanes.busy(name)
+                self._span_lane(name, y)
+            share = f"{100 * busy / self.seconds:.0f} %"
+            canvas.text(_EDGE + 54, y + 15, share, text_anchor="end")
+            text = self._waits_text() if name == STALL else seconds_text(busy)
+            canvas.text(_EDGE + 66, y + 15, text, fill=_FAINT)
+        canvas.close()
+
+    def _span_lane(self, name: str, y: float) -> None:
+        """The lane of compute has forward and backward in two colours, with their names above it."""
+        kinds = ("forward", "backward") if name == COMPUTE else (name,)
+        for kind in kinds:
+            spans = [s for s in self.lanes.spans[name] if name != COMPUTE or s[2] == kind]
+            if not spans:
+                continue
+            xs = [(self.x_of(begin), self.x_of(end)) for begin, end, _ in spans]
+            path = {"fill": _LANE_COLOURS[kind], "data_lane": kind}
+            self.canvas.titled_path(_boxes(xs, y, _LANE), f"{kind}: {len(spans)}", **path)
+        if name == COMPUTE:
+            for begin, end, kind in self._phases():
+                self._word(kind, self.x_of(begin), self.x_of(end), y - 4, _LANE_COLOURS[kind])
+
+    def _waits_text(self) -> str:
+        causes = self.lanes.by_cause()
+        if not causes:
+            return "0 s"
+        parts = ", ".join(f"{cause} {seconds_text(s)}" for cause, s in causes.items())
+        return f"{seconds_text(sum(causes.values()))}: {parts}"
+
+    def _phases(self) -> list[tuple[float, float, str]]:
+        """(begin, end, "forward" or "backward") of runs of ticks."""
+        found: list[tuple[float, float, str]] = []
+        for begin, end, kind in self.lanes.spans[COMPUTE]:
+            if found and found[-1][2] == kind:
+                found[-1] = (found[-1][0], end, kind)
+            else:
+                found.append((begin, end, kind))
+        return found
+
+    def _wait_lane(self, y: float) -> float:
+        """What compute waited for, in red, with the cause below where it has room; the seconds of it."""
+        runs: list[tuple[float, float, str]] = []
+        for wait in self.lanes.waits:
+            x1, x2 = self.x_of(wait.begin), self.x_of(wait.end)
+            if runs and runs[-1][2] == wait.cause and x1 - runs[-1][1] < _LEAST_WIDE:
+                runs[-1] = (runs[-1][0], x2, wait.cause)
+            else:
+                runs.append((x1, x2, wait.cause))
+        for cause, seconds in self.lanes.by_cause().items():
+            d = _boxes([(a, b) for a, b, own in runs if own == cause], y, _LANE)
+            title = f"waits for {cause}: {seconds_text(seconds)}"
+            colour = _LOOP if cause == LOOP else _RED
+            self.canvas.titled_path(d, title, fill=colour, data_wait=cause)
+        for x1, x2, cause in runs:
+            self._word(cause, x1, x2, y + 15, "#ffffff")
+        return sum(wait.seconds for wait in self.lanes.waits)
+
+    def _word(self, word: str, x1: float, x2: float, y: float, colour: str) -> None:
+        if x2 - x1 > _width(word, 11) + 6:
+            middle = {"text_anchor": "middle", "font_size": 11, "fill": colour}
+            self.canvas.text((x1 + x2) / 2, y, word, **middle)
 
     def _frame(self, top: float, height: float, limit: float, name: str, n: int) -> Callable:
         """Grid and labels of one panel of bytes; returns the map from bytes to y."""
-        above = 30 if top == _TOP else 9  # the first panel has the names of the phases between
-        self.canvas.text(_LEFT, top - above, name, font_weight=600)
+        self.canvas.text(20, top - 12, name, font_weight=600)
 
         def y_of(value: float) -> float:
             return top + height * (1 - value / limit)
@@ -287,7 +386,7 @@ class _Picture:
         shows_budget = 0 <= budget <= 3 * self.peak
         limit = 1.04 * max(self.peak, budget if shows_budget else 0) or 1.0
         canvas.open(id="device")
-        y_of = self._frame(_TOP, _DEVICE, limit, "Device memory", 6)
+        y_of = self._frame(self.device_top, _DEVICE, limit, "Device memory", 6)
         for key, name, lower, upper in self.bands:
             top = _steps(self.xs, [y_of(v) for v in upper])
             bottom = _steps(self.xs, [y_of(v) for v in lower])
@@ -314,40 +413,15 @@ class _Picture:
         if budget is not None:
             labels.append((y_of(budget), "budget", bytes_text(budget), None, _BUDGET))
         labels.sort(key=lambda label: -label[0])
-        places = _spread([label[0] for label in labels], _TOP - 4.0, _TOP + _DEVICE - 2.0)
+        top = self.device_top
+        places = _spread([label[0] for label in labels], top - 4.0, top + _DEVICE - 2.0)
         for y, (origin, name, most, colour, text) in zip(places, labels, strict=True):
-            line = "#c3c7cc" if colour else _BUDGET
-            self.canvas.line(_EDGE + 2, origin, _EDGE + 16, y, stroke=line)
-            self._label(y, name, most, colour, fill=text)
-
-    def _label(self, y: float, name: str, most: str, colour: str | None, **attributes: Any) -> None:
-        """A name beside a panel, behind its colour, and how much that is."""
-        if colour:
-            self.canvas.square(_EDGE + 19, y - 5, colour)
-        self.canvas.text(_EDGE + 35, y + 4, name, **attributes)
-        self.canvas.text(_WIDTH - 12, y + 4, most, fill=_FAINT, text_anchor="end")
-
-    def _host_panel(self) -> None:
-        canvas, budget = self.canvas, self.layout["host_budget"]
-        values = [tick["host"] for tick in self.ticks]
-        shows_budget = 0 <= budget <= 3 * max(values)
-        limit = 1.1 * max(max(values), budget if shows_budget else 0) or 1.0
-        canvas.open(id="host")
-        y_of = self._frame(self.host_top, _HOST_HEIGHT, limit, "Host memory", 3)
-        top = _steps(self.xs, [y_of(value) for value in values])
-        base = y_of(0)
-        canvas.titled_path(
-            _polygon([*top, (self.xs[-1], base), (self.xs[0], base)]),
-            f"host: at most {bytes_text(max(values))}",
-            fill=_HOST,
-            data_band="host",
-        )
-        if shows_budget:
-            y = y_of(budget)
-            canvas.line(_LEFT, y, _EDGE, y, stroke=_BUDGET, stroke_dasharray="6 4")
-            self._label(y, "budget", bytes_text(budget), None, fill=_BUDGET)
-        self._label((y_of(values[-1]) + base) / 2, "homes", bytes_text(max(values)), _HOST)
-        canvas.close()
+            self.canvas.line(_EDGE + 2, origin, _EDGE + 16, y, stroke="#c3c7cc" if colour else text)
+            if colour:
+                self.canvas.square(_EDGE + 19, y - 5, colour)
+            self.canvas.text(_EDGE + 35, y + 4, name, fill=text)
+            most_at = _EDGE + _COLUMN + 40
+            self.canvas.text(most_at, y + 4, most, fill=_FAINT, text_anchor="end")
 
     def _row_y(self, chunk: int) -> float:
         return self.lives_top + self.row * chunk
@@ -356,7 +430,7 @@ class _Picture:
         canvas, classes = self.canvas, self.layout["classes"]
         canvas.open(id="chunks")
         canvas.text(
-            _LEFT, self.lives_top - 9, "Chunks: where weights are on the device", font_weight=600
+            20, self.lives_top - 12, "Chunks: where weights are on the device", font_weight=600
         )
         every = max(1, math.ceil(13 / self.row))
         for chunk, spans in enumerate(lives(self.entries, self.n_chunks, classes)):
@@ -365,39 +439,27 @@ class _Picture:
             name = classes[chunk] if classes else "C2"
             if chunk % every == 0:
                 canvas.text(_LEFT - 8, middle + 4, f"{chunk}", text_anchor="end", **_SMALL)
-                self._module_label(chunk)
+                if text := self._module_text(chunk):
+                    canvas.text(_EDGE + 34, middle + 4, text, **_SMALL, data_module=chunk)
             canvas.line(_LEFT, middle, _EDGE, middle, stroke="#f0f1f3")
             pad = min(self.row * 0.14, 1.2) if self.row > 6 else 0.25
-            d = "".join(
-                f"M{_n(self.xs[a])} {_n(y + pad)}H{_n(self.xs[b])}V{_n(y + self.row - pad)}"
-                f"H{_n(self.xs[a])}Z"
-                for a, b in spans
-            )
+            d = _boxes([(self.xs[a], self.xs[b]) for a, b in spans], y + pad, self.row - 2 * pad)
             if d:
                 what = f"chunk {chunk}" + (f", class {name}" if classes else "")
                 what += "".join(f"\n{module}" for module in self._modules(chunk))
                 canvas.titled_path(d, what, fill=_COLOURS[name], data_chunk=chunk)
-        for name in self.marks:
-            kinds, colour, place, shape = _MARKS[name]
-            d = self._marks(kinds, place, shape)
-            canvas.add("path", d=d, fill=colour, **_OUTLINE, data_marks=name)
         if classes:
             self._class_labels(classes)
         canvas.close()
 
     def _modules(self, chunk: int) -> Sequence[str]:
-        return self.names[chunk] if chunk < len(self.names) else ()
+        return self.modules[chunk] if chunk < len(self.modules) else ()
 
-    def _module_label(self, chunk: int) -> None:
+    def _module_text(self, chunk: int) -> str:
         """The first module of a chunk, and how many more there are; all of them are in its title."""
         modules = self._modules(chunk)
-        if not modules:
-            return
-        more = f" +{len(modules) - 1}" if len(modules) > 1 else ""
-        most = _MOST_LETTERS - len(more)
-        first = modules[0] if len(modules[0]) <= most else f"\u2026{modules[0][1 - most :]}"
-        y = self._row_y(chunk) + self.row / 2 + 4
-        self.canvas.text(_EDGE + 34, y, first + more, **_SMALL, data_module=chunk)
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        return f"{modules[0]}{more}" if modules else ""
 
     def _class_labels(self, classes: Sequence[str]) -> None:
         """The class beside each run of chunks that have it."""
@@ -406,8 +468,9 @@ class _Picture:
             if chunk < len(classes) and classes[chunk] == classes[begin]:
                 continue
             y1, y2 = self._row_y(begin) + 1, self._row_y(chunk) - 1
-            height, colour = _n(max(y2 - y1, 1)), _COLOURS[classes[begin]]
-            self.canvas.add("rect", x=_EDGE + 6, y=_n(y1), width=3, height=height, fill=colour)
+            self.canvas.rect(
+                _EDGE + 6, y1, 3, max(y2 - y1, 1), fill=_COLOURS[classes[begin]], data_class=begin
+            )
             middle = (y1 + y2) / 2
             if middle - free >= 12:
                 self.canvas.text(
@@ -416,71 +479,14 @@ class _Picture:
                 free = middle
             begin = chunk
 
-    def _marks(self, kinds: Sequence[str], place: float, shape: str) -> str:
-        """One path with a mark for each entry of these kinds."""
-        parts, at = [], -1
-        wide = min(2.2, max(1.0, self.width * 0.3))
-        for entry in self.entries:
-            if entry["kind"] == "tick":
-                at += 1
-            elif entry["kind"] in kinds and entry["chunk"] < self.n_chunks:
-                x = self.xs[max(at, 0)] + place * self.width
-                y = self._row_y(entry["chunk"])
-                parts.append(_mark(shape, x, y, wide, self.row))
-        return "".join(parts)
-
-    def _phase_lines(self) -> None:
-        phases = _phases(self.ticks)
-        ends = [first for first, _ in phases[1:]] + [len(self.ticks)]
-        for (first, name), end in zip(phases, ends, strict=True):
-            if first:
-                x = self.xs[first]
-                self.canvas.line(x, _TOP - 22, x, self.lives_bottom, **_PHASE)
-            if self.xs[end] - self.xs[first] > 62:
-                middle = (self.xs[first] + self.xs[end]) / 2
-                self.canvas.text(middle, _TOP - 10, name, text_anchor="middle", fill=_FAINT)
-
-    def _tick_axis(self) -> None:
-        y = self.lives_bottom + 4
-        self.canvas.line(_LEFT, y, _EDGE, y, stroke="#c3c7cc")
-        step = max(1, int(_nice_step(len(self.ticks), 12)))
-        for index in range(0, len(self.ticks), step):
-            x = self.xs[index]
-            self.canvas.line(x, y, x, y + 4, stroke="#c3c7cc")
-            self.canvas.text(x, y + 17, str(index), text_anchor="middle", fill=_FAINT)
-            time = seconds_text(self.ticks[index]["start"] - self.ticks[0]["start"])
-            self.canvas.text(x, y + 31, time, text_anchor="middle", fill=_FAINT, data_tick=index)
-        self.canvas.text(_EDGE + 15, y + 17, "tick", fill=_FAINT)
-        self.canvas.text(_EDGE + 15, y + 31, "time", fill=_FAINT)
-
     def _legend(self) -> None:
-        x, y = float(_LEFT), self.lives_bottom + 62
+        """Of the classes, one below the other."""
         self.canvas.open(id="legend")
-        for name in self.marks:
-            _, colour, _, shape = _MARKS[name]
-            self.canvas.add("path", d=_mark(shape, x + 4, y - 10, 2.2, 13), fill=colour)
-            self.canvas.text(x + 14, y, name)
-            x += 34 + 6.6 * len(name)
-        x, y = float(_LEFT), y + _LEGEND_ROW
-        for name in self.classes:
-            self.canvas.square(x, y - 9, _COLOURS[name])
-            text = f"{name}: {CLASSES[name]}"
-            self.canvas.text(x + 14, y, text, font_size=11)
-            x += 30 + 5.4 * len(text)
+        for number, name in enumerate(self.classes):
+            y = self.lives_bottom + 50 + number * _LEGEND_ROW
+            self.canvas.square(_LEFT, y - 9, _COLOURS[name])
+            self.canvas.text(_LEFT + 16, y, f"{name}: {CLASSES[name]}", font_size=11)
         self.canvas.close()
-
-
-def _mark(shape: str, x: float, y: float, wide: float, row: float) -> str:
-    """A mark at x on the row that begins at y: bars differ in which half they take, updates are diamonds."""
-    if shape == "diamond":
-        half = min(4.0, row / 2)
-        middle = y + row / 2
-        return _polygon(
-            [(x, middle - half), (x + half, middle), (x, middle + half), (x - half, middle)]
-        )
-    top = y + (row / 2 if shape == "bottom" else 0)
-    bottom = y + (row / 2 if shape == "top" else row)
-    return _polygon([(x, top), (x + wide, top), (x + wide, bottom), (x, bottom)])
 
 
 def export_svg(entries: Sequence[Entry], layout: Mapping[str, Any], path: str | Path) -> None:

@@ -43,6 +43,10 @@ CLASSES = {
     "C1": "weights stay, updated on the host",
     "C2": "weights streamed, updated on the host",
 }
+_FROZEN = {  # the classes of chunks without states
+    "R": "weights on the device, never updated",
+    "C2": "weights streamed, never updated",
+}
 _SCHEDULES = {
     "deferred": "deferred (updates run under the next forward)",
     "immediate": "immediate (updates run under the backward)",
@@ -275,24 +279,49 @@ def _budgets(about: Mapping[str, Any]) -> tuple[str, str]:
     return device, host
 
 
+def _is_simulated(about: Mapping[str, Any]) -> bool:
+    return about["device"] == "cpu"
+
+
+def _device(about: Mapping[str, Any]) -> str:
+    """On the CPU its cores do the copies and updates, too, and no time there is that of a GPU."""
+    return "cpu (a simulated device in host memory)" if _is_simulated(about) else about["device"]
+
+
+def _is_rough(stats: Mapping[str, Any]) -> bool:
+    """The first plan has the times of passes on demand; the second has those of passes under a plan."""
+    return stats.get("plans") == 1
+
+
 def _about_rows(about: Mapping[str, Any]) -> list[Row]:
     device, host = _budgets(about)
     return [
         ("model", f"{about['model']}, {_sizes(about)}"),
-        ("device", f"{about['device']}, precision {about['precision'] or 'as built'}"),
+        ("device", f"{_device(about)}, precision {about['precision'] or 'as built'}"),
         ("budget", f'device {device}, host {host}, placement_policy "{about["policy"]}"'),
     ]
 
 
 def class_rows(plan: Mapping[str, Any]) -> list[Row]:
-    """Of the classes that the plan has."""
+    """Of the classes that the plan has; frozen chunks, which are R or C2, have rows of their own."""
     rows = []
     for name, meaning in CLASSES.items():
-        n = plan["n_of_class"][name]
+        frozen, frozen_bytes = (
+            plan.get(key, {}).get(name, 0) for key in ("n_frozen_of_class", "frozen_bytes_of_class")
+        )
+        n, held = plan["n_of_class"][name] - frozen, plan["bytes_of_class"][name] - frozen_bytes
         if n:
-            held = f"{n} chunk{'s' if n > 1 else ''}, {bytes_text(plan['bytes_of_class'][name])}"
-            rows.append((f"class {name}", f"{held} of weights: {meaning}"))
+            rows.append(
+                (f"class {name}", f"{_chunks(n)}, {bytes_text(held)} of weights: {meaning}")
+            )
+        if frozen:
+            text = f"{_chunks(frozen)}, {bytes_text(frozen_bytes)} of weights"
+            rows.append((f"class {name}, frozen", f"{text}: {_FROZEN[name]}"))
     return rows
+
+
+def _chunks(n: int) -> str:
+    return f"{n} chunk{'s' if n != 1 else ''}"
 
 
 def _rate_rows(rates: Mapping[str, float] | None) -> list[Row]:
@@ -383,7 +412,9 @@ def plan_rows(
     if plan["resident_grad_bytes"]:
         rings.append(f"resident gradients {bytes_text(plan['resident_grad_bytes'])}")
     n = plan["prefetch"]
-    prefetch = f"; {n} chunk{'s' if n > 1 else ''} fetched ahead" if n else ""
+    prefetch = f"; {_chunks(n)} fetched ahead" if n else ""
+    rough = "rough: " if _is_rough(stats) else ""
+    later = "; the next plan, after two more steps, has better times of compute" if rough else ""
     parts = ", ".join(
         f"{name} {seconds_text(plan[key])}"
         for name, key in (
@@ -410,16 +441,16 @@ def plan_rows(
             f"to the device (H2D) {bytes_text(plan['h2d_bytes'])}, to the host (D2H) {bytes_text(plan['d2h_bytes'])}",
         ),
         *_rate_rows(plan.get("rates")),
-        ("a step needs", parts),
+        ("a step needs", rough + parts),
         (
             "perfect overlap",
-            f"{seconds_text(plan['bound_seconds'])}: no step of this schedule is shorter",
+            f"{rough}{seconds_text(plan['bound_seconds'])}: no step of this schedule is shorter",
         ),
         (
             "expected step",
-            f"{seconds_text(expected['step_seconds'])}; stall {_percent(expected['stall_percent'])}",
+            f"{rough}{seconds_text(expected['step_seconds'])}; stall {_percent(expected['stall_percent'])}{later}",
         ),
-        ("what binds", sentence(plan) if plan["step_seconds"] else _DASH),
+        ("what binds", rough + sentence(plan) if plan["step_seconds"] else _DASH),
     ]
 
 
@@ -459,6 +490,8 @@ def result_rows(
             elif was:
                 over = now / was - 1
                 difference = f"{100 * over:+.1f} %" if over < MANY else f"{over + 1:,.0f} x"
+        if key == "stall_percent" and _is_simulated(about):
+            name = "stall, simulated"
         rows.append((name, text(was), text(now), difference))
     if plan is not None and plan["bound_seconds"] and _is_known(stats.get("step_seconds")):
         bound = plan["bound_seconds"]
@@ -553,7 +586,8 @@ def headline(engine: Any) -> str:
     )
     if plan is None:
         return line
-    return f"{line}; {seconds_text(plan['step_seconds'])} a step expected, bound by {verdict(plan).words}"
+    rough = "roughly " if _is_rough(engine.stats()) else ""
+    return f"{line}; {rough}{seconds_text(plan['step_seconds'])} a step expected, bound by {verdict(plan).words}"
 
 
 def report(engine: Any) -> str:

@@ -1,9 +1,10 @@
 """The timeline of some steps, for people: recorded by the core, written as a Chrome trace and as a picture.
 
 Entries are what csrc/binding/plan.c makes of csrc/memory/timeline.h, in issue order. A tick has kind "tick", stream,
-tick (its position in the pass), tick_kind ("enter", "touch" or "grad"), id, start, end (seconds), device (bytes by
-class) and host (bytes). Everything else has kind, stream, tick, chunk, piece, bytes, start, end. The kinds "held" and
-"dropped" are marks without length; a last entry of kind "lost" says in n how many found the log full.
+tick (its position in the pass), tick_kind ("enter", "touch" or "grad"), id, start, work (what it waited for is there),
+end (seconds), device (bytes by class) and host (bytes). Everything else has kind, stream, tick, chunk, piece, bytes,
+start, end. The kinds "held", "dropped" and "pass_end" are marks without length; a last entry of kind "lost" says in n
+how many found the log full.
 """
 
 from __future__ import annotations
@@ -142,19 +143,20 @@ def chrome_events(entries: Sequence[Entry]) -> list[dict[str, Any]]:
         events.append({**common, "name": "thread_name", "args": {"name": _STREAMS[stream]}})
         events.append({**common, "name": "thread_sort_index", "args": {"sort_index": thread}})
     for entry in entries:
-        if entry["kind"] == "lost":
+        if entry["kind"] in ("lost", "pass_end"):
             continue
+        start = entry.get("work", entry["start"])  # a gap before a tick is what it waited for
         event: dict[str, Any] = {
             "pid": 1,
             "tid": threads[entry["stream"]],
             "name": _chrome_name(entry),
             "cat": entry["kind"],
-            "ts": round(entry["start"] * 1e6, 3),
+            "ts": round(start * 1e6, 3),
         }
         if entry["kind"] in ("held", "dropped"):
             events.append({**event, "ph": "i", "s": "t", "args": {"piece": entry["piece"]}})
             continue
-        seconds = entry["end"] - entry["start"]
+        seconds = entry["end"] - start
         args: dict[str, Any] = {"tick": entry["tick"]}
         if entry["kind"] != "tick":
             args |= {"chunk": entry["chunk"], "piece": entry["piece"], "bytes": entry["bytes"]}
@@ -162,7 +164,7 @@ def chrome_events(entries: Sequence[Entry]) -> list[dict[str, Any]]:
                 args["GB/s"] = round(entry["bytes"] / seconds / 1e9, 2)
         events.append({**event, "ph": "X", "dur": round(seconds * 1e6, 3), "args": args})
         if entry["kind"] == "tick":
-            counter = {"ph": "C", "pid": 1, "tid": 0, "ts": event["ts"]}
+            counter = {"ph": "C", "pid": 1, "tid": 0, "ts": round(entry["start"] * 1e6, 3)}
             events.append({**counter, "name": "device bytes", "args": dict(entry["device"])})
             events.append({**counter, "name": "host bytes", "args": {"host": entry["host"]}})
     return events

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_RESOURCES = {
+WORDS = {
     "compute": "compute on the device",
     "h2d": "copies to the device",
     "d2h": "copies to the host",
@@ -20,6 +20,7 @@ _ADVICE = {
     "d2h": "a larger device_budget (fewer weights and states pass), or more tokens in a step",
     "host": "a larger device_budget (fewer updates on the host), more cores, or more tokens in a step",
     "comm": "fewer and larger steps, or a larger device_budget (more gathered weights are kept)",
+    "device_adam": "more tokens in a step",
 }
 _MIXED = "a larger device_budget (less is copied and updated while compute waits), or more tokens in a step"
 _FREE = 0.05  # of a step over compute: less is no reason to change anything
@@ -59,7 +60,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        return _RESOURCES[self.resource]
+        return WORDS[self.resource]
 
     @property
     def binds(self) -> str:
@@ -69,13 +70,18 @@ class Verdict:
 
 def verdict(plan: Mapping[str, Any]) -> Verdict:
     """Of a plan, as `Core.plan_info` gives it."""
-    resource = max(_RESOURCES, key=lambda name: plan.get(f"{name}_seconds", 0.0))
+    resource = max(WORDS, key=lambda name: plan.get(f"{name}_seconds", 0.0))
     compute = plan["compute_seconds"]
     over = plan["step_seconds"] / compute - 1.0 if compute > 0 else 0.0
     if over <= _FREE:
         resource = "compute"
-    moves = any(plan.get(f"{name}_seconds", 0.0) > 0 for name in _RESOURCES if name != "compute")
+    moves = any(plan.get(f"{name}_seconds", 0.0) > 0 for name in WORDS if name != "compute")
     return Verdict(resource, plan[f"{resource}_seconds"], over, moves)
+
+
+def advice_for(resource: str) -> str:
+    """What would make a step shorter that waits for it: of WORDS, or "device_adam"."""
+    return _ADVICE[resource]
 
 
 def sentence(plan: Mapping[str, Any]) -> str:

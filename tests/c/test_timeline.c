@@ -118,7 +118,10 @@ static void check_times_and_order(void)
     gm_timeline_tick(log, 3, GM_TICK_ENTER, 11, &memory, 0);
     fake.now[1] = 98; /* a stream that has run ahead of compute */
     CHECK(span(&fake, log, GM_LOG_FETCH, GM_ON_FETCH, 5, 1, 1) == 2);
+    fake.now[0] = 103;
+    gm_timeline_work(log, 0);
     fake.now[0] = 104;
+    gm_timeline_work(log, 0); /* it has begun */
     gm_timeline_tick(log, 4, GM_TICK_GRAD, 12, &memory, 0);
     uint32_t first = gm_timeline_begin(log, GM_LOG_STATE_OUT, GM_ON_STATE_OUT, 6, GM_STATE, 64, 2);
     CHECK(span(&fake, log, GM_LOG_HOST_UPDATE, GM_ON_HOST, 8, 3, 8) == 5); /* ends out of order */
@@ -153,8 +156,39 @@ static void check_times_and_order(void)
     }
     CHECK(gm_timeline_entry(log, 2)->bytes == 1005 && gm_timeline_entry(log, 0)->piece == GM_STATE);
     CHECK(gm_timeline_entry(log, 3)->tick_kind == GM_TICK_GRAD);
+    CHECK(gm_timeline_entry(log, 1)->work == 5 && gm_timeline_entry(log, 3)->work == 6);
     CHECK(memcmp(&gm_timeline_entry(log, 3)->memory, &memory, sizeof memory) == 0);
     CHECK(!gm_timeline_entry(log, 7) && gm_timeline_n_dropped(log) == 0);
+    gm_timeline_free(log);
+    CHECK(fake.n_alive == 0);
+}
+
+static void check_end_of_a_pass(void)
+{
+    fake_device fake = fake_new();
+    gm_timeline *log;
+    gm_log_memory memory = {0};
+    CHECK_OK(gm_timeline_new(&fake.base, 8, &log));
+    gm_timeline_pass_end(log, 0); /* there was no tick */
+    for (uint32_t pass = 0; pass < 2; pass++) {
+        fake.now[0] = 100 + 10 * pass;
+        gm_timeline_tick(log, 0, GM_TICK_ENTER, 1, &memory, 0);
+        fake.now[0] += 1;
+        gm_timeline_work(log, 0);
+        fake.now[0] += 3;
+        gm_timeline_pass_end(log, 0);
+        gm_timeline_work(log, 0);
+        gm_timeline_pass_end(log, 0);
+    }
+    CHECK_OK(gm_timeline_finish(log));
+    CHECK(gm_timeline_n(log) == 4);
+    for (uint32_t pass = 0; pass < 2; pass++) {
+        const gm_log_entry *tick = gm_timeline_entry(log, 2 * pass);
+        const gm_log_entry *end = gm_timeline_entry(log, 2 * pass + 1);
+        CHECK(tick->start == 10 * pass && tick->work == tick->start + 1);
+        CHECK(end->kind == GM_LOG_PASS_END && end->start == end->end);
+        CHECK(tick->end == end->start && end->start == tick->start + 4);
+    }
     gm_timeline_free(log);
     CHECK(fake.n_alive == 0);
 }
@@ -309,6 +343,7 @@ static void check_devices(void)
 int main(void)
 {
     check_times_and_order();
+    check_end_of_a_pass();
     check_full_and_unfinished();
     check_failures();
     check_off();

@@ -276,12 +276,16 @@ def run_python(program: str) -> str:
 
 
 def test_import_is_light() -> None:
-    """No CUDA context (it would break a later fork and take memory), no other package, no threads, and of torch
-    nothing that takes long to import."""
+    """No torch before something is used. Then no CUDA context (it would break a later fork and take memory), no other
+    package, no threads, and of torch nothing that takes long to import."""
     program = """
-import sys, threading, torch
-before = set(sys.modules)
+import sys, threading
 import gemini_strategy
+assert "torch" not in sys.modules
+import torch
+before = set(sys.modules)
+for name in gemini_strategy.__all__:
+    getattr(gemini_strategy, name)
 assert not torch.cuda.is_initialized()
 added = set(sys.modules) - before
 ours = {"gemini_strategy", "torch", *sys.stdlib_module_names}

@@ -12,8 +12,9 @@ PACKAGE = ROOT / "gemini_strategy"
 
 # Folders, and modules outside of them, from the bottom up. What stands on one line does not know the others on it.
 LAYERS = [
-    ["_C", "_torch", "_version", "errors"],
-    ["sizes"],
+    ["_C", "_version", "errors"],
+    ["_torch"],
+    ["sizes", "choices"],
     ["arguments"],
     ["precision"],
     ["memory", "report", "ranks", "parameters", "step_in_backward"],
@@ -22,7 +23,7 @@ LAYERS = [
     ["agreement"],
     ["runtime"],
     ["engine"],
-    ["manage", "estimates"],
+    ["management", "estimates"],
     [""],
     ["huggingface", "lightning", "wrapper"],
     ["elixir", "colossalai"],

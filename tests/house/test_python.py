@@ -62,12 +62,12 @@ def test_private_names_of_torch_have_one_home(path: Path) -> None:
 
 
 def refusal(before: str) -> str:
-    """What the package's import raises after this program."""
+    """What importing something of the package raises after this program."""
     program = f"""
 import torch
 {before}
 try:
-    import gemini_strategy
+    from gemini_strategy import manage
 except ImportError as error:
     print(error)
 """

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import POLICIES
-from gemini_strategy.precision import PRECISIONS
+from gemini_strategy.choices import POLICIES, PRECISIONS
 from gemini_strategy.report.verdict import sentence, verdict
 from gemini_strategy.sizes import ChunkSizes, physical_memory, size_text
 from helpers import scripts

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -225,7 +227,7 @@ def _asks_for_no_gains(monkeypatch: pytest.MonkeyPatch) -> None:
 
     test_estimate_clipped.py has it.
     """
-    monkeypatch.setattr(forecast, "_gains", lambda *_: [])
+    monkeypatch.setattr(forecast, "_changed", lambda *_: {})
 
 
 @pytest.mark.usefixtures("_asks_for_no_gains")
@@ -459,11 +461,103 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --lora RANK" in capsys.readouterr().err
     assert cli.main([*words, "--device-budget", "24"]) == 2
     assert 'did you mean "24GB"?' in capsys.readouterr().err
-    assert cli.main(["estimate", str(folder / "nothing")]) == 2
-    assert "is not there" in capsys.readouterr().err
+    assert cli.main([*words, "--lora-targets", "q_proj"]) == 2
+    assert "give --lora RANK" in capsys.readouterr().err
+    assert cli.main([*words, "--lora", "4", "--lora-targets", "nothing"]) == 2
+    assert "Target modules {'nothing'} not found" in capsys.readouterr().err
+
+
+def trained_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> float:
+    assert cli.main(words) == 0
+    found = re.search(r"([\d.]+) k trained", capsys.readouterr().out)
+    assert found is not None
+    return float(found[1])
+
+
+def test_adapters_of_some_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", str(folder), "--tokens", "2x16", "--gpu", "rtx4090", "--lora", "4"]
+    n = sum(4 * (m.in_features + m.out_features) for name, m in llama().named_modules()
+            if name.endswith(("q_proj", "v_proj")))  # fmt: skip
+    assert trained_by([*words, "--lora-targets", "q_proj,v_proj"], capsys) == round(n / 1000, 2)
+    assert trained_by(words, capsys) > n / 1000
+
+
+MISTYPED = {
+    "list.json": "list.json holds a list, no JSON object",
+    "text.json": "text.json holds a str, no JSON object",
+    "torn.json": "torn.json cannot be read as JSON: Expecting property name",
+    "bytes.json": "bytes.json cannot be read as JSON: ",
+    "empty": "empty has no config.json",
+    "nothing": "nothing is not there: give a Hugging Face folder or its config.json\n",
+    "owner/name-8B": "names of the Hub are not looked up: `hf download owner/name-8B config.json",
+    ". --device-budget 24": 'did you mean "24GB"?',
+    ". --device-budget 1.5GX": "cannot read '1.5GX'",
+    ". --host-budget 0": "host_budget: give bytes",
+    ". --sweep 8GB none": "cannot read 'none'",
+    ". --rates list.json": "list.json holds no object of figures",
+    ". --gpu rtx9999": "no figures for the GPU 'rtx9999': known are v100",
+    ". --tokens 8": "give sequences x length",
+    ". --lora 0": "give a number of at least 1",
+    ". --quantized nf4": "give --lora RANK",
+    ". --lora-targets q_proj": "give --lora RANK",
+}
+
+
+def test_what_is_mistyped_is_said_before_torch_is_imported(folder: Path) -> None:
+    (folder / "list.json").write_text("[1]")
+    (folder / "text.json").write_text('"text"')
     (folder / "torn.json").write_text("{")
-    assert cli.main(["estimate", str(folder / "torn.json")]) == 2
-    assert "torn.json' is not a valid JSON file" in capsys.readouterr().err
+    (folder / "bytes.json").write_bytes(b"\xff\xfe")
+    (folder / "empty").mkdir()
+    program = """
+import contextlib, io, json, sys
+from gemini_strategy import cli
+found = {}
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        try:
+            code = cli.main(words)
+        except SystemExit as end:
+            code = end.code
+    assert "torch" not in sys.modules and "transformers" not in sys.modules, words
+    found[" ".join(words)] = code, said.getvalue()
+print(json.dumps(found))
+"""
+    asked = [["--version"], ["--help"], ["estimate", "--help"]]
+    asked += [["estimate", *words.split()] for words in MISTYPED]
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(asked)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for words, text in MISTYPED.items():
+        code, said = found[f"estimate {words}"]
+        assert code == 2 and text in said, words
+    assert found["--version"] == [0, f"gemini-strategy {gs.__version__}\n"]
+    assert "COMMAND" in found["--help"][1] and "rtx4090" in found["estimate --help"][1]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"a": 1}, "Unrecognized model"),
+        ({"model_type": "llama", "hidden_size": "many"}, "no causal language model"),
+        ({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 7}, "no causal language"),
+        ({"model_type": "t5"}, "no causal language model can be made of it"),
+    ],
+)
+def test_an_object_that_is_no_model(
+    config: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["estimate", str(tmp_path), "--gpu", "rtx4090"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and str(tmp_path) in error
 
 
 def test_the_package_without_transformers(

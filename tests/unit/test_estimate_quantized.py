@@ -10,13 +10,16 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
+from transformers import GptOssConfig
 
 import gemini_strategy as gs
+from gemini_strategy import cli
 from gemini_strategy.estimates.hugging_face import build_model
 from gemini_strategy.estimates.machines import Machine
 from gemini_strategy.estimates.tensors import Live, Operations
 from gemini_strategy.machine.rates import REFERENCE
 from gemini_strategy.parameters import quantized
+from gemini_strategy.report.tables import bytes_text
 from helpers.quantized_models import KINDS, TIGHT, Case, llama, trained
 
 MACHINE = Machine("test", None, REFERENCE, 1e12, 1e12, 1e11)
@@ -27,6 +30,47 @@ RUN_SAYS = ("layout_hash", "chunks", "host_bytes", "state_bytes", "weight_bytes"
 def folder(tmp_path: Path) -> Path:
     llama().config.save_pretrained(tmp_path)
     return tmp_path
+
+
+def experts(folder: Path, **quantization: Any) -> Path:
+    """A model of which experts have most parameters, in tensors of three dimensions."""
+    config = GptOssConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=96, num_local_experts=4, pad_token_id=0, dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | quantization))
+    return folder
+
+
+def test_experts_stay_as_they_are_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(experts(tmp_path)), "--tokens", "2x16", "--gpu", "rtx4090"]
+    assert cli.main([*words, "--lora", "4", "--lora-targets", "q_proj", "--quantized", "nf4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    n = 2 * 4 * (64 * 64 + 32 * 64) * 2  # of two layers' experts: gate and up, down; bf16
+    size = bytes_text(n)
+    assert f"not quantized {size} of 4 tensors that no linear layer has, as " in text
+    assert "mlp.experts.gate_up_proj: they stay as they are" in text
+    assert "frozen" in text and "never updated" in text
+    assert cli.main([*words, "--lora", "4", "--lora-targets", "q_proj"]) == 0
+    assert "not quantized" not in capsys.readouterr().out
+
+
+def test_what_is_published_quantized_is_trained_dequantized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = {"quantization_config": {"quant_method": "mxfp4"}}
+    folder = experts(tmp_path, **published)
+    words = ["estimate", str(folder), "--tokens", "2x16", "--gpu", "rtx4090"]
+    assert cli.main(words) == 2
+    assert "--quantized none that they are dequantized to bf16" in capsys.readouterr().err
+    assert cli.main([*words, "--quantized", "none"]) == 0
+    whole = capsys.readouterr().out
+    assert cli.main(["estimate", str(experts(tmp_path)), *words[2:]]) == 0
+    assert capsys.readouterr().out == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -77,6 +77,43 @@ PLAN: dict[str, Any] = {
 }
 
 
+def said(about: dict[str, Any], stats: dict[str, Any], plan: dict[str, Any]) -> dict[str, str]:
+    return {row[0]: row[1] for row in tables.plan_rows(about, stats, plan)}
+
+
+def test_the_first_plans_times_are_called_rough() -> None:
+    for name in ("a step needs", "perfect overlap", "expected step", "what binds"):
+        texts = [said(ABOUT, STATS | {"plans": n}, PLAN)[name] for n in (1, 2)]
+        assert texts[0].startswith("rough: ") and "rough" not in texts[1]
+    assert (
+        "the next plan, after two more steps"
+        in said(ABOUT, STATS | {"plans": 1}, PLAN)["expected step"]
+    )
+
+
+def test_the_host_device_is_called_a_simulation() -> None:
+    for device, is_simulated in (("cuda:0", False), ("cpu", True)):
+        about = ABOUT | {"device": device}
+        assert ("simulated" in said(about, STATS, PLAN)["device"]) == is_simulated
+        names = [row[0] for row in tables.result_rows(about, STATS, PLAN)]
+        assert ("stall, simulated" in names, "stall" in names) == (is_simulated, not is_simulated)
+
+
+def test_frozen_chunks_are_not_said_to_be_updated() -> None:
+    frozen = {
+        "n_frozen_of_class": {"R": 40, "C2": 60},
+        "frozen_bytes_of_class": {"R": 3 * GB, "C2": 3 * GB},
+    }
+    rows = dict(tables.class_rows(PLAN | frozen))
+    assert (
+        rows["class R, frozen"]
+        == "40 chunks, 3 GB of weights: weights on the device, never updated"
+    )
+    assert rows["class C2, frozen"] == "60 chunks, 3 GB of weights: weights streamed, never updated"
+    assert rows["class C2"] == "7 chunks, 1 GB of weights: weights streamed, updated on the host"
+    assert "class R" not in rows
+
+
 # ---- tokens ----
 
 

@@ -215,7 +215,7 @@ def test_spares_are_within_the_budget_of_the_host(spare: int) -> None:
 def _share_job(rank: int, size: int, homes: int) -> int:
     """Each rank's share of the host is twice what its homes take, and nobody gave a budget."""
     share = 2 * homes
-    manage = sys.modules["gemini_strategy.manage"]  # gs.manage is the function
+    manage = sys.modules["gemini_strategy.management"]
     manage.share_of_host = lambda *args, **how: Share((), 1, share)  # type: ignore[attr-defined]
     run = budgeted(CASE, RECIPE, 0.5, chunk_size=4096)
     for number in range(4):

@@ -179,7 +179,7 @@ def test_speculation(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> No
     """Of the chunks that may leave; the host has room for spares, as where memory was freed since manage()."""
     monkeypatch.setenv("GEMINI_RATES", "h2d=1e6,d2h=1e6")
     homes, recipe = all_homes(), replace(RECIPE, clip=QUIET)
-    manage = sys.modules["gemini_strategy.manage"]
+    manage = sys.modules["gemini_strategy.management"]
     monkeypatch.setattr(manage, "host_limit", lambda budget, free: homes // 2)
     want = plain(CASE.build, recipe)
     run = budgeted(CASE, recipe, 0.8, chunk_size=CHUNK, host_budget=homes)

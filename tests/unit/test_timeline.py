@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.report import svg, timeline
-from gemini_strategy.report.tables import CLASSES, seconds_text
+from gemini_strategy.report import lanes, svg, timeline
+from gemini_strategy.report.tables import CLASSES
 
 SVG = "{http://www.w3.org/2000/svg}"
 MB = 1_000_000
@@ -60,7 +60,7 @@ class Log:
         }
         self.entries.append(
             {"kind": "tick", "stream": "compute", "tick": self.tick_of_pass, "tick_kind": kind}
-            | {"id": chunk, "start": self.now, "end": self.now + 0.002}
+            | {"id": chunk, "start": self.now, "work": self.now, "end": self.now + 0.002}
             | {"device": device | others, "host": 7 * CHUNK * len(self.classes)}
         )
         self.tick_of_pass += 1
@@ -210,17 +210,17 @@ def test_heights_of_bands_add_up_to_the_bytes_of_each_tick(n_chunks: int, tmp_pa
     bands = {
         path.attrib["data-band"]: corners(path)
         for path in root.iter(f"{SVG}path")
-        if path.attrib.get("data-band", "host") != "host"
+        if "data-band" in path.attrib
     }
     assert set(bands) == {
         key for tick in ticks for key, value in tick["device"].items() if value > 0
     }
-    left, right = svg._LEFT, svg._LEFT + svg._PLOT
-    zero = svg._TOP + svg._DEVICE
+    zero = max(y for points in bands.values() for _, y in points)
     (line,) = (path for path in root.iter(f"{SVG}path") if path.attrib.get("id") == "budget")
     per_pixel = budget / (zero - corners(line)[0][1])
+    whole = max(entry["end"] for entry in log.entries)
     for index, tick in enumerate(ticks):
-        x = left + (index + 0.5) * (right - left) / len(ticks)
+        x = svg._LEFT + svg._PLOT * (tick["start"] + tick["end"]) / 2 / whole
         heights = {key: extent(points, x) for key, points in bands.items()}
         for key, (top, bottom) in heights.items():
             # Coordinates are written with two digits.
@@ -280,36 +280,83 @@ def test_lives_of_a_log_by_hand() -> None:
     assert svg.lives(held, 3, classes) == [[(3, 5)], [(0, 5)], [(0, 2)]]
 
 
-def test_marks_are_as_many_as_the_operations(tmp_path: Path) -> None:
-    log = synthetic(20, steps=2)
-    root = drawn(log, tmp_path)
-    marks = {
-        path.attrib["data-marks"]: path.attrib["d"].count("Z")
-        for path in root.iter(f"{SVG}path")
-        if "data-marks" in path.attrib
-    }
-    kinds = [entry["kind"] for entry in log.entries]
-    assert marks == {
-        "weights in": kinds.count("fetch") + kinds.count("refresh"),
-        "device update": kinds.count("device_update"),
-        "host update": kinds.count("host_update"),
-        "out": kinds.count("grad_out"),
-    }
+def waiting() -> list[dict[str, Any]]:
+    """Two ticks of a forward and one of its backward, 10 ms each, and what they waited for, in ms."""
+
+    def tick(number: int, kind: str, start: float, work: float, end: float) -> dict[str, Any]:
+        memory = {"device": {"R": CHUNK, "free": 0}, "host": 0}
+        times = {"start": start / 1e3, "work": work / 1e3, "end": end / 1e3}
+        return {"kind": "tick", "tick": number, "tick_kind": kind, "id": 0, **times, **memory}
+
+    def entry(kind: str, start: float, end: float) -> dict[str, Any]:
+        times = {"start": start / 1e3, "end": end / 1e3}
+        return {"kind": kind, "tick": 0, "chunk": 0, "piece": "weight", "bytes": 1, **times}
+
+    return [
+        entry("fetch", 0, 4),
+        tick(0, "enter", 0, 4, 14),
+        entry("host_update", 2, 30),
+        entry("grad_out", 2, 20),
+        tick(1, "enter", 14, 30, 40),
+        tick(2, "grad", 40, 40, 50),
+        entry("pass_end", 50, 50),
+        tick(0, "enter", 80, 80, 90),
+    ]
 
 
-def test_phases_follow_the_passes() -> None:
-    def ticks(*passes: str) -> list[dict[str, Any]]:
-        kinds = {"e": "enter", "t": "touch", "g": "grad"}
-        return [{"tick": i, "tick_kind": kinds[c]} for one in passes for i, c in enumerate(one)]
-
-    phases = svg._phases
-    assert phases(ticks("eeetgtg")) == [(0, "forward"), (3, "backward")]
-    assert phases(ticks("eee", "eetg", "e")) == [
-        (0, "forward"), (3, "forward"), (5, "backward"), (7, "forward"),
+def test_what_compute_waited_for_is_named() -> None:
+    found = lanes.lanes_of(waiting())
+    assert [(w.cause, round(w.begin * 1e3), round(w.end * 1e3)) for w in found.waits] == [
+        ("copies in", 0, 4),
+        ("Adam on the host", 14, 30),
+        ("the loop", 50, 80),
+    ]
+    assert [(round(a * 1e3), round(b * 1e3), what) for a, b, what in found.spans["compute"]] == [
+        (4, 14, "forward"), (30, 40, "forward"), (40, 50, "backward"), (80, 90, "forward"),
     ]  # fmt: skip
-    assert phases(ticks("eeteetg")) == [(0, "forward"), (2, "backward")]  # recompute enters units
-    assert phases(ticks("tg", "etg")) == [(0, "backward"), (2, "forward"), (3, "backward")]
-    assert phases([]) == []
+    assert list(found.spans) == ["compute", "copies in", "copies out", "Adam on the host"]
+    assert found.busy("Adam on the host") == pytest.approx(0.028)
+    assert found.sentence() == (
+        "Compute waits in 56 % of 90 ms: 30 ms for the loop, 16 ms for Adam on the host. What helps: a faster loop: "
+        "between passes it loads data, logs, or waits for a figure."
+    )
+    # Work that never waits is bound by compute, whatever else runs.
+    busy = [entry for entry in waiting() if entry["kind"] != "tick"]
+    busy.append(waiting()[1] | {"start": 0, "work": 0.001, "end": 0.05})
+    assert (
+        lanes.lanes_of(busy).sentence().startswith("Compute binds: it waits in 2 % of 50 ms. More")
+    )
+    assert lanes.lanes_of([]).sentence() == ""
+
+
+def test_lanes_are_to_scale(tmp_path: Path) -> None:
+    timeline.export_svg(waiting(), layout(synthetic(1)), tmp_path / "a.svg")
+    root = ET.parse(tmp_path / "a.svg").getroot()
+    drawn_at = {
+        path.attrib.get("data-lane") or path.attrib["data-wait"]: [
+            tuple(round((float(x) - svg._LEFT) / svg._PLOT * 90) for x in pair)
+            for pair in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)", path.attrib["d"])
+        ]
+        for path in root.iter(f"{SVG}path")
+        if {"data-lane", "data-wait"} & set(path.attrib)
+        and path.attrib.get("data-lane") not in ("copies in", "Adam on the host")
+    }
+    assert drawn_at == {
+        "forward": [(4, 14), (30, 40), (80, 90)],
+        "backward": [(40, 50)],
+        "copies out": [(2, 20)],
+        "copies in": [(0, 4)],
+        "Adam on the host": [(14, 30)],
+        "the loop": [(50, 80)],
+    }
+    said = texts(root)
+    assert "Adam on the host" in said and said.count("the loop") == 1
+    assert lanes.lanes_of(waiting()).sentence() in said
+    ticks = {e.text: float(e.attrib["x"]) for e in root.iter() if "data-time" in e.attrib}
+    assert ticks["0"] == svg._LEFT
+    for label, x in ticks.items():
+        if label != "0":
+            assert x == pytest.approx(svg._LEFT + svg._PLOT * float(label.split()[0]) / 90, abs=0.1)
 
 
 def test_picture_is_self_contained_and_says_what_it_shows(tmp_path: Path) -> None:
@@ -320,12 +367,12 @@ def test_picture_is_self_contained_and_says_what_it_shows(tmp_path: Path) -> Non
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
     said = texts(root)
     assert "OPTForCausalLM <3.44 G> on cuda:0" in said
-    facts = said[1]
+    facts = said[2]
     for fact in ("budget 9 GB", 'policy "auto"', "deferred", "40 chunks: 12 R, 8 C1, 20 C2"):
         assert fact in facts
-    for label in ("weights R", "states", "gradients", "outside: torch", "budget", "homes"):
+    for label in ("weights R", "states", "gradients", "outside: torch", "budget"):
         assert label in said
-    assert {"Device memory", "Host memory", "forward", "backward", "tick"} <= set(said)
+    assert {"Device memory", "compute", "waits", "copies in", "forward", "backward"} <= set(said)
 
 
 def data(root: ET.Element, key: str) -> dict[int, ET.Element]:
@@ -337,8 +384,7 @@ def test_chunks_have_the_names_of_their_modules(tmp_path: Path) -> None:
     root = drawn(synthetic(12), tmp_path)
     labels = data(root, "data-module")
     assert set(labels) == set(range(12))
-    shown = labels[7].text or ""
-    assert len(shown) == 26 and shown[0] == "\u2026" and shown.endswith(".7.self_attention +1")
+    assert labels[7].text == "decoder.layers.7.self_attention and 1 more"
     title = data(root, "data-chunk")[7].find(f"{SVG}title")
     assert title is not None and title.text is not None
     assert title.text.splitlines()[1:] == ["decoder.layers.7.self_attention", "decoder.layers.7.fc"]
@@ -348,46 +394,49 @@ def test_chunks_have_the_names_of_their_modules(tmp_path: Path) -> None:
     ]  # and no more than said
 
 
-def test_ticks_have_their_times(tmp_path: Path) -> None:
-    log = synthetic(20)
-    labels = data(drawn(log, tmp_path), "data-tick")
-    starts = [entry["start"] for entry in log.entries if entry["kind"] == "tick"]
-    assert len(labels) >= 5
-    for index, label in labels.items():
-        assert label.text == seconds_text(starts[index] - starts[0])
-    assert labels[0].text == "0 s" and labels[5].text == "10 ms"
-
-
 @pytest.mark.parametrize("n_chunks", [1, 40])
 def test_the_legend_has_what_there_is_and_no_more(n_chunks: int, tmp_path: Path) -> None:
     root = drawn(synthetic(n_chunks), tmp_path)
     (legend,) = (group for group in root.iter(f"{SVG}g") if group.attrib.get("id") == "legend")
     said = ["".join(node.itertext()) for node in legend.iter(f"{SVG}text")]
-    marks = {p.attrib["data-marks"] for p in root.iter(f"{SVG}path") if "data-marks" in p.attrib}
-    classes = set(synthetic(n_chunks).classes)
-    assert set(said) == marks | {f"{name}: {CLASSES[name]}" for name in classes}
+    assert set(said) == {f"{name}: {CLASSES[name]}" for name in synthetic(n_chunks).classes}
     bottom = max(float(node.attrib["y"]) for node in legend.iter(f"{SVG}text"))
     assert bottom < float(root.attrib["height"])
 
 
-def test_all_classes_have_room_in_the_legend(tmp_path: Path) -> None:
-    root = drawn(synthetic(5), tmp_path, classes=list(CLASSES))
-    (last,) = (n for n in root.iter(f"{SVG}text") if (n.text or "").startswith("C2: "))
-    assert float(last.attrib["x"]) + 5.4 * len(last.text or "") < float(root.attrib["width"])
+Box = tuple[float, float, float, float]
 
 
-def test_labels_do_not_cover_each_other(tmp_path: Path) -> None:
-    root = drawn(synthetic(40), tmp_path, device_budget=7_700 * MB)
-    (panel,) = (group for group in root.iter(f"{SVG}g") if group.attrib.get("id") == "device")
-    right = svg._LEFT + svg._PLOT
-    heights = sorted(
-        float(node.attrib["y"])
-        for node in panel.iter(f"{SVG}text")
-        if right < float(node.attrib["x"]) < right + 100
-    )
-    assert len(heights) == 8
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= 16.98
-    assert heights[0] > 60 and heights[-1] <= svg._TOP + svg._DEVICE + 4
+def boxes(root: ET.Element) -> list[tuple[str, Box]]:
+    """What texts and the squares before them take, by the widest of fonts."""
+    found: list[tuple[str, Box]] = []
+    for node in root.iter(f"{SVG}text"):
+        size = float(node.attrib.get("font-size", 12))
+        text = "".join(node.itertext())
+        wide = svg._width(text, size)
+        left = float(node.attrib["x"])
+        left -= {"end": wide, "middle": wide / 2}.get(node.attrib.get("text-anchor", ""), 0)
+        y = float(node.attrib["y"])
+        found.append((text, (left, y - 0.75 * size, left + wide, y + 0.1 * size)))
+    for node in root.iter(f"{SVG}rect"):
+        if node.attrib.get("rx"):
+            x, y = float(node.attrib["x"]), float(node.attrib["y"])
+            found.append(("a square", (x, y, x + 10, y + 10)))
+    return found
+
+
+@pytest.mark.parametrize("n_chunks", [1, 5, 40, 160])
+def test_no_text_covers_another_or_a_square(n_chunks: int, tmp_path: Path) -> None:
+    names = [[f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.default"] * 3
+             for i in range(n_chunks)]  # fmt: skip
+    classes = [list(CLASSES)[i % 5] for i in range(n_chunks)]
+    root = drawn(synthetic(n_chunks), tmp_path, classes=classes, modules=names)
+    found = boxes(root)
+    for (one, a), (other, b) in itertools.combinations(found, 2):
+        is_apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert is_apart, (one, other)
+    for text, (left, _, right, _) in found:
+        assert left >= 0 and right <= float(root.attrib["width"]), text
 
 
 def test_spread_keeps_what_has_room() -> None:

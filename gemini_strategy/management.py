@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.arguments import LOSS_SCALING, PolicyName, check_management, suggesting
+from gemini_strategy.arguments import LOSS_SCALING, check_management, suggesting
+from gemini_strategy.choices import PolicyName, PrecisionName
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
@@ -22,7 +23,7 @@ from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.hooks import RootForward, keep_nets_on_top
 from gemini_strategy.parameters.original import Original
-from gemini_strategy.precision import LossScaler, Precision, PrecisionName
+from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.runtime import Runtime
