@@ -124,9 +124,9 @@ class Runtime(Uncopied, Reporting):
         if optimizer is not None:
             managed.settle(optimizer)
         foreign.check_modules(model, settings.device, settings.weights is not None)
-        registration = Registration(self, grouped, adapter_parameters(model))
-        check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
+        registration = Registration(self, grouped, adapter_parameters(model), loading)
+        check_sharing(model)
         self.slots = registration.slots
         self.note_model()
         self.slots_by_id = {slot.id: slot for slot in self.slots}
@@ -280,13 +280,6 @@ class Runtime(Uncopied, Reporting):
 
     def thaw(self, slot: Slot) -> None:
         """The parameter is to be trained from the next pass on, by another engine."""
-        is_rounded = slot.dtype.itemsize < slot.original_dtype.itemsize and not slot.has_low
-        if is_rounded:
-            raise GeminiError(
-                f"{slot.name} was frozen when the model was managed, and its {slot.original_dtype} values were rounded "
-                f"to {slot.dtype}: they cannot be trained as if they had been kept. Freeze it in a BaseFinetuning "
-                'callback, for which they are kept, or train with precision="32-true"'
-            )
         self.thawed.add(slot)
 
     def choose_way(self) -> None:

@@ -167,7 +167,7 @@ class GeminiAccelerator(Accelerator):
         for each in objects:
             engine = engine_of(each) if isinstance(each, nn.Module) else None
             if engine is not None:
-                engine.close(dtype=None if engine.precision is None else torch.float32)
+                engine.close()
         self.scaler = None
         return super().free_memory(*objects)
 

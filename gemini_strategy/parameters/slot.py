@@ -111,6 +111,15 @@ class Slot(_C.Slot):
         return self.dtype in FORMATS and not self.is_raw
 
     @property
+    def outer_dtype(self) -> torch.dtype:
+        """In which its values leave the engine, unless another is asked for: what it came in, or was computed with,
+        the wider of the two."""
+        wider = (
+            torch.promote_types(self.dtype, self.original_dtype) if self.is_float else self.dtype
+        )
+        return torch.float32 if self.is_float and wider is torch.float64 else wider
+
+    @property
     def is_fp32(self) -> bool:
         return self.is_float and self.dtype is torch.float32
 
@@ -213,6 +222,9 @@ class Slot(_C.Slot):
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype, device or order in memory is refused."""
         if self.is_raw and self._is_own(value):  # bitsandbytes does that in each forward
+            return
+        if self.shows_master and value.dtype is self.absent.dtype:
+            self.write_master(value)  # beside its units: values alone
             return
         if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
             raise GuardError(
