@@ -74,6 +74,7 @@ class Runtime(Uncopied, Reporting):
         lent: slots of which memory was given away (parameters/loans.py).
         takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
             for which it has no place; thawed: those parameters.
+        serves_outside: whether units that are called without autocast bring their own (parameters/outside.py).
         takes_plainly: whether the core may take gradients without asking take_grad.
         The others are those of Engine, and what they are made of.
     """
@@ -119,6 +120,7 @@ class Runtime(Uncopied, Reporting):
         self.masters: dict[Slot, torch.Tensor] = {}
         self.stand_ins: weakref.WeakSet[stand_in.StandIn] = weakref.WeakSet()
         self.takes_thawed = False
+        self.serves_outside = settings.convert_inputs
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         if optimizer is not None:

@@ -138,7 +138,7 @@ class EngineStrategy(RankProcesses):
         if next(module.parameters(), None) is None and optimizer is None:
             module.to(self.root_device)
             return None
-        return gs.manage(
+        engine = gs.manage(
             module,
             optimizer,
             weights=self._weights_of(module),
@@ -150,6 +150,8 @@ class EngineStrategy(RankProcesses):
             **self.engine_arguments,
             **self._rank_arguments(),
         )
+        engine._runtime.serves_outside = True  # steps have autocast, other hooks of the module none
+        return engine
 
     # -- files -----------------------------------------------------------------------------------------------
 

@@ -173,8 +173,8 @@ class Whole(Entry):
         super().__init__(slot, "weight", slot.read_master().to(dtype))
 
     def _changes(self) -> Any:
-        slot = self.slot  # an update, or what the weight lacks, changes it too
-        return slot.changes("weight"), slot.changes("master")
+        slot = self.slot
+        return slot.changes("weight"), slot.low_changes  # what the weight lacks is in it, too
 
     def _read(self) -> torch.Tensor:
         return self.slot.read_master().to(self.memory.dtype)

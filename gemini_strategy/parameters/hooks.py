@@ -38,7 +38,9 @@ from gemini_strategy._torch import detect_fake_mode, get_proxy_mode, tree_map
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.leaving import Attached
+from gemini_strategy.parameters.outside import Outside
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.precision import to_fp32
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -256,6 +258,11 @@ class _UnitCall(Attached, _C.UnitCall):
         self.module = module
         self.enter, self.leave = unit.enter, unit.leave
         self.is_for_evaluation = unit.is_for_evaluation
+        engine = unit.engine
+        is_model = module is engine.model and engine.settings.convert_inputs  # RootForward's then
+        is_served = engine.precision_plan.is_mixed and not is_model
+        self.outside = Outside(unit) if is_served else None
+        self.device = unit.engine.device.type
         self._name = unit.name or type(module).__name__
         self.own = self.compiled = module.__dict__.get(_torch.COMPILED_CALL)
         self._had_own = _torch.COMPILED_CALL in module.__dict__
@@ -370,9 +377,3 @@ class RootForward(Attached):
 
     def __reduce__(self) -> Any:
         return getattr, (self.model, "forward")
-
-
-def to_fp32(value: Any) -> Any:
-    """A half-precision tensor in fp32; anything else as it is."""
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_half else value

@@ -1,10 +1,11 @@
 """What leaves a managed model by methods and pickles that know nothing of an engine: what would leave a plain one.
 
 Invariants
-    1. A copy (copy.deepcopy) or a pickle (torch.save, a process that is spawned) of a managed module refers to nothing of
-       this package: its dict has the keys that it had before manage(). parameter.py gives the values.
-    2. A method that writes files or merges adapters (`_METHODS`), of whatever library, finds parameters that came in fp32
-       as their fp32 masters. So what it computes, the tensors of its files and the dtype in its configuration agree.
+    1. A copy (copy.deepcopy) or a pickle (torch.save, a process that is spawned) of a managed module refers to nothing
+       of this package: its dict has the keys that it had before manage(). parameter.py gives the values.
+    2. A method that writes files or merges adapters (`_METHODS`), of whatever library, finds parameters that came in
+       fp32 as their fp32 masters. So what it computes, the tensors of its files and the dtype in its configuration
+       agree.
     3. Without an engine both are as they were.
 """
 

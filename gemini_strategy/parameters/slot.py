@@ -60,6 +60,7 @@ class Slot(_C.Slot):
         "is_raw",
         "is_settled",
         "is_whole",
+        "low_changes",
         "n_same",
         "name",
         "names",
@@ -94,7 +95,7 @@ class Slot(_C.Slot):
         self.aliases: list[torch.Tensor] = []  # other tensors that are its data
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
-        self.state_changes = 0
+        self.state_changes = self.low_changes = 0
         self.given = Given(self)
         self.is_whole = False  # since the last update a whole master was loaded
         # In manage(): low parts of the optimizer's are of the weights of now.
@@ -592,6 +593,7 @@ class Slot(_C.Slot):
         plain = self._ordered(low, low.dtype)
         self.engine.written.note(self, "low part", plain)
         self.engine.core.write(self.id, _LOW, plain.data_ptr(), self.engine.stream())
+        self.low_changes += 1
         self.note_state_change()
 
     def load_weight(self, value: torch.Tensor) -> torch.Tensor:
