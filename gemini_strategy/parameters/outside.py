@@ -1,5 +1,5 @@
-"""Calls of a managed model's parts in mixed precision where the caller has no autocast: `model.lm_head(h)`, a method that
-is not `forward`.
+"""Calls of a managed model's parts in mixed precision where the caller has no autocast: `model.lm_head(h)`, a method
+that is not `forward`.
 
 A plain model has fp32 weights there, and computes in fp32. Here the weights have 16 bits. So each module that owns
 parameters computes under autocast of its own and gives fp32: between modules all is fp32, as in the plain model.

@@ -204,9 +204,7 @@ def test_hooks_that_save_the_model_resume_the_uninterrupted_run(
 
 @pytest.mark.parametrize("given", [False, True], ids=["own", "get_state_dict"])
 @pytest.mark.parametrize("mixed", ["bf16", "bf16 weights"])
-def test_the_files_of_a_model_and_its_config_agree(
-    mixed: str, given: bool, tmp_path: Path
-) -> None:
+def test_the_files_of_a_model_and_its_config_agree(mixed: str, given: bool, tmp_path: Path) -> None:
     accelerator = make(**({} if mixed == "bf16 weights" else {"mixed_precision": mixed}))
     model = make_model(mixed)
     model, optimizer, scheduler = accelerator.prepare(model, *pieces(model))

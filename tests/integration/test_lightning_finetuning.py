@@ -229,17 +229,22 @@ def test_a_folder_resumes_as_a_file_does(precision: str, tmp_path: Path) -> None
     assert min(steps) < max(steps)
 
 
-def test_what_was_rounded_when_it_was_frozen_is_not_trained() -> None:
-    """Without the callback nobody has said that fp32 values are still needed."""
+def test_what_was_frozen_without_a_callback_is_trained_from_its_own_values() -> None:
+    """Nothing was rounded when it was frozen."""
+    seen = {}
 
     class Thawing(module_class("lightning")):
         def on_train_epoch_start(self) -> None:
+            seen["begin"] = gs.engine_of(self).model_state_dict()["body.1.weight"]
             self.body[1].requires_grad_(True)
 
     module = Thawing()
     module.body[1].requires_grad_(False)
-    with pytest.raises(gs.GeminiError, match="body.1.weight.*rounded.*BaseFinetuning"):
-        fit("lightning", module, precision="bf16-true")
+    came = module.body[1].weight.detach().clone()
+    trainer = fit("lightning", module, precision="bf16-true")
+    same({"w": seen["begin"]}, {"w": came})
+    end = trainer.strategy.lightning_module_state_dict()["body.1.weight"]
+    assert end.dtype is torch.float32 and not torch.equal(end, came)
 
 
 def test_unfreezing_inside_a_step_is_refused() -> None:

@@ -91,7 +91,9 @@ def test_what_is_frozen_keeps_the_values_that_it_came_in() -> None:
     recipe = Recipe(precision="bf16-true")
     run = _started(recipe, BY_NAME["lora"])
     state = run.engine.model_state_dict(masters=True)
-    assert run.engine.model_state_dict(masters=False)["layers.0.base.weight"].dtype is torch.bfloat16
+    assert (
+        run.engine.model_state_dict(masters=False)["layers.0.base.weight"].dtype is torch.bfloat16
+    )
     run.engine.close()
     came = start(BY_NAME["lora"].build, recipe, "cpu").state_dict()
     assert_same_bits(state["layers.0.base.weight"], came["layers.0.base.weight"])
