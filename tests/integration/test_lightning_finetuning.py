@@ -237,6 +237,8 @@ def test_what_was_frozen_without_a_callback_is_trained_from_its_own_values() -> 
         def on_train_epoch_start(self) -> None:
             seen["begin"] = gs.engine_of(self).model_state_dict()["body.1.weight"]
             self.body[1].requires_grad_(True)
+            group = {"params": list(self.body[1].parameters())}
+            self.trainer.optimizers[0].add_param_group(group)
 
     module = Thawing()
     module.body[1].requires_grad_(False)
