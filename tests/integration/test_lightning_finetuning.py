@@ -308,3 +308,15 @@ def test_several_ranks_unfreeze_together(precision: str, tmp_path: Path) -> None
     weights["frozen"] = weights["frozen"].to(module.frozen.dtype)
     same(weights, reference_weights(module, trainer.optimizers[0]))
     same_adam(state, unwrapped(trainer.optimizers[0]).state_dict())
+
+
+def test_a_part_that_a_hook_calls_computes_without_the_autocast_of_a_step() -> None:
+    """In mixed precision a plain module has fp32 weights there."""
+    seen = []
+
+    class Calling(module_class("lightning")):
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.body[1](torch.ones(2, self.body[1].in_features)))
+
+    fit("lightning", Calling(), precision="bf16-mixed")
+    assert seen[0].dtype is torch.float32 and seen[0].isfinite().all()
