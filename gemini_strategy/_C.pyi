@@ -258,6 +258,8 @@ class UnitCall:
     enter: Callable[[], None]
     leave: Callable[[], None]
     compiled: Callable[..., Any] | None
+    outside: Callable[..., Any] | None
+    device: str | None
     is_for_evaluation: bool
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -3,10 +3,12 @@
 Invariants
     1. After close() the engine holds nothing, whatever came before: an error that had closed the core does not keep
        memory or hooks. Only a copy that cannot be made while the core still lives stops it; nothing has changed then.
-    2. What is given back without a word is exact. Weights between two steps are given back with a warning.
+    2. What is given back without a word is exact: what came in fp32 is its fp32 master. Masters that are rounded to the
+       16 bits in which the model came, and weights between two steps, are given back with a warning.
     3. The engine's device memory is free before parameters and states go back to the device.
     4. A checkpoint that is being written is waited for before anything is let go.
-    5. Several ranks close together, or none of them gets weights that others have a part of.
+    5. What the host has no room for is an error before anything has changed.
+    6. Several ranks close together, or none of them gets weights that others have a part of.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import _torch
-from gemini_strategy.errors import GeminiError
+from gemini_strategy import _C, _torch
+from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.optim import managed
+from gemini_strategy.optim.adam import HybridAdam
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import tables
 from gemini_strategy.report.progress import progress
+from gemini_strategy.sizes import size_text
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -35,14 +39,18 @@ _GONE = torch.nn.Parameter(torch.empty(0))
 PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 
-def close(engine: Runtime, dtype: torch.dtype | None, with_states: bool) -> None:
-    """See Engine.close."""
+def close(
+    engine: Runtime, dtype: torch.dtype | None, with_states: bool, is_told: bool = True
+) -> None:
+    """See Engine.close; is_told: whether rounding is worth a warning."""
     if engine.closed:
         return
     if dtype not in (None, torch.float32):
-        raise ValueError(f"dtype={dtype!r}: choose None (compute dtype) or torch.float32")
+        raise ValueError(
+            f"dtype={dtype!r}: choose None (the dtypes that the model came in) or torch.float32"
+        )
     unsaved = _end_saving(engine)
-    _close(engine, dtype is torch.float32, with_states)
+    _close(engine, dtype is torch.float32, with_states, is_told)
     if unsaved is not None and sys.exception() is None:
         raise unsaved
     if unsaved is not None:
@@ -63,21 +71,31 @@ def _end_saving(engine: Runtime) -> GeminiError | None:
     return None
 
 
-def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
+def _is_master(slot: Slot, is_fp32: bool) -> bool:
+    """Whether its fp32 master is what is given back."""
+    return is_fp32 or slot.outer_dtype is torch.float32
+
+
+def _close(engine: Runtime, is_fp32: bool, with_states: bool, is_told: bool) -> None:
     cause = engine.core.salvage()
     if cause is None and engine.step_in_backward.give_up() is not None:
         engine.core.salvage()
         cause = "backward(step=True) had updated weights, and no optimizer.step() followed"
     cause = _meet(engine, cause)
+    total = _bytes_to_read(engine, is_fp32, with_states)
+    if cause is None:
+        _check_room(engine, total)
     first = _let_go(engine, is_dead=cause is not None)
+    rounded = None
     if cause is None:
         try:
             engine.settle()
-            total = _bytes_to_read(engine, is_fp32, with_states)
+            if is_told and not is_fp32:
+                rounded = _first_rounded(engine, with_states)
             with progress("Gemini: closing", total, engine.ranks.rank) as done:
                 values = {}
                 for slot in engine.slots:
-                    values[slot] = slot.read_master() if is_fp32 else slot.read_weight()
+                    values[slot] = _value(slot, is_fp32)
                     done(values[slot].nbytes)
                 grads = _read_grads(engine)
                 if engine.optimizer is not None:
@@ -98,16 +116,62 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
     give_back(engine, values, grads)
     if engine.optimizer is not None:
         managed.send_states(engine.optimizer, engine.slots)
+    if rounded is not None and engine.ranks.rank == 0:
+        warnings.warn(
+            f"the fp32 masters, of {rounded.name} for one, were rounded to {rounded.dtype}, in which the model came: "
+            "engine.close(dtype=torch.float32) gives them back as they are, and the optimizer's moments with them; "
+            "engine.save(folder) before it keeps both, too",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     if first is not None:
         raise first
+
+
+def _dtype(slot: Slot, is_fp32: bool) -> torch.dtype:
+    return torch.float32 if is_fp32 and slot.has_low else slot.outer_dtype
+
+
+def _value(slot: Slot, is_fp32: bool) -> torch.Tensor:
+    """What a parameter is given back as."""
+    value = slot.read_master() if _is_master(slot, is_fp32) else slot.read_weight()
+    return value.to(_dtype(slot, is_fp32))
+
+
+def _first_rounded(engine: Runtime, with_states: bool) -> Slot | None:
+    """A parameter whose master is more than what is given back of it; None: nothing is lost."""
+    keeps = isinstance(engine.optimizer, HybridAdam)
+    for slot in engine.slots:
+        is_kept = _is_master(slot, False) or (keeps and (with_states or not slot.has_state))
+        if slot.has_low and not is_kept and slot.lack()[2]:
+            return slot
+    return None
+
+
+def _check_room(engine: Runtime, total: int) -> None:
+    """The host has room for what is given back beside what the engine has, of all ranks on it."""
+    ranks = engine.ranks
+    wanted, there = total * ranks.local_size, int(_C.host_topology()["memory"])
+    text = None
+    if wanted > there:
+        each = f"{ranks.local_size} ranks, {size_text(total, is_wanted=True)} each: "
+        text = (
+            f"HOST: close() gives back {size_text(wanted, is_wanted=True)} of weights and moments beside what the "
+            f"engine has ({each if ranks.local_size > 1 else ''}weights in the dtype that the model came in), and the "
+            f"host has {size_text(there)} left. The engine is open as before: engine.save(folder) and "
+            "engine.save_pretrained(folder) need no second copy, and close(with_states=False) leaves out the moments"
+        )
+    texts = ranks.gather("close()", text) if ranks.size > 1 else [text]
+    for rank, said in enumerate(texts):
+        if said is not None:
+            raise GeminiMemoryError(f"rank {rank}: {said}" if ranks.size > 1 else said)
 
 
 def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:
     """Of the weights and moments that are given back, as _close and managed.release count them."""
     n_bytes = 0
     for slot in engine.slots:
-        dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
-        n_bytes += math.prod(slot.shape) * dtype.itemsize
+        n_bytes += math.prod(slot.shape) * _dtype(slot, is_fp32).itemsize
     if with_states and engine.optimizer is not None:
         n_bytes += sum(managed.moment_bytes(s) for s in engine.slots if s.has_state)
     return n_bytes
@@ -163,11 +227,10 @@ def _close_dead(engine: Runtime, is_fp32: bool, cause: str) -> None:
     engine.core.salvage()
     for slot in engine.slots:
         try:
-            values[slot] = slot.read_own(is_fp32)
+            values[slot] = slot.read_own(_is_master(slot, is_fp32)).to(_dtype(slot, is_fp32))
         except Exception:  # the device itself may be gone
             filler = float("nan") if slot.dtype.is_floating_point else 0
-            dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
-            values[slot] = slot.empty(dtype).fill_(filler)
+            values[slot] = slot.empty(_dtype(slot, is_fp32)).fill_(filler)
             lost.append(slot.name)
     if engine.optimizer is not None:
         managed.let_go(engine.optimizer)

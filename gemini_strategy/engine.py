@@ -504,11 +504,14 @@ class Engine(Uncopied):
         back (weights of one step, states of the optimizer).
 
         Args:
-            dtype: None: parameters in compute dtype; torch.float32: trained parameters as their
-                fp32 masters. Parameters return to the device they came from.
+            dtype: None: parameters in the dtypes that they came in, those that came in fp32 as their fp32 masters (in
+                the compute dtype, if that is the wider one); a RuntimeWarning says where masters are rounded to 16
+                bits. torch.float32: all that have fp32 masters as these. Parameters return to the device they came
+                from.
             with_states: give the optimizer its moments back, whole on every rank. None: if there is one rank.
 
         Raises:
+            GeminiMemoryError: the host has no room for a second copy beside the engine's; nothing has changed.
             GeminiError: at the end, when all is closed: a checkpoint that was being written in the background could not
                 be, and nobody had been told (while an exception is handled, a RuntimeWarning says so).
         """

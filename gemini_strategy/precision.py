@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,29 @@ from gemini_strategy.choices import PRECISIONS
 
 _RUNNING_STATISTICS = (_torch.BatchNormBase,)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_forwards = threading.local()
+
+
+@contextlib.contextmanager
+def in_forward() -> Iterator[None]:
+    """Inside, this thread runs a forward that has autocast, or switches it off by itself."""
+    before = is_in_forward()
+    _forwards.is_inside = True
+    try:
+        yield
+    finally:
+        _forwards.is_inside = before
+
+
+def is_in_forward() -> bool:
+    """Whether this thread is inside `in_forward`."""
+    return getattr(_forwards, "is_inside", False)
+
+
+def to_fp32(value: Any) -> Any:
+    """A half-precision tensor in fp32; anything else as it is."""
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 @dataclass(frozen=True)
@@ -59,7 +83,7 @@ class Precision:
         if not self.is_mixed:
             yield
             return
-        with torch.autocast(device_type, dtype=self.dtype):
+        with in_forward(), torch.autocast(device_type, dtype=self.dtype):
             yield
 
 

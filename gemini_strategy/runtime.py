@@ -74,6 +74,7 @@ class Runtime(Uncopied, Reporting):
         assigned: slots with fields of which a program has the tensor that it assigned (parameters/given.py).
         takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
             for which it has no place; thawed: those parameters.
+        serves_outside: whether units that are called without autocast bring their own (parameters/outside.py).
         takes_plainly: whether the core may take gradients without asking take_grad.
         The others are those of Engine, and what they are made of.
     """
@@ -119,14 +120,15 @@ class Runtime(Uncopied, Reporting):
         self.masters: dict[Slot, torch.Tensor] = {}
         self.stand_ins: weakref.WeakSet[stand_in.StandIn] = weakref.WeakSet()
         self.takes_thawed = False
+        self.serves_outside = settings.convert_inputs
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         if optimizer is not None:
             managed.settle(optimizer)
         foreign.check_modules(model, settings.device, settings.weights is not None)
-        registration = Registration(self, grouped, adapter_parameters(model))
-        check_sharing(model)
         loading = Loading(model, settings.weights, settings.missing)
+        registration = Registration(self, grouped, adapter_parameters(model), loading)
+        check_sharing(model)
         self.slots = registration.slots
         self.note_model()
         self.slots_by_id = {slot.id: slot for slot in self.slots}
@@ -279,13 +281,6 @@ class Runtime(Uncopied, Reporting):
 
     def thaw(self, slot: Slot) -> None:
         """The parameter is to be trained from the next pass on, by another engine."""
-        is_rounded = slot.dtype.itemsize < slot.original_dtype.itemsize and not slot.has_low
-        if is_rounded:
-            raise GeminiError(
-                f"{slot.name} was frozen when the model was managed, and its {slot.original_dtype} values were rounded "
-                f"to {slot.dtype}: they cannot be trained as if they had been kept. Freeze it in a BaseFinetuning "
-                'callback, for which they are kept, or train with precision="32-true"'
-            )
         self.thawed.add(slot)
 
     def choose_way(self) -> None:

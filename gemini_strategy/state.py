@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent, quantized, stand_in
-from gemini_strategy.parameters.homes import Entry
+from gemini_strategy.parameters import absent, leaving, quantized, stand_in
+from gemini_strategy.parameters.homes import Entry, Whole
+from gemini_strategy.parameters.slot import Slot
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def install(engine: Runtime, model: nn.Module) -> list[Any]:
     """Hooks every module that owns parameters; returns the handles."""
+    leaving.install(model)
     owners = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
     saves = [m._register_state_dict_hook(_SaveHook(engine)) for m in owners]
     loads = [
@@ -53,7 +55,7 @@ def model_state_dict(
     return result if is_mine else {}
 
 
-class _StateHook:
+class _StateHook(leaving.Attached):
     """A state-dict hook that copies as nothing: a deep copy of a managed model is unmanaged."""
 
     def __init__(self, engine: Runtime | None) -> None:
@@ -77,11 +79,19 @@ class _SaveHook(_StateHook):
                 continue
             entry = slot.saved() if slot.saved is not None else None
             if entry is None or not any(other is entry for other in state.values()):
-                memory = slot.read_weight()  # the first of its names in this state
-                home, strides = Entry(slot, "weight", memory), memory.stride()
-                entry = absent.tensor(home, memory.shape, strides, slot.dtype, memory.device)
+                # The first of its names in this state.
+                home = _entry(slot)
+                memory = home.memory
+                geometry = memory.shape, memory.stride(), memory.dtype, memory.device
+                entry = absent.tensor(home, *geometry)
                 slot.saved = weakref.ref(entry)
             state[prefix + name] = entry
+
+
+def _entry(slot: Slot) -> Entry:
+    """In the dtype in which the weight leaves the engine, or that the parameter shows (masters.py)."""
+    dtype = slot.absent.dtype if slot.shows_master else slot.outer_dtype
+    return Entry(slot, "weight", slot.read_weight()) if dtype is slot.dtype else Whole(slot, dtype)
 
 
 class _LoadHook(_StateHook):

@@ -14,7 +14,9 @@ typedef struct call {
     PyObject_HEAD PyObject *module;
     PyObject *enter, *leave; /* of the unit */
     PyObject *compiled;      /* what torch.compile made of the module's call; None */
-    char is_for_evaluation;  /* while the module trains, its unit is not entered */
+    PyObject *outside; /* makes the call where autocast is off on `device`; None: as any other */
+    PyObject *device;  /* the type of the engine's device */
+    char is_for_evaluation; /* while the module trains, its unit is not entered */
 } call;
 
 /* Whether the call may run to be written down: 1 or 0; -1 with an exception set. */
@@ -52,16 +54,40 @@ static PyObject *called_module(const call *self)
     return Py_NewRef(self->module);
 }
 
-static PyObject *run(const call *self, PyObject *args, PyObject *kwargs)
+/* What the call of the module is without its unit, a new reference. */
+static PyObject *inner_call(const call *self)
 {
     if (self->compiled && self->compiled != Py_None) {
-        return PyObject_Call(self->compiled, args, kwargs);
+        return Py_NewRef(self->compiled);
     }
     PyObject *module = called_module(self);
     PyObject *inner = PyObject_GetAttr(module, gm_torch.s_call);
-    PyObject *result = inner ? PyObject_Call(inner, args, kwargs) : NULL;
-    Py_XDECREF(inner);
     Py_DECREF(module);
+    return inner;
+}
+
+/* Whether `outside` makes the call: 1 or 0; -1 with an exception set. */
+static int is_outside(const call *self)
+{
+    if (!self->outside || self->outside == Py_None) {
+        return 0;
+    }
+    PyObject *is_on = PyObject_CallFunctionObjArgs(gm_torch.has_autocast, self->device, NULL);
+    int result = gm_py_is_true(is_on);
+    return result < 0 ? -1 : !result;
+}
+
+static PyObject *run(const call *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *inner = inner_call(self), *result = NULL;
+    int outside = inner ? is_outside(self) : -1;
+    if (outside > 0) {
+        result = PyObject_CallFunctionObjArgs(self->outside, inner, args, kwargs ? kwargs : Py_None,
+                                              NULL);
+    } else if (outside == 0) {
+        result = PyObject_Call(inner, args, kwargs);
+    }
+    Py_XDECREF(inner);
     return result;
 }
 
@@ -91,7 +117,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
 }
 
-#define CALL_FIELDS(X) X(module) X(enter) X(leave) X(compiled)
+#define CALL_FIELDS(X) X(module) X(enter) X(leave) X(compiled) X(outside) X(device)
 
 static int call_traverse(call *self, visitproc visit, void *arg)
 {
@@ -116,6 +142,7 @@ static void call_dealloc(call *self)
 static PyMemberDef call_members[] = {
     GM_PY_MEMBER(call, module, T_OBJECT),          GM_PY_MEMBER(call, enter, T_OBJECT),
     GM_PY_MEMBER(call, leave, T_OBJECT),           GM_PY_MEMBER(call, compiled, T_OBJECT),
+    GM_PY_MEMBER(call, outside, T_OBJECT),         GM_PY_MEMBER(call, device, T_OBJECT),
     GM_PY_MEMBER(call, is_for_evaluation, T_BOOL), {NULL, 0, 0, 0, NULL},
 };
 

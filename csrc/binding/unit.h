@@ -40,7 +40,7 @@ typedef struct gm_py_net gm_py_net; /* net.c */
     X(push_hooks, "push_saved_tensors_hooks") X(pop_hooks, "pop_saved_tensors_hooks")            \
     X(use_count, "storage_use_count") X(raw_stream, "current_raw_stream")                        \
     X(set_excluded, "exclude_key") X(n_modes, "n_dispatch_modes") X(is_tracing, "is_tracing")    \
-    X(without_subclasses, "DisableTorchFunctionSubclass") X(tensor_base, "TensorBase")
+    X(has_autocast, "has_autocast") X(without_subclasses, "DisableTorchFunctionSubclass") X(tensor_base, "TensorBase")
 #define GM_TORCH_OF_TENSORS(X)                                                                   \
     X(get_data_ptr, "data_ptr") X(data, "data") X(grad, "grad") X(version, "_version")
 #define GM_TORCH_NAMES(X)                                                                        \

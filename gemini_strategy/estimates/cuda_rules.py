@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.estimates.tensors import HALF
-from gemini_strategy.parameters.hooks import to_fp32
+from gemini_strategy.precision import to_fp32
 
 _LARGEST_HEAD = 256  # of the attention without a mask
 

@@ -90,7 +90,7 @@ class PaperModel:
         self.ranks: Any = _PaperRanks(n_ranks)
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         check_modules(model, device, True)
-        self.registration = Registration(self, grouped, adapter_parameters(model))  # type: ignore[arg-type]
+        self.registration = Registration(self, grouped, adapter_parameters(model), None)  # type: ignore[arg-type]
         check_sharing(model)
 
 

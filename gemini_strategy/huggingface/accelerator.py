@@ -36,7 +36,8 @@ class GeminiOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
-        self._is_saved = False  # beside the masters, by all ranks, for rank 0
+        # None: not now. Else all ranks save it for rank 0: whether with what 16-bit weights lack.
+        self._saves_lows: bool | None = None
 
     def step(self, closure: Any = None) -> None:
         """Steps where accelerate synchronises; `step_was_skipped` says whether an fp16 step changed nothing."""
@@ -53,18 +54,18 @@ class GeminiOptimizer(AcceleratedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own; in `save_state` rank 0 gets it, without what the model's file has."""
         runtime = getattr(self.optimizer, "_gm_engine", None)
-        if runtime is None or not self._is_saved:
+        if runtime is None or self._saves_lows is None:
             return super().state_dict()
-        return optimizer_state_dict(runtime, self.optimizer, 0, with_lows=False)
+        return optimizer_state_dict(runtime, self.optimizer, 0, with_lows=self._saves_lows)
 
     @contextlib.contextmanager
-    def saved(self) -> Iterator[None]:
-        """Inside, `state_dict` is for a file."""
-        self._is_saved = True
+    def saved(self, with_lows: bool) -> Iterator[None]:
+        """Inside, `state_dict` is for a file; with_lows: the model's own may not have masters."""
+        self._saves_lows = with_lows
         try:
             yield
         finally:
-            self._is_saved = False
+            self._saves_lows = None
 
 
 class GeminiAccelerator(Accelerator):
@@ -167,7 +168,7 @@ class GeminiAccelerator(Accelerator):
         for each in objects:
             engine = engine_of(each) if isinstance(each, nn.Module) else None
             if engine is not None:
-                engine.close(dtype=None if engine.precision is None else torch.float32)
+                engine.close()
         self.scaler = None
         return super().free_memory(*objects)
 
@@ -269,11 +270,15 @@ class GeminiAccelerator(Accelerator):
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Any:
-        """accelerate's, with fp32 masters. All ranks call it, and rank 0 holds what it writes."""
+        """accelerate's, with fp32 masters. All ranks call it, and rank 0 holds what it writes.
+
+        A hook of the script's may write the model's own state_dict() in the place of the masters, which of a model that
+        came in 16 bits has these: then the optimizer's file has what they lack.
+        """
         with contextlib.ExitStack() as stack:
             for optimizer in self._optimizers:
                 if isinstance(optimizer, GeminiOptimizer):
-                    stack.enter_context(optimizer.saved())
+                    stack.enter_context(optimizer.saved(bool(self._save_model_state_pre_hook)))
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(

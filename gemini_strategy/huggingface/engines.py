@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini_strategy import Engine, GeminiError, engine_of, manage
+from gemini_strategy.close import close
 from gemini_strategy.huggingface.compiling import compile_layers
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
-from gemini_strategy.parameters.registration import keeping_fp32
+from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.precision import Precision
 
 # The engines that this layer has made in this process.
@@ -116,7 +117,7 @@ class Engines:
             compile_layers(model, self.compiling)
         arguments = {**self.plugin.arguments(), **self.scaling}
         is_mixed = precision is not None and precision.endswith("-mixed")
-        with _whole(model, precision is not None):
+        with _dropping_lows(model):
             engine = manage(
                 model,
                 optimizer,
@@ -161,7 +162,7 @@ class Engines:
         return engine
 
 
-class ZeroGrad:
+class ZeroGrad(Attached):
     """A model's `zero_grad` while it is trained: all gradients at once, as a Trainer drops them after each step.
 
     nn.Module's own reads the gradient of every parameter first, which takes the host milliseconds. A deep copy of the
@@ -203,17 +204,11 @@ def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _whole(model: nn.Module, is_cast: bool) -> Iterator[None]:
-    """Inside, manage() keeps the fp32 values of frozen parameters, which are saved, or trained later.
-
-    The base of adapters is not: it is as large as the model, and its own files have it. What a manage() that fails has
-    left of the masters before is dropped: other weights may be loaded until the next.
-    """
-    is_base = bool(getattr(model, "peft_config", None))
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
+def _dropping_lows(model: nn.Module) -> Iterator[None]:
+    """What a manage() that fails inside has left of the masters before is dropped: other weights may be loaded until
+    the next."""
     try:
-        with keeping_fp32(frozen if is_cast and not is_base else ()):
-            yield
+        yield
     except BaseException:
         for parameter in model.parameters():
             parameter.__dict__.pop("_gm_low", None)
@@ -243,12 +238,10 @@ def _computes_in(engine: Engine, dtype: torch.dtype | None) -> bool:
 
 def close_for_another(engine: Engine, with_states: bool) -> None:
     """Closes an engine so that the next one begins with exactly its values (invariant 1)."""
-    if engine.precision is not None:
-        engine.close(dtype=torch.float32, with_states=with_states)
-        return
-    # 16-bit weights keep their dtype, so what they lack goes beside them, where manage() finds it.
-    lows = {s.parameter: s.lack()[1] for s in engine._runtime.slots if s.has_low}
-    engine.close(with_states=with_states)
+    # Weights that leave in 16 bits keep their dtype, so what they lack goes beside them, where manage() finds it.
+    slots = [s for s in engine._runtime.slots if s.has_low and s.outer_dtype is s.dtype]
+    lows = {slot.parameter: slot.lack()[1] for slot in slots}
+    close(engine._runtime, None, with_states, is_told=False)
     for parameter, low in lows.items():
         parameter._gm_low = low
 

@@ -26,9 +26,11 @@ _WEIGHTS = re.compile(r"(adapter_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.i
 
 
 def keeping_masters(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`save_pretrained` of transformers or peft, for scripts that know nothing of masters: it does not round them.
+    """`save_pretrained` of transformers or peft, for scripts that know nothing of masters: it does not round them, not
+    even where the model came in 16 bits, and needs no copy of the model.
 
-    Of a model whose weights are their masters it is as it was.
+    Of a model whose weights are their masters it is as it was. Where it is asked for more than is done here, a model
+    that came in fp32 is written so all the same (parameters/leaving.py).
     """
 
     @functools.wraps(plain)
@@ -44,7 +46,7 @@ def keeping_masters(plain: Callable[..., Any]) -> Callable[..., Any]:
         beyond = {n for n, v in asked.items() if v is not usual.get(n) and v != usual.get(n)}
         beyond -= _UNDERSTOOD
         if beyond:
-            if asked.get("state_dict") is None:
+            if asked.get("state_dict") is None and _is_rounded(engine):
                 warnings.warn(
                     f"save_pretrained({', '.join(sorted(beyond))}): the weights are rounded to {engine.precision}; "
                     "without these arguments their fp32 masters are saved",
@@ -55,6 +57,10 @@ def keeping_masters(plain: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return save_pretrained
+
+
+def _is_rounded(engine: Engine) -> bool:
+    return any(s.has_low and s.outer_dtype is s.dtype for s in engine._runtime.slots)
 
 
 def save_into(

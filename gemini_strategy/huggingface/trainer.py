@@ -21,6 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from gemini_strategy import Engine, GeminiError, engine_of
 from gemini_strategy.checkpoint import one_file
+from gemini_strategy.close import close
 from gemini_strategy.huggingface.accelerator import adopt
 from gemini_strategy.huggingface.folders import save_into
 from gemini_strategy.huggingface.plugin import GeminiPlugin
@@ -88,7 +89,7 @@ class TrainerMethods:
         """The model before is let go."""
         engine = self._engine()
         if engine is not None:
-            engine.close()
+            close(engine._runtime, None, with_states=False, is_told=False)
         return super().call_model_init(trial)  # type: ignore[misc,no-any-return]
 
     def _engine(self) -> Engine | None:

@@ -3,7 +3,7 @@
 # A class for both to inherit from; nothing here imports Lightning.
 
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,6 @@ from gemini_strategy.checkpoint import one_file
 from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, materialize
 from gemini_strategy.lightning.ranks import RankProcesses, checked_timeout
 from gemini_strategy.lightning.trees import Tree
-from gemini_strategy.parameters.registration import keeping_fp32
 from gemini_strategy.weights.loading import Weights
 
 
@@ -133,29 +132,26 @@ class EngineStrategy(RankProcesses):
         return self.weights if is_blank or module not in self._loaded else None
 
     def _make_engine(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer | None,
-        report: bool | None,
-        frozen: Iterable[nn.Parameter] = (),
+        self, module: nn.Module, optimizer: Optimizer | None, report: bool | None
     ) -> Any:
-        """An engine; None for a module without parameters. Of the `frozen` ones fp32 values are kept."""
+        """An engine; None for a module without parameters."""
         if next(module.parameters(), None) is None and optimizer is None:
             module.to(self.root_device)
             return None
-        with keeping_fp32(frozen):
-            return gs.manage(
-                module,
-                optimizer,
-                weights=self._weights_of(module),
-                missing=self.missing,
-                device=self.root_device,
-                precision=self._casting.precision,
-                convert_inputs=False,
-                report=report,
-                **self.engine_arguments,
-                **self._rank_arguments(),
-            )
+        engine = gs.manage(
+            module,
+            optimizer,
+            weights=self._weights_of(module),
+            missing=self.missing,
+            device=self.root_device,
+            precision=self._casting.precision,
+            convert_inputs=False,
+            report=report,
+            **self.engine_arguments,
+            **self._rank_arguments(),
+        )
+        engine._runtime.serves_outside = True  # steps have autocast, other hooks of the module none
+        return engine
 
     # -- files -----------------------------------------------------------------------------------------------
 

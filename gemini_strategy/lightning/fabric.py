@@ -180,7 +180,6 @@ class FabricStrategy(EngineStrategy):
                 f" one: put the parameters of the new {type(optimizer).__name__} into a group of it, and set up both"
                 " with fabric.setup(model, optimizer)."
             )
-        self._check_is_whole(engine)
         self._set_up(engine.model, optimizer)
         return optimizer
 
@@ -201,16 +200,6 @@ class FabricStrategy(EngineStrategy):
             self.precision.attach(engine)
         self._set_device_and_dtype(module)
         return Managed(module)
-
-    def _check_is_whole(self, engine: Any) -> None:
-        """Invariant 2: 16-bit weights that were frozen without an optimizer have lost what they would train on."""
-        for slot in engine._runtime.slots:
-            is_rounded = slot.dtype is not slot.original_dtype and not slot.has_low
-            if slot.parameter.requires_grad and is_rounded:
-                raise gs.GeminiError(
-                    f"{slot.name} was frozen when fabric.setup_module() rounded it to {slot.dtype}, and is to be"
-                    " trained now: unfreeze it before, or set up both together with fabric.setup(model, optimizer)."
-                )
 
     module_init_context = EngineStrategy._made_on_host
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import gemini_strategy as gs
 from gemini_strategy.choices import PRECISIONS
 from gemini_strategy.lightning.trees import Tree, import_tree
-from gemini_strategy.precision import Precision
+from gemini_strategy.precision import Precision, in_forward
 
 SUPPORTED = PRECISIONS
 _COMPUTE_DTYPE = {name: Precision(name).dtype or torch.float32 for name in SUPPORTED}
@@ -100,7 +100,8 @@ class EnginePrecision:
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         if self.precision.endswith("-mixed"):
-            with torch.autocast(self.device, dtype=self.compute_dtype, cache_enabled=False):
+            mixed = torch.autocast(self.device, dtype=self.compute_dtype, cache_enabled=False)
+            with in_forward(), mixed:
                 yield
             return
         previous = torch.get_default_dtype()

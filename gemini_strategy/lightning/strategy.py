@@ -362,12 +362,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
                 f"precision='32-true' makes the model's {' and '.join(half)} parameters fp32. To compute in half"
                 " precision, with fp32 masters, use Trainer(precision='bf16-true')."
             )
-        wants_whole = any(
-            isinstance(callback, (self._home.callbacks.BaseFinetuning, *self._averaging))
-            for callback in module.trainer.callbacks
-        )
-        frozen = [p for p in module.parameters() if wants_whole and not p.requires_grad]
-        engine = self._make_engine(module, optimizer, False, frozen)  # StepLogs reports
+        engine = self._make_engine(module, optimizer, False)  # StepLogs reports
         if engine is None:
             return None
         _configurations[engine] = self._configuration()

@@ -235,10 +235,10 @@ def no_place(slot: Slot) -> str:
 
 def closing(engine: Runtime) -> str:
     """The call that closes an engine where another is to go on, to the bit."""
-    if not any(slot.has_low for slot in engine.slots):
-        return "engine.close()"
+    scale = " (keep its scaler.state_dict() for the next)" if engine.scaler else ""
+    if not any(slot.has_low and slot.outer_dtype is slot.dtype for slot in engine.slots):
+        return f"engine.close(){scale}"
     if engine.precision is not None:
-        scale = " (keep its scaler.state_dict() for the next)" if engine.scaler else ""
         return f"engine.close(dtype=torch.float32){scale}"
     dtypes = weight_dtypes(engine.model, "bf16-true")
     if any(slot.dtype is not dtypes.get(slot.parameter, slot.dtype) for slot in engine.slots):
@@ -393,14 +393,15 @@ def release(
     lows: dict[nn.Parameter, torch.Tensor] = {}
     for slot in engine.slots:
         parameter = slot.parameter
-        gives_low = is_ours and slot.has_low and not is_fp32
+        is_whole = is_fp32 or slot.outer_dtype is torch.float32  # its master is given back
+        gives_low = is_ours and slot.has_low and not is_whole
         if gives_low and not slot.has_state:
             lows[parameter] = slot.lack()[1]
         if with_states and slot.has_state:
             state = states[parameter] = saved_entry(
                 slot, optimizer.state[parameter], gives_low, None
             )
-            dtype = torch.float32 if is_ours or is_fp32 else slot.dtype
+            dtype = torch.float32 if is_ours or is_whole else slot.dtype
             state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
             done(moment_bytes(slot))
     for parameter, low in lows.items():

@@ -147,11 +147,16 @@ class _Entry(_Shown):
         dict.clear(self)
         dict.update(self, rest)
 
+    def _left(self) -> dict[Any, Any]:
+        """What a copy or a pickle of the optimizer has, beside parameters as leaving.py gives them."""
+        is_whole = self.slot.outer_dtype is not self.slot.dtype
+        return {k: v for k, v in self.taken().items() if not (is_whole and k in LOWS)}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.taken(), memo)
+        return copy.deepcopy(self._left(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (kept(self.taken()),)
+        return dict, (kept(self._left()),)
 
 
 class States(_Shown, defaultdict[Any, Any]):

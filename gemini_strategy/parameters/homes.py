@@ -6,7 +6,7 @@ Fields go by keys: "weight", "grad", and those of `optimizer.state[p]`.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -93,23 +93,32 @@ class Entry(Field):
     def __init__(self, slot: Slot, key: str, memory: torch.Tensor) -> None:
         super().__init__(slot, key)
         self.memory = memory
-        self._seen = slot.changes(key)
+        self._seen = self._changes()
         self._before: torch.Tensor | None = None  # of several ranks: while it is written
         slot.given.entries.add(self)
+
+    def _changes(self) -> Any:
+        return self.slot.changes(self.key)
+
+    def _read(self) -> torch.Tensor:
+        return self.slot.read_field(self.key)
+
+    def _write(self, values: torch.Tensor) -> None:
+        self.slot.write_field(self.key, values)
 
     def open(self, is_written: bool) -> torch.Tensor:
         slot = self._slot()
         if slot is None:
             return self.memory
-        if slot.changes(self.key) != self._seen:
+        if self._changes() != self._seen:
             if slot.engine.ranks.shard.size > 1:
                 raise GuardError(
                     f"{self.name}: this entry of a state dict shows the weight as it was, and the weight has changed "
                     "since: several ranks have it in parts, and an entry cannot follow it. Clone what you keep when "
                     "you take it, or call model.state_dict() again on every rank"
                 )
-            self.memory.copy_(super().open(is_written))
-            self._seen = slot.changes(self.key)
+            self.memory.copy_(self._read())
+            self._seen = self._changes()
         keeps = is_written and slot.engine.ranks.size > 1
         self._before = self.memory.clone() if keeps else None
         return self.memory
@@ -119,8 +128,8 @@ class Entry(Field):
         if slot is None:
             return
         if before is None or not order.same_bytes(values, before):
-            super().write(values)
-            self._seen = slot.changes(self.key)
+            self._write(values)
+            self._seen = self._changes()
 
     def replace(self, shown: torch.Tensor, value: torch.Tensor) -> None:
         if self.key in STATES:  # in torch it is the very tensor of optimizer.state
@@ -140,3 +149,20 @@ class Entry(Field):
             absent.keep(self.memory, self.open(False))
         except GeminiError as error:
             absent.forget(self.memory, str(error).removeprefix(f"{self.name}: "))
+
+
+class Whole(Entry):
+    """An entry of a weight that shows its fp32 master, in `dtype`."""
+
+    def __init__(self, slot: Slot, dtype: torch.dtype) -> None:
+        super().__init__(slot, "weight", slot.read_master().to(dtype))
+
+    def _changes(self) -> Any:
+        slot = self.slot
+        return slot.changes("weight"), slot.low_changes  # what the weight lacks is in it, too
+
+    def _read(self) -> torch.Tensor:
+        return self.slot.read_master().to(self.memory.dtype)
+
+    def _write(self, values: torch.Tensor) -> None:
+        self.slot.write_master(values)

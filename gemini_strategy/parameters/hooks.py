@@ -37,7 +37,10 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._torch import detect_fake_mode, get_proxy_mode, tree_map
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
+from gemini_strategy.parameters.leaving import Attached
+from gemini_strategy.parameters.outside import Outside
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.precision import to_fp32
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -245,7 +248,7 @@ def _is_traced() -> bool:
     return get_proxy_mode() is not None or detect_fake_mode() is not None
 
 
-class _UnitCall(_C.UnitCall):
+class _UnitCall(Attached, _C.UnitCall):
     """A module's call with its unit entered around it; see [Note: units without forward hooks].
 
     It copies as nothing: a copy of a managed model is unmanaged.
@@ -254,9 +257,14 @@ class _UnitCall(_C.UnitCall):
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self.module = module
         self.enter, self.leave = unit.enter, unit.leave
-        self.compiled = module.__dict__.get(_torch.COMPILED_CALL)
         self.is_for_evaluation = unit.is_for_evaluation
+        engine = unit.engine
+        is_model = module is engine.model and engine.settings.convert_inputs  # RootForward's then
+        is_served = engine.precision_plan.is_mixed and not is_model
+        self.outside = Outside(unit) if is_served else None
+        self.device = unit.engine.device.type
         self._name = unit.name or type(module).__name__
+        self.own = self.compiled = module.__dict__.get(_torch.COMPILED_CALL)
         self._had_own = _torch.COMPILED_CALL in module.__dict__
         # Not by setattr: what torch.compile makes of a module hands most attributes on to that.
         module.__dict__[_torch.COMPILED_CALL] = self
@@ -291,7 +299,7 @@ class _UnitCall(_C.UnitCall):
         return type(None), ()
 
 
-class RootForward:
+class RootForward(Attached):
     """The model's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
 
     An instance attribute over the class's method, not hooks: torch runs no hook when KeyboardInterrupt
@@ -305,7 +313,7 @@ class RootForward:
         self.model = model
         self.convert_inputs = convert_inputs
         self.force_outputs_fp32 = force_outputs_fp32
-        self._own = model.__dict__.get("forward")
+        self.own = model.__dict__.get("forward")
         functools.update_wrapper(self, model.forward, updated=())
         model.forward = self
 
@@ -317,15 +325,15 @@ class RootForward:
     def remove(self) -> None:
         if self.model.__dict__.get("forward") is not self:  # the user's, around this one
             return
-        if self._own is not None:
-            self.model.forward = self._own
+        if self.own is not None:
+            self.model.forward = self.own
         else:
             del self.model.__dict__["forward"]
 
     def _forward(self) -> Any:
         """The model's own. Its class, or the class's forward, may have become another since manage()."""
-        if self._own is not None:
-            return self._own
+        if self.own is not None:
+            return self.own
         kind = type(self.model)
         found = inspect.getattr_static(kind, "forward")
         return found.__get__(self.model, kind) if hasattr(found, "__get__") else found
@@ -339,7 +347,7 @@ class RootForward:
         return None if module is self.model or not isinstance(module, nn.Module) else module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        other = self._other() if self._own is None else None
+        other = self._other() if self.own is None else None
         if other is not None:
             return type(other).forward(other, *args, **kwargs)
         if self.engine.closed:
@@ -363,15 +371,9 @@ class RootForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model is unmanaged: its forward is its class's (or the copied own) again."""
-        if self._own is not None:
-            return copy.deepcopy(self._own, memo)
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
         return types.MethodType(type(self.model).forward, memo[id(self.model)])
 
     def __reduce__(self) -> Any:
         return getattr, (self.model, "forward")
-
-
-def to_fp32(value: Any) -> Any:
-    """A half-precision tensor in fp32; anything else as it is."""
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_half else value

@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,9 +43,10 @@ class _Master(SlotHome):
 
 
 @contextlib.contextmanager
-def shown(engine: Runtime) -> Iterator[None]:
-    """See Engine.masters."""
-    slots = [slot for slot in engine.slots if not slot.is_raw]  # bytes have no masters
+def shown(engine: Runtime, only: Iterable[Slot] | None = None) -> Iterator[None]:
+    """See Engine.masters; only: those of these slots."""
+    slots = list(engine.slots if only is None else only)
+    slots = [slot for slot in slots if not slot.is_raw]  # bytes have no masters
     entered = [slot.name for slot in slots if slot.open_count]
     if entered:
         raise GeminiError(

@@ -155,8 +155,9 @@ class _Managed:
     def _gm_plain_copy(self, memo: dict[int, Any], device: torch.device) -> torch.Tensor:
         """An ordinary, unmanaged parameter with the values that are shown."""
         slot = self._gm_slot
-        values = slot.read_master() if slot.shows_master else slot.read_weight()
-        values = values.to(device, self.dtype)
+        dtype = self.dtype if slot.shows_master else slot.outer_dtype
+        values = slot.read_weight() if dtype is slot.dtype else slot.read_master()
+        values = values.to(device, dtype)
         if not isinstance(self, nn.Parameter):
             return values
         if slot.is_raw:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.original import Original
     from gemini_strategy.runtime import Runtime
     from gemini_strategy.weights.loading import Loading
-
-
-@contextlib.contextmanager
-def keeping_fp32(frozen: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, manage() keeps the fp32 values of these parameters: they are trained later, averaged, or saved."""
-    marked = list(frozen)
-    for parameter in marked:
-        parameter._gm_whole = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for parameter in marked:
-            parameter.__dict__.pop("_gm_whole", None)
 
 
 @dataclass
@@ -176,10 +162,13 @@ def _hook_gradient(parameter: nn.Parameter) -> Any:
 class Registration:
     """One model on its way into an engine. Nothing of the model changes before `attach`."""
 
-    def __init__(self, engine: Runtime, groups: set[int], adapters: set[int]) -> None:
+    def __init__(
+        self, engine: Runtime, groups: set[int], adapters: set[int], loading: Loading | None
+    ) -> None:
         """groups, adapters: id() of the parameters that the optimizer has, and of those of adapters, which may be
-        switched on and off while they are managed."""
+        switched on and off while they are managed. loading: of values that files have."""
         self._engine = engine
+        self._loading = loading
         self._units = _find_units(engine.model)
         self.slots: list[Slot] = []
         self._index: dict[int, int] = {}  # id(parameter) -> slot id
@@ -225,12 +214,16 @@ class Registration:
             )
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise GeminiError(f"{name} has a sparse gradient already: zero_grad() first")
-        # A frozen one may be marked, by keeping_fp32.
-        is_whole = "_gm_whole" in parameter.__dict__ and dtype in FORMATS
-        slot.has_low = (is_trainable or is_whole) and dtype is not torch.float32
+        # Of what is frozen, too: a model that came in fp32 leaves with its own values.
+        is_rounded = slot.outer_dtype is not dtype and not self._is_exact(slot)
+        slot.has_low = (is_trainable or is_rounded) and dtype is not torch.float32
         slot.has_moments = is_trained and (is_grouped or is_adapter)
         slot.has_grad_home = is_trained
         return slot
+
+    def _is_exact(self, slot: Slot) -> bool:
+        """Whether the compute dtype loses nothing of the values, as a file has them in that dtype."""
+        return self._loading is not None and self._loading.dtype(slot.parameter) is slot.dtype
 
     def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
         """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param)."""

@@ -76,6 +76,7 @@ class Slot(_C.Slot):
         "is_raw",
         "is_settled",
         "is_whole",
+        "low_changes",
         "n_same",
         "name",
         "names",
@@ -110,7 +111,7 @@ class Slot(_C.Slot):
         self.aliases: list[torch.Tensor] = []  # other tensors that are its data
         self.has_state = False  # whether optimizer.state has an entry
         self.step_count, self.step_tensor = 0, None  # see adam_step
-        self.state_changes = 0
+        self.state_changes = self.low_changes = 0
         self.given = Given(self)
         self.is_whole = False  # since the last update a whole master was loaded
         # In manage(): low parts of the optimizer's are of the weights of now.
@@ -126,6 +127,15 @@ class Slot(_C.Slot):
     def is_float(self) -> bool:
         """Whether its values are numbers that fp32 has."""
         return self.dtype in FORMATS and not self.is_raw
+
+    @property
+    def outer_dtype(self) -> torch.dtype:
+        """In which its values leave the engine, unless another is asked for: what it came in, or was computed with,
+        the wider of the two."""
+        wider = (
+            torch.promote_types(self.dtype, self.original_dtype) if self.is_float else self.dtype
+        )
+        return torch.float32 if self.is_float and wider is torch.float64 else wider
 
     @property
     def is_fp32(self) -> bool:
@@ -252,6 +262,9 @@ class Slot(_C.Slot):
     def assign(self, value: torch.Tensor) -> None:
         """`p.data = value`: the bytes are copied; another shape, dtype, device or order in memory is refused."""
         if self.is_raw and self._is_own(value):  # bitsandbytes does that in each forward
+            return
+        if self.shows_master and value.dtype is self.absent.dtype:
+            self.write_master(value)  # beside its units: values alone
             return
         if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
             raise GuardError(
@@ -630,6 +643,7 @@ class Slot(_C.Slot):
         plain = self._ordered(low, low.dtype)
         self.engine.written.note(self, "low part", plain)
         self.engine.core.write(self.id, _LOW, plain.data_ptr(), self.engine.stream())
+        self.low_changes += 1
         self.note_state_change()
 
     def load_weight(self, value: torch.Tensor) -> torch.Tensor:

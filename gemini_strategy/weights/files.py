@@ -22,6 +22,7 @@ from gemini_strategy.ranks.ranks import fingerprint
 
 _PIECE = 4 << 20  # elements
 _MAPPED = 16 << 20  # bytes
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BEGIN = 1 << 10  # elements that tell a tensor from others
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -78,17 +79,21 @@ class WeightFiles:
     Attributes:
         path: as it was given.
         shapes: of each tensor, by name, in the order of the files.
+        dtypes: of each tensor, by name; None: one that torch may not have.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype | None] = {}
         for file in _find_files(self.path):
             with _safe_open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     self._file_of[name] = file
-                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                    whole = tensors.get_slice(name)
+                    self.shapes[name] = tuple(whole.get_shape())
+                    self.dtypes[name] = _DTYPES.get(whole.get_dtype())
         self._open: tuple[Path, Any] | None = None
         self._read_bytes = 0
 

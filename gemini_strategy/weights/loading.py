@@ -109,6 +109,11 @@ class Loading:
         """Whether the values of `parameter` are not its own."""
         return parameter.is_meta or id(parameter) in self._sources
 
+    def dtype(self, parameter: torch.Tensor) -> torch.dtype | None:
+        """In which a file has the values of `parameter`; None: none has."""
+        files, name = self._sources.get(id(parameter), (None, ""))
+        return None if files is None else files.dtypes[name]
+
     # ---- what can be found ----
 
     def _check_blank(self, blank: set[int]) -> None:

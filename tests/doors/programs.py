@@ -81,6 +81,9 @@ class Run:
                 model.to(self.device)
             gs.cast_model_(model, how.get("precision"))
             return None
+        if all(p.dtype is torch.float32 for p in model.parameters()):
+            # A model that came in fp32 leaves in fp32; the other one is in 16 bits.
+            gs.cast_model_(model, how.get("precision"))
         whole = sum(p.numel() * 12 for p in model.parameters())
         share = self.setup.share
         while True:

@@ -74,10 +74,17 @@ def same(got: Any, want: Any, what: str = "value") -> None:
 
 
 def start_at(placement: str, recipe: Recipe, case: Case = CASE, floor: float = 0.05) -> Plain:
-    """A managed run: policy "cpu", or "tight": the smallest budget that is accepted."""
+    """A managed run: policy "cpu", or "tight": the smallest budget that is accepted.
+
+    The model comes in the dtypes of the reference, which is cast: so both leave in the same ones.
+    """
+
+    def build() -> nn.Module:
+        return gs.cast_model_(case.build(), recipe.precision)
+
     if placement == "cpu":
-        return managed(case.build, recipe, chunk_size=4096, placement_policy="cpu")
-    return tightly(case.build, recipe, floor=floor, chunk_size=4096)
+        return managed(build, recipe, chunk_size=4096, placement_policy="cpu")
+    return tightly(build, recipe, floor=floor, chunk_size=4096)
 
 
 def names_a_parameter(run: Plain, error: Exception) -> bool:

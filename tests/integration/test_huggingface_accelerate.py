@@ -156,6 +156,84 @@ def test_load_state_is_the_uninterrupted_run(mixed: str, tmp_path: Path) -> None
         assert engines[0].scaler.scale != 2.0**10
 
 
+def _hook_states(accelerator: Any, how: str) -> None:
+    """As scripts of diffusers do it: the models' files are the script's own."""
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        for model in models:
+            if how == "state_dict":
+                torch.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/model.pt")
+            else:
+                accelerator.unwrap_model(model).save_pretrained(f"{folder}/model")
+            weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        while models:
+            model = models.pop()
+            if how == "state_dict":
+                state = torch.load(f"{folder}/model.pt", weights_only=True)
+            else:
+                state = type(model).from_pretrained(f"{folder}/model").state_dict()
+            model.load_state_dict(state)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "save_pretrained"])
+@pytest.mark.parametrize("mixed", ["no", "bf16", "fp16", "bf16 weights"])
+def test_hooks_that_save_the_model_resume_the_uninterrupted_run(
+    mixed: str, how: str, tmp_path: Path
+) -> None:
+    def start() -> tuple[Any, ...]:
+        accelerator = make(**({} if mixed == "bf16 weights" else {"mixed_precision": mixed}))
+        _hook_states(accelerator, how)
+        model = make_model(mixed)
+        return accelerator, *accelerator.prepare(model, *pieces(model))
+
+    batches = list(loader())
+    accelerator, *trained = start()
+    train(accelerator, *trained, batches[:4])
+    accelerator.save_state(str(tmp_path / "state"))
+    train(accelerator, *trained, batches[4:])
+    again, *loaded = start()
+    again.load_state(str(tmp_path / "state"))
+    train(again, *loaded, batches[4:])
+    assert_same(*(gs.engine_of(each[0]).model_state_dict() for each in (loaded, trained)))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own", "get_state_dict"])
+@pytest.mark.parametrize("mixed", ["bf16", "bf16 weights"])
+def test_the_files_of_a_model_and_its_config_agree(mixed: str, given: bool, tmp_path: Path) -> None:
+    accelerator = make(**({} if mixed == "bf16 weights" else {"mixed_precision": mixed}))
+    model = make_model(mixed)
+    model, optimizer, scheduler = accelerator.prepare(model, *pieces(model))
+    train(accelerator, model, optimizer, scheduler, loader())
+    masters = accelerator.get_state_dict(model)
+    state = {"state_dict": dict(masters)} if given else {}
+    plain = accelerator.unwrap_model(model)
+    plain.save_pretrained(tmp_path, **state)
+    is_fp32 = given or mixed == "bf16"
+    want = masters if is_fp32 else gs.engine_of(model).model_state_dict(masters=False)
+    assert_same(dict(type(plain).from_pretrained(tmp_path).state_dict()), want)
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16", "fp16"])
+def test_parts_of_a_model_that_the_loop_calls(mixed: str) -> None:
+    """The body, and the head on what it gives: accelerate's autocast is around the model's forward alone."""
+    accelerator = make(mixed_precision=mixed)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, pieces(model)[0])
+    batch = next(iter(loader()))
+    hidden = accelerator.unwrap_model(model).model(batch["input_ids"]).last_hidden_state
+    logits = model.lm_head(hidden)
+    assert hidden.dtype is logits.dtype is torch.float32
+    accelerator.backward(logits.square().mean())
+    before = gs.engine_of(model).model_state_dict()["lm_head.weight"]
+    optimizer.step()
+    assert not torch.equal(gs.engine_of(model).model_state_dict()["lm_head.weight"], before)
+
+
 def test_a_step_of_fp16_that_overflows_is_skipped() -> None:
     scaling = GradScalerKwargs(init_scale=2.0**30, growth_interval=3)
     accelerator = make(mixed_precision="fp16", kwargs_handlers=[scaling])

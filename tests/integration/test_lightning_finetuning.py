@@ -229,17 +229,24 @@ def test_a_folder_resumes_as_a_file_does(precision: str, tmp_path: Path) -> None
     assert min(steps) < max(steps)
 
 
-def test_what_was_rounded_when_it_was_frozen_is_not_trained() -> None:
-    """Without the callback nobody has said that fp32 values are still needed."""
+def test_what_was_frozen_without_a_callback_is_trained_from_its_own_values() -> None:
+    """Nothing was rounded when it was frozen."""
+    seen = {}
 
     class Thawing(module_class("lightning")):
         def on_train_epoch_start(self) -> None:
+            seen["begin"] = gs.engine_of(self).model_state_dict()["body.1.weight"]
             self.body[1].requires_grad_(True)
+            group = {"params": list(self.body[1].parameters())}
+            self.trainer.optimizers[0].add_param_group(group)
 
     module = Thawing()
     module.body[1].requires_grad_(False)
-    with pytest.raises(gs.GeminiError, match="body.1.weight.*rounded.*BaseFinetuning"):
-        fit("lightning", module, precision="bf16-true")
+    came = module.body[1].weight.detach().clone()
+    trainer = fit("lightning", module, precision="bf16-true")
+    same({"w": seen["begin"]}, {"w": came})
+    end = trainer.strategy.lightning_module_state_dict()["body.1.weight"]
+    assert end.dtype is torch.float32 and not torch.equal(end, came)
 
 
 def test_unfreezing_inside_a_step_is_refused() -> None:
@@ -301,3 +308,15 @@ def test_several_ranks_unfreeze_together(precision: str, tmp_path: Path) -> None
     weights["frozen"] = weights["frozen"].to(module.frozen.dtype)
     same(weights, reference_weights(module, trainer.optimizers[0]))
     same_adam(state, unwrapped(trainer.optimizers[0]).state_dict())
+
+
+def test_a_part_that_a_hook_calls_computes_without_the_autocast_of_a_step() -> None:
+    """In mixed precision a plain module has fp32 weights there."""
+    seen = []
+
+    class Calling(module_class("lightning")):
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.body[1](torch.ones(2, self.body[1].in_features)))
+
+    fit("lightning", Calling(), precision="bf16-mixed")
+    assert seen[0].dtype is torch.float32 and seen[0].isfinite().all()

@@ -305,6 +305,9 @@ class Managed(Plain):
     def __init__(self, model: nn.Module, precision: str, lr: float, **how: Any) -> None:
         self.model, self.precision, self.kept, self.seen = model, precision, {}, []
         self.make_optimizer(lr)
+        gs.cast_model_(
+            model, precision
+        )  # what came in fp32 would leave in fp32; the other does not
         self.engine = gs.manage(
             model,
             self.optimizer,

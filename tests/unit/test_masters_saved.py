@@ -229,12 +229,14 @@ def test_hybrid_adam_alone_loads_it(precision: str) -> None:
         drive(each, _Case, 3)
     state = _saved(run)
     torch.manual_seed(9)
-    model = gs.cast_model_(Net(), precision)
+    model = Net()  # it came in fp32, and so do its files
+    model.load_state_dict(state["model"])
+    gs.cast_model_(model, precision)
     alone = Plain(model, KINDS["HybridAdam"](model.parameters()), Recipe(precision=precision))
     alone.scaler = gs.LossScaler(initial_scale=2.0**8) if run.scaler is not None else None
     alone.optimizer.load_state_dict(state["optimizer"])
-    alone.model.load_state_dict(state["model"])
     run.engine.close()
+    gs.cast_model_(run.model, precision)
     closed = Plain(run.model, run.optimizer, run.recipe)
     closed.scaler = gs.LossScaler(initial_scale=2.0**8) if run.scaler is not None else None
     for each in (closed, alone, want):
@@ -263,11 +265,12 @@ def test_masters_are_saved_once() -> None:
 
 def test_weights_that_are_loaded_alone_are_whole() -> None:
     """A remainder that was loaded goes with the weights of the next update, and no others."""
-    run = _run("AdamW", "bf16-true")
+    came_in = {"before": lambda model, optimizer: model.bfloat16()}
+    run = _run("AdamW", "bf16-true", **came_in)
     drive(run, _Case, 3)
     state = _saved(run)
     other = {name: value * 2 for name, value in state["model"].items()}
-    run = _run("AdamW", "bf16-true", seed=4)
+    run = _run("AdamW", "bf16-true", seed=4, **came_in)
     _load(run, state, "optimizer first")
     masters = run.engine.model_state_dict()
     run.model.load_state_dict(other)

@@ -122,7 +122,7 @@ def test_a_copy_is_a_model_of_masters() -> None:
     assert gs.engine_of(copied) is None and copied.head.weight is copied.embedding.weight
     masters = engine.model_state_dict()
     assert all(torch.equal(copied.state_dict()[n], masters[n]) for n in masters)
-    assert copy.deepcopy(model).middle.weight.dtype is torch.bfloat16
+    assert copy.deepcopy(model).middle.weight.dtype is torch.float32
 
 
 def test_inside_parameters_are_fp32_and_afterwards_what_they_were() -> None:
@@ -132,8 +132,7 @@ def test_inside_parameters_are_fp32_and_afterwards_what_they_were() -> None:
     before = {n: (p.dtype, p.device, p.detach().clone()) for n, p in model.named_parameters()}
     with engine.masters():
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-        weight = before["frozen"][2]  # it has no master
-        assert torch.equal(model.frozen.detach(), weight.float())
+        assert torch.equal(model.frozen.detach(), torch.linspace(-1, 1, 8))  # as it came in
         assert torch.equal(model(tokens).detach(), expected)  # a pass has its weights
         assert model.middle.weight.dtype is torch.float32  # and leaves masters behind
         model.middle.weight.data.add_(0.0)

@@ -84,6 +84,9 @@ class Case:
         base = mixtral() if self.kind == "experts" else llama(intermediate_size=self.size)
         return peft.get_peft_model(base, KINDS[self.kind]())
 
+    def build_in_bf16(self) -> nn.Module:
+        return self.build().bfloat16()
+
     def batch(self, step: int) -> Tensor:
         return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
 
@@ -124,8 +127,8 @@ def test_merging_has_the_bits_of_the_plain_run(kind: str) -> None:
     """merge_and_unload() takes modules away from a managed model, and writes frozen weights."""
     case, how = Case(kind), recipe("bf16-true")
     tokens, results = case.batch(9), []
-    run = managed(case.build, how, **TIGHT)
-    for each in (plain(case.build, how), run):
+    run = managed(case.build_in_bf16, how, **TIGHT)
+    for each in (plain(case.build_in_bf16, how), run):
         drive(each, case, how.steps)
         merged = each.model.merge_and_unload()
         with torch.no_grad():
@@ -141,6 +144,27 @@ def test_merging_has_the_bits_of_the_plain_run(kind: str) -> None:
         assert list(its) == list(state)
         for name, value in state.items():
             assert_same_bits(its[name], value, name)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "modules to save", "target parameters", "IA3"])
+def test_a_model_that_came_in_fp32_merges_in_fp32(kind: str, precision: str) -> None:
+    """Masters of the adapters into the base's own values: what a plain fp32 model with both would give."""
+    case = Case(kind)
+    run = managed(case.build, recipe(precision), **TIGHT)
+    drive(run, case, 3)
+    want = case.build()
+    want.load_state_dict(run.engine.model_state_dict())
+    merged, want = run.model.merge_and_unload(), want.merge_and_unload()
+    for _ in ("while it is managed", "closed"):
+        state = merged.state_dict()
+        assert list(state) == list(want.state_dict())
+        for name, value in want.state_dict().items():
+            assert_same_bits(state[name].clone(), value, name)
+        run.engine.close()
+    with torch.no_grad():
+        logits = [m.eval()(input_ids=case.batch(9)).logits for m in (merged, want)]
+    assert_same_bits(*logits)
 
 
 # ---- several adapters ----------------------------------------------------------------------------
@@ -233,7 +257,7 @@ def test_a_frozen_base_never_travels_back_and_has_no_states() -> None:
     figures = {}
     for size in (48, 480):
         case = Case("LoRA", size)
-        run = managed(case.build, recipe("bf16-true"), **TIGHT)
+        run = managed(case.build_in_bf16, recipe("bf16-true"), **TIGHT)
         drive(run, case, 4)
         stats, slots = run.engine.stats(), run.engine._runtime.slots
         figures[size] = (stats["evicted_bytes"], stats["state_bytes"] - stats["weight_bytes"])

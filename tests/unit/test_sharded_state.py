@@ -72,7 +72,7 @@ def check_state(rank: int, size: int, folder: str) -> None:
     state = engine.state_dict()
     reference = torch.load(f"{folder}/state.pt", weights_only=False)  # of one rank
     assert_same(state, reference)
-    assert_same(dict(engine.model.state_dict()), engine.model_state_dict(masters=False))
+    assert_same(dict(engine.model.state_dict()), engine.model_state_dict())
     only = engine.state_dict(rank0_only=True)
     assert_same(only, state if rank == 0 else {})
     assert (engine.model_state_dict(rank0_only=True) == {}) == (rank > 0)

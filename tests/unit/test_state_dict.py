@@ -87,13 +87,18 @@ def test_model_state_dict(name: str, masters: bool) -> None:
         run.engine.close()
 
 
-def test_frozen_and_buffers_keep_their_dtype() -> None:
+def test_what_is_frozen_keeps_the_values_that_it_came_in() -> None:
     recipe = Recipe(precision="bf16-true")
     run = _started(recipe, BY_NAME["lora"])
     state = run.engine.model_state_dict(masters=True)
+    assert (
+        run.engine.model_state_dict(masters=False)["layers.0.base.weight"].dtype is torch.bfloat16
+    )
     run.engine.close()
-    assert state["layers.0.base.weight"].dtype == torch.bfloat16
+    came = start(BY_NAME["lora"].build, recipe, "cpu").state_dict()
+    assert_same_bits(state["layers.0.base.weight"], came["layers.0.base.weight"])
     assert state["layers.0.up.weight"].dtype == torch.float32
+    assert_same_bits(run.model.state_dict()["layers.0.base.weight"], came["layers.0.base.weight"])
 
 
 def test_tied_keys_share_one_tensor() -> None:
