@@ -171,6 +171,12 @@ class GeminiAccelerator(Accelerator):
         self.scaler = None
         return super().free_memory(*objects)
 
+    def end_training(self) -> None:
+        """accelerate's; the report has its second table."""
+        for engine in self._trained():
+            engine._runtime.measured.tell()
+        super().end_training()
+
     # ---- a step ----
 
     def _trained(self) -> list[Engine]:
