@@ -17,6 +17,7 @@ from gemini_strategy.agreement import common_settings
 from gemini_strategy.arguments import LOSS_SCALING, PolicyName, check_management, suggesting
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.inherited import note
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
@@ -191,6 +192,8 @@ def manage(
             original.restore(error)
         ranks.give_up("manage()", error)
         raise
+    budget = "what there is" if settings.device_budget < 0 else size_text(settings.device_budget)
+    note(type(model).__name__, optimizer is not None, budget, ranks.rank, ranks.size)
     return engine
 
 
