@@ -143,8 +143,8 @@ def manage(
             dynamic loss scaling of "16-mixed"; see LossScaler.
         threads: worker threads for host arithmetic; None: GEMINI_THREADS, else the cores this process
             may use, less two beside a GPU.
-        report: print to stderr the table of the first plan that is made, and at close() what was planned
-            beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
+        report: print to stderr the table of the first plan that is made, and at close() or when the process ends what
+            was planned beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
 
         mesh: the ranks: a DeviceMesh (1-D; or 2-D: replicas, shards), a ProcessGroup, or None: all ranks if
             torch.distributed is initialised, else this process alone.

@@ -1,4 +1,4 @@
-"""Programs that `gemini-strategy run` is given: which of them are Python's, and those that run in a process of their own.
+"""Programs that `gemini-strategy run` is given: which this Python runs, and those that get a process of their own.
 
 Invariants
     1. What runs beside this process gets its signals, ends before it, and ends with it, however that ends.

@@ -287,6 +287,40 @@ def test_ranks_tell_their_result_once(tmp_path: Path, forks: Forks) -> None:
     assert done.stderr.count(" trains Sequential, with 2 ranks; device budget: 90.00 kB") == 1
 
 
+def test_one_run_after_the_other_in_a_process(tmp_path: Path, forks: Forks) -> None:
+    """As in a notebook: each says what came of it, and the environment is as it was."""
+    (tmp_path / "train.py").write_text(f"{_LOOP}train()")
+    (tmp_path / "none.py").write_text("pass")
+    (tmp_path / "cells.py").write_text(
+        """
+import os
+from gemini_strategy import cli
+before = dict(os.environ)
+words = ["run", "--device-budget", "90KB"]
+print(cli.main([*words, "train.py"]), cli.main([*words, "none.py"]), cli.main([*words, "train.py"]))
+assert dict(os.environ) == before
+"""
+    )
+    done = fork(forks, tmp_path, "cells.py")
+    assert done.stdout == "0 1 0\n"
+    assert done.stderr.count("trains Sequential") == 2
+    assert done.stderr.count("none.py gave no model") == 1
+
+
+def test_a_script_that_names_our_classes(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(
+        f"""
+from gemini_strategy.huggingface import GeminiAccelerator, GeminiTrainer
+{_LOOP}
+import transformers
+assert transformers.Trainer is GeminiTrainer and Accelerator is GeminiAccelerator
+print(train().gemini_plugin.device_budget)
+"""
+    )
+    done = fork(forks, tmp_path, *RUN, "--device-budget", "90KB", "train.py")
+    assert done.stdout == "90KB\n"
+
+
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"device_budget='many'"):
         cli.main(["run", "--device-budget", "many", __file__])
