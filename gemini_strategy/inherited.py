@@ -47,7 +47,7 @@ def telling(plugin: dict[str, Any], marks: Path, startup: Path) -> Iterator[None
     outer = told().get("marks", [])
     said = {
         "prefix": sys.prefix,
-        "package": str(Path(__file__).parent),
+        "package": str(Path(__file__).absolute().parent),
         "marks": [*outer, str(marks)],
         "plugin": plugin,
     }

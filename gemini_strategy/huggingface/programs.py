@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+_PYTHONS = (".py", ".pyc", ".pyw", ".pyz", ".zip")
 _PR_SET_PDEATHSIG = 1
 _PASSED_ON = {
     signal.SIGHUP,
@@ -41,7 +42,7 @@ def find(word: str) -> tuple[str, bool]:
     """
     path = Path(word)
     if path.is_file() or (path / "__main__.py").is_file():
-        interpreter = _interpreter(path)
+        interpreter = None if path.suffix in _PYTHONS else _interpreter(path)
         return str(path.absolute()), interpreter is None or "python" in Path(interpreter).name
     found = None if os.sep in word else shutil.which(word)
     if found is None:
@@ -63,7 +64,8 @@ def _interpreter(path: Path) -> str | None:
         return None
     words = os.fsdecode(first[2:]).split() or [""]
     if Path(words[0]).name == "env":
-        return shutil.which(words[-1]) or words[-1]
+        name = next((w for w in words[1:] if not w.startswith("-") and "=" not in w), "")
+        return shutil.which(name) or name
     return words[0]
 
 
@@ -83,30 +85,37 @@ def run_beside(
     Raises:
         OSError: it cannot be started.
     """
-    libc = ctypes.CDLL(None)
+    libc, pid = ctypes.CDLL(None), os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    child = subprocess.Popen(
-        list(words),
-        executable=path,
-        env=environment,
-        close_fds=False,
-        restore_signals=False,
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)),
-    )
-    if threading.current_thread() is not threading.main_thread():
-        return child.wait()
     waited = {signal.SIGCHLD, *_PASSED_ON}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+
+    def begin() -> None:  # in the new process
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != pid:  # it was killed before that
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
+        child = subprocess.Popen(
+            list(words),
+            executable=path,
+            env=environment,
+            close_fds=False,
+            restore_signals=False,
+            preexec_fn=begin,
+        )
+        if threading.current_thread() is not threading.main_thread():
+            return child.wait()  # signals come to the main thread
         while child.poll() is None:
             came = signal.sigtimedwait(waited, 1.0)
             # Of the kernel's, a terminal's among them, the code is positive.
             if came is not None and came.si_signo in _PASSED_ON and came.si_code <= 0:
                 child.send_signal(came.si_signo)
+        return child.returncode
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return child.returncode
 
 
 @contextlib.contextmanager

@@ -121,12 +121,14 @@ class _Run:
     def __init__(self, script: str) -> None:
         self._script = script
         self._marks: Path | None = None
+        self._number = (
+            -1
+        )  # of the open file, which is there even when someone has cleared the folder
 
     @contextlib.contextmanager
     def telling(self, plugin: GeminiPlugin) -> Iterator[None]:
         """Inside, what comes of this process is told of the plugin, and a program that replaces it stays beside it."""
-        number, name = tempfile.mkstemp(prefix="gemini-run-")
-        os.close(number)
+        self._number, name = tempfile.mkstemp(prefix="gemini-run-")
         self._marks = Path(name)
         startup = Path(__file__).parent / "startup"
         told = {name: getattr(plugin, name) for name in _TOLD}
@@ -134,6 +136,7 @@ class _Run:
             with telling(told, self._marks, startup), staying(self._end):
                 yield
         finally:
+            os.close(self._number)
             self._marks.unlink(missing_ok=True)
 
     def beside(self, path: str, words: list[str]) -> NoReturn:
@@ -153,8 +156,7 @@ class _Run:
 
     def status(self, status: Any) -> Any:
         """The run has ended with it: what it ends with, as a run in which nothing trained has failed."""
-        assert self._marks is not None
-        if self._marks.stat().st_size:
+        if os.fstat(self._number).st_size:
             return status
         print(
             f"gemini-strategy run: {self._script} gave no model to a Trainer (transformers, trl) or to an Accelerator, "

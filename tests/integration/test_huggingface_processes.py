@@ -247,6 +247,8 @@ def test_what_a_word_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert programs.find(name) == (str(tmp_path / "bin" / name), is_python)
         # By its path it is a script that is meant for this Python, whatever it says.
         assert programs.find(f"bin/{name}")[1] == (name != "shell")
+    program(tmp_path, "#!/usr/bin/env -S A=1 no-such run\n", "one.py")
+    assert programs.find("one.py") == (str(tmp_path / "one.py"), True)
     assert programs.find("sh") == ("/bin/sh", False)
     program(tmp_path, "pass", "sh")  # a file of that name comes first
     assert programs.find("sh") == (str(tmp_path / "sh"), True)

@@ -307,6 +307,21 @@ assert dict(os.environ) == before
     assert done.stderr.count("none.py gave no model") == 1
 
 
+def test_a_script_that_manages_its_model_itself(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import os, torch, gemini_strategy as gs
+(marks,) = gs.manage.__globals__["note"].__globals__["told"]()["marks"]
+model = torch.nn.Linear(8, 8)
+gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu", device_budget="1MB")
+os.unlink(marks)  # as what clears old files does in a long run
+"""
+    )
+    done = fork(forks, tmp_path, *RUN, "train.py")
+    assert " trains Linear; device budget: 1.000 MB" in done.stderr
+    assert "gave no model" not in done.stderr
+
+
 def test_a_script_that_names_our_classes(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.py").write_text(
         f"""
