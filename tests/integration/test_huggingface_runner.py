@@ -173,11 +173,11 @@ def test_a_model_from_a_folder_stays_there_until_it_is_managed(
 def test_a_script_that_meets_nothing_is_told(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "beside.py").write_text("value = 3")
     (tmp_path / "train.py").write_text(
-        "import sys, beside; print(sys.argv[1:], beside.value, __name__, __file__)"
+        "import sys, beside; print(sys.argv, beside.value, __name__, __file__)"
     )
     words = ["--", "--lr", "1", "--device-budget"]
     done = fork(forks, tmp_path, *RUN, "train.py", *words, status=1)
-    assert done.stdout == f"{words} 3 __main__ {tmp_path / 'train.py'}\n"
+    assert done.stdout == f"{['train.py', *words]} 3 __main__ {tmp_path / 'train.py'}\n"
     assert "gave no model to a Trainer" in done.stderr
 
 
