@@ -82,8 +82,6 @@ def execute(arguments: argparse.Namespace) -> int:
             path, is_python = find(words[0])
         except FileNotFoundError:  # a pipe cannot be read twice
             sys.exit(f"gemini-strategy run: there is no file {words[0]}, and no such program")
-        if is_python and Path(words[0]).absolute() != Path(path):  # a program found on PATH
-            words[0] = path
         act = functools.partial(_run_file if is_python else run.beside, path, words)
     use(plugin)
     install()

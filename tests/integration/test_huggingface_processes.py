@@ -159,8 +159,11 @@ if __name__ == "__main__":
 
 def test_a_console_script_starts_ranks(tmp_path: Path) -> None:
     program(tmp_path, TRAIN, "train.py")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    words = ("--report", "torchrun", "--nproc-per-node=2", "train.py")
+    text = f"#!{sys.executable}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / program(tmp_path, text, "bin/launch")).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    words = ("--report", "launch", "--nproc-per-node=2", "train.py")
     done = started(tmp_path, *RUN, *words, PATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(LINE.replace(";", ", with 2 ranks;")) == 1
