@@ -1,5 +1,6 @@
 # make demo       sets up .venv and fine-tunes a small model, with the proof that it is exact
 # make test       the test-suite (no GPU needed), on the same .venv
+# make test-oldest the tests of Hugging Face's libraries, with the oldest versions that are served
 # make test-gpu   the tests that need a GPU, with this machine's own python3 and torch, no network
 # make check      format, lint, strict warnings, sanitizers, the core's own assertions
 # make build      compiles the extension in place      make format   rewrites the sources' layout
@@ -23,7 +24,7 @@ C_SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh') 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test test-c test-gpu check check-core build format bench-adam bench-offload bench-sharded clean
+.PHONY: demo test test-c test-oldest test-gpu check check-core build format bench-adam bench-offload bench-sharded clean
 .DEFAULT_GOAL := demo
 
 demo: build
@@ -35,6 +36,22 @@ test: build test-c
 
 test-c:
 	@$(MAKE) --no-print-directory -s -C tests/c -j$(JOBS) run
+
+# The oldest packages, before those of .venv, in an environment of their own whose Python all processes of a test have.
+OLDEST := build/oldest
+OLDEST_SITE = $$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+SITE = $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+$(OLDEST)/ready: requirements/oldest.txt $(READY)
+	@rm -rf $(OLDEST)
+	@$(PY) -m venv --without-pip $(OLDEST)
+	@$(PY) -m pip install -qq --no-deps --target "$(OLDEST_SITE)" -r requirements/oldest.txt
+	@echo "import site; site.addsitedir('$(SITE)')" > "$(OLDEST_SITE)/beside.pth"
+	@touch $@
+
+test-oldest: build $(OLDEST)/ready
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal \
+		tests/integration/test_huggingface_*.py
 
 # The pieces of a development set-up that pip cannot bring, each with its way out.
 define CHECK_MACHINE

@@ -28,7 +28,6 @@ from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import HybridAdam
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.slot import Slot
-from gemini_strategy.report import tables
 from gemini_strategy.report.progress import progress
 from gemini_strategy.sizes import size_text
 
@@ -215,8 +214,7 @@ def _let_go(engine: Runtime, is_dead: bool) -> Exception | None:
             attempt(unit.leave)
     if engine.recording is not None:
         attempt(engine.recording.finish)
-    if engine.steps and not is_dead:
-        attempt(lambda: engine.announce(tables.result_table))
+    attempt(engine.measured.forget if is_dead else engine.measured.tell)
     return first
 
 

@@ -18,6 +18,7 @@ from gemini_strategy.arguments import LOSS_SCALING, check_management, suggesting
 from gemini_strategy.choices import PolicyName, PrecisionName
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.inherited import note
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
@@ -143,8 +144,8 @@ def manage(
             dynamic loss scaling of "16-mixed"; see LossScaler.
         threads: worker threads for host arithmetic; None: GEMINI_THREADS, else the cores this process
             may use, less two beside a GPU.
-        report: print to stderr the table of the first plan that is made, and at close() what was planned
-            beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
+        report: print to stderr the table of the first plan that is made, and at close() or when the process ends what
+            was planned beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
 
         mesh: the ranks: a DeviceMesh (1-D; or 2-D: replicas, shards), a ProcessGroup, or None: all ranks if
             torch.distributed is initialised, else this process alone.
@@ -192,6 +193,8 @@ def manage(
             original.restore(error)
         ranks.give_up("manage()", error)
         raise
+    budget = "what there is" if settings.device_budget < 0 else size_text(settings.device_budget)
+    note(type(model).__name__, optimizer is not None, budget, ranks.rank, ranks.size)
     return engine
 
 

@@ -93,7 +93,7 @@ class Runtime(Uncopied, Reporting):
         ranks: Ranks,
         original: Original,
     ) -> None:
-        super().__init__()
+        super().__init__(settings.device)
         self.ranks = ranks
         self.written = agreement.Written(ranks)
         self.model = model

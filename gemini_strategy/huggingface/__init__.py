@@ -28,6 +28,9 @@ _HOMES = {
     "loading": "reading",
 }
 
+# Imported before a home is: where the runner replaces a class in it, that takes ours, which must not be half made then.
+_BEFORE = {"accelerator": "accelerate.accelerator", "trainer": "transformers.trainer"}
+
 __all__ = [
     "GeminiAccelerator",
     "GeminiOptimizer",
@@ -41,7 +44,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(imported(f"{__name__}.{_HOMES[name]}", f"{__name__}.{name}"), name)
+    home, user = _HOMES[name], f"{__name__}.{name}"
+    if home in _BEFORE:
+        imported(_BEFORE[home], user)
+    value = getattr(imported(f"{__name__}.{home}", user), name)
     globals()[name] = value
     return value
 

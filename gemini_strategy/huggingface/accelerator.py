@@ -128,6 +128,12 @@ class GeminiAccelerator(Accelerator):
     ) -> nn.Module:
         """Manages the model, if nobody does; it is neither moved nor wrapped."""
         self._place(model)
+        if getattr(
+            model, "_is_accelerate_prepared", False
+        ):  # before accelerate 1.13 it looks at nothing
+            if model not in self._models:
+                self._models.append(model)
+            return model
         return super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=evaluation_mode
         )
@@ -171,6 +177,12 @@ class GeminiAccelerator(Accelerator):
                 engine.close()
         self.scaler = None
         return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """accelerate's; the report has its second table."""
+        for engine in self._trained():
+            engine._runtime.measured.tell()
+        super().end_training()
 
     # ---- a step ----
 

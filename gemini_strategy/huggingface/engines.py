@@ -29,12 +29,6 @@ from gemini_strategy.precision import Precision
 
 # The engines that this layer has made in this process.
 _made: weakref.WeakSet[Engine] = weakref.WeakSet()
-_n_made = 0
-
-
-def all_made() -> int:
-    """How many engines this layer has made in this process."""
-    return _n_made
 
 
 @dataclass(eq=False)
@@ -112,7 +106,6 @@ class Engines:
     def _manage(
         self, model: nn.Module, optimizer: Optimizer | None, precision: str | None
     ) -> Engine:
-        global _n_made
         if self.compiling is not None:
             compile_layers(model, self.compiling)
         arguments = {**self.plugin.arguments(), **self.scaling}
@@ -128,7 +121,6 @@ class Engines:
                 **arguments,
             )
         _made.add(engine)
-        _n_made += 1
         return engine
 
     # ---- gradients ----

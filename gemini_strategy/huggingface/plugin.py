@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.inherited import told
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 
@@ -72,7 +73,9 @@ def use(plugin: GeminiPlugin | None) -> None:
 
 
 def current() -> GeminiPlugin:
-    """The plugin of who is given none: what `use` was given, else one with GEMINI_DEVICE_BUDGET, if that is set."""
+    """The plugin of who is given none: what `use` was given, else what the run was told that this process comes of,
+    else one with GEMINI_DEVICE_BUDGET, if that is set."""
     if _current is not None:
         return _current
-    return GeminiPlugin(device_budget=os.environ.get("GEMINI_DEVICE_BUDGET") or None)
+    budget = os.environ.get("GEMINI_DEVICE_BUDGET") or None
+    return GeminiPlugin(**told().get("plugin", {"device_budget": budget}))

@@ -28,6 +28,7 @@ from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_arguments
 from gemini_strategy.optim.managed import is_wrapped, who_needs_gradients
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.report.logged import logged
 
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.
 _KNOWN = ("transformers", "trl", "gemini_strategy", "accelerate")
@@ -96,6 +97,15 @@ class TrainerMethods:
         model = getattr(self, "model", None)
         return engine_of(model) if isinstance(model, nn.Module) else None
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever; at its end, however it comes, the report has its second table."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            engine = self._engine()
+            if engine is not None:
+                engine._runtime.measured.tell()
+
     # ---- a step ----
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,6 +142,13 @@ class TrainerMethods:
         if is_wrapped(self.optimizer, type(self.optimizer).step):
             return "the optimizer's step is wrapped"
         return who_needs_gradients(engine._runtime)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As ever; with the loss of training, which alone has a `start_time`, come the engine's figures."""
+        engine = self._engine()
+        if start_time is not None and engine is not None and engine.optimizer is not None:
+            logs = {**logs, **logged(engine.stats())}
+        super().log(logs, start_time)  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """No: and no gradient is read to see that."""

@@ -6,7 +6,6 @@
 #   1. Figures reach every logger at the steps at which Lightning logs its own, in the row of what the module logs.
 #   2. A figure that is not known (NaN) is left out, and none is rounded on the way.
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,12 +14,7 @@ from weakref import WeakSet
 import torch
 
 from gemini_strategy.report import tables
-
-_FIGURES = """
-    tokens_per_s stall_percent h2d_gb_s d2h_gb_s host_adam_seconds device_peak_bytes host_peak_bytes
-"""
-# Key of engine.stats() -> the name that loggers get.
-LOGGED = {key: f"gemini/{key}" for key in _FIGURES.split()}
+from gemini_strategy.report.logged import logged
 
 # The hooks in which a step is logged: with manual optimization one may be taken anywhere, where Lightning refuses it.
 _STEPPING = ("optimizer_step", "training_step")
@@ -69,12 +63,10 @@ def _log(module: Any, engine: Any) -> None:
         return
     if module._current_fx_name not in _STEPPING:
         return
-    stats = engine.stats()
     # Lightning makes numbers fp32, which bytes do not fit.
     figures = {
-        name: torch.tensor(stats[key], dtype=torch.float64, device="cpu")
-        for key, name in LOGGED.items()
-        if not math.isnan(stats[key])
+        name: torch.tensor(value, dtype=torch.float64, device="cpu")
+        for name, value in logged(engine.stats()).items()
     }
     # The batch size is of no use to what is not averaged, and looking for it may fail.
     module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gemini_strategy.report import tables
 from gemini_strategy.report.first_step import FirstStep
+from gemini_strategy.report.measured import Measured
 from gemini_strategy.report.timeline import Recording
 
 # What stats() has, group after group; docs/tuning.md says what each is. The last of "memory" is there on CUDA only, the
@@ -46,9 +48,10 @@ class Reporting:
     """What an engine says of itself: a base of Runtime.
 
     Of the engine it uses core, device, slots, units, choose_way() and settings.report: True, the first plan and, at
-    close(), the result are printed; None, with GEMINI_REPORT=1; False, never.
+    close() or when the process ends, the result are printed; None, with GEMINI_REPORT=1; False, never.
 
     Attributes:
+        measured: what the table of the result needs; it outlives the engine.
         meter: counts steps; `meter.tokens_per_step = n` replaces the count from the model's inputs.
         recording: the timeline that is being recorded, or None.
         first_step: its bar, until it has ended; or None.
@@ -56,17 +59,15 @@ class Reporting:
 
     first_step: FirstStep | None = None
 
-    def __init__(self) -> None:
-        self.meter = tables.StepMeter()
+    def __init__(self, device: torch.device) -> None:
+        self.measured = Measured(device.type == "cpu")
+        self.meter = self.measured.meter
         self.recording: Recording | None = None
         self._has_plan = False  # the first one has been told, or would have been
-        self._total_peak_bytes = 0
-        self._host_before_bytes = tables.host_resident_bytes()  # with the model as it came
-        self._model_bytes = 0  # of the host, of these
 
     def note_model(self) -> None:
         """The slots are there, and the parameters as they came."""
-        self._model_bytes = sum(
+        self.measured.model_bytes = sum(
             slot.parameter.numel() * slot.original_dtype.itemsize
             for slot in self.slots
             if slot.original_device.type == "cpu"
@@ -95,44 +96,30 @@ class Reporting:
         self.end_first_step()
         plan = self.core.plan_info()
         self.meter.step(stats, None if plan is None else plan["compute_seconds"])
+        is_wanted = self._is_report_wanted()
         if plan is not None and not self._has_plan:
             self._has_plan = True
             if self.ranks.rank == 0:
                 _log.info("%s", tables.headline(self))
-            self.announce(tables.plan_table)
+            if is_wanted:
+                tables.show(tables.plan_table(self))
+        if is_wanted and self.steps:
+            self.measured.facts = self.measured.facts or tables.about(self)
+            self.measured.keep(self.steps, stats, plan)
         if self.recording is not None:
             self.recording.after_step()
 
-    def announce(self, table: Callable[[Any], str]) -> None:
+    def _is_report_wanted(self) -> bool:
         wanted = self.settings.report
-        if wanted is not False and self.ranks.rank == 0:
-            tables.announce(self, wanted is True, table)
+        if wanted is None:
+            wanted = os.environ.get("GEMINI_REPORT") == "1"
+        return wanted and self.ranks.rank == 0
 
     def sample_device(self) -> None:
         """Before anything is given back between steps: what the passes have left is about their peak."""
         free, total = torch.cuda.mem_get_info(self.device)
-        self._total_peak_bytes = max(self._total_peak_bytes, total - free)
+        self.measured.total_peak_bytes = max(self.measured.total_peak_bytes, total - free)
 
     def figures(self) -> dict[str, float]:
         """What stats() says beside the core's counts: see STATS."""
-        figures: dict[str, float] = self.meter.figures()
-        if self._total_peak_bytes:
-            figures["total_peak_bytes"] = self._total_peak_bytes
-        plan = self.core.plan_info()
-        if plan is not None:
-            core = self.core.stats()
-            figures |= {
-                "predicted_step_seconds": plan["step_seconds"],
-                "predicted_bound_seconds": plan["bound_seconds"],
-                "predicted_device_peak_bytes": plan["device_bytes"] + core["outside_peak_bytes"],
-                "predicted_host_peak_bytes": self._host_peak_bytes(plan, core),
-                "predicted_compute_seconds": plan["compute_seconds"],
-            }
-        return figures
-
-    def _host_peak_bytes(self, plan: Mapping[str, Any], core: Mapping[str, Any]) -> int:
-        """Of the whole process: manage() takes the homes while the model's own tensors are still there."""
-        device_bytes = plan["device_bytes"] if self.device.type == "cpu" else 0
-        spares = core["spare_bytes"]  # which come when the model's own tensors have gone
-        beside = max(spares - self._model_bytes, 0)
-        return self._host_before_bytes + core["host_bytes"] - spares + beside + device_bytes
+        return self.measured.figures(self.core.stats(), self.core.plan_info())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import resource
 import statistics
 import sys
@@ -566,7 +565,13 @@ def plan_table(engine: Any) -> str:
 
 def result_table(engine: Any) -> str:
     """The table after training: what was planned beside what was measured, and why they differ where it is by much."""
-    facts, stats, plan = about(engine), engine.stats(), plan_of(engine)
+    return result_text(about(engine), engine.stats(), plan_of(engine))
+
+
+def result_text(
+    facts: Mapping[str, Any], stats: Mapping[str, Any], plan: Mapping[str, Any] | None
+) -> str:
+    """The same of an engine that is gone."""
     steps = stats["steps"]
     head = (f"after {steps:,} step{'s' if steps > 1 else ''}", "planned", "measured", "difference")
     table = render("Gemini: the result", head, result_rows(facts, stats, plan))
@@ -598,7 +603,6 @@ def report(engine: Any) -> str:
     return "\n\n".join(tables)
 
 
-def announce(engine: Any, is_wanted: bool, table: Callable[[Any], str] = plan_table) -> None:
-    """Prints a table of the engine to stderr if it `is_wanted` or GEMINI_REPORT=1."""
-    if is_wanted or os.environ.get("GEMINI_REPORT") == "1":
-        print(table(engine), file=sys.stderr, flush=True)
+def show(table: str) -> None:
+    """Prints a table to stderr, below the line that somebody's progress bar may have begun there."""
+    print(f"\n{table}", file=sys.stderr, flush=True)

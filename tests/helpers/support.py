@@ -278,7 +278,9 @@ is in [measured](measured.md), and what is refused beside this in [limits](limit
 
 ## Versions
 
-The tests run with these, which [constraints.txt](../requirements/constraints.txt) pins:
+The tests run with these, which [constraints.txt](../requirements/constraints.txt) pins. Those of
+Hugging Face's libraries run with the oldest too, which [oldest.txt](../requirements/oldest.txt)
+pins: `make test-oldest`.
 """
 
 
@@ -288,9 +290,9 @@ def cells(feature: str) -> dict[str, Cell]:
     return {name: Cell(test) if isinstance(test, str) else test for name, test in given}
 
 
-def pins() -> dict[str, str]:
-    """Versions by package, as requirements/constraints.txt has them."""
-    text = (ROOT / "requirements" / "constraints.txt").read_text()
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    """Versions by package, as a file of requirements/ has them."""
+    text = (ROOT / "requirements" / file).read_text()
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
 
 
@@ -305,12 +307,15 @@ def page() -> str:
     for feature in FEATURES:
         found = cells(feature)
         rows.append((feature, *(found[a].text if a in found else "-" for a in ADAPTERS)))
-    versions = pins()
+    versions, oldest = pins(), pins("oldest.txt")
     parts = (
         _HEAD,
         _table(("", *ADAPTERS.values()), rows),
         _BETWEEN,
-        _table(("package", "version"), [(name, versions[name]) for name in PACKAGES]),
+        _table(
+            ("package", "version", "oldest"),
+            [(name, versions[name], oldest.get(name, "-")) for name in PACKAGES],
+        ),
     )
     return "\n".join(parts) + "\n"
 

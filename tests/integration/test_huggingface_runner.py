@@ -57,7 +57,7 @@ def forks() -> Iterator[Forks]:
 
 
 def fork(
-    forks: Forks, folder: Path, *words: str, **environment: str
+    forks: Forks, folder: Path, *words: str, status: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Like run(), in a fork."""
     (ended,) = forks.run(
@@ -67,7 +67,7 @@ def fork(
     )
     assert ended.value is not None, ended.how
     code, said, errors = ended.value
-    assert code == 0, f"{said[-2000:]}\n{errors[-4000:]}"
+    assert code == status, f"{said[-2000:]}\n{errors[-4000:]}"
     return subprocess.CompletedProcess(words, code, said, errors)
 
 
@@ -88,6 +88,7 @@ def test_a_script_with_a_trainer(tmp_path: Path) -> None:
     keys = losses(plain)
     assert [{k: entry[k] for k in key} for entry, key in zip(log, keys, strict=True)] == keys
     assert "device 80 kB" in done.stderr
+    assert done.stderr.count("Gemini: the result") == 1 and "after 4 steps" in done.stderr
     assert (tmp_path / "whole" / "kinds.txt").read_text() == "LlamaForCausalLM transformers.trainer"
     assert "gave no model" not in done.stderr
 
@@ -175,9 +176,165 @@ def test_a_script_that_meets_nothing_is_told(tmp_path: Path, forks: Forks) -> No
         "import sys, beside; print(sys.argv[1:], beside.value, __name__, __file__)"
     )
     words = ["--", "--lr", "1", "--device-budget"]
-    done = fork(forks, tmp_path, *RUN, "train.py", *words)
+    done = fork(forks, tmp_path, *RUN, "train.py", *words, status=1)
     assert done.stdout == f"{words} 3 __main__ {tmp_path / 'train.py'}\n"
     assert "gave no model to a Trainer" in done.stderr
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit()", 1), ("sys.exit(7)", 7)])
+def test_a_script_that_meets_nothing_and_ends_itself(
+    end: str, status: int, tmp_path: Path, forks: Forks
+) -> None:
+    (tmp_path / "train.py").write_text(f"import sys; {end}")
+    done = fork(forks, tmp_path, *RUN, "train.py", status=status)
+    assert "gave no model to a Trainer" in done.stderr
+
+
+_LOOP = """
+import sys, torch
+from accelerate import Accelerator
+
+def train():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(4):
+        accelerator.backward(model(torch.randn(2, 64)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("import gc; train(); gc.collect()", 0),  # the engine has gone before the script ends
+        ("train().end_training()", 0),
+        ("accelerator = train(); sys.exit(3)", 3),
+        ("accelerator = train(); 1 / 0", 1),
+    ],
+)
+def test_the_result_of_a_loop_is_told(end: str, status: int, tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(f"{_LOOP}{end}")
+    words = ("--device-budget", "90KB", "--report", "train.py")
+    done = fork(forks, tmp_path, *RUN, *words, status=status)
+    assert done.stderr.count("\n\nGemini: the plan\n") == 1
+    assert done.stderr.count("\n\nGemini: the result\n") == 1
+    assert "after 4 steps" in done.stderr
+    if "1 / 0" in end:  # what is read first, the last line, is the error
+        assert done.stderr.index("Gemini: the result") < done.stderr.index("ZeroDivisionError")
+
+
+def test_the_results_of_trainers_are_told_below_their_bars(tmp_path: Path, forks: Forks) -> None:
+    """trl's after two trainings; the second of a Trainer of transformers is ended by a callback."""
+    (tmp_path / "train.py").write_text(
+        """
+import huggingface_script as case
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+class Ends(TrainerCallback):
+    def on_step_end(self, args, state, control, **given):
+        if state.global_step == 4:
+            raise RuntimeError("my own")
+
+def options(folder):
+    return {"output_dir": folder, "max_steps": 5, "report_to": [], "use_cpu": True, "save_strategy": "no",
+            "per_device_train_batch_size": 2}
+
+def train():
+    model, rows = case.model_and_data()
+    data = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in rows]})
+    trainer = SFTTrainer(model, SFTConfig(**options("a"), bf16=False, gradient_checkpointing=False),
+                         train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    model, rows = case.model_and_data()
+    trainer = Trainer(model, TrainingArguments(**options("b")), train_dataset=rows, callbacks=[Ends()])
+    trainer.train()
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    plain = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+
+train()
+"""
+    )
+    words = ("--device-budget", "150KB", "--report", "train.py")
+    here = f"{ROOT}{os.pathsep}{SCRIPT.parent}"
+    done = fork(forks, tmp_path, *RUN, *words, status=1, PYTHONPATH=here)
+    lines = done.stderr.replace("\r", "\n\r").splitlines()
+    assert [line for line in lines if "Gemini: the" in line] == [
+        "Gemini: the plan",
+        "Gemini: the result",
+    ] * 2
+    assert "after 5 steps" in done.stderr and "after 4 steps" in done.stderr
+    assert done.stderr.rindex("Gemini: the result") < done.stderr.index("RuntimeError: my own")
+
+
+def test_ranks_tell_their_result_once(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(f"{_LOOP}train()")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+    done = fork(
+        *(forks, tmp_path, *launcher, *RUN, "--device-budget", "90KB", "--report", "train.py")
+    )
+    assert done.stderr.count("Gemini: the result") == 1
+    assert done.stderr.count(" trains Sequential, with 2 ranks; device budget: 90.00 kB") == 1
+
+
+def test_one_run_after_the_other_in_a_process(tmp_path: Path, forks: Forks) -> None:
+    """As in a notebook: each says what came of it, and the environment is as it was."""
+    (tmp_path / "train.py").write_text(f"{_LOOP}train()")
+    (tmp_path / "none.py").write_text("pass")
+    (tmp_path / "cells.py").write_text(
+        """
+import os
+from gemini_strategy import cli
+before = dict(os.environ)
+words = ["run", "--device-budget", "90KB"]
+print(cli.main([*words, "train.py"]), cli.main([*words, "none.py"]), cli.main([*words, "train.py"]))
+assert dict(os.environ) == before
+"""
+    )
+    done = fork(forks, tmp_path, "cells.py")
+    assert done.stdout == "0 1 0\n"
+    assert done.stderr.count("trains Sequential") == 2
+    assert done.stderr.count("none.py gave no model") == 1
+
+
+def test_a_script_that_manages_its_model_itself(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import os, torch, gemini_strategy as gs
+from gemini_strategy.inherited import told
+(marks,) = told()["marks"]
+model = torch.nn.Linear(8, 8)
+gs.manage(model, torch.optim.AdamW(model.parameters()), device="cpu", device_budget="1MB")
+os.unlink(marks)  # as what clears old files does in a long run
+"""
+    )
+    done = fork(forks, tmp_path, *RUN, "train.py")
+    assert " trains Linear; device budget: 1.000 MB" in done.stderr
+    assert "gave no model" not in done.stderr
+
+
+def test_a_script_that_names_our_classes(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(
+        f"""
+from gemini_strategy.huggingface import GeminiAccelerator, GeminiTrainer
+{_LOOP}
+import transformers
+assert transformers.Trainer is GeminiTrainer and Accelerator is GeminiAccelerator
+print(train().gemini_plugin.device_budget)
+"""
+    )
+    done = fork(forks, tmp_path, *RUN, "--device-budget", "90KB", "train.py")
+    assert done.stdout == "90KB\n"
 
 
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,9 @@ def adapters() -> LoraConfig:
 
 
 def test_sft(tmp_path: Path) -> None:
-    both(SFTTrainer, SFTConfig, tmp_path, Dataset.from_dict({"text": words(32, 1)}))
+    trainer = both(SFTTrainer, SFTConfig, tmp_path, Dataset.from_dict({"text": words(32, 1)}))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all("gemini/device_peak_bytes" in entry and "entropy" in entry for entry in logged)
 
 
 def test_sft_with_adapters_that_it_adds_itself(tmp_path: Path) -> None:

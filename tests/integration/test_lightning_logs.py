@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gemini_strategy.engine import Engine
-from gemini_strategy.lightning.logs import LOGGED
 from gemini_strategy.report import tables
+from gemini_strategy.report.logged import LOGGED
 from lightning_case import TREES, fit, load_tree, make, module_class, same
 
 KEYS = {

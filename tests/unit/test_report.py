@@ -1,6 +1,7 @@
 """The meter of steps and the tables: numbers from clocks and counters that the test sets."""
 
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -595,20 +596,8 @@ def test_report_has_the_result_once_there_is_one(plan: dict[str, Any] | None) ->
     assert ("CPU 4.8 G alone" in before) == (plan is not None)  # rates, each under its own name
 
 
-def test_announce_prints_when_it_is_wanted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = FakeEngine(PLAN, 0)
-    for variable, is_wanted, prints in (
-        (None, False, False),
-        (None, True, True),
-        ("1", False, True),
-        ("0", False, False),
-    ):
-        if variable is None:
-            monkeypatch.delenv("GEMINI_REPORT", raising=False)
-        else:
-            monkeypatch.setenv("GEMINI_REPORT", variable)
-        tables.announce(engine, is_wanted)
-        printed = capsys.readouterr()
-        assert printed.out == "" and ("Gemini: the plan" in printed.err) == prints
+def test_a_table_begins_below_what_stands_in_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print("a bar at 25 %", end="", file=sys.stderr)
+    tables.show("the table")
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == "a bar at 25 %\nthe table\n"

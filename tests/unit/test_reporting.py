@@ -112,6 +112,45 @@ def test_tables_are_printed_once_each_if_wanted(
     assert result.out == "" and result.err.count("after 6 steps") == prints
 
 
+_LOOP = """
+import os, sys, torch
+from torch import nn
+import gemini_strategy as gs
+
+def train():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = gs.manage(model, optimizer, device_budget="80KB", device="cpu", report=True)
+    for _ in range(3):
+        model(torch.randn(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "n_results"),
+    [
+        ("import gc; train(); gc.collect()", 1),  # the engine is gone
+        ("train(); sys.exit(3)", 1),
+        ("train(); train(); 1 / 0", 2),
+        ("train().close()", 1),
+        ("train(); os.fork() or sys.exit(); os.wait()", 1),
+        ("pid = os.fork()\nif pid == 0: train()\nelse: os.waitpid(pid, 0)", 1),
+    ],
+)
+def test_the_result_is_told_however_the_program_ends(
+    end: str, n_results: int, tmp_path: Path
+) -> None:
+    (ended,) = scripts.run_to_the_end(
+        tmp_path, {"one": f"{_LOOP}\n{end}"}, "import torch, gemini_strategy"
+    ).values()
+    assert ended.stderr.count("Gemini: the plan") == n_results, ended.stderr
+    assert ended.stderr.count("Gemini: the result") == n_results
+    assert ended.stderr.count("after 3 steps") == n_results
+
+
 def test_one_line_is_logged_when_the_first_plan_is_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

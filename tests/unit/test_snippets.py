@@ -385,8 +385,13 @@ def test_command(
         words[:1] = ["python", "-m", "gemini_strategy"]
     assert words[0] in ("python", ".venv/bin/python"), f"{fence}: no test for {command}"
     if words[1:4] == ["-m", "gemini_strategy", "run"]:
-        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        words = words[:script]  # what follows is the script's
+        valued = ("--device-budget", "--host-budget", "--policy")
+        program = next(
+            i
+            for i, word in enumerate(words[4:], 4)
+            if not word.startswith("-") and words[i - 1] not in valued
+        )
+        words = words[:program]  # what follows is the program's
     elif words[1] == "-m":
         assert words[2] == "pytest", f"{fence}: no test for {command}"
         assert (ROOT / words[3]).is_file(), f"{fence}: {command}"

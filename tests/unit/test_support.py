@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection
 
 import pytest
@@ -56,3 +58,14 @@ def test_the_versions_are_those_that_the_tests_have() -> None:
     """Of torch without the "+cpu" of a build."""
     here = {name: importlib.metadata.version(name).partition("+")[0] for name in PACKAGES}
     assert here == {name: pins()[name] for name in PACKAGES}
+
+
+def test_lower_bounds_are_the_oldest_versions_that_the_tests_have() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    bounds = dict(re.findall(r"([\w-]+)>=([\d.]+)", " ".join(extras["huggingface"])))
+    oldest = pins("oldest.txt")
+    assert bounds and bounds.keys() <= oldest.keys()
+    for name, bound in bounds.items():
+        assert oldest[name].startswith(f"{bound}."), name
