@@ -109,7 +109,8 @@ def manage(
             values straight in their chunks: from `weights`, else from their modules' own initial values
             (reset_parameters, or transformers' _init_weights), module after module on the CPU.
         optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
-            model; None for inference (parameters then keep torch's own `.grad`).
+            model; None for inference, or for torch's own optimizers: parameters then keep torch's own `.grad`, of
+            several ranks the mean.
         weights: a safetensors file, its index, or a Hugging Face folder whose values the model takes, as
             load_state_dict would give them; or such paths by the name of the submodule that each is of.
         missing: a parameter on the meta device may have no name in the weights. "refuse" refuses it by name;
