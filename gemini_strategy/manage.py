@@ -17,6 +17,7 @@ from gemini_strategy.agreement import common_settings
 from gemini_strategy.arguments import LOSS_SCALING, PolicyName, check_management, suggesting
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.machine.device import find_device
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
@@ -125,7 +126,7 @@ def manage(
         placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
             on the host; "auto": as much as fits.
         precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
-        device: where to compute; None: CUDA if there is a device, else the CPU (the host device).
+        device: where to compute; None: CUDA if there is a device, else the CPU (the host device), with a warning.
         chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget.
         block_size: bytes of one block of device memory; rounded up to the device's granularity.
         chunk_search_range, chunk_search_n_grids, min_chunk_size: search the chunk size that leaves
@@ -197,7 +198,7 @@ def manage(
 
 def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
     """The arguments of manage() as numbers, with the rates of this machine; binds this process to its share of it."""
-    device = _find_device(given["device"])
+    device = find_device(given["device"], tells=ranks.local_rank == 0)
     is_cuda = device.type == "cuda"
     _C.isa_name()  # GEMINI_ISA is refused here, and not by the first update
     places = ranks.gather_here("place on the host", place(pci_bus_id(device)))
@@ -253,26 +254,3 @@ def _within_machine(host_budget: int, tells: bool) -> int:
             stacklevel=5,
         )
     return there
-
-
-def _find_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(device, int):
-        device = f"cuda:{device}"
-    if str(device).partition(":")[0] not in ("cpu", "cuda"):
-        raise GeminiError(f'device={device!r} is not supported; use "cuda" or "cpu"')
-    device = torch.device(device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise GeminiError(
-                'device "cuda" was asked for, but torch sees no CUDA device; use device="cpu" (the host '
-                "device), or a machine with a driver and a CUDA build of torch"
-            )
-        if not _C.BUILT_WITH_CUDA:
-            raise GeminiError(
-                "this build of gemini_strategy has no CUDA kernels: build it again with nvcc present"
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.device("cuda", index)
-    return torch.device("cpu")  # a tensor of "cpu:0" says "cpu", and autograd compares them

@@ -42,14 +42,14 @@ class Engines:
 
     Attributes:
         plugin: what manage() is given.
-        device: where models compute.
+        device: where models compute; None: nobody has asked for the CPU, and there is nothing else.
         precision: manage()'s; None keeps the dtypes of a model.
         scaling: manage()'s arguments of the loss scale.
         compiling: torch.compile's arguments for the layers of a model; None: they are not compiled.
     """
 
     plugin: GeminiPlugin
-    device: torch.device
+    device: torch.device | None
     precision: str | None
     scaling: dict[str, Any]
     compiling: dict[str, Any] | None

@@ -275,11 +275,16 @@ def _budgets(about: Mapping[str, Any]) -> tuple[str, str]:
     return device, host
 
 
+def _device_text(about: Mapping[str, Any]) -> str:
+    """A host device's memory is a part of the host's: no time or peak on it is a GPU's."""
+    return "cpu (simulated device)" if about["device"] == "cpu" else str(about["device"])
+
+
 def _about_rows(about: Mapping[str, Any]) -> list[Row]:
     device, host = _budgets(about)
     return [
         ("model", f"{about['model']}, {_sizes(about)}"),
-        ("device", f"{about['device']}, precision {about['precision'] or 'as built'}"),
+        ("device", f"{_device_text(about)}, precision {about['precision'] or 'as built'}"),
         ("budget", f'device {device}, host {host}, placement_policy "{about["policy"]}"'),
     ]
 
