@@ -126,6 +126,11 @@ class Engines:
                 force_outputs_fp32=is_mixed,
                 **arguments,
             )
+        engine._runtime.called = "gemini_strategy.engine_of(model)"
+        engine._runtime.unfreezing = (
+            "unfreeze it before trainer.train() or accelerator.prepare() (of a TrainerCallback on_init_end is early "
+            "enough, on_train_begin is not)"
+        )
         _made.add(engine)
         _n_made += 1
         return engine

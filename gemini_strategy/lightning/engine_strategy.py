@@ -164,7 +164,7 @@ class EngineStrategy(RankProcesses):
             module.to(self.root_device)
             return None
         with keeping_fp32(frozen):
-            return gs.manage(
+            engine = gs.manage(
                 module,
                 optimizer,
                 weights=self._weights_of(module),
@@ -176,6 +176,8 @@ class EngineStrategy(RankProcesses):
                 **self.engine_arguments,
                 **self._rank_arguments(),
             )
+            engine._runtime.called = "gemini_strategy.engine_of(model)"
+            return engine
 
     # -- files -----------------------------------------------------------------------------------------------
 

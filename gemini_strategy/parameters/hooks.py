@@ -234,7 +234,7 @@ class _UntraceableError(GuardError, AttributeError):
 def refuse_tracing(name: str) -> NoReturn:
     raise _UntraceableError(
         f"{name}: a managed model has no code that could be scripted, traced or exported: close the engine first "
-        "(engine.close() makes the model ordinary again)"
+        "(gemini_strategy.engine_of(model).close() makes the model ordinary again)"
     )
 
 

@@ -36,6 +36,11 @@ COMM_DTYPES |= {torch.uint64: 3, torch.int64: 3}
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
 _PROBE_BYTES, _PROBE_RUNS = 64 << 20, 6
+_DIFFERENT = "all ranks must issue the same collectives in the same order"  # csrc/comm/host.c
+_WAY_OUT = (
+    "the ranks run different modules, or in another order: every rank has to run all of them, as often and in the same "
+    "order (let a batch pass all experts, and multiply what is to count nothing by zero)"
+)
 _GONE = "is gone or has closed its end"
 _Made = TypeVar("_Made")
 _made: dict[str, int] = {}  # communicators made so far, by the name of the group
@@ -198,6 +203,8 @@ class Communicator:
         if self._is_reported:
             return error
         self._tell(str(error))
+        if _DIFFERENT in str(error):  # who is where is in it: all have compared it
+            return type(error)(f"{_WAY_OUT}: {error}")
         # Who has gone has left its note before; whoever started the ranks may soon end this one, too.
         patience = patience_of(self._timeout)
         said = self._notes.read("failed", wait=1.0 if _GONE in str(error) else patience)

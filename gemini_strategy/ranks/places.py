@@ -6,26 +6,24 @@ They are read from the stack of its thread, so that no call has to say where it 
 from __future__ import annotations
 
 import linecache
-import site
+import os
 import sys
-import sysconfig
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-_LIBRARIES = tuple(
-    str(path).rstrip("/") + "/"
-    for path in (
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        sysconfig.get_path("stdlib"),
-        *(_PACKAGE, "<"),
-    )
+#: What is not the program: packages where torch is, Python's own, and this one.
+_LIBRARIES = (
+    str(Path(torch.__file__).parents[1]) + "/",
+    str(Path(os.__file__).parent) + "/",
+    _PACKAGE,
+    "<",
 )
 #: What every member of a group has to call before one of them returns.
 _OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_object")

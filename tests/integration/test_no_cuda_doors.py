@@ -15,7 +15,6 @@ import transformers
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
-import gemini_strategy.lightning
 from gemini_strategy.huggingface import GeminiAccelerator, GeminiPlugin, GeminiTrainer
 from gemini_strategy.machine import device as device_module
 
