@@ -119,6 +119,12 @@ class SavedTensorNet(_C.Net):
             _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
         )
 
+    def refuse_closed(self, slot: Slot) -> NoReturn:
+        raise GeminiError(
+            f"backward needs {slot.name}, of a forward that ran before, and its engine is closed: the graph has no "
+            "weights any more. Run backward before close(), or the forward again"
+        )
+
     def begin_task(self, task: int) -> None:
         """A graph task unpacks for the first time. Nothing else would say when it ends."""
         _torch.execution_engine.queue_callback(_TaskEnd(self.end_task, task))

@@ -96,3 +96,22 @@ def test_expert_modules_on_ranks(tmp_path: Path) -> None:
         for other in range(2):
             assert text.count(f"(unit experts.{other})") == 1
         assert f"rank {rank} of 2" in text and len(text) < 600
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("budget", ["80kB", "10MB"])
+def test_backward_of_a_graph_whose_engine_was_closed(budget: str, is_dropped: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = gs.manage(model, optimizer, device="cpu", device_budget=budget)
+    loss = model(torch.ones(2, 64)).sum()
+    engine.close()
+    if is_dropped:
+        del engine
+    with pytest.raises(gs.GeminiError) as found:
+        loss.backward()
+    text = str(found.value)
+    assert text.startswith("backward needs ") and ".weight, of a forward that ran before" in text
+    assert "Run backward before close(), or the forward again" in text
+    model(torch.ones(2, 64)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
