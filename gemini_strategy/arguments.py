@@ -114,9 +114,24 @@ def suggesting(function: Call) -> Call:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         refuse_unknown(function.__name__, function, kwargs)
+        _refuse_unnamed(function, args)
         return function(*args, **kwargs)
 
     return cast(Call, called)
+
+
+def _refuse_unnamed(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises TypeError for an argument that has to be named, with the name of a budget for what may be one."""
+    kinds = inspect.signature(function).parameters.values()
+    names = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) <= len(names):
+        return
+    first = args[len(names)]
+    is_size = isinstance(first, int | float | str) and not isinstance(first, bool)
+    meant = f": did you mean device_budget={first!r}?" if is_size else ""
+    raise TypeError(
+        f"{function.__name__}() takes {' and '.join(names)} by their place, and all else by name, got {first!r}{meant}"
+    )
 
 
 def check_management(call: str, given: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from gemini_strategy.choices import PolicyName, PrecisionName
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.inherited import note
+from gemini_strategy.machine.device import find_device
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
@@ -111,7 +112,8 @@ def manage(
             values straight in their chunks: from `weights`, else from their modules' own initial values
             (reset_parameters, or transformers' _init_weights), module after module on the CPU.
         optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
-            model; None for inference (parameters then keep torch's own `.grad`).
+            model; None for inference, or for torch's own optimizers: parameters then keep torch's own `.grad`, of
+            several ranks the mean.
         weights: a safetensors file, its index, or a Hugging Face folder whose values the model takes, as
             load_state_dict would give them; or such paths by the name of the submodule that each is of.
         missing: a parameter on the meta device may have no name in the weights. "refuse" refuses it by name;
@@ -126,7 +128,7 @@ def manage(
         placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
             on the host; "auto": as much as fits.
         precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
-        device: where to compute; None: CUDA if there is a device, else the CPU (the host device).
+        device: where to compute; None: CUDA if there is a device, else the CPU (the host device), with a warning.
         chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget.
         block_size: bytes of one block of device memory; rounded up to the device's granularity.
         chunk_search_range, chunk_search_n_grids, min_chunk_size: search the chunk size that leaves
@@ -200,7 +202,7 @@ def manage(
 
 def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
     """The arguments of manage() as numbers, with the rates of this machine; binds this process to its share of it."""
-    device = _find_device(given["device"])
+    device = find_device(given["device"], tells=ranks.local_rank == 0)
     is_cuda = device.type == "cuda"
     _C.isa_name()  # GEMINI_ISA is refused here, and not by the first update
     places = ranks.gather_here("place on the host", place(pci_bus_id(device)))
@@ -256,26 +258,3 @@ def _within_machine(host_budget: int, tells: bool) -> int:
             stacklevel=5,
         )
     return there
-
-
-def _find_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(device, int):
-        device = f"cuda:{device}"
-    if str(device).partition(":")[0] not in ("cpu", "cuda"):
-        raise GeminiError(f'device={device!r} is not supported; use "cuda" or "cpu"')
-    device = torch.device(device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise GeminiError(
-                'device "cuda" was asked for, but torch sees no CUDA device; use device="cpu" (the host '
-                "device), or a machine with a driver and a CUDA build of torch"
-            )
-        if not _C.BUILT_WITH_CUDA:
-            raise GeminiError(
-                "this build of gemini_strategy has no CUDA kernels: build it again with nvcc present"
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.device("cuda", index)
-    return torch.device("cpu")  # a tensor of "cpu:0" says "cpu", and autograd compares them

@@ -82,6 +82,7 @@ class Runtime(Uncopied, Reporting):
     engine: Any = None  # none when it is closed
     closed = True
     half_done: str | None = None  # what a load or a step has begun and not ended
+    called, unfreezing = "engine", ""  # how readers of a text come by it, and where they unfreeze
     saving: Any = None  # the checkpoint that is being written in the background
 
     def __init__(
@@ -275,7 +276,7 @@ class Runtime(Uncopied, Reporting):
             if not self.takes_thawed:
                 raise GeminiError(
                     f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
-                    f"{managed.closing(self)}, set requires_grad, and manage() again"
+                    f"{self.unfreezing or managed.closing(self) + ', set requires_grad, and manage() again'}"
                 )
             self.thaw(slot)
 

@@ -43,7 +43,7 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
         match = _PATTERN.fullmatch(size)
         unit = match.group(2).upper() if match else None
         if match is None or unit not in _UNITS:
-            raise ValueError(f"{hint}; cannot read {size!r}")
+            raise ValueError(f"{hint}; cannot read {size!r}{_meant(size, total)}")
         size = round(float(match.group(1)) * _UNITS[unit])
     elif isinstance(size, bool) or not isinstance(size, int | float):
         raise ValueError(f"{hint}; got {size!r}")
@@ -57,6 +57,17 @@ def parse_bytes(size: int | float | str, total: int | None = None, name: str = "
     if size < _LEAST_BUDGET and name.endswith("budget"):
         raise ValueError(f'{hint}; {given!r} is {size} bytes: did you mean "{size}GB"?')
     return size
+
+
+def _meant(size: str, total: int | None) -> str:
+    """What a text that is no size was probably to say: "50%", "24 gigs"."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]+)\s*", size)
+    number, unit = found.groups() if found else ("", "")
+    if unit == "%" and total is not None and 0 < float(number) <= 100:
+        return f": did you mean {float(number) / 100:g}?"
+    if unit[:1].upper() in ("K", "M", "G", "T") and unit != "%":
+        return f': did you mean "{number}{unit[0].upper()}B"?'
+    return ""
 
 
 def size_text(n_bytes: int, *, is_wanted: bool = False) -> str:

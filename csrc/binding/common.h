@@ -11,6 +11,7 @@
 
 /* Sets the Python exception for a failed status (text of gm_last_error()) and returns NULL. */
 PyObject *gm_py_raise(gm_status status);
+extern PyMethodDef gm_py_error_methods[];
 PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
 /* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other; NULL: that stays. */

@@ -2,6 +2,22 @@
 #include "binding/common.h"
 
 static PyObject *gemini_error, *memory_error, *device_error;
+static PyObject *explainer; /* NULL: none */
+
+/* What the ranks know of a failure in the place of the text; takes the reference. */
+static PyObject *explained(PyObject *text, PyObject **type)
+{
+    PyObject *told = PyObject_CallFunctionObjArgs(explainer, text, NULL);
+    if (!told) {
+        PyErr_Clear();
+    } else if (PyUnicode_Check(told)) {
+        *type = gemini_error;
+        Py_DECREF(text);
+        return told;
+    }
+    Py_XDECREF(told);
+    return text;
+}
 
 PyObject *gm_py_raise(gm_status status)
 {
@@ -15,12 +31,29 @@ PyObject *gm_py_raise(gm_status status)
     case GM_ERR_UNSUPPORTED: type = PyExc_NotImplementedError; break;
     }
     PyObject *text = gm_py_text(gm_last_error());
+    if (text && explainer && (status == GM_ERR_STATE || status == GM_ERR_DEVICE)) {
+        text = explained(text, &type);
+    }
     if (text) {
         PyErr_SetObject(type, text);
         Py_DECREF(text);
     }
     return NULL;
 }
+
+static PyObject *explain_by(PyObject *Py_UNUSED(module), PyObject *callable)
+{
+    Py_XDECREF(explainer);
+    explainer = Py_NewRef(callable);
+    return Py_NewRef(Py_None);
+}
+
+PyMethodDef gm_py_error_methods[] = {
+    GM_PY_METHOD("explain_by", explain_by, METH_O,
+                 "explain_by(callable): it gets the text of each failure that may be about other "
+                 "ranks, and gives the one that is raised, or None"),
+    {NULL, NULL, 0, NULL},
+};
 
 PyObject *gm_py_finish(gm_status status)
 {

@@ -402,6 +402,10 @@ static PyObject *unpack(gm_py_net *net, const saved *self)
     }
     long long now = self->version;
     if (self->kind == SAVED_TOKEN) {
+        PyObject *own = ((gm_py_slot *)self->owner)->net;
+        if (own && own != Py_None && gm_py_net_is_closed((gm_py_net *)own)) {
+            return PyObject_CallMethod((PyObject *)net, "refuse_closed", "O", self->owner);
+        }
         if (self->is_checked && changes_of((gm_py_slot *)self->owner, &now) < 0) {
             return NULL;
         }

@@ -23,6 +23,10 @@ static PyObject *core_grad_sumsq(core *self, PyObject *args)
                            : gm_py_raise(status);
 }
 
+GM_PY_CALL_STATUS(sum, 5,
+                  gm_engine_sum(engine, (uint32_t)v[0], (uintptr_t)v[1], (size_t)v[2],
+                                (gm_dtype)v[3], (gm_stream)v[4]))
+
 /* clip(params, max_norm, address of the norm, stream) -> whether the host has waited */
 static PyObject *core_clip(core *self, PyObject *args)
 {
@@ -186,6 +190,7 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef gm_py_step_methods[] = {
     GM_CORE_METHOD(grad_sumsq, VARARGS,
                    "(params, stream) -> (sum of squares as a float, non-finite elements)"),
+    GM_CORE_METHOD(sum, FASTCALL, "(param, address, elements, dtype, stream)"),
     GM_CORE_METHOD(
         clip, VARARGS,
         "(params, max_norm, address of the norm, stream) -> whether the host has waited"),

@@ -5,7 +5,7 @@
  * waits until they have compared again, as it may come on some ranks only, which a collective would wait for.  An update
  * inside the backward needs all, as it would use up what comes too early: else the step makes it.
  *
- * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait; sum_at_home, for gradients at home. */
+ * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait, gm_engine_sum; sum_at_home, for gradients at home. */
 #include "engine/engine_impl.h"
 
 #include <string.h>
@@ -320,4 +320,34 @@ gm_status gm_engine_clip_wait(gm_engine *engine, gm_clip *out)
             ? gm_clip_wait(engine, engine->clip.step, out)
             : GM_FAIL(GM_ERR_STATE, "there has been no clip that could be waited for");
     return gm_call_end(engine, status == GM_OK ? gm_ranks_check(engine) : status);
+}
+
+/* ---- gradients that torch keeps ---- */
+
+static gm_status sum_of_ranks(gm_engine *engine, uint32_t param, uintptr_t data, size_t count,
+                              gm_dtype dtype, gm_stream stream)
+{
+    const gm_device_ops *ops = engine->device->ops;
+    gm_comm *comms[] = {engine->ranks.shard_comm, engine->ranks.replica_comm};
+    GM_TRY(gm_ranks_check_joined(engine));
+    gm_ranks_label(engine, GM_FOR_SUM, param);
+    GM_TRY(ops->event_record(engine->device, engine->ranks.summed, stream));
+    GM_TRY(ops->event_wait(engine->device, engine->ranks.summed, engine->ranks.stream));
+    for (int i = 0; i < 2; i++) {
+        if (comms[i]) {
+            GM_TRY(gm_comm_all_reduce(comms[i], data, count, (gm_comm_dtype)dtype, GM_COMM_SUM,
+                                      engine->ranks.stream));
+        }
+    }
+    GM_TRY(gm_ranks_agree(engine)); /* no step of ours will compare */
+    return gm_ranks_settle(engine); /* nor ask for a failure before it is used */
+}
+
+gm_status gm_engine_sum(gm_engine *engine, uint32_t param, uintptr_t data, size_t count,
+                        gm_dtype dtype, gm_stream stream)
+{
+    GM_TRY(gm_call_begin_on(engine, stream));
+    return gm_call_end(engine, gm_has_ranks(engine)
+                                   ? sum_of_ranks(engine, param, data, count, dtype, stream)
+                                   : GM_OK);
 }

@@ -117,6 +117,10 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad
 bool gm_engine_has_grad(const gm_engine *engine, uint32_t param);
 /* Forgets the gradient of one parameter. */
 gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
+/* The sum over all ranks of a gradient that torch keeps, in place: a collective; the host waits for it, in the order of
+ * `stream`, and no rank has it that has not the same parameter's.  data: memory of the device. */
+gm_status gm_engine_sum(gm_engine *engine, uint32_t param, uintptr_t data, size_t count,
+                        gm_dtype dtype, gm_stream stream);
 /* Exact sum of squares of the gradients present among these (sorted), of all ranks: a collective; the host waits. */
 gm_status gm_engine_sumsq(gm_engine *engine, const uint32_t *params, uint32_t n, gm_sumsq *out,
                           gm_stream stream);

@@ -473,6 +473,7 @@ typedef enum gm_purpose {
     GM_FOR_NORM,
     GM_FOR_PLAN,
     GM_FOR_WISH,
+    GM_FOR_SUM,
     GM_N_PURPOSES
 } gm_purpose;
 void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);

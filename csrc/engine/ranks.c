@@ -21,7 +21,7 @@
 enum { WISH_SUMS = 2, VALUES_OF_SUM = sizeof(gm_sumsq) / sizeof(uint64_t) };
 enum { MOST = (GM_RANKS_SUMS - WISH_SUMS) * VALUES_OF_SUM };
 
-/* purpose (8 bits), step (24), chunk (32) */
+/* purpose (8 bits), step (24), chunk or parameter (32) */
 static void name_label(void *names, uint64_t label, char *out, size_t bytes)
 {
     static const char *const purposes[GM_N_PURPOSES] = {"",
@@ -29,7 +29,8 @@ static void name_label(void *names, uint64_t label, char *out, size_t bytes)
                                                         "summing the gradients of",
                                                         "the norm of all gradients",
                                                         "a common plan",
-                                                        "whether a plan is due"};
+                                                        "whether a plan is due",
+                                                        "the gradient of parameter"};
     uint32_t purpose = (uint32_t)(label >> 56), step = (uint32_t)(label >> 32) & 0xffffff;
     uint32_t chunk = (uint32_t)label;
     if (purpose == 0 || purpose >= GM_N_PURPOSES) {
@@ -39,6 +40,8 @@ static void name_label(void *names, uint64_t label, char *out, size_t bytes)
         char which[184];
         gm_names_chunk(names, chunk, which, sizeof which);
         (void)snprintf(out, bytes, "%s %s after step %u", purposes[purpose], which, step);
+    } else if (purpose == GM_FOR_SUM) {
+        (void)snprintf(out, bytes, "%s %u", purposes[purpose], chunk);
     } else {
         (void)snprintf(out, bytes, "%s after step %u", purposes[purpose], step);
     }

@@ -209,8 +209,8 @@ class _Loading:
 
     def _refuse(self, what: str, lacking: list[str], more: list[str], wrong: list[str]) -> None:
         texts = [
-            f"{text} {', '.join(names[:_FEW])}"
-            + (f" and {len(names) - _FEW} more" * (len(names) > _FEW))
+            f"{text} {', '.join(sorted(names)[:_FEW])}"
+            + (f", ... and {len(names) - _FEW} more" * (len(names) > _FEW))
             for text, names in (
                 ("it lacks", lacking),
                 ("it has, and this model does not,", more),

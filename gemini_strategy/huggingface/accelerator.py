@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.accelerator import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import PartialState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,7 +102,7 @@ class GeminiAccelerator(Accelerator):
         self.native_amp = self.mixed_precision != "no"
         self._engines = Engines(
             self.gemini_plugin,
-            self.device,
+            _asked_device(self.device),
             _PRECISIONS[self.mixed_precision],
             _scaling(self.scaler_handler),
             _compiling(self.state.dynamo_plugin),
@@ -330,6 +331,12 @@ def _compiling(plugin: Any) -> dict[str, Any] | None:
     """torch.compile's arguments; None: accelerate is not asked to compile."""
     is_asked = str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO"
     return plugin.to_kwargs() if is_asked else None
+
+
+def _asked_device(device: torch.device) -> torch.device | None:
+    """None: the CPU is what there is, and neither Accelerator(cpu=True) nor a Trainer's use_cpu has asked for it."""
+    is_asked = PartialState()._cpu or torch.cuda.is_available()
+    return None if device.type == "cpu" and not is_asked else device
 
 
 def _scaling(handler: Any) -> dict[str, Any]:

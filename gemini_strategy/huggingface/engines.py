@@ -37,14 +37,14 @@ class Engines:
 
     Attributes:
         plugin: what manage() is given.
-        device: where models compute.
+        device: where models compute; None: nobody has asked for the CPU, and there is nothing else.
         precision: manage()'s; None keeps the dtypes of a model.
         scaling: manage()'s arguments of the loss scale.
         compiling: torch.compile's arguments for the layers of a model; None: they are not compiled.
     """
 
     plugin: GeminiPlugin
-    device: torch.device
+    device: torch.device | None
     precision: str | None
     scaling: dict[str, Any]
     compiling: dict[str, Any] | None
@@ -120,6 +120,11 @@ class Engines:
                 force_outputs_fp32=is_mixed,
                 **arguments,
             )
+        engine._runtime.called = "gemini_strategy.engine_of(model)"
+        engine._runtime.unfreezing = (
+            "unfreeze it before trainer.train() or accelerator.prepare() (of a TrainerCallback on_init_end is early "
+            "enough, on_train_begin is not)"
+        )
         _made.add(engine)
         return engine
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -22,6 +22,17 @@ from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, materialize
 from gemini_strategy.lightning.ranks import RankProcesses, checked_timeout
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.weights.loading import Weights
+
+
+def _is_chosen_by_default() -> bool:
+    """Inside what sets an accelerator: whether Lightning has chosen it, as Trainer(accelerator="auto") was called.
+
+    It keeps what it was given in the frames of its connector's constructor alone.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "__init__":
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("accelerator") == "auto"
 
 
 class EngineStrategy(RankProcesses):
@@ -43,6 +54,7 @@ class EngineStrategy(RankProcesses):
     _warn: Callable[[str], None]  # the tree's rank_zero_warn
     checkpoint_io: Any
     is_global_zero: bool
+    _takes_what_is_there = False  # nobody has said which accelerator
 
     def __init__(self, given: dict[str, Any]) -> None:
         if given["gradient_dtype"] == "float32":
@@ -92,7 +104,15 @@ class EngineStrategy(RankProcesses):
                 f"strategy='gemini' does not run on {type(accelerator).__name__}. Supported:"
                 f" {self._runner}(accelerator='cpu') and {self._runner}(accelerator='cuda')."
             )
+        if accelerator is not getattr(self, "_accelerator", None):
+            self._takes_what_is_there = _is_chosen_by_default()
         self._accelerator = accelerator
+
+    @property
+    def _asked_device(self) -> torch.device | None:
+        """None: nobody has asked for the CPU, and there is nothing else: manage() says it."""
+        is_default = self._takes_what_is_there and not torch.cuda.is_available()
+        return None if is_default and self.root_device.type == "cpu" else self.root_device
 
     @property
     def _casting(self) -> Any:
@@ -143,13 +163,14 @@ class EngineStrategy(RankProcesses):
             optimizer,
             weights=self._weights_of(module),
             missing=self.missing,
-            device=self.root_device,
+            device=self._asked_device,
             precision=self._casting.precision,
             convert_inputs=False,
             report=report,
             **self.engine_arguments,
             **self._rank_arguments(),
         )
+        engine._runtime.called = "gemini_strategy.engine_of(model)"
         engine._runtime.serves_outside = True  # steps have autocast, other hooks of the module none
         return engine
 

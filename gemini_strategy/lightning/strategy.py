@@ -385,6 +385,11 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             f"strategy='gemini' trains with exactly one optimizer; configure_optimizers returned {names or 'none'}."
             " Put all trainable parameters into one torch.optim.AdamW, torch.optim.Adam,"
             " gemini_strategy.HybridAdam or gemini_strategy.CPUAdam, with a parameter group for each setting."
+            + (
+                " Models that are trained in turn, as a GAN's, are set up one by one: Fabric(strategy='gemini'), and"
+                " fabric.setup(model, optimizer) for each."
+            )
+            * (len(given) > 1)
         )
 
 

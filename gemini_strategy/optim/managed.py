@@ -235,15 +235,16 @@ def no_place(slot: Slot) -> str:
 
 def closing(engine: Runtime) -> str:
     """The call that closes an engine where another is to go on, to the bit."""
+    called = engine.called
     scale = " (keep its scaler.state_dict() for the next)" if engine.scaler else ""
     if not any(slot.has_low and slot.outer_dtype is slot.dtype for slot in engine.slots):
-        return f"engine.close(){scale}"
+        return f"{called}.close(){scale}"
     if engine.precision is not None:
-        return f"engine.close(dtype=torch.float32){scale}"
+        return f"{called}.close(dtype=torch.float32){scale}"
     dtypes = weight_dtypes(engine.model, "bf16-true")
     if any(slot.dtype is not dtypes.get(slot.parameter, slot.dtype) for slot in engine.slots):
-        return "engine.close()"  # no precision has these dtypes
-    return 'engine.close(dtype=torch.float32) (manage() takes precision="bf16-true" then)'
+        return f"{called}.close()"  # no precision has these dtypes
+    return f'{called}.close(dtype=torch.float32) (manage() takes precision="bf16-true" then)'
 
 
 def _check_group(engine: Runtime, group: dict[str, Any]) -> None:

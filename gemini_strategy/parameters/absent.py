@@ -594,7 +594,7 @@ def _recording_door(original: Any, why: str) -> Any:
                 named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
                 for name, parameter in named:
                     if hasattr(parameter, "_gm_slot"):
-                        raise GuardError(f"{name} of {type(module).__name__} is managed, and {why}")
+                        raise GuardError(f"{why}: {name} of {type(module).__name__} is managed")
         return original(*args, **kwargs)
 
     return recording
@@ -629,18 +629,20 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
             (
                 torch,
                 "compile",
-                "entering a unit has no place in a graph: compile modules before manage(), engine.close() first",
+                "torch.compile() after manage() is not possible: compile modules before it (close() the engine first, "
+                "gemini_strategy.engine_of(model) is it)",
             ),
             (
                 _torch.recursive_scripting,
                 "infer_methods_to_compile",
-                "has no code that could be scripted: close the engine first (engine.close() makes the model "
-                "ordinary again)",
+                "a managed model has no code that could be scripted: gemini_strategy.engine_of(model).close() first, "
+                "which makes it ordinary again",
             ),
             (
                 torch.cuda,
                 "make_graphed_callables",
-                "a CUDA graph enters no unit: its weights would not be there when it runs: engine.close() first",
+                "a CUDA graph enters no unit: its weights would not be there when it runs: "
+                "gemini_strategy.engine_of(model).close() first",
             ),
         )
     ),

@@ -122,6 +122,12 @@ class SavedTensorNet(_C.Net):
             _MODIFIED.format(kind) + f" It is at version {now}; expected version {then}."
         )
 
+    def refuse_closed(self, slot: Slot) -> NoReturn:
+        raise GeminiError(
+            f"backward needs {slot.name}, of a forward that ran before, and its engine is closed: the graph has no "
+            "weights any more. Run backward before close(), or the forward again"
+        )
+
     def begin_task(self, task: int) -> None:
         """A graph task unpacks for the first time. Nothing else would say when it ends."""
         _torch.execution_engine.queue_callback(_TaskEnd(self.end_task, task))
@@ -237,7 +243,7 @@ class _UntraceableError(GuardError, AttributeError):
 def refuse_tracing(name: str) -> NoReturn:
     raise _UntraceableError(
         f"{name}: a managed model has no code that could be scripted, traced or exported: close the engine first "
-        "(engine.close() makes the model ordinary again)"
+        "(gemini_strategy.engine_of(model).close() makes the model ordinary again)"
     )
 
 

@@ -25,7 +25,8 @@ _base = _torch.TensorBase
 
 def _refuse(name: str, way_out: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise GuardError(f"{self._gm_slot.name}: {name}: {way_out}")
+        way = way_out.replace("engine.close()", f"{self._gm_slot.engine.called}.close()")
+        raise GuardError(f"{self._gm_slot.name}: {name}: {way}")
 
     return method
 

@@ -16,6 +16,7 @@ from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.parameters import order, quantized
 from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
 from gemini_strategy.parameters.low import settled_low
+from gemini_strategy.parameters.means import average_grad
 from gemini_strategy.parameters.parameter import managed_class
 from gemini_strategy.parameters.slot import FORMATS, Slot
 from gemini_strategy.precision import weight_dtypes
@@ -150,12 +151,16 @@ def _is_raw(parameter: torch.Tensor) -> bool:
     return type(parameter) is torch.Tensor or quantized.is_bytes(parameter)
 
 
-def _hook_gradient(parameter: nn.Parameter) -> Any:
-    """take_grad gets its gradients; torch wants it to be trained at that moment."""
+def _hook_gradient(parameter: nn.Parameter, take: Callable[[Any], object]) -> Any:
+    """`take` gets it with its gradient, before the user's own hooks; torch wants it to be trained at that moment."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(_C.take_grad)
+    handle = parameter.register_post_accumulate_grad_hook(take)
     parameter.requires_grad_(is_trained)
+    hooks = parameter._post_accumulate_grad_hooks
+    items = list(hooks.items())
+    hooks.clear()
+    hooks.update([items[-1], *items[:-1]])
     return handle
 
 
@@ -334,18 +339,16 @@ class Registration:
         `done` is told the bytes of each parameter whose values are its own.
         """
         handles = []
+        averages = self._engine.optimizer is None and self._engine.ranks.size > 1
         for slot in self.slots:
             has_own = not loading.has(slot.parameter)
             self._attach_slot(slot, loading, original)
             if has_own:
                 done(slot.part_bytes)
             if slot.has_grad_home:
-                handles.append(_hook_gradient(slot.parameter))
-                # First of all: the user's own hooks then find the gradient where it is kept.
-                hooks = slot.parameter._post_accumulate_grad_hooks
-                items = list(hooks.items())
-                hooks.clear()
-                hooks.update([items[-1], *items[:-1]])
+                handles.append(_hook_gradient(slot.parameter, _C.take_grad))
+            elif averages and slot.is_float and not slot.is_raw:
+                handles.append(_hook_gradient(slot.parameter, average_grad))
         unit_class = MarkedUnit if wants_marks() else Unit
         units = []
         for index, found in enumerate(self._units):

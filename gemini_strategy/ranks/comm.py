@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,11 @@ COMM_DTYPES |= {torch.uint64: 3, torch.int64: 3}
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
 _PROBE_BYTES, _PROBE_RUNS = 64 << 20, 6
+_DIFFERENT = "all ranks must issue the same collectives in the same order"  # csrc/comm/host.c
+_WAY_OUT = (
+    "the ranks run different modules, or in another order: every rank has to run all of them, as often and in the same "
+    "order (let a batch pass all experts, and multiply what is to count nothing by zero)"
+)
 _GONE = "is gone or has closed its end"
 _Made = TypeVar("_Made")
 _made: dict[str, int] = {}  # communicators made so far, by the name of the group
@@ -93,6 +99,14 @@ def connect(
     return Communicator(core, notes, timeout)
 
 
+@dataclass(eq=False)
+class Wait:
+    """A thread waits for other ranks, or their collectives are under way, since a time of time.monotonic()."""
+
+    since: float
+    thread: int | None = None
+
+
 class Communicator:
     """One rank's end. Addresses are device memory; streams are CUstream as int, 0 the default.
 
@@ -105,6 +119,18 @@ class Communicator:
         self._notes = notes
         self._timeout = timeout
         self._is_reported = False
+        self._under_way: tuple[int, Wait] | None = None  # with how many were issued
+
+    def wait(self) -> Wait | None:
+        """That of now, if there is one. On CUDA it is seen when this is called, and ends when something is issued."""
+        if self._notes.gloo is not None:
+            return self._notes.gloo.wait
+        n_issued, _ = self.core.calls()
+        if self.core.is_over():
+            self._under_way = None
+        elif self._under_way is None or self._under_way[0] != n_issued:
+            self._under_way = n_issued, Wait(time.monotonic())
+        return None if self._under_way is None else self._under_way[1]
 
     def all_gather(self, address: int, shard_bytes: int, stream: int = 0) -> None:
         """Rank r's shard is at address + r * shard_bytes; afterwards every rank has all of them."""
@@ -177,6 +203,8 @@ class Communicator:
         if self._is_reported:
             return error
         self._tell(str(error))
+        if _DIFFERENT in str(error):  # who is where is in it: all have compared it
+            return type(error)(f"{_WAY_OUT}: {error}")
         # Who has gone has left its note before; whoever started the ranks may soon end this one, too.
         patience = patience_of(self._timeout)
         said = self._notes.read("failed", wait=1.0 if _GONE in str(error) else patience)
@@ -292,6 +320,7 @@ class _Notes:
         self.size = size
         self.names = list(names or range(size))
         self.name = self.names[rank]
+        self.gloo: _Gloo | None = None  # through which bytes travel, on the host device
         self.is_lost = False  # a visit failed or hung: the next ones are left out
 
     def meet(self, what: str, kind: str, timeout: float, make: Callable[[], _Made]) -> _Made:
@@ -332,6 +361,17 @@ class _Notes:
         found: list[bool] = []
         self._visit(lambda: found.append(self.store.check([key])), self.patience)
         return found == [True]
+
+    def get(self, key: str) -> str | None:
+        """What is there, if anything is."""
+        found: list[str] = []
+
+        def visit() -> None:
+            if self.store.check([key]):
+                found.append(self.store.get(key).decode(errors="replace"))
+
+        self._visit(visit, self.patience)
+        return found[0] if found else None
 
     def mark(self, key: str, text: str = "") -> None:
         self._visit(lambda: self.store.set(key, text), self.patience)
@@ -397,6 +437,7 @@ class _Gloo:
     ) -> None:
         self.rank, self.timeout = rank, timeout
         self.names = names or range(size)  # for texts
+        self.wait: Wait | None = None
         self.group: Any = None
         if size > 1:
             self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -405,7 +446,8 @@ class _Gloo:
         group = self.group
         if group is None:
             raise GeminiDeviceError("the communicator is closed")
-        end = time.monotonic() + self.timeout
+        self.wait = Wait(time.monotonic(), threading.get_ident())
+        end = self.wait.since + self.timeout
         works = []
         peer, verb = self.rank, ""
         try:
@@ -424,6 +466,7 @@ class _Gloo:
             raise GeminiDeviceError(f"rank {self.names[peer]} {_GONE}") from error
         finally:  # an exception keeps this frame: close() must have the last reference to end the connections
             works.clear()
+            self.wait = None
             group = issue = work = waited = None
 
     def close(self) -> None:
@@ -438,6 +481,7 @@ def _bytes_at(address: int, n_bytes: int) -> torch.Tensor:
 
 def _host(device: torch.device, notes: _Notes, rank: int, size: int, timeout: float) -> _C.Comm:
     gloo = _Gloo(dist.PrefixStore("gloo", notes.store), rank, size, timeout, notes.names)
+    notes.gloo = gloo
     return _C.comm_host(gloo.exchange, gloo.close, rank, size)
 
 

@@ -36,16 +36,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini_strategy import _C
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
 from gemini_strategy.ranks.comm import (
+    _GONE,
     DEFAULT_TIMEOUT,
     Communicator,
+    Wait,
     _Gloo,
     _Notes,
     connect,
     patience_of,
     ranks_text,
 )
+from gemini_strategy.ranks.lookout import Lookout
 
 _FRAME = 1024  # bytes that the ranks tell each other at once
 _SAMPLES = 256  # elements of a tensor whose bits stand for all of them
@@ -74,6 +78,7 @@ class Ranks:
             ProcessGroup, or None: all ranks of torch.distributed if it is initialised.
         timeout: seconds that one rank waits for another.
         is_sharded: False: every rank keeps the whole state.
+        is_watched: False: nobody looks out where the others are.
 
     Attributes:
         rank, size: of this run; `members` are the ranks in torch.distributed's numbers.
@@ -86,7 +91,12 @@ class Ranks:
     """
 
     def __init__(
-        self, mesh: Any = None, timeout: float = DEFAULT_TIMEOUT, *, is_sharded: bool = True
+        self,
+        mesh: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        is_sharded: bool = True,
+        is_watched: bool = True,
     ) -> None:
         if not (isinstance(timeout, int | float) and 0 < timeout <= _MAX_TIMEOUT):
             raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
@@ -107,6 +117,10 @@ class Ranks:
         self._reason: str | None = None  # of what may fail now
         self.when = ""  # " after step 7", for texts
         self._pid = os.getpid()
+        self._begun = 0  # meetings
+        self._meeting = ""
+        self._lookout: Lookout | None = None
+        self._verdict: str | None = None  # of the lookout, which has ended it
         if self.size == 1:
             return
         name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
@@ -137,6 +151,8 @@ class Ranks:
             raise
         self._local = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = self._local.index(self.rank), len(self._local)
+        if is_watched:
+            self._lookout = Lookout(self, dist.PrefixStore("lookout", self._store))
 
     def twin(self) -> Ranks:
         """The same ranks for another thread, with a control group of their own. A collective, as making them is.
@@ -146,7 +162,7 @@ class Ranks:
         if self.size == 1:
             return self
         mesh, is_sharded = self._how
-        twin = Ranks(mesh, self.timeout, is_sharded=is_sharded)
+        twin = Ranks(mesh, self.timeout, is_sharded=is_sharded, is_watched=False)
         twin.timeout = twin._gloo.timeout = _MAX_TIMEOUT
         twin._settle = self._settle
         self._twins.add(twin)
@@ -233,6 +249,7 @@ class Ranks:
     def _tell(self, what: str, value: Any, members: Sequence[int]) -> list[Any]:
         if len(members) == 1:
             return [value]
+        self._begun, self._meeting = self._begun + 1, what
         text = json.dumps([what, value]).encode()
         mine = len(text).to_bytes(4, "little") + text
         with self._whole(what):
@@ -306,6 +323,32 @@ class Ranks:
         """`settle()` runs the collectives that are issued."""
         self._settle = settle
 
+    # ---- what the lookout asks ----
+
+    def wait(self) -> Wait | None:
+        """What this rank waits for, if it does."""
+        gloo, comms = self._gloo, list(self._comms)
+        found = None if gloo is None else gloo.wait
+        return found or next(filter(None, (comm.wait() for comm in comms)), None)
+
+    def begun(self) -> list[int]:
+        """How many meetings, and collectives of each communicator."""
+        return [self._begun, *(number for number, _ in self.calls())]
+
+    def last_begun(self) -> str:
+        """The meeting or the collective, in words."""
+        is_here = self._gloo is not None and self._gloo.wait is not None
+        words = [history[-1][1] for c in self._comms if (history := c.core.history())]
+        return self._meeting if is_here or not words else words[-1]
+
+    def end_waiting(self, text: str) -> None:
+        """It waits for ranks that wait for it: the end, with this text."""
+        if self._failure is None:
+            self._verdict = text
+            self._failure = GeminiError, text
+            self._notes.write("failed", text[:2000])
+            self._end(text)
+
     # ---- failure ----
 
     def check(self) -> None:
@@ -349,16 +392,30 @@ class Ranks:
 
     def explained(self, error: GeminiError) -> GeminiError:
         """An error that may be about other ranks, with what they say of it."""
+        if self._verdict is not None:
+            return GeminiError(self._verdict)
         if self._failure is not None:
             return error
+        fact = self._fact()
         for comm in self._comms:
             try:
                 comm.core.check()
             except GeminiError:
                 told = comm.explained(error)
                 self.abort(str(error))
-                return told
+                return self._with_fact(told, fact)
         return error
+
+    def _fact(self) -> str | None:
+        """Where all ranks are, if somebody has asked."""
+        return None if self._lookout is None else self._lookout.fact()
+
+    def _with_fact(self, error: GeminiError, fact: str | None) -> GeminiError:
+        """`error`, which is about other ranks, begins with where they are, or is that they wait for each other."""
+        verdict = None if self._lookout is None else self._lookout.verdict()
+        if verdict is not None:
+            return GeminiError(verdict)
+        return error if fact is None else type(error)(f"{fact}; {error}")
 
     def failed(self, error: GeminiError) -> GeminiError:
         """`error`, of something else between these ranks, is the end of this, too; with what the others said."""
@@ -366,14 +423,18 @@ class Ranks:
 
     def _broken(self, error: GeminiError) -> GeminiError:
         """`error`, from now on the end of everything between the ranks; with what the others said."""
+        if self._verdict is not None:
+            return GeminiError(self._verdict)
         if self._failure is not None:
             return error
+        fact = self._fact()
         self._failure = type(error), str(error)
         self._notes.write("failed", self._reason or str(error))
         self._end(self._reason or str(error))
         if isinstance(error, GeminiDeviceError):
             said = self._notes.read("failed", wait=min(2.0, patience_of(self.timeout)))
             error = type(error)("; ".join([str(error), *self._notes.of_others(said)]))
+            error = self._with_fact(error, fact)
             self._failure = type(error), str(error)
         return error
 
@@ -463,6 +524,8 @@ class Ranks:
     def close(self) -> None:
         """Ends it on this rank; after the engine that uses it. Idempotent."""
         _open.discard(self)
+        if self._lookout is not None:
+            self._lookout.stop()
         if self._pid != os.getpid():
             return
         self._settle = None
@@ -592,6 +655,19 @@ def by_value(said: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     return ", ".join(f"{text[:300]} on {ranks_text(found)}" for text, found in by_text.items())
 
 
+def _explain(text: str) -> str | None:
+    """A failure of the core: that two ranks wait for each other, if it is that."""
+    for ranks in list(_open):
+        if ranks._verdict is not None and ranks._verdict[:100] in text:
+            return ranks._verdict
+        if ranks._lookout is not None and ranks._comms and _GONE in text:
+            verdict = ranks._lookout.verdict()
+            if verdict is not None:
+                return verdict
+    return None
+
+
+_C.explain_by(_explain)
 _LAST_SECONDS = 10.0  # of an end without an error, for what is issued
 
 
@@ -610,3 +686,5 @@ def _leave() -> None:
                 while ranks._is_under_way() and time.monotonic() < end:
                     time.sleep(0.001)
                 ranks.abort(f"its process ended{reason}, with the engine open")
+                if ranks._lookout is not None:
+                    ranks._lookout.stop()

@@ -284,7 +284,7 @@ def _is_simulated(about: Mapping[str, Any]) -> bool:
 
 def _device(about: Mapping[str, Any]) -> str:
     """On the CPU its cores do the copies and updates, too, and no time there is that of a GPU."""
-    return "cpu (a simulated device in host memory)" if _is_simulated(about) else about["device"]
+    return "cpu (simulated device)" if _is_simulated(about) else about["device"]
 
 
 def _is_rough(stats: Mapping[str, Any]) -> bool:
