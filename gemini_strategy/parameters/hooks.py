@@ -38,6 +38,7 @@ from gemini_strategy._torch import detect_fake_mode, get_proxy_mode, tree_map
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.roots import roots
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -291,8 +292,14 @@ class _UnitCall(_C.UnitCall):
         return type(None), ()
 
 
+def root_forwards(engine: Runtime) -> list[RootForward]:
+    """Puts one in the place of each root's `forward`."""
+    forms = engine.settings.convert_inputs, engine.settings.force_outputs_fp32
+    return [RootForward(engine, root, *forms) for root in roots(engine.model)]
+
+
 class RootForward:
-    """The model's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
+    """A root's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
 
     An instance attribute over the class's method, not hooks: torch runs no hook when KeyboardInterrupt
     passes, and autocast must not stay on.
