@@ -172,8 +172,8 @@ class FabricStrategy(EngineStrategy):
             raise RuntimeError(
                 "strategy='gemini': fabric.setup_optimizers(optimizer) needs an optimizer over parameters of one model"
                 " that is set up. Set up the model first, model = fabric.setup_module(model), or both together, model,"
-                " optimizer = fabric.setup(model, optimizer). Where one optimizer trains several models, make them parts"
-                " of one module, whose forward calls them, and set up that."
+                " optimizer = fabric.setup(model, optimizer). Where one optimizer trains several, make them parts of"
+                " one module, whose forward calls them, and set up that."
             )
         engine = engines.pop()
         if engine.optimizer is not None:
