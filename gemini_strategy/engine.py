@@ -446,7 +446,7 @@ class Engine(Uncopied):
         if dtype not in allowed:
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(str, allowed))}")
         most = parse_bytes(max_shard_size, name="max_shard_size")
-        if module is None and roots(self.model) != [self.model]:
+        if module is None and len(roots(self.model)) > 1:
             raise GeminiError(
                 f"engine.save_pretrained: a folder has one model, and this engine has {title(self.model)}: call it for "
                 "each of them, with module="

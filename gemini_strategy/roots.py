@@ -35,9 +35,9 @@ def joined(model: Any) -> nn.Module:
 
 
 def roots(model: nn.Module) -> list[nn.Module]:
-    """The model; of one that has no forward, and so is never called, the parts that have one, and parameters.
+    """The model; of an nn.ModuleList or nn.ModuleDict, which is never called, those of what it holds.
 
-    A part of another root is none, however it is called.
+    What has no parameters is none (a loss, a metric), nor is a part of another root.
     """
     found = list(_found(model))
     inner = {id(part) for root in found for part in root.modules() if part is not root}
@@ -45,7 +45,8 @@ def roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _found(model: nn.Module) -> Iterator[nn.Module]:
-    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+    is_holder = isinstance(model, nn.ModuleList | nn.ModuleDict)
+    if not is_holder or type(model).forward is not nn.Module.forward:
         yield model
         return
     for part in model.children():

@@ -29,8 +29,8 @@ from gemini_strategy.precision import Precision
 from gemini_strategy.roots import roots, title
 from gemini_strategy.state import model_state_dict
 
-# The engines that this layer has made in this process.
-_made: weakref.WeakSet[Engine] = weakref.WeakSet()
+# The engines that this layer has made in this process, and of how many models each. Models would keep theirs alive.
+_made: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
 _n_made = 0
 
 
@@ -82,7 +82,7 @@ class Engines:
                     f"{type(model).__name__} is managed already, without this {type(optimizer).__name__}: give the "
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
                 )
-        others = [root for engine in engines for root in roots(engine.model) if root not in found]
+        others = [model for engine in engines for model in _models(engine) if model not in found]
         for engine in engines:
             if engine.optimizer not in (None, optimizer):
                 states = engine.optimizer.state.values()
@@ -108,12 +108,12 @@ class Engines:
             if precision is None or _computes_in(engine, Precision(precision).dtype):
                 return engine
             close_for_another(engine, with_states=True)
-        models = [model] if engine is None else roots(engine.model)
+        models = [model] if engine is None else _models(engine)
         return self._manage(models, None, precision or self.precision)
 
     def _found(self, model: nn.Module) -> Engine | None:
         engine = engine_of(model)
-        if engine is not None and model not in roots(engine.model):
+        if engine is not None and model not in (engine.model, *roots(engine.model)):
             raise GeminiError(
                 f"{type(model).__name__} has parameters that an engine of {title(engine.model)} manages: "
                 "close() it first, or prepare the model that is managed"
@@ -138,7 +138,7 @@ class Engines:
                 force_outputs_fp32=is_mixed,
                 **arguments,
             )
-        _made.add(engine)
+        _made[engine] = len(models)
         _n_made += 1
         return engine
 
@@ -196,6 +196,11 @@ class ZeroGrad:
 
     def __reduce__(self) -> Any:
         return getattr, (self._model, "zero_grad")
+
+
+def _models(engine: Engine) -> list[nn.Module]:
+    """What it was made of."""
+    return list(engine.model) if _made.get(engine, 1) > 1 else [engine.model]
 
 
 def models_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
@@ -279,7 +284,7 @@ def masters_of(model: nn.Module, rank0_only: bool) -> dict[str, Any] | None:
     engine = engine_of(model)
     if engine is None:
         return None
-    if model in roots(engine.model):
+    if model in (engine.model, *roots(engine.model)):
         root = 0 if rank0_only else None
         return model_state_dict(engine._runtime, True, root, module=model)
     state = dict(model.state_dict())

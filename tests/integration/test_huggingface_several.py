@@ -240,3 +240,16 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
     text.zero_grad()
     assert all(p.grad is None for p in text.parameters())
     assert any(p.grad is not None for p in unet.parameters())
+
+
+def test_a_list_of_layers_is_one_model() -> None:
+    accelerator = make(mixed_precision="bf16")
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    accelerator.prepare(layers)
+    optimizer = accelerator.prepare(pieces(layers)[0])
+    before = accelerator.get_state_dict(layers)
+    assert list(before) == list(layers.state_dict())
+    accelerator.backward(layers[1](layers[0](torch.ones(2, 8))).square().mean())
+    optimizer.step()
+    assert not torch.equal(accelerator.get_state_dict(layers)["0.weight"], before["0.weight"])
+    assert gs.engine_of(layers).model is layers

@@ -449,6 +449,16 @@ def test_each_forward_converts_its_inputs() -> None:
         engine.close()
 
 
+def test_what_is_no_root_is_left_alone() -> None:
+    unet, text = Unet(), Text()
+    loss = nn.MSELoss()
+    engine = gs.manage([unet, loss, unet.head, text], precision="bf16-true", device="cpu")
+    assert [root.model for root in engine._runtime.roots] == [unet, text]
+    assert loss(torch.ones(2), torch.zeros(2)).dtype is torch.float32
+    assert gs.engine_of(unet.head) is engine
+    engine.close()
+
+
 def test_a_copy_of_one_is_an_ordinary_model() -> None:
     run = trained()
     text = run.model[1]
