@@ -76,8 +76,8 @@ class Engines:
         for engine in engines:
             if engine.optimizer is optimizer and _is_complete(engine, models):
                 return engine
-        for model, engine in found.items():
-            if engine is not None and engine not in _made:
+        for model, own in found.items():
+            if own is not None and own not in _made:
                 raise GeminiError(
                     f"{type(model).__name__} is managed already, without this {type(optimizer).__name__}: give the "
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
@@ -200,7 +200,7 @@ class ZeroGrad:
 
 def _models(engine: Engine) -> list[nn.Module]:
     """What it was made of."""
-    return list(engine.model) if _made.get(engine, 1) > 1 else [engine.model]
+    return [*engine.model.children()] if _made.get(engine, 1) > 1 else [engine.model]
 
 
 def models_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
