@@ -283,7 +283,8 @@ def give_back(
     absent.nets.discard(getattr(engine, "net", None))
     for unit in reversed(engine.units):  # a module may be two, one around the other
         unit.remove()
-    engine.root.remove()
+    for root in engine.roots:
+        root.remove()
     for handle in engine.handles:
         handle.remove()
     for slot, value in values.items():

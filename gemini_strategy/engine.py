@@ -29,6 +29,7 @@ from gemini_strategy.parameters import gate, masters, order, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import chunks, tables
 from gemini_strategy.report import timeline as timelines
+from gemini_strategy.roots import roots, title
 from gemini_strategy.runtime import Runtime, Uncopied
 from gemini_strategy.sizes import parse_bytes
 
@@ -37,7 +38,7 @@ class Engine(Uncopied):
     """The engine of one managed model; made by `manage()`.
 
     Attributes:
-        model: the model, in place.
+        model: the model, in place; of several an nn.ModuleList of them.
         optimizer: the optimizer that was taken over, or None.
         device: where the model computes.
         precision: the precision's name, or None.
@@ -432,7 +433,7 @@ class Engine(Uncopied):
                 trained parameters are their fp32 masters and frozen ones are as they are. config.json says which dtype
                 that is. Buffers are as they are.
             max_shard_size: of one file; a larger tensor has a file of its own.
-            module: a module of the model, to save it alone; None: the model.
+            module: a module of the model, to save it alone; None: the model. Of several models one.
 
         Returns:
             The folder.
@@ -445,6 +446,11 @@ class Engine(Uncopied):
         if dtype not in allowed:
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(str, allowed))}")
         most = parse_bytes(max_shard_size, name="max_shard_size")
+        if module is None and len(roots(self.model)) > 1:
+            raise GeminiError(
+                f"engine.save_pretrained: a folder has one model, and this engine has {title(self.model)}: call it for "
+                "each of them, with module="
+            )
         module = self.model if module is None else module
         if not any(module is each for each in self.model.modules()):
             raise ValueError(f"module={type(module).__name__} is no module of the managed model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LossScaler, Precision
 from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.roots import joined
 from gemini_strategy.runtime import Runtime
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import (
@@ -58,7 +59,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 @suggesting
 def manage(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     weights: Weights | None = None,
@@ -110,12 +111,15 @@ def manage(
         model: a built model; its parameters may be on the CPU, on `device` or on the meta device. Those on
             the meta device keep their identity, so that the optimizer may be made before, and get their
             values straight in their chunks: from `weights`, else from their modules' own initial values
-            (reset_parameters, or transformers' _init_weights), module after module on the CPU.
+            (reset_parameters, or transformers' _init_weights), module after module on the CPU. Or a list of models
+            that one optimizer trains: they stay apart, are called in any order, and have one budget and one plan;
+            `engine.model` is an nn.ModuleList of them, and "1.layer.weight" a parameter of the second.
         optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
             model; None for inference, or for torch's own optimizers: parameters then keep torch's own `.grad`, of
             several ranks the mean.
         weights: a safetensors file, its index, or a Hugging Face folder whose values the model takes, as
-            load_state_dict would give them; or such paths by the name of the submodule that each is of.
+            load_state_dict would give them; or such paths by the name of the submodule that each is of: of several
+            models "0", "1".
         missing: a parameter on the meta device may have no name in the weights. "refuse" refuses it by name;
             "init" gives it its module's own initial values. Buffers that are never saved are always made anew.
         device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
@@ -170,8 +174,7 @@ def manage(
     ranks = Ranks(mesh, timeout, is_sharded=enable_distributed_storage)
     original = None
     try:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        model = joined(model)
         check_management("manage", given)
         if absent.nets:
             gc.collect()  # a model that nobody has any more is a cycle with its engine, and keeps its homes

@@ -29,7 +29,7 @@ from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import clip_coefficient, hyperparameters, mode
 from gemini_strategy.parameters import absent, foreign, order, stand_in
-from gemini_strategy.parameters.hooks import RootForward, SavedTensorNet
+from gemini_strategy.parameters.hooks import SavedTensorNet, root_forwards
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.sharing import check_sharing
@@ -38,6 +38,7 @@ from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.report.progress import progress
 from gemini_strategy.report.reporting import STATS, Reporting
+from gemini_strategy.roots import title
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import StepInBackward
 from gemini_strategy.weights.loading import Loading
@@ -97,8 +98,7 @@ class Runtime(Uncopied, Reporting):
         super().__init__(settings.device)
         self.ranks = ranks
         self.written = agreement.Written(ranks)
-        self.model = model
-        self.optimizer = optimizer
+        self.model, self.optimizer = model, optimizer
         self.device = settings.device
         self.precision = settings.precision.name
         self.precision_plan = settings.precision
@@ -144,7 +144,7 @@ class Runtime(Uncopied, Reporting):
             self.units, self.handles = registration.attach(loading, original, done)
         self.handles += state.install(self, model)
         self.net = SavedTensorNet(self, self.slots)
-        self.root = RootForward(self, model, settings.convert_inputs, settings.force_outputs_fp32)
+        self.roots = root_forwards(self)
         if optimizer is not None:
             managed.install(self, optimizer)
             self.watch_first_step()
@@ -191,7 +191,7 @@ class Runtime(Uncopied, Reporting):
             self.ranks.settles_by(self.core.settle)
         agreement.check_layout(self)
         budget = -1 if settings.policy == "cuda" else settings.device_budget
-        name, trains = type(self.model).__name__, self.optimizer is not None
+        name, trains = title(self.model), self.optimizer is not None
         self.memory.join(self.core, name, budget, registration.floor_bytes(), trains)
         if budget >= 0:
             held = self.core.stats()["device_bytes"]  # where everything fits it is there already

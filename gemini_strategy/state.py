@@ -29,14 +29,18 @@ def install(engine: Runtime, model: nn.Module) -> list[Any]:
 
 
 def model_state_dict(
-    engine: Runtime, masters: bool, root: int | None, for_file: bool = False
+    engine: Runtime,
+    masters: bool,
+    root: int | None,
+    for_file: bool = False,
+    module: nn.Module | None = None,
 ) -> dict[str, Any]:
     """See Engine.model_state_dict; root: the rank that gets it, the others get nothing; None: all.
 
-    `for_file`: masters come as stand_in.master gives them.
+    `for_file`: masters come as stand_in.master gives them. `module`: one of several models.
     """
     copies: dict[int, torch.Tensor] = {}
-    result = engine.model.state_dict(keep_vars=True)
+    result = (engine.model if module is None else module).state_dict(keep_vars=True)
     is_mine = root is None or root == engine.ranks.rank
     for key, value in result.items():
         slot = getattr(value, "_gm_slot", None)

@@ -29,6 +29,7 @@ from gemini_strategy.estimates.step import RecordedPass, StepFunction, record
 from gemini_strategy.memory.budget import DRIVER_RESERVE
 from gemini_strategy.precision import Precision
 from gemini_strategy.report.verdict import Verdict, verdict
+from gemini_strategy.roots import joined, title
 from gemini_strategy.settings import Settings
 from gemini_strategy.sizes import (
     ChunkSizes,
@@ -358,7 +359,7 @@ def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) ->
     paper, recorded = forecaster.paper, forecaster.recorded
     slots = paper.registration.slots
     base = Estimate(
-        model=type(paper.model).__name__,
+        model=title(paper.model),
         parameters=sum(slot.parameter.numel() for slot in slots),
         trained=sum(slot.parameter.numel() for slot in slots if slot.has_moments),
         machine=forecaster.machine,
@@ -406,7 +407,7 @@ def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) ->
 
 @suggesting
 def estimate(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     inputs: Any,
     *,
     optimizer: torch.optim.Optimizer | None = None,
@@ -433,7 +434,8 @@ def estimate(
     measured figures are taken, and, without measured rates, the machine.
 
     Args:
-        model: on any device, the meta device best; it is as before afterwards.
+        model: on any device, the meta device best; it is as before afterwards. Or a list of models, as for manage(),
+            of which step_fn gets an nn.ModuleList.
         inputs: of the model, as (meta) tensors: one, a list of arguments, or a dict of them. Values do not count.
         optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.
         step_fn: (model, inputs) -> the loss, or None if it runs the backward itself. None: the model's own loss.
@@ -454,8 +456,7 @@ def estimate(
         GeminiError: manage() would refuse the model, or its forward asks for values of tensors.
     """
     given = dict(locals())
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = joined(model)
     arguments = Arguments("estimate", given)
     arguments.check_choice("device", ("cuda", "cpu"))
     arguments.check_count("micro_batches")

@@ -34,6 +34,7 @@ from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.slot import FORMATS
 from gemini_strategy.precision import Precision
 from gemini_strategy.report.tables import count_tokens
+from gemini_strategy.roots import roots, title
 
 _KIND = _C.RECORDED
 _IN_BACKWARD, _GRAD = 1, 2  # GM_ENTER_*
@@ -75,6 +76,8 @@ class RecordedPass:
 
 def loss_of(model: nn.Module, inputs: Any) -> Any:
     """A model's own loss (`output.loss`, `output["loss"]`), else the mean of the squares of its output."""
+    if roots(model) != [model]:
+        raise GeminiError(f"{title(model)} has no forward: give step_fn, which returns the loss")
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     else:
@@ -351,10 +354,16 @@ def record(
 
 
 @contextlib.contextmanager
-def _root_forward(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, the model's forward converts its inputs and has autocast, and the loss around it has neither, as under
+def _root_forwards(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, a root's forward converts its inputs and has autocast, and the loss around it has neither, as under
     manage()."""
-    forward = model.forward
+    with contextlib.ExitStack() as stack:
+        for root in roots(model):
+            stack.enter_context(calling(root, _as_managed(root.forward, precision)))
+        yield
+
+
+def _as_managed(forward: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
 
     @functools.wraps(forward, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -362,15 +371,14 @@ def _root_forward(model: nn.Module, precision: Precision) -> Iterator[None]:
         with precision.forward_context("cpu"):
             return forward(*args, **kwargs)
 
-    with calling(model, called):
-        yield
+    return called
 
 
 def _run(
     model: nn.Module, inputs: Any, precision: Precision, step_fn: StepFunction, converts: bool
 ) -> None:
     try:
-        with _root_forward(model, precision) if converts else contextlib.nullcontext():
+        with _root_forwards(model, precision) if converts else contextlib.nullcontext():
             loss = step_fn(model, inputs)
             if loss is not None:
                 loss.backward()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini_strategy import Engine, GeminiError, engine_of
-from gemini_strategy.huggingface.engines import Engines, is_replaced, masters_of, model_of
+from gemini_strategy.huggingface.engines import Engines, is_replaced, masters_of, models_of
 from gemini_strategy.huggingface.plugin import GeminiPlugin, current
 from gemini_strategy.huggingface.refusals import check_accelerator, check_plugins
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
@@ -111,7 +111,7 @@ class GeminiAccelerator(Accelerator):
     # ---- models and optimizers ----
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """accelerate's; models are managed, each with the optimizer over its parameters."""
+        """accelerate's; models are managed, each with the optimizer over its parameters, or several with one."""
         models = [each for each in args if isinstance(each, nn.Module)]
         known = [*models, *(model for model in self._models if model not in models)]
         wrapped: dict[int, Any] = {}
@@ -151,10 +151,10 @@ class GeminiAccelerator(Accelerator):
         optimizer = given
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        model = model_of(optimizer, models)
-        engine = self._engines.train(model, optimizer)
-        # For accelerate's own prepare_model: nothing is left to do.
-        model._is_accelerate_prepared = True
+        trained = models_of(optimizer, models)
+        engine = self._engines.train(trained, optimizer)
+        for model in trained:  # for accelerate's own prepare_model: nothing is left to do
+            model._is_accelerate_prepared = True
         if engine.scaler is not None:
             self.scaler = engine.scaler  # save_state and load_state know it
         is_ours = isinstance(given, GeminiOptimizer) and given.optimizer is optimizer
@@ -188,7 +188,7 @@ class GeminiAccelerator(Accelerator):
     # ---- a step ----
 
     def _trained(self) -> list[Engine]:
-        engines = (engine_of(model) for model in self._models)
+        engines = dict.fromkeys(engine_of(model) for model in self._models)
         return [engine for engine in engines if engine is not None and engine.optimizer is not None]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -228,14 +228,14 @@ class GeminiAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clips all gradients of one model by their common norm, in the next step.
+        """Clips all gradients that one optimizer steps by their common norm, in the next step.
 
         Returns:
             The norm before clipping, a 0-dim fp32 tensor on the engine's device.
 
         Raises:
-            GeminiError: these are not all the parameters that the optimizer of one model has; or it is called between
-                the micro-batches of a step.
+            GeminiError: these are not all the parameters that one optimizer has; or it is called between the
+                micro-batches of a step.
         """
         given = _listed(parameters)
         engine = self._engines.clipped(given, "clip_grad_norm_")
@@ -252,7 +252,7 @@ class GeminiAccelerator(Accelerator):
         return engine.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamps every element of all gradients of one model, now. Raises as clip_grad_norm_ does."""
+        """Clamps every element of all gradients that one optimizer steps, now. Raises as clip_grad_norm_ does."""
         given = _listed(parameters)
         engine = self._engines.clipped(given, "clip_grad_value_")
         if engine is None:

@@ -2,7 +2,8 @@
 
 Invariants
     1. A model has at most one open engine, with one optimizer or none; a new one begins with exactly the values that
-       the last one held, masters included, and with the dtypes that the model came in.
+       the last one held, masters included, and with the dtypes that the model came in. Models that one optimizer trains
+       have one together; a model that was in another's engine, and is not in the new one, gets its own.
     2. An engine that somebody else made is used if it has the optimizer that is asked for, and refused otherwise.
 """
 
@@ -26,9 +27,11 @@ from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
 from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.precision import Precision
+from gemini_strategy.roots import roots, title
+from gemini_strategy.state import model_state_dict
 
-# The engines that this layer has made in this process.
-_made: weakref.WeakSet[Engine] = weakref.WeakSet()
+# The engines that this layer has made in this process, and of how many models each. Models would keep theirs alive.
+_made: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -49,35 +52,43 @@ class Engines:
     scaling: dict[str, Any]
     compiling: dict[str, Any] | None
 
-    def train(self, model: nn.Module, optimizer: Optimizer) -> Engine:
-        """The engine that trains `model` with `optimizer`; see the invariants.
+    def train(self, models: list[nn.Module], optimizer: Optimizer) -> Engine:
+        """The engine that trains all of `models` with `optimizer`; see the invariants.
 
         Raises:
-            GeminiError: the model or the optimizer cannot be managed, by name.
+            GeminiError: a model or the optimizer cannot be managed, by name.
         """
-        check_model(model)
+        for model in models:
+            check_model(model)
         if optimizer.__dict__.get("_gm_replaced") and not optimizer.state:
             raise GeminiError(
                 f"this {type(optimizer).__name__} has lost its moments: another one of the same model was prepared "
                 "after it had stepped. Prepare a new one (trainer.optimizer = None makes a Trainer do so), or keep its "
                 "state_dict() before and load that into it"
             )
-        engine = self._found(model)
-        if engine is not None:
-            if engine.optimizer is optimizer and _is_complete(engine, model):
+        found = {model: self._found(model) for model in models}
+        engines = [engine for engine in dict.fromkeys(found.values()) if engine is not None]
+        for engine in engines:
+            if engine.optimizer is optimizer and _is_complete(engine, models):
                 return engine
-            if engine not in _made:
+        for model, own in found.items():
+            if own is not None and own not in _made:
                 raise GeminiError(
                     f"{type(model).__name__} is managed already, without this {type(optimizer).__name__}: give the "
                     "model to the Accelerator or the Trainer before gemini_strategy.manage(), or close() its engine"
                 )
+        others = [model for engine in engines for model in _models(engine) if model not in found]
+        for engine in engines:
             if engine.optimizer not in (None, optimizer):
                 states = engine.optimizer.state.values()
                 engine.optimizer._gm_replaced = any("exp_avg" in each for each in states)
             close_for_another(engine, with_states=engine.optimizer is optimizer)
-        engine = self._manage(model, optimizer, self.precision)
+        engine = self._manage(models, optimizer, self.precision)
         optimizer.__dict__.pop("_gm_replaced", None)
-        model.zero_grad = ZeroGrad(model)  # type: ignore[method-assign]
+        for model in models if len(models) == 1 else ():
+            model.zero_grad = ZeroGrad(model)  # type: ignore[method-assign]
+        for model in others:
+            self.evaluate(model)
         return engine
 
     def evaluate(self, model: nn.Module, precision: str | None = None) -> Engine:
@@ -92,27 +103,28 @@ class Engines:
             if precision is None or _computes_in(engine, Precision(precision).dtype):
                 return engine
             close_for_another(engine, with_states=True)
-        return self._manage(model, None, precision or self.precision)
+        models = [model] if engine is None else _models(engine)
+        return self._manage(models, None, precision or self.precision)
 
     def _found(self, model: nn.Module) -> Engine | None:
         engine = engine_of(model)
-        if engine is not None and engine.model is not model:
+        if engine is not None and model not in (engine.model, *roots(engine.model)):
             raise GeminiError(
-                f"{type(model).__name__} has parameters that an engine of {type(engine.model).__name__} manages: "
+                f"{type(model).__name__} has parameters that an engine of {title(engine.model)} manages: "
                 "close() it first, or prepare the model that is managed"
             )
         return engine
 
     def _manage(
-        self, model: nn.Module, optimizer: Optimizer | None, precision: str | None
+        self, models: list[nn.Module], optimizer: Optimizer | None, precision: str | None
     ) -> Engine:
-        if self.compiling is not None:
+        for model in models if self.compiling is not None else ():
             compile_layers(model, self.compiling)
         arguments = {**self.plugin.arguments(), **self.scaling}
         is_mixed = precision is not None and precision.endswith("-mixed")
-        with _dropping_lows(model):
+        with _dropping_lows(models):
             engine = manage(
-                model,
+                models[0] if len(models) == 1 else models,
                 optimizer,
                 device=self.device,
                 precision=precision,
@@ -125,7 +137,7 @@ class Engines:
             "unfreeze it before trainer.train() or accelerator.prepare() (of a TrainerCallback on_init_end is early "
             "enough, on_train_begin is not)"
         )
-        _made.add(engine)
+        _made[engine] = len(models)
         return engine
 
     # ---- gradients ----
@@ -144,7 +156,7 @@ class Engines:
         if len(engines) > 1:
             raise GeminiError(
                 f"accelerator.{call}: the parameters are of {len(engines)} models that are trained apart: clip those "
-                "of each model by themselves"
+                "of each model by themselves, or give both to one optimizer"
             )
         engine: Engine = engines.pop()
         groups = engine.optimizer.param_groups if engine.optimizer is not None else ()
@@ -153,8 +165,9 @@ class Engines:
         if ids != trained:
             raise GeminiError(
                 f"accelerator.{call} was given {len(ids)} trainable parameters, and the optimizer of "
-                f"{type(engine.model).__name__} has {len(trained)}, {len(ids & trained)} of them: Gemini clips all "
-                "gradients of a model together. Give model.parameters(), and all that is trainable to the optimizer"
+                f"{title(engine.model)} has {len(trained)}, {len(ids & trained)} of them: Gemini clips all gradients "
+                "of a model together, and those of models that share an optimizer. Give model.parameters() (of each), "
+                "and all that is trainable to the optimizer"
             )
         return engine
 
@@ -183,31 +196,39 @@ class ZeroGrad(Attached):
         return getattr, (self._model, "zero_grad")
 
 
-def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module:
-    """The model that has all of an optimizer's parameters.
+def _models(engine: Engine) -> list[nn.Module]:
+    """What it was made of."""
+    return [*engine.model.children()] if _made.get(engine, 1) > 1 else [engine.model]
+
+
+def models_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
+    """The models that have an optimizer's parameters, in their order; no part of another is one.
 
     Raises:
-        GeminiError: there is none.
+        GeminiError: there is none, or some parameters are in none.
     """
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for model in models:
-        if wanted and wanted <= {id(p) for p in model.parameters()}:
-            return model
+    known = list(models)
+    inner = {part for model in known for part in model.modules() if part is not model}
+    wanted = {p for group in optimizer.param_groups for p in group["params"]}
+    own = {model: wanted.intersection(model.parameters()) for model in known if model not in inner}
+    lacking = wanted.difference(*own.values())
+    if wanted and not lacking:
+        return [model for model, found in own.items() if found]
+    some = f"{len(lacking)} of the {len(wanted)}" if len(lacking) < len(wanted) else "the"
     raise GeminiError(
-        f"no model that was given to accelerator.prepare() has all the parameters of this {type(optimizer).__name__}: "
-        "prepare the model with its optimizer, model, optimizer = accelerator.prepare(model, optimizer); an optimizer "
-        "trains one model"
+        f"no model that was given to accelerator.prepare() has {some} parameters of this {type(optimizer).__name__}: "
+        "prepare the models with their optimizer, model, optimizer = accelerator.prepare(model, optimizer)"
     )
 
 
 @contextlib.contextmanager
-def _dropping_lows(model: nn.Module) -> Iterator[None]:
+def _dropping_lows(models: list[nn.Module]) -> Iterator[None]:
     """What a manage() that fails inside has left of the masters before is dropped: other weights may be loaded until
     the next."""
     try:
         yield
     except BaseException:
-        for parameter in model.parameters():
+        for parameter in (p for model in models for p in model.parameters()):
             parameter.__dict__.pop("_gm_low", None)
         raise
 
@@ -217,9 +238,9 @@ def is_replaced(optimizer: Optimizer) -> bool:
     return "_gm_replaced" in optimizer.__dict__
 
 
-def _is_complete(engine: Engine, model: nn.Module) -> bool:
+def _is_complete(engine: Engine, models: list[nn.Module]) -> bool:
     """Whether the engine has every parameter, with a place for the gradient of each that is trained."""
-    for parameter in model.parameters():
+    for parameter in (p for model in models for p in model.parameters()):
         slot = getattr(parameter, "_gm_slot", None)
         if slot is None or slot.engine.engine is not engine:
             return False
@@ -252,8 +273,9 @@ def masters_of(model: nn.Module, rank0_only: bool) -> dict[str, Any] | None:
     engine = engine_of(model)
     if engine is None:
         return None
-    if engine.model is model:
-        return engine.model_state_dict(rank0_only=rank0_only)
+    if model in (engine.model, *roots(engine.model)):
+        root = 0 if rank0_only else None
+        return model_state_dict(engine._runtime, True, root, module=model)
     state = dict(model.state_dict())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         slot = getattr(parameter, "_gm_slot", None)

@@ -33,6 +33,7 @@ from gemini_strategy.lightning.engines import (
 from gemini_strategy.lightning.precision import fabric_precision_class, plugin_property
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.roots import title
 from gemini_strategy.weights.loading import Weights
 
 # The engines that a Fabric's strategy made.
@@ -171,12 +172,13 @@ class FabricStrategy(EngineStrategy):
             raise RuntimeError(
                 "strategy='gemini': fabric.setup_optimizers(optimizer) needs an optimizer over parameters of one model"
                 " that is set up. Set up the model first, model = fabric.setup_module(model), or both together, model,"
-                " optimizer = fabric.setup(model, optimizer)."
+                " optimizer = fabric.setup(model, optimizer). Where one optimizer trains several, make them parts of"
+                " one module, whose forward calls them, and set up that."
             )
         engine = engines.pop()
         if engine.optimizer is not None:
             raise self._misconfiguration(
-                f"strategy='gemini' trains a model with exactly one optimizer, and {type(engine.model).__name__} has"
+                f"strategy='gemini' trains a model with exactly one optimizer, and {title(engine.model)} has"
                 f" one: put the parameters of the new {type(optimizer).__name__} into a group of it, and set up both"
                 " with fabric.setup(model, optimizer)."
             )
@@ -187,7 +189,7 @@ class FabricStrategy(EngineStrategy):
         for engine in engines_of_parts(module):
             if engine not in _made or engine.model is not module:
                 raise gs.GeminiError(
-                    f"{type(module).__name__} has parameters that an engine of {type(engine.model).__name__} manages:"
+                    f"{type(module).__name__} has parameters that an engine of {title(engine.model)} manages:"
                     " call engine.close() first, or set up the model that is managed."
                 )
             engine.close(dtype=torch.float32)

@@ -56,8 +56,8 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
     if isinstance(optimizer, _Managed):
         name = type(optimizer).__name__
         raise GeminiError(
-            f"this {name} is managed already, with another model: make one {name} for each model, or close() that "
-            "model's engine first"
+            f"this {name} is managed already, with another model: close() that model's engine first, and where it "
+            f"trains both, manage([model, other], optimizer); or make one {name} for each model"
         )
     if type(optimizer) not in _SUPPORTED:
         raise GeminiError(
@@ -78,8 +78,9 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             if id(parameter) not in names:
                 raise GeminiError(
                     f"param group {number} has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "the model's: build the optimizer from model.parameters(); where it is the loss's own, manage one "
-                    "module that has both (nn.ModuleList), or give it another optimizer"
+                    "the model's: build the optimizer from model.parameters(); where it is another model's, or the "
+                    "loss's own, manage both, with manage([model, other], optimizer) or as parts of one module; or "
+                    "give it another optimizer"
                 )
             if quantized.is_wrapper(parameter):
                 quantized.check(names[id(parameter)], parameter)

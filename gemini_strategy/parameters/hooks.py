@@ -41,6 +41,7 @@ from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.parameters.outside import Outside
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.precision import to_fp32
+from gemini_strategy.roots import roots
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -305,8 +306,14 @@ class _UnitCall(Attached, _C.UnitCall):
         return type(None), ()
 
 
+def root_forwards(engine: Runtime) -> list[RootForward]:
+    """Puts one in the place of each root's `forward`."""
+    forms = engine.settings.convert_inputs, engine.settings.force_outputs_fp32
+    return [RootForward(engine, root, *forms) for root in roots(engine.model)]
+
+
 class RootForward(Attached):
-    """The model's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
+    """A root's `forward` while it is managed: input dtypes, autocast, and order after an interrupt.
 
     An instance attribute over the class's method, not hooks: torch runs no hook when KeyboardInterrupt
     passes, and autocast must not stay on.

@@ -23,6 +23,7 @@ import torch
 
 from gemini_strategy.report.differences import Compared, reasons
 from gemini_strategy.report.verdict import MANY, sentence, verdict
+from gemini_strategy.roots import title
 
 _NAN = float("nan")
 _STEPS = 32  # the last ones, of which figures are medians
@@ -540,7 +541,7 @@ def about(engine: Any) -> dict[str, Any]:
     settings = engine.settings
     parameters = list(engine.model.parameters())
     return {
-        "model": type(engine.model).__name__,
+        "model": title(engine.model),
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "device": str(engine.device),

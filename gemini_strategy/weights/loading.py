@@ -28,6 +28,7 @@ from gemini_strategy.parameters.original import HOOKS, Original
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.report.progress import Done, nothing
+from gemini_strategy.roots import roots, title
 from gemini_strategy.weights import unread
 from gemini_strategy.weights.files import WeightFiles
 from gemini_strategy.weights.initial_values import InitialValues
@@ -140,8 +141,8 @@ class Loading:
         if not prefix and not known.keys() & files.shapes.keys():
             inner = [name for name, part in module.named_modules() if is_transformer(part)]
             tops = [n for n in inner if not any(n.startswith(f"{other}.") for other in inner)]
-            if len(tops) == 1 and tops[0]:  # a module around one transformers model
-                self._match(tops[0], files)
+            if len(tops) == 1 and tops[0] and len(roots(module)) == 1:
+                self._match(tops[0], files)  # a module around one transformers model
                 return
         rename = renaming(module)
         own = {name: rename(name) for name in files.shapes}
@@ -160,9 +161,9 @@ class Loading:
                 taken.add(other)
         if not found and known and files.shapes:
             raise GeminiError(
-                f"none of the {len(files.shapes)} names in {files.path} is one of {type(module).__name__} (the file "
+                f"none of the {len(files.shapes)} names in {files.path} is one of {title(module)} (the file "
                 f"has {_some(files.shapes, 2)}; the model {_some(known, 2)}): if they are those of a submodule, give "
-                'weights={"name.of.the.submodule": path}'
+                'weights={"name.of.the.submodule": path}, of several models weights={"0": path, "1": other}'
             )
         wrong = []
         order = {name: number for number, name in enumerate(known)}

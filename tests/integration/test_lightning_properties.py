@@ -113,7 +113,7 @@ def test_an_optimizer_over_parameters_of_others_is_refused(tree: str) -> None:
 
     others = list(nn.Linear(2, 2).parameters())
     cls = variant(tree, configure_optimizers=configure_optimizers, others=others)
-    with pytest.raises(gs.GeminiError, match="not the model.s: .*manage one module that has both"):
+    with pytest.raises(gs.GeminiError, match="not the model.s: .*as parts of one module"):
         fit(tree, cls())
 
 
