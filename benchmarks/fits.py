@@ -8,6 +8,7 @@ micro-batches, with activation checkpointing, and clips. SYSTEM is left to the r
 """
 
 import argparse
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,12 +113,13 @@ def head() -> str:
 
 
 def table() -> str:
-    rows = []
+    made = head()
     for row in ROWS:
         built = model(row)
         cells = [cell(built, gpu, ram) for gpu, ram in MACHINES]
-        rows.append(f"| {row.what} | {' | '.join(cells)} |\n")
-    return head() + "".join(rows)
+        made += f"| {row.what} | {' | '.join(cells)} |\n"
+        print(made.splitlines()[-1], file=sys.stderr)
+    return made
 
 
 def main() -> None:
