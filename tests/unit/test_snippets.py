@@ -217,6 +217,7 @@ COMMANDS = [
 def test_every_fence_is_of_a_kind_that_is_known() -> None:
     text = "".join(page.read_text() for page in PAGES)
     assert text.count("\n```") == 2 * len(FENCES)
+    assert "<!-- needs" not in text  # a reader would not see it
     assert len(re.findall(r"^(?:  )?# given: ", text, re.MULTILINE)) == sum(
         fence.text.count("# given: ") for fence in FENCES
     )
