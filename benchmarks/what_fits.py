@@ -1,7 +1,7 @@
 """Prints README's table of what fits: models and machines, and what `gemini-strategy estimate` says of them.
 
-    python benchmarks/fits.py            prints it, after some minutes
-    python benchmarks/fits.py --write    puts it into README.md, between the two comments
+    python benchmarks/what_fits.py            prints it, after some minutes
+    python benchmarks/what_fits.py --write    puts it into README.md, between the two comments
 
 The shapes are those of the models' published config.json; no weights are read. A step has 8,192 tokens in two
 micro-batches, with activation checkpointing, and clips. SYSTEM is left to the rest of the host.
