@@ -419,8 +419,10 @@ def test_command(
         words[:1] = ["python", "-m", "gemini_strategy"]
     assert words[0] in ("python", ".venv/bin/python"), f"{fence}: no test for {command}"
     if words[1:4] == ["-m", "gemini_strategy", "run"]:
-        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        words = words[:script]  # what follows is the script's
+        values = ("--device-budget", "--host-budget", "--policy")
+        own = range(4, len(words))
+        program = next(i for i in own if words[i][0] != "-" and words[i - 1] not in values)
+        words = words[:program]  # what follows is the program's
     elif words[1] == "-m":
         assert words[2] == "pytest", f"{fence}: no test for {command}"
         assert (ROOT / words[3]).is_file(), f"{fence}: {command}"
