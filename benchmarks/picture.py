@@ -18,9 +18,6 @@ PICTURE = ROOT / "docs" / "speed.svg"
 WIDTH, HEIGHT = 880, 350
 TOP, BOTTOM = 64, 292  # of the panels, from above
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-HALO = (
-    "stroke='white' stroke-width='4' paint-order='stroke'"  # a line behind words stays behind them
-)
 OURS, OTHERS, WHOLE = "#0b7a4b", "#b4540a", "#555555"
 
 
@@ -94,15 +91,12 @@ def drawn(panel: Panel) -> list[str]:
             "stroke-width='2'/>"
         )
         side = "end" if point.is_left else "start"
-        parts.append(
-            text(
-                x + (-11 if point.is_left else 11),
-                y + point.down,
-                f"{point.label}: {100 * point.share:.0f} %",
-                12,
-                f"text-anchor='{side}' fill='{point.color}' {HALO}",
-            )
-        )
+        words = f"{point.label}: {100 * point.share:.0f} %"
+        place = x + (-11 if point.is_left else 11), y + point.down
+        for look in ("fill='white' stroke='white' stroke-width='4'", f"fill='{point.color}'"):
+            parts.append(
+                text(*place, words, 12, f"text-anchor='{side}' {look}")
+            )  # lines stay behind
     return parts
 
 
