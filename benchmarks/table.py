@@ -53,9 +53,9 @@ def latest(name: str, case: str, *names: str, **fields: Any) -> list[Run]:
 
 
 def model(run: Run) -> str:
-    tokens = run.get("tokens_per_gpu") or run["tokens_per_step"]
     per_gpu = " per GPU" if run.get("gpus", 1) > 1 else ""
-    return f"{run['parameters'] / 1e9:.2f} G parameters, {tokens:,} tokens{per_gpu}"
+    tokens = run.get("tokens_per_gpu") or run["tokens_per_step"]
+    return f"{run['parameters'] / 1e9:.1f}B parameters, {tokens:,} tokens{per_gpu}"
 
 
 def machine(run: Run) -> str:
@@ -74,10 +74,9 @@ def row(what: str, hardware: str, ours: str, other: str, ratio: str, file: str) 
     return f"| {what} | {hardware} | {ours} | {other} | {ratio} | [lines]({RESULTS / file}) |"
 
 
-def against(what: str, ours: Run, others: dict[str, Run], file: str) -> str:
-    ratio = "; ".join(f"{o['step_seconds'] / ours['step_seconds']:.2f}" for o in others.values())
-    beside = "; ".join(f"{name}: {figures(other)}" for name, other in others.items())
-    return row(what, machine(ours), figures(ours), beside, ratio, file)
+def against(what: str, ours: Run, name: str, other: Run, file: str) -> str:
+    ratio = f"{other['step_seconds'] / ours['step_seconds']:.2f}"
+    return row(what, machine(ours), figures(ours), f"{name}: {figures(other)}", ratio, file)
 
 
 def bits() -> str:
@@ -91,9 +90,9 @@ def bits() -> str:
     steps, parameters = runs[0]["steps"], runs[0]["parameters"] / 1e9
     device = everything[-1]["device"].removeprefix("NVIDIA ")
     return row(
-        f"{parameters:.2f} G parameters, {steps} steps: hashes of weights, masters, moments, losses",
+        f"{parameters:.1f}B parameters, {steps} steps, {len(managed)} budgets and policies",
         f"1 x {device}",
-        f"{len(equal)} of {len(managed)} budgets and policies equal",
+        f"{len(equal)} of {len(managed)} have every bit of weights, masters, moments and losses",
         "the same run without Gemini",
         "",
         file,
@@ -101,57 +100,53 @@ def bits() -> str:
 
 
 def table() -> str:
-    peers, offload = "offload_h100.jsonl", "offload_h200.jsonl"
-    resident, ours, torchao = latest(peers, "A", "resident", "gemini-auto", "torchao")
-    clipped, zero2 = latest(peers, "A", "gemini-auto-clip", "deepspeed-z2-clip")
-    below_resident, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
-    large_resident, large = latest(offload, "B", "resident", "gemini-auto")
-    four_gpus = "four_gpus_2026-11-26.jsonl"
+    offload, four_gpus = "offload_h200.jsonl", "four_gpus_2026-11-26.jsonl"
+    below_whole, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
+    large_whole, large = latest(offload, "B", "resident", "gemini-auto")
     fields = {"gpus": 4, "checkpointing": True, "tokens_per_gpu": 4096}
     fsdp2, four = latest(four_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", **fields)
     (more,) = latest(four_gpus, "30b", "gemini-auto@24GB")
-    state = f"the training state is {14 * more['parameters'] / 1e9:.0f} GB, four budgets 96 GB"
+    state = f"four times 24 GB are 96 GB, training takes {14 * more['parameters'] / 1e9:.0f} GB"
+    everything = "everything on the GPU"
     rows = [
-        "| what, and the budget | hardware | Gemini | beside it | speed | kept |",
+        "| model, tokens per step, GPU budget | hardware | Gemini | compared with | speed | from |",
         "|---|---|---|---|---|---|",
         bits(),
         against(
-            f"{model(ours)}, 24 GB",
-            ours,
-            {"all on the GPU": resident, "torchao, which has no masters": torchao},
-            peers,
-        ),
-        against(
-            f"{model(clipped)}, each step clipped, 24 GB",
-            clipped,
-            {"DeepSpeed ZeRO-2 offload": zero2},
-            peers,
-        ),
-        against(
-            f"{model(below)}, norm below the limit, 24 GB",
+            f"{model(below)}, clipped at a norm that is not reached, 24 GB",
             below,
-            {"all on the GPU": below_resident},
+            everything,
+            below_whole,
             offload,
         ),
-        against(f"{model(large)}, 24 GB", large, {"all on the GPU": large_resident}, offload),
+        against(f"{model(large)}, not clipped, 24 GB", large, everything, large_whole, offload),
         against(
-            f"{model(four)}, {int(four['budget']) / 1e9:.0f} GB", four, {"FSDP2": fsdp2}, four_gpus
+            f"{model(four)}, clipped, {int(four['budget']) / 1e9:.0f} GB",
+            four,
+            "FSDP2",
+            fsdp2,
+            four_gpus,
         ),
-        row(f"{model(more)}, 24 GB", machine(more), figures(more), state, "", four_gpus),
+        row(f"{model(more)}, clipped, 24 GB", machine(more), figures(more), state, "", four_gpus),
     ]
     return "\n".join(rows) + "\n"
+
+
+def put(made: str, begin: str, end: str) -> None:
+    """Into README.md, between the two comments."""
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    readme.write_text(before + begin + made + end + after)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="replace the table in README.md")
-    if not parser.parse_args().write:
+    if parser.parse_args().write:
+        put(table(), BEGIN, END)
+    else:
         print(table(), end="")
-        return
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(before + BEGIN + table() + END + after)
 
 
 if __name__ == "__main__":

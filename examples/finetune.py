@@ -36,10 +36,15 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini_strategy as gs
 from gemini_strategy.lightning import GeminiStrategy
+
+logging.disable(logging.WARNING)
+try:  # it loads torchao where that is installed, which warns of parts for other GPUs that nothing here uses
+    from transformers import LlamaConfig, LlamaForCausalLM
+finally:
+    logging.disable(logging.NOTSET)
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 BYTES_PER_PARAMETER = 12  # in each of them: weight and remainder 4, Adam's moments 8

@@ -183,7 +183,7 @@ typedef struct hold_job {
 } hold_job;
 
 /* Makes the pages of [at, after) present, within one huge page; they stay zero.  A call for each of these: with one for a
- * whole span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20 (docs/log.md, 2026-11-24). */
+ * whole span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20 (benchmarks/log.md, 2026-11-24). */
 static int touch(char *at, char *after)
 {
     if (madvise(at, (size_t)(after - at), MADV_POPULATE_WRITE) == 0) {

@@ -3,7 +3,7 @@
  *
  * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed no range
  * may show it any more.  What tensors show, which are made only on mapped addresses, is poisoned then, and before it is
- * mapped first: so it always shows something.  Mapping is what the pool costs (docs/log.md): a piece that comes back
+ * mapped first: so it always shows something.  Mapping is what the pool costs (benchmarks/log.md): a piece that comes back
  * gets the blocks that it still shows, if it can, and a transient piece, which comes and goes within a pass, gets fresh
  * ones as long as the limit allows.
  *
