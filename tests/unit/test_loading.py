@@ -131,7 +131,7 @@ def test_bits_of_load_state_dict(precision: str | None, dtype: torch.dtype, tmp_
     other = _manage(ordinary, precision=precision, chunk_size=8192)
     _assert_same_state(engine, other)
     _assert_same_training(engine, other, CASE, precision or "32-true")
-    weights_then = engine.model_state_dict(masters=False)
+    weights_then = engine.model_state_dict()
     engine.close()
     for name, p in model.named_parameters():
         assert type(p) is nn.Parameter and id(p) in names and p.device.type == "cpu"

@@ -216,8 +216,7 @@ def _unfrozen_midway(is_managed: bool, precision: str | None) -> list[torch.Tens
     model[0].requires_grad_(False)
     kind = torch.optim.AdamW if is_managed else gs.HybridAdam
     optimizer = kind(model[2].parameters(), lr=1e-2, weight_decay=0.01)
-    if precision is None or not is_managed:
-        gs.cast_model_(model, "bf16-true")
+    gs.cast_model_(model, "bf16-true")
     how: dict[str, Any] = {"precision": precision, "device": "cpu"}
     engine = gs.manage(model, optimizer, **how) if is_managed else None
 
@@ -243,7 +242,8 @@ def _unfrozen_midway(is_managed: bool, precision: str | None) -> list[torch.Tens
     if is_managed:
         engine = gs.manage(model, optimizer, device="cpu", precision="bf16-true")
     train()
-    return list(model.state_dict().values())
+    state = model.state_dict() if engine is None else engine.model_state_dict(masters=False)
+    return list(state.values())
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", None])
