@@ -23,6 +23,7 @@ from gemini_strategy.parameters import absent
 MOST = None if os.environ.get("OPERATIONS") == "all" else 1
 GROUPS = 32
 DTYPES = (torch.float32, torch.complex64)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 UNKNOWN = ("empty", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
 
 
@@ -72,7 +73,7 @@ def _bits(value: Tensor) -> Any:
     """Plain data; NaN is equal to NaN."""
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         return str(value.layout)
-    plain = value.detach().clone().resolve_conj().resolve_neg().contiguous()
+    plain = value.detach().clone().cpu().resolve_conj().resolve_neg().contiguous()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain.dtype, plain.shape, plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -106,7 +107,7 @@ def _outcome(op: Any, sample: Any, how: str, is_absent: bool) -> Any:
     if not (roots and wanted):
         return values
     torch.manual_seed(1)
-    directions = [torch.randn(v.shape, dtype=v.dtype) for v in roots]
+    directions = [torch.randn(v.shape, dtype=v.dtype, device=v.device) for v in roots]
     try:
         grads = torch.autograd.grad(roots, wanted, directions, allow_unused=True)
     except Exception as error:
@@ -114,12 +115,12 @@ def _outcome(op: Any, sample: Any, how: str, is_absent: bool) -> Any:
     return values, [None if grad is None else _bits(grad) for grad in grads]
 
 
-def _cases(group: int) -> Iterator[tuple[str, Any, Any, str]]:
+def _cases(group: int, device: str) -> Iterator[tuple[str, Any, Any, str]]:
     for op, dtype in itertools.product(op_db[group::GROUPS], DTYPES):
-        if dtype not in op.supported_dtypes("cpu") or op.name in UNKNOWN:
+        if dtype not in op.supported_dtypes(device) or op.name in UNKNOWN:
             continue
-        has_grad = dtype in op.supported_backward_dtypes("cpu")
-        samples = op.sample_inputs("cpu", dtype, requires_grad=has_grad)
+        has_grad = dtype in op.supported_backward_dtypes(device)
+        samples = op.sample_inputs(device, dtype, requires_grad=has_grad)
         for sample in itertools.islice(samples, MOST):
             for how in AS:
                 if dtype.is_complex or how != "a view of a real one":
@@ -128,10 +129,11 @@ def _cases(group: int) -> Iterator[tuple[str, Any, Any, str]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_operations_give_the_bits_of_plain_tensors(group: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_operations_give_the_bits_of_plain_tensors(device: str, group: int) -> None:
     absent.install()
     wrong, n = [], 0
-    for name, op, sample, how in _cases(group):
+    for name, op, sample, how in _cases(group, device):
         want = _outcome(op, sample, how, is_absent=False)
         if want != _outcome(op, sample, how, is_absent=False):
             continue  # it differs from run to run

@@ -22,24 +22,33 @@ from helpers.ranks import run_ranks, values
 
 EVERY = 1 if os.environ.get("ASSIGNED") == "all" else 41  # of the programs of three operations
 SLICES = 8
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Program:
     """A model of two weights `a` and `b`, a tensor `q` that may be assigned, and a state dict."""
 
-    def __init__(self, is_managed: bool) -> None:
+    def __init__(self, device: str, is_managed: bool) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.device = device
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device)
         self.a, self.b = self.model[0].weight, self.model[2].weight
-        self.x = torch.randn(5, 3)
-        self.q, self.z = torch.full((3, 3), 0.1), torch.full((3, 3), 0.4)
+        self.x = torch.randn(5, 3).to(device)
+        self.q, self.z = self.full(0.1), self.full(0.4)
         self.optimizer = gs.HybridAdam(self.model.parameters(), lr=1e-2)
         self.engine = None
         if is_managed:
             self.engine = gs.manage(
-                self.model, self.optimizer, device_budget="1MB", device="cpu", precision="32-true"
+                self.model,
+                self.optimizer,
+                device_budget="1MB" if device == "cpu" else None,
+                device=device,
+                precision="32-true",
             )
         self.state = self.model.state_dict()
+
+    def full(self, value: float) -> Tensor:
+        return torch.full((3, 3), value, device=self.device)
 
     def backward(self) -> None:
         self.model(self.x).square().sum().backward()
@@ -78,7 +87,7 @@ ACTS: dict[str, Callable[[Program], Any]] = {
     "q *=": lambda p: p.q.mul_(0.5),
     "q.data *=": lambda p: p.q.data.mul_(0.5),
     "q.numpy() *=": lambda p: p.q.numpy().__imul__(2.0),
-    "q = another": lambda p: setattr(p, "q", torch.full((3, 3), 0.2)),
+    "q = another": lambda p: setattr(p, "q", p.full(0.2)),
     "data = q": lambda p: setattr(p.a, "data", p.q),
     "data = clone": lambda p: setattr(p.a, "data", p.q.clone()),
     "data = data": lambda p: setattr(p.a, "data", p.a.data),
@@ -92,8 +101,10 @@ ACTS: dict[str, Callable[[Program], Any]] = {
 }
 
 
-def _outcome(acts: tuple[str, ...], is_managed: bool) -> list[Tensor | None] | Exception:
-    program = Program(is_managed)
+def _outcome(
+    acts: tuple[str, ...], device: str, is_managed: bool
+) -> list[Tensor | None] | Exception:
+    program = Program(device, is_managed)
     try:
         for act in ("backward", "step", *acts, "backward", "step"):
             ACTS[act](program)
@@ -109,8 +120,8 @@ def _outcome(acts: tuple[str, ...], is_managed: bool) -> list[Tensor | None] | E
                 program.engine.close()
 
 
-def _wrong(acts: tuple[str, ...]) -> str | None:
-    want, got = _outcome(acts, is_managed=False), _outcome(acts, is_managed=True)
+def _wrong(acts: tuple[str, ...], device: str) -> str | None:
+    want, got = (_outcome(acts, device, is_managed) for is_managed in (False, True))
     if isinstance(want, Exception):
         return None  # no program
     if isinstance(got, gs.GeminiError):
@@ -124,16 +135,17 @@ def _wrong(acts: tuple[str, ...]) -> str | None:
 
 
 @pytest.mark.parametrize("part", range(SLICES))
-def test_all_programs_of_two_operations(part: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_programs_of_two_operations(device: str, part: int) -> None:
     programs = list(itertools.product(ACTS, repeat=2))[part::SLICES]
-    assert [wrong for acts in programs if (wrong := _wrong(acts))] == []
+    assert [wrong for acts in programs if (wrong := _wrong(acts, device))] == []
 
 
 @pytest.mark.parametrize("part", range(SLICES))
 def test_programs_of_three_operations(part: int) -> None:
     programs = list(itertools.product(ACTS, repeat=3))[part * EVERY // SLICES :: EVERY]
     programs = programs[part::SLICES] if EVERY == 1 else programs[::SLICES]
-    assert [wrong for acts in programs if (wrong := _wrong(acts))] == []
+    assert [wrong for acts in programs if (wrong := _wrong(acts, "cpu"))] == []
 
 
 # ---- between a forward and its backward ----------------------------------------------------------
