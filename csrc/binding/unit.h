@@ -39,7 +39,8 @@ typedef struct gm_py_net gm_py_net; /* net.c */
     X(push_hooks, "push_saved_tensors_hooks") X(pop_hooks, "pop_saved_tensors_hooks")            \
     X(use_count, "storage_use_count") X(raw_stream, "current_raw_stream")                        \
     X(set_excluded, "exclude_key") X(n_modes, "n_dispatch_modes") X(is_tracing, "is_tracing")    \
-    X(without_subclasses, "DisableTorchFunctionSubclass") X(tensor_base, "TensorBase")
+    X(without_subclasses, "DisableTorchFunctionSubclass") X(tensor_base, "TensorBase")         \
+    X(execution_engine, "execution_engine")
 #define GM_TORCH_OF_TENSORS(X)                                                                   \
     X(get_data_ptr, "data_ptr") X(data, "data") X(grad, "grad") X(version, "_version")
 #define GM_TORCH_NAMES(X)                                                                        \
@@ -48,7 +49,8 @@ typedef struct gm_py_net gm_py_net; /* net.c */
     X(s_base, "_base") X(s_as_strided, "as_strided") X(s_requires_grad, "requires_grad")         \
     X(s_module, "__module__") X(s_begin, "__enter__") X(s_end, "__exit__")                       \
     X(s_locals, "f_locals") X(s_self, "self") X(s_call, "_call_impl")                            \
-    X(s_compiled_call, "_compiled_call_impl") X(s_training, "training")
+    X(s_compiled_call, "_compiled_call_impl") X(s_training, "training")                          \
+    X(s_queue_callback, "queue_callback")
 /* clang-format on */
 typedef struct gm_py_torch {
     PyObject *strided, *tensor_class, *gate_key;
@@ -89,8 +91,9 @@ int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
 int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `inside` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
- * and what may have been written is found. */
-int gm_py_slot_end_use(gm_py_slot *slot);
+ * and what may have been written is found.  Runs no Python: a signal's handler would raise in here, and the rest of a
+ * task's or a unit's end would not be. */
+int gm_py_slot_end_use(gm_py_slot *slot, gm_engine *engine, gm_stream stream);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
 int gm_py_raised(gm_status status);  /* 0 if it is GM_OK */
