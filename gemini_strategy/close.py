@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_strategy import _torch
+from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters import absent, quantized
@@ -31,7 +31,6 @@ from gemini_strategy.report.progress import progress
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-_GONE = torch.nn.Parameter(torch.empty(0))
 PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 
@@ -80,8 +79,7 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
                     values[slot] = slot.read_master() if is_fp32 else slot.read_weight()
                     done(values[slot].nbytes)
                 grads = _read_grads(engine)
-                if engine.optimizer is not None:
-                    managed.release(engine, engine.optimizer, is_fp32, with_states, done)
+                release = managed.releasing(engine, is_fp32, with_states, done)
         except GeminiError as error:
             cause = engine.core.salvage()
             if cause is None and engine.ranks.has_failed:
@@ -93,17 +91,30 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool) -> None:
             engine.ranks.abort(f"close(): {type(error).__name__}: {error}")
             raise
     if cause is not None:
-        _close_dead(engine, is_fp32, cause)
+        _C.uninterrupted(_close_dead, engine, is_fp32, cause)
+        if first is not None and not isinstance(first, GeminiError):  # which are of that cause
+            raise first
         return
-    give_back(engine, values, grads)
-    if engine.optimizer is not None:
-        managed.send_states(engine.optimizer, engine.slots)
+    _C.uninterrupted(_give_all, engine, values, grads, release)
     if first is not None:
         raise first
 
 
+def _give_all(
+    engine: Runtime,
+    values: dict[Slot, torch.Tensor],
+    grads: dict[Slot, torch.Tensor],
+    release: Callable[[], None],
+) -> None:
+    """All that close() changes; nothing has changed before."""
+    release()
+    give_back(engine, values, grads)
+    if engine.optimizer is not None:
+        managed.send_states(engine.optimizer, engine.slots)
+
+
 def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:
-    """Of the weights and moments that are given back, as _close and managed.release count them."""
+    """Of the weights and moments that are given back, as _close and managed.releasing count them."""
     n_bytes = 0
     for slot in engine.slots:
         dtype = torch.float32 if is_fp32 and slot.has_low else slot.dtype
@@ -206,7 +217,7 @@ def _sent(values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         return {slot: value.to(slot.original_device) for slot, value in values.items()}
     except torch.OutOfMemoryError as error:
         text = f"the model is on the host, since it does not fit where manage() found it: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
         for slot in values:
             slot.original_device = torch.device("cpu")
         return values
@@ -245,7 +256,7 @@ def give_back(
                 parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)
             except torch.OutOfMemoryError as error:
                 text = f"the gradient of {slot.name} is dropped, since it does not fit: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
+                warnings.warn(text, RuntimeWarning, stacklevel=5)
     for module in engine.model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and quantized.is_wrapper(parameter):
@@ -253,10 +264,3 @@ def give_back(
             elif parameter is not None:
                 for tensor in quantized.companions(module, parameter):
                     tensor.data = tensor.data.to(parameter.device)
-
-
-def forget(engine: Runtime) -> None:
-    """Nobody can call it any more: of all it has, it keeps that it is closed. What outlives it asks for that."""
-    for slot in engine.slots:
-        slot.parameter, slot.aliases = _GONE, []
-    vars(engine).clear()

@@ -56,8 +56,9 @@ gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* hos
 #define GM_PY_METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
-extern PyMethodDef gm_py_arith_methods[]; /* arith.c */
-extern PyMethodDef gm_py_host_methods[];  /* host.c */
+extern PyMethodDef gm_py_arith_methods[];  /* arith.c */
+extern PyMethodDef gm_py_host_methods[];   /* host.c */
+extern PyMethodDef gm_py_signal_methods[]; /* signals.c */
 
 /* values.c */
 

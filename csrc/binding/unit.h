@@ -112,6 +112,7 @@ int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
 int gm_py_call_init(PyObject *module);
+int gm_py_handle_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 extern PyMethodDef gm_py_gate_methods[], gm_py_grad_methods[];
