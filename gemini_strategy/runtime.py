@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -40,6 +39,7 @@ from gemini_strategy.report.progress import progress
 from gemini_strategy.report.reporting import STATS, Reporting
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import StepInBackward
+from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Loading
 from gemini_strategy.weights.transformers import adapter_parameters
 
@@ -117,7 +117,7 @@ class Runtime(Uncopied, Reporting):
         self.lent: set[Slot] = set()  # memory of them was given away: see parameters/loans.py
         # Those that have been shown: see parameters/masters.py and parameters/stand_in.py.
         self.masters: dict[Slot, torch.Tensor] = {}
-        self.stand_ins: weakref.WeakSet[stand_in.StandIn] = weakref.WeakSet()
+        self.stand_ins: WeakSet[stand_in.StandIn] = WeakSet()
         self.takes_thawed = False
         self.thawed: set[Slot] = set()
         grouped = managed.check(optimizer, model) if optimizer is not None else set()

@@ -48,8 +48,9 @@ static PyObject *called_module(const call *self)
         return module;
     }
     Py_XDECREF(module);
-    PyErr_Clear(); /* another caller */
-    return Py_NewRef(self->module);
+    /* Another caller: it has no such name, or what it has no such call. */
+    bool is_other = gm_py_without(PyExc_KeyError) == 0 || gm_py_without(PyExc_AttributeError) == 0;
+    return is_other ? Py_NewRef(self->module) : NULL;
 }
 
 static PyObject *run(const call *self, PyObject *args, PyObject *kwargs)
@@ -58,10 +59,10 @@ static PyObject *run(const call *self, PyObject *args, PyObject *kwargs)
         return PyObject_Call(self->compiled, args, kwargs);
     }
     PyObject *module = called_module(self);
-    PyObject *inner = PyObject_GetAttr(module, gm_torch.s_call);
+    PyObject *inner = module ? PyObject_GetAttr(module, gm_torch.s_call) : NULL;
     PyObject *result = inner ? PyObject_Call(inner, args, kwargs) : NULL;
     Py_XDECREF(inner);
-    Py_DECREF(module);
+    Py_XDECREF(module);
     return result;
 }
 

@@ -13,7 +13,8 @@
 PyObject *gm_py_raise(gm_status status);
 PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
-/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other; NULL: that stays. */
+/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other
+ * but an interrupt (KeyboardInterrupt, SystemExit), which gets it as its context; NULL: what pends stays. */
 PyObject *gm_py_set_aside(void);
 void gm_py_put_back(PyObject *error);
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */

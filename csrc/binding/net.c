@@ -445,14 +445,14 @@ static PyObject *net_unpack(gm_py_net *net, PyObject *object)
 
 /* ---- being on top ---- */
 
-/* The net whose method it is, or NULL. */
-static const gm_py_net *net_of(PyObject *pack)
+/* The net whose method it is, or none. */
+static int net_of(PyObject *pack, const gm_py_net **out)
 {
     PyObject *self = PyObject_GetAttrString(pack, "__self__");
-    PyErr_Clear();
     bool is_net = self && PyObject_TypeCheck(self, gm_py_net_type);
     Py_XDECREF(self); /* the method holds it */
-    return is_net ? (const gm_py_net *)self : NULL;
+    *out = is_net ? (const gm_py_net *)self : NULL;
+    return gm_py_without(PyExc_AttributeError);
 }
 
 static void release_outer(const outer *frame)
@@ -474,16 +474,19 @@ int gm_py_net_push(gm_py_net *net)
     if (top != Py_None) {
         frame.pack = PyTuple_GetItem(top, 0);
         frame.unpack = PyTuple_GetItem(top, 1);
-        if (!frame.pack || !frame.unpack) {
+        const gm_py_net *other = net;
+        int is_blind = 0;
+        if (!frame.pack || !frame.unpack ||
+            (frame.pack != net->pack && net_of(frame.pack, &other) < 0) ||
+            (!other && (is_blind = gm_py_is_checkpoint(frame.pack)) < 0)) {
             Py_DECREF(top);
             return -1;
         }
-        const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
         const outer *below = other ? gm_frames_top(&other->outers) : NULL;
         if (below) { /* nets delegate past each other: each has its units on top */
             frame = *below;
         } else {
-            frame.is_blind = gm_py_is_checkpoint(frame.pack);
+            frame.is_blind = is_blind;
         }
         Py_XINCREF(frame.pack);
         Py_XINCREF(frame.unpack);

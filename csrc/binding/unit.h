@@ -80,8 +80,9 @@ int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 /* The running node's place in its thread's order of creation; -1: outside backward. */
 int gm_py_node_key(long long *out);
-int gm_py_in_backward(void);                   /* whether a node runs on this thread: 1 or 0 */
-bool gm_py_is_checkpoint(PyObject *pack);      /* a hook of torch's checkpointing */
+int gm_py_in_backward(void);             /* whether a node runs on this thread: 1 or 0 */
+int gm_py_without(PyObject *missing);    /* a pending exception is let go if it is one of these */
+int gm_py_is_checkpoint(PyObject *pack); /* whether it is a hook of torch's checkpointing: 1 or 0 */
 int gm_py_stream(int ordinal, gm_stream *out); /* torch's current one; 0 on the host device */
 int gm_py_task(long long *out);                /* the graph task that runs */
 /* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another does. */

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +24,10 @@ from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_model
 from gemini_strategy.parameters.registration import keeping_fp32
 from gemini_strategy.precision import Precision
+from gemini_strategy.weakly import WeakSet
 
 # The engines that this layer has made in this process.
-_made: weakref.WeakSet[Engine] = weakref.WeakSet()
+_made: WeakSet[Engine] = WeakSet()
 _n_made = 0
 
 

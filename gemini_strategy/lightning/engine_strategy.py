@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, materialize
 from gemini_strategy.lightning.ranks import RankProcesses, checked_timeout
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.parameters.registration import keeping_fp32
+from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Weights
 
 

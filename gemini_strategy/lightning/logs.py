@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from gemini_strategy.report import tables
+from gemini_strategy.weakly import WeakSet
 
 _FIGURES = """
     tokens_per_s stall_percent h2d_gb_s d2h_gb_s host_adam_seconds device_peak_bytes host_peak_bytes

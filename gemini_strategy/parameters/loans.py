@@ -31,6 +31,7 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.homes import LOWS, Entry, Field
+from gemini_strategy.weakly import WeakSet
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -168,7 +169,7 @@ class Given:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self.entries: WeakSet[Entry] = WeakSet()
         self._tensors: dict[str, torch.Tensor] = {}  # `p.grad`, and those of optimizer.state[p]
         self.loans: list[_Loan] = []
         self._is_busy = False  # with loans: what is called meanwhile leaves them alone

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "gemini_strategy"
 # Folders, and modules outside of them, from the bottom up. What stands on one line does not know the others on it.
 LAYERS = [
     ["_C", "_torch", "_version", "errors"],
-    ["sizes"],
+    ["sizes", "weakly"],
     ["arguments"],
     ["precision"],
     ["memory", "report", "ranks", "parameters", "step_in_backward"],
