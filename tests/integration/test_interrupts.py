@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("lightning")
-
-
 from helpers.interrupts import Stop, arriving, handled
 from lightning_case import load_tree, make, make_trainer
 
