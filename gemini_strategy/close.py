@@ -34,7 +34,6 @@ from gemini_strategy.sizes import size_text
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-_GONE = torch.nn.Parameter(torch.empty(0))
 PATIENCE = 10.0  # seconds that a rank with an exception waits for the others
 
 
@@ -97,8 +96,7 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool, is_told: bool) -> 
                     values[slot] = _value(slot, is_fp32)
                     done(values[slot].nbytes)
                 grads = _read_grads(engine)
-                if engine.optimizer is not None:
-                    managed.release(engine, engine.optimizer, is_fp32, with_states, done)
+                release = managed.releasing(engine, is_fp32, with_states, done)
         except GeminiError as error:
             cause = engine.core.salvage()
             if cause is None and engine.ranks.has_failed:
@@ -110,11 +108,11 @@ def _close(engine: Runtime, is_fp32: bool, with_states: bool, is_told: bool) -> 
             engine.ranks.abort(f"close(): {type(error).__name__}: {error}")
             raise
     if cause is not None:
-        _close_dead(engine, is_fp32, cause)
+        _C.uninterrupted(_close_dead, engine, is_fp32, cause)
+        if first is not None and not isinstance(first, GeminiError):  # which are of that cause
+            raise first
         return
-    give_back(engine, values, grads)
-    if engine.optimizer is not None:
-        managed.send_states(engine.optimizer, engine.slots)
+    _C.uninterrupted(_give_all, engine, values, grads, release)
     if rounded is not None and engine.ranks.rank == 0:
         warnings.warn(
             f"the fp32 masters, of {rounded.name} for one, were rounded to {rounded.dtype}, in which the model came: "
@@ -164,10 +162,21 @@ def _check_room(engine: Runtime, total: int) -> None:
     for rank, said in enumerate(texts):
         if said is not None:
             raise GeminiMemoryError(f"rank {rank}: {said}" if ranks.size > 1 else said)
+def _give_all(
+    engine: Runtime,
+    values: dict[Slot, torch.Tensor],
+    grads: dict[Slot, torch.Tensor],
+    release: Callable[[], None],
+) -> None:
+    """All that close() changes; nothing has changed before."""
+    release()
+    give_back(engine, values, grads)
+    if engine.optimizer is not None:
+        managed.send_states(engine.optimizer, engine.slots)
 
 
 def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:
-    """Of the weights and moments that are given back, as _close and managed.release count them."""
+    """Of the weights and moments that are given back, as _close and managed.releasing count them."""
     n_bytes = 0
     for slot in engine.slots:
         n_bytes += math.prod(slot.shape) * _dtype(slot, is_fp32).itemsize
@@ -267,7 +276,7 @@ def _sent(values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         return {slot: value.to(slot.original_device) for slot, value in values.items()}
     except torch.OutOfMemoryError as error:
         text = f"the model is on the host, since it does not fit where manage() found it: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
         for slot in values:
             slot.original_device = torch.device("cpu")
         return values
@@ -307,7 +316,7 @@ def give_back(
                 parameter.grad = grads[slot].to(parameter.dtype).to(parameter.device)
             except torch.OutOfMemoryError as error:
                 text = f"the gradient of {slot.name} is dropped, since it does not fit: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
+                warnings.warn(text, RuntimeWarning, stacklevel=5)
     for module in engine.model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and quantized.is_wrapper(parameter):
@@ -315,10 +324,3 @@ def give_back(
             elif parameter is not None:
                 for tensor in quantized.companions(module, parameter):
                     tensor.data = tensor.data.to(parameter.device)
-
-
-def forget(engine: Runtime) -> None:
-    """Nobody can call it any more: of all it has, it keeps that it is closed. What outlives it asks for that."""
-    for slot in engine.slots:
-        slot.parameter, slot.aliases = _GONE, []
-    vars(engine).clear()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,7 +33,7 @@ from gemini_strategy.runtime import Runtime, Uncopied
 from gemini_strategy.sizes import parse_bytes
 
 
-class Engine(Uncopied):
+class Engine(Uncopied, _C.Handle):
     """The engine of one managed model; made by `manage()`.
 
     Attributes:
@@ -51,6 +50,10 @@ class Engine(Uncopied):
     every rank, as each keeps its part of it.
     """
 
+    gone = nn.Parameter(
+        torch.empty(0)
+    )  # what slots have in the place of theirs when the engine is closed and dropped
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.model = runtime.model
@@ -61,13 +64,6 @@ class Engine(Uncopied):
         self.ranks = runtime.ranks
         self.meter = runtime.meter
         runtime.engine = self
-
-    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A runtime and its slots, units and hooks refer to each other: without this, a closed and dropped model would
-        # keep its memory until Python next looks for cycles. When the interpreter ends, functions may be gone.
-        runtime = self.__dict__.get("_runtime")  # none if an interrupt came before
-        if runtime is not None and not is_ending() and runtime.closed:
-            close.forget(runtime)
 
     @property
     def closed(self) -> bool:

@@ -195,7 +195,7 @@ def manage(
             engine = Engine(runtime)
     except BaseException as error:  # whatever it was: all of it stands, or nothing has changed
         if original is not None:
-            original.restore(error)
+            _C.uninterrupted(original.restore, error)
         ranks.give_up("manage()", error)
         raise
     budget = "what there is" if settings.device_budget < 0 else size_text(settings.device_budget)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,6 +40,7 @@ from gemini_strategy.report.reporting import STATS, Reporting
 from gemini_strategy.roots import title
 from gemini_strategy.settings import Settings
 from gemini_strategy.step_in_backward import StepInBackward
+from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Loading
 from gemini_strategy.weights.transformers import adapter_parameters
 
@@ -119,7 +119,7 @@ class Runtime(Uncopied, Reporting):
         self.assigned: set[Slot] = set()
         # Those that have been shown: see parameters/masters.py and parameters/stand_in.py.
         self.masters: dict[Slot, torch.Tensor] = {}
-        self.stand_ins: weakref.WeakSet[stand_in.StandIn] = weakref.WeakSet()
+        self.stand_ins: WeakSet[stand_in.StandIn] = WeakSet()
         self.takes_thawed = False
         self.serves_outside = settings.convert_inputs
         self.thawed: set[Slot] = set()
@@ -605,13 +605,16 @@ class Runtime(Uncopied, Reporting):
             self._run_step(updates, is_late, taken)
         finally:  # an interrupt that has waited for the core is raised when all is said and done
             if taken:
-                self._note_taken(work, shown)
-            self.half_done = None
+                _C.uninterrupted(self._note_taken, work)
+            else:
+                self.half_done = None
+        for slot in shown if self.ranks.shard.size > 1 else ():
+            slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
         self.note_step(self.core.stats())
         absent.sweep()
         return loss
 
-    def _note_taken(self, work: list[tuple[Slot, dict[str, Any]]], shown: list[Slot]) -> None:
+    def _note_taken(self, work: list[tuple[Slot, dict[str, Any]]]) -> None:
         """The core has taken a step."""
         self.step_in_backward.done(slot for slot, _ in work)
         for slot, group in work:
@@ -619,14 +622,12 @@ class Runtime(Uncopied, Reporting):
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
             # torch's get_state_dict() makes such a step behind the model's state dict.
             slot.note_change(is_same=float(group["lr"]) == 0.0)
-        for slot in shown if self.ranks.shard.size > 1 else ():
-            slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
         if self.scaler is not None:
             self.scaler.update(False)
         self.clip_factor = 1.0
         self._wants_numbers = self.scaler is None and self.core.wants_numbers()
         self.choose_way()
-        self.steps += 1
+        self.steps, self.half_done = self.steps + 1, None
         self.ranks.when = f" after step {self.steps}"
 
     def _check_unknown(self) -> None:

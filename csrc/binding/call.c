@@ -50,8 +50,9 @@ static PyObject *called_module(const call *self)
         return module;
     }
     Py_XDECREF(module);
-    PyErr_Clear(); /* another caller */
-    return Py_NewRef(self->module);
+    /* Another caller: it has no such name, or what it has no such call. */
+    bool is_other = gm_py_without(PyExc_KeyError) == 0 || gm_py_without(PyExc_AttributeError) == 0;
+    return is_other ? Py_NewRef(self->module) : NULL;
 }
 
 /* What the call of the module is without its unit, a new reference. */
@@ -61,8 +62,8 @@ static PyObject *inner_call(const call *self)
         return Py_NewRef(self->compiled);
     }
     PyObject *module = called_module(self);
-    PyObject *inner = PyObject_GetAttr(module, gm_torch.s_call);
-    Py_DECREF(module);
+    PyObject *inner = module ? PyObject_GetAttr(module, gm_torch.s_call) : NULL;
+    Py_XDECREF(module);
     return inner;
 }
 

@@ -14,7 +14,8 @@ PyObject *gm_py_raise(gm_status status);
 extern PyMethodDef gm_py_error_methods[];
 PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
-/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other; NULL: that stays. */
+/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other
+ * but an interrupt (KeyboardInterrupt, SystemExit), which gets it as its context; NULL: what pends stays. */
 PyObject *gm_py_set_aside(void);
 void gm_py_put_back(PyObject *error);
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
@@ -57,8 +58,9 @@ gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* hos
 #define GM_PY_METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
-extern PyMethodDef gm_py_arith_methods[]; /* arith.c */
-extern PyMethodDef gm_py_host_methods[];  /* host.c */
+extern PyMethodDef gm_py_arith_methods[];  /* arith.c */
+extern PyMethodDef gm_py_host_methods[];   /* host.c */
+extern PyMethodDef gm_py_signal_methods[]; /* signals.c */
 
 /* values.c */
 

@@ -264,7 +264,6 @@ static PyObject *number_of(const gm_lease *lease)
 GM_PY_CALL_OUT(lease, 1, gm_lease *, number_of, gm_lease_new(engine, (uint32_t)v[0], &out))
 GM_PY_CALL_STATUS(lease_pin, 2, gm_lease_pin((gm_lease *)(uintptr_t)v[0], v[1]))
 GM_PY_CALL_STATUS(lease_watch, 2, gm_lease_watch((gm_lease *)(uintptr_t)v[0], v[1]))
-GM_PY_CALL_STATUS(lease_unwatch, 2, gm_lease_unwatch((gm_lease *)(uintptr_t)v[0]))
 
 static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -444,7 +443,6 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(lease, FASTCALL, "(param) -> lease"),
     GM_CORE_METHOD(lease_pin, FASTCALL, "(lease, stream)"),
     GM_CORE_METHOD(lease_watch, FASTCALL, "(lease, stream)"),
-    GM_CORE_METHOD(lease_unwatch, FASTCALL, "(lease, stream)"),
     GM_CORE_METHOD(leased, NOARGS, "() -> parameters that tensors show"),
     GM_CORE_METHOD(grad_drop, FASTCALL, "(param)"),
     GM_CORE_METHOD(note_write, FASTCALL, "(param, stream)"),

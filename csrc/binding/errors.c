@@ -75,6 +75,13 @@ PyObject *gm_py_set_aside(void)
 
 void gm_py_put_back(PyObject *error)
 {
+    PyObject *own = error ? gm_py_set_aside() : NULL;
+    if (own && !PyErr_GivenExceptionMatches(own, PyExc_Exception)) {
+        PyException_SetContext(own, error); /* an interrupt comes last, as in a `finally` */
+        error = own;
+        own = NULL;
+    }
+    Py_XDECREF(own);
     if (error) {
         PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error,
                       PyException_GetTraceback(error));

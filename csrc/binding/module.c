@@ -52,11 +52,12 @@ static int module_exec(PyObject *module)
 {
     if (gm_py_errors_init() < 0 || PyModule_AddFunctions(module, gm_py_arith_methods) < 0 ||
         gm_py_rates_init(module) < 0 || PyModule_AddFunctions(module, gm_py_host_methods) < 0 ||
-        gm_py_engine_init(module) < 0 || PyModule_AddFunctions(module, gm_py_gate_methods) < 0 ||
-        gm_py_slot_init(module) < 0 || PyModule_AddFunctions(module, gm_py_grad_methods) < 0 ||
+        PyModule_AddFunctions(module, gm_py_signal_methods) < 0 || gm_py_engine_init(module) < 0 ||
+        PyModule_AddFunctions(module, gm_py_gate_methods) < 0 || gm_py_slot_init(module) < 0 ||
+        PyModule_AddFunctions(module, gm_py_grad_methods) < 0 ||
         PyModule_AddFunctions(module, gm_py_error_methods) < 0 || gm_py_unit_init(module) < 0 ||
-        gm_py_call_init(module) < 0 || gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0 ||
-        add_enumerations(module) < 0) {
+        gm_py_call_init(module) < 0 || gm_py_handle_init(module) < 0 ||
+        gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0 || add_enumerations(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < GM_PY_N(built_with); i++) {

@@ -17,6 +17,7 @@
 #include "binding/frames.h"
 #include "binding/running.h"
 #include "binding/saved.h"
+#include "binding/task.h"
 #include "torch/abi.h"
 
 /* The saved-tensor hooks that were on top when a net pushed its own. */
@@ -85,14 +86,15 @@ static gm_py_slot *slot_at(gm_py_net *net, uintptr_t address)
 /* ---- nodes of backward ---- */
 
 /* What nodes that are done with have shown: somebody may still have it. */
-static int end_uses(gm_py_net *net)
+static int end_uses(gm_py_net *net, gm_engine *engine)
 {
     uintptr_t address;
-    int result = 0;
+    gm_stream stream;
+    int result = gm_py_net_stream(net, &stream);
     while (gm_running_next_ended(&net->running, &address)) {
         gm_py_slot *slot = slot_at(net, address);
         slot->touch_count--;
-        result = result < 0 ? result : gm_py_slot_end_use(slot);
+        result = result < 0 ? result : gm_py_slot_end_use(slot, engine, stream);
     }
     return result;
 }
@@ -100,12 +102,37 @@ static int end_uses(gm_py_net *net)
 static int release_touched(gm_py_net *net, uint32_t n_keep)
 {
     gm_engine *engine = gm_py_net_engine(net);
-    if (!engine || end_uses(net) < 0) {
+    if (!engine) {
         return -1;
     }
+    int ended = end_uses(net, engine);
+    PyObject *error = gm_py_set_aside();
     gm_status status;
     GM_WITHOUT_GIL(engine, status = gm_engine_release_touched(engine, n_keep));
-    return gm_py_raised(status);
+    int released = gm_py_raised(status);
+    gm_py_put_back(error);
+    return ended < 0 ? ended : released;
+}
+
+/* What a graph task that is over has pinned, nobody reads any more. */
+static int end_task(PyObject *self, long long task)
+{
+    gm_py_net *net = (gm_py_net *)self;
+    uint32_t n_keep;
+    return gm_py_net_is_closed(net) || !gm_running_end(&net->running, task, &n_keep)
+               ? 0
+               : release_touched(net, n_keep);
+}
+
+/* A graph task unpacks for the first time.  Nothing else would say when it ends. */
+static int begin_task(gm_py_net *net, long long task)
+{
+    PyObject *end = gm_py_task_end_new((PyObject *)net, task, end_task);
+    int result = end ? gm_py_done(PyObject_CallMethodObjArgs(gm_torch.execution_engine,
+                                                             gm_torch.s_queue_callback, end, NULL))
+                     : -1;
+    Py_XDECREF(end);
+    return result;
 }
 
 /* Unpins what earlier nodes of this task have touched; 0 if the task is new to us, else 1. */
@@ -142,8 +169,8 @@ static int touch(gm_py_net *net, uintptr_t address)
             return gm_py_done(
                 PyObject_CallMethod((PyObject *)net, "refuse_thread", "O", slot_at(net, address)));
         }
-        if (task >= 0 && /* a saved tensor may be looked at outside any backward */
-            gm_py_done(PyObject_CallMethod((PyObject *)net, "begin_task", "L", task)) < 0) {
+        if (task >= 0 &&
+            begin_task(net, task) < 0) { /* one may be looked at outside any backward */
             return -1;
         }
         net->running_thread = PyThread_get_thread_ident();
@@ -434,14 +461,14 @@ static PyObject *net_unpack(gm_py_net *net, PyObject *object)
 
 /* ---- being on top ---- */
 
-/* The net whose method it is, or NULL. */
-static const gm_py_net *net_of(PyObject *pack)
+/* The net whose method it is, or none. */
+static int net_of(PyObject *pack, const gm_py_net **out)
 {
     PyObject *self = PyObject_GetAttrString(pack, "__self__");
-    PyErr_Clear();
     bool is_net = self && PyObject_TypeCheck(self, gm_py_net_type);
     Py_XDECREF(self); /* the method holds it */
-    return is_net ? (const gm_py_net *)self : NULL;
+    *out = is_net ? (const gm_py_net *)self : NULL;
+    return gm_py_without(PyExc_AttributeError);
 }
 
 static void release_outer(const outer *frame)
@@ -463,16 +490,19 @@ int gm_py_net_push(gm_py_net *net)
     if (top != Py_None) {
         frame.pack = PyTuple_GetItem(top, 0);
         frame.unpack = PyTuple_GetItem(top, 1);
-        if (!frame.pack || !frame.unpack) {
+        const gm_py_net *other = net;
+        int is_blind = 0;
+        if (!frame.pack || !frame.unpack ||
+            (frame.pack != net->pack && net_of(frame.pack, &other) < 0) ||
+            (!other && (is_blind = gm_py_is_checkpoint(frame.pack)) < 0)) {
             Py_DECREF(top);
             return -1;
         }
-        const gm_py_net *other = frame.pack == net->pack ? net : net_of(frame.pack);
         const outer *below = other ? gm_frames_top(&other->outers) : NULL;
         if (below) { /* nets delegate past each other: each has its units on top */
             frame = *below;
         } else {
-            frame.is_blind = gm_py_is_checkpoint(frame.pack);
+            frame.is_blind = is_blind;
         }
         Py_XINCREF(frame.pack);
         Py_XINCREF(frame.unpack);
@@ -534,19 +564,6 @@ static PyObject *net_pop_to(gm_py_net *net, PyObject *depth)
 static PyObject *net_unpin(gm_py_net *net, PyObject *Py_UNUSED(unused))
 {
     return none_unless(gm_py_net_unpin(net));
-}
-
-/* What a graph task that is over has pinned, nobody reads any more. */
-static PyObject *net_end_task(gm_py_net *net, PyObject *number)
-{
-    long long task = PyLong_AsLongLong(number);
-    uint32_t n_keep;
-    if (task < 0) {
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    }
-    return gm_py_net_is_closed(net) || !gm_running_end(&net->running, task, &n_keep)
-               ? Py_NewRef(Py_None)
-               : none_unless(release_touched(net, n_keep));
 }
 
 /* find(tensor) -> the slot whose bytes it shows, or None. */
@@ -657,8 +674,6 @@ static PyMethodDef net_methods[] = {
     GM_PY_METHOD("pop_to", net_pop_to, METH_O, "pop_to(depth): until as many are pushed"),
     GM_PY_METHOD("pack", net_pack, METH_O, "pack(tensor) -> what autograd keeps"),
     GM_PY_METHOD("unpack", net_unpack, METH_O, "unpack(packed) -> tensor, readable now"),
-    GM_PY_METHOD("end_task", net_end_task, METH_O,
-                 "end_task(task): unpins what this graph task has touched"),
     GM_PY_METHOD("find", net_find, METH_O,
                  "find(tensor) -> the slot whose bytes it shows, or None"),
     GM_PY_METHOD("unpin", net_unpin, METH_NOARGS, "unpin(): what is no longer needed"),
@@ -679,5 +694,5 @@ int gm_py_net_init(PyObject *module)
 {
     gm_py_net_type = gm_py_add_type(module, "gemini_strategy._C.Net", sizeof(gm_py_net),
                                     Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, net_parts);
-    return gm_py_net_type ? gm_py_saved_init() : -1;
+    return gm_py_net_type && gm_py_saved_init() == 0 ? gm_py_task_init() : -1;
 }

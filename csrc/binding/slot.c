@@ -123,20 +123,62 @@ int gm_py_slot_close(gm_py_slot *slot, bool is_plain)
     return set_data(slot, slot->absent) < 0 ? -1 : result;
 }
 
-/* Somebody else has the storage: it keeps the chunk from now on.  Threads that come meanwhile make another. */
-static int let_go(gm_py_slot *slot)
+/* Whether there are bytes to keep: 1 or 0; -1 with an exception set. */
+static int has_bytes(gm_py_slot *slot)
 {
-    PyObject *shown = slot->shown, *inside = slot->inside, *lease = Py_NewRef(slot->shown_lease);
+    PyObject *shape = PyObject_GetAttrString((PyObject *)slot, "shape");
+    PyObject *zero = shape ? PyLong_FromLong(0) : NULL;
+    int has_zero = zero ? PySequence_Contains(shape, zero) : -1;
+    Py_XDECREF(shape);
+    Py_XDECREF(zero);
+    return has_zero < 0 ? -1 : !has_zero;
+}
+
+static int lease_of(const gm_py_slot *slot, gm_lease **out)
+{
+    unsigned long long lease = PyLong_AsUnsignedLongLong(slot->shown_lease);
+    *out = (gm_lease *)(uintptr_t)lease;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Somebody else has the storage: it keeps the chunk from now on, and writes through it are found.  Threads that come
+ * meanwhile make another. */
+static int let_go(gm_py_slot *slot, gm_engine *engine, gm_stream stream)
+{
+    gm_lease *lease;
+    int keeps = has_bytes(slot); /* autograd keeps tensors that have none */
+    if (keeps < 0 || lease_of(slot, &lease) < 0) {
+        return -1;
+    }
+    PyObject *shown = slot->shown, *inside = slot->inside; /* they keep the lease */
     slot->shown = slot->inside = NULL;
     slot->is_watched = false;
-    int result = gm_py_done(PyObject_CallMethod((PyObject *)slot, "let_go", "O", lease));
-    Py_DECREF(lease);
+    gm_status status = GM_OK;
+    if (keeps) {
+        GM_WITHOUT_GIL(engine, status = gm_lease_keep(lease, stream));
+    }
+    int result = gm_py_raised(status);
     Py_XDECREF(inside);
     Py_XDECREF(shown);
     return result;
 }
 
-int gm_py_slot_end_use(gm_py_slot *slot)
+/* The last user has gone: what was written is found now. */
+static int unwatch(gm_py_slot *slot, gm_engine *engine)
+{
+    gm_lease *lease;
+    if (lease_of(slot, &lease) < 0) {
+        return -1;
+    }
+    PyObject *shown = Py_NewRef(slot->shown); /* it keeps the lease */
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status = gm_lease_unwatch(lease));
+    Py_DECREF(shown);
+    slot->is_watched = status == GM_OK ? false : slot->is_watched;
+    return gm_py_raised(status);
+}
+
+int gm_py_slot_end_use(gm_py_slot *slot, gm_engine *engine, gm_stream stream)
 {
     if (slot->open_count > 0 || slot->touch_count > 0 || !is_shown(slot)) {
         return 0;
@@ -147,10 +189,9 @@ int gm_py_slot_end_use(gm_py_slot *slot)
         return -1;
     }
     if (uses > slot->shown_count) {
-        return let_go(slot);
+        return let_go(slot, engine, stream);
     }
-    return slot->is_watched ? gm_py_done(PyObject_CallMethod((PyObject *)slot, "unwatch", NULL))
-                            : 0;
+    return slot->is_watched ? unwatch(slot, engine) : 0;
 }
 
 /* ---- the type ---- */

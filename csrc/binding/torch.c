@@ -172,10 +172,24 @@ int gm_py_stream(int ordinal, gm_stream *out)
     return result;
 }
 
-bool gm_py_is_checkpoint(PyObject *pack)
+int gm_py_without(PyObject *missing)
+{
+    if (!PyErr_Occurred()) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(missing)) {
+        return -1; /* what it asked may have been Python, where a signal's handler has raised */
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+int gm_py_is_checkpoint(PyObject *pack)
 {
     PyObject *module = PyObject_GetAttr(pack, gm_torch.s_module);
-    PyErr_Clear();
+    if (gm_py_without(PyExc_AttributeError) < 0) {
+        return -1;
+    }
     bool is_checkpoint = module && PyUnicode_Check(module) &&
                          PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") == 0;
     Py_XDECREF(module);

@@ -215,8 +215,13 @@ static int find_writes(const unit *self, bool is_compared)
 /* See [Note: storages that stay] in hooks.py. */
 static int end_uses(const unit *self)
 {
+    gm_engine *engine = gm_py_net_engine(self->net);
+    gm_stream stream;
+    if (!engine || gm_py_net_stream(self->net, &stream) < 0) {
+        return -1;
+    }
     for (Py_ssize_t i = 0; i < n_slots(self); i++) {
-        if (gm_py_slot_end_use(slot_at(self, i)) < 0) {
+        if (gm_py_slot_end_use(slot_at(self, i), engine, stream) < 0) {
             return -1;
         }
     }

@@ -40,16 +40,19 @@ typedef struct gm_py_net gm_py_net; /* net.c */
     X(push_hooks, "push_saved_tensors_hooks") X(pop_hooks, "pop_saved_tensors_hooks")            \
     X(use_count, "storage_use_count") X(raw_stream, "current_raw_stream")                        \
     X(set_excluded, "exclude_key") X(n_modes, "n_dispatch_modes") X(is_tracing, "is_tracing")    \
-    X(has_autocast, "has_autocast") X(without_subclasses, "DisableTorchFunctionSubclass") X(tensor_base, "TensorBase")
+    X(has_autocast, "has_autocast") X(without_subclasses, "DisableTorchFunctionSubclass")        \
+    X(tensor_base, "TensorBase") X(execution_engine, "execution_engine")
 #define GM_TORCH_OF_TENSORS(X)                                                                   \
     X(get_data_ptr, "data_ptr") X(data, "data") X(grad, "grad") X(version, "_version")
 #define GM_TORCH_NAMES(X)                                                                        \
     X(s_detach, "detach") X(s_sequence_nr, "_sequence_nr") X(s_class, "__class__")               \
     X(s_layout, "layout") X(s_dtype, "dtype") X(s_shape, "shape") X(s_stride, "stride")          \
-    X(s_is_conj, "is_conj") X(s_is_neg, "is_neg") X(s_base, "_base") X(s_as_strided, "as_strided") X(s_requires_grad, "requires_grad")         \
+    X(s_is_conj, "is_conj") X(s_is_neg, "is_neg") X(s_base, "_base")                             \
+    X(s_as_strided, "as_strided") X(s_requires_grad, "requires_grad")                            \
     X(s_module, "__module__") X(s_begin, "__enter__") X(s_end, "__exit__")                       \
     X(s_locals, "f_locals") X(s_self, "self") X(s_call, "_call_impl")                            \
-    X(s_compiled_call, "_compiled_call_impl") X(s_training, "training")
+    X(s_compiled_call, "_compiled_call_impl") X(s_training, "training")                          \
+    X(s_queue_callback, "queue_callback")
 /* clang-format on */
 typedef struct gm_py_torch {
     PyObject *strided, *tensor_class, *gate_key;
@@ -79,8 +82,9 @@ int gm_py_version(PyObject *tensor, long long *out);
 int gm_py_data_ptr(PyObject *tensor, uintptr_t *out);
 /* The running node's place in its thread's order of creation; -1: outside backward. */
 int gm_py_node_key(long long *out);
-int gm_py_in_backward(void);                   /* whether a node runs on this thread: 1 or 0 */
-bool gm_py_is_checkpoint(PyObject *pack);      /* a hook of torch's checkpointing */
+int gm_py_in_backward(void);             /* whether a node runs on this thread: 1 or 0 */
+int gm_py_without(PyObject *missing);    /* a pending exception is let go if it is one of these */
+int gm_py_is_checkpoint(PyObject *pack); /* whether it is a hook of torch's checkpointing: 1 or 0 */
 int gm_py_stream(int ordinal, gm_stream *out); /* torch's current one; 0 on the host device */
 int gm_py_task(long long *out);                /* the graph task that runs */
 /* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another does. */
@@ -90,8 +94,9 @@ int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
 int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `inside` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
 /* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
- * and what may have been written is found. */
-int gm_py_slot_end_use(gm_py_slot *slot);
+ * and what may have been written is found.  Runs no Python: a signal's handler would raise in here, and the rest of a
+ * task's or a unit's end would not be. */
+int gm_py_slot_end_use(gm_py_slot *slot, gm_engine *engine, gm_stream stream);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
 int gm_py_raised(gm_status status);  /* 0 if it is GM_OK */
@@ -110,6 +115,7 @@ int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
 int gm_py_call_init(PyObject *module);
+int gm_py_handle_init(PyObject *module);
 
 extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
 extern PyMethodDef gm_py_gate_methods[], gm_py_grad_methods[];

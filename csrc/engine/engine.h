@@ -193,10 +193,12 @@ gm_status gm_engine_save_end(gm_engine *engine, gm_saving_use *out);
  * pin: the chunk is resident until the lease ends (a collective of several ranks; what is shown is as old as the last
  * gathering of the chunk: after a step, the next use of its unit).
  * watch, while the chunk is pinned: what is written through the storage is found, before each use of the master and at the
- * end of the lease, by comparison with a copy made now.  unwatch: likewise now, and no more. */
+ * end of the lease, by comparison with a copy made now.  unwatch: likewise now, and no more.
+ * keep: watch and pin, with no step between the two. */
 gm_status gm_lease_new(gm_engine *engine, uint32_t param, gm_lease **out);
 gm_status gm_lease_pin(gm_lease *lease, gm_stream stream);
 gm_status gm_lease_watch(gm_lease *lease, gm_stream stream);
+gm_status gm_lease_keep(gm_lease *lease, gm_stream stream);
 gm_status gm_lease_unwatch(gm_lease *lease);
 void gm_lease_end(gm_lease *lease);
 uintptr_t gm_lease_address(const gm_lease *lease);

@@ -48,6 +48,13 @@ gm_status gm_lease_watch(gm_lease *lease, gm_stream stream)
     return gm_call_end(lease->engine, gm_watch_begin(lease, stream));
 }
 
+gm_status gm_lease_keep(gm_lease *lease, gm_stream stream)
+{
+    GM_TRY(gm_call_begin(lease->engine));
+    gm_status status = gm_watch_begin(lease, stream);
+    return gm_call_end(lease->engine, status == GM_OK ? pin(lease, stream) : status);
+}
+
 gm_status gm_lease_unwatch(gm_lease *lease)
 {
     GM_TRY(gm_call_begin(lease->engine));

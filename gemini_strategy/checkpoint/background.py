@@ -34,13 +34,14 @@ from gemini_strategy.checkpoint.threads import Thread
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.weakly import WeakSet
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
 _SHARE = 0.5  # of the host's memory that is left, for copies
 _LESS = 10  # that a writer's thread is nicer than training
-_all: weakref.WeakSet[Saving] = weakref.WeakSet()
+_all: WeakSet[Saving] = WeakSet()
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,19 @@ Invariants
     1. At most `_MOST` pieces of work are handed over and not done: whoever hands over another one waits.
     2. The first error of a thread is raised by the next call of `put` or `finish`; nothing is begun after it.
     3. The threads are started with the first piece of work, and have ended when `finish` or `close` returns.
+    4. What a signal's handler raises while somebody waits here leaves no lock behind that a thread waits for: what is
+       waited on is a queue in C. Those of `threading` are Python, and stay locked where they are interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable
+
+from gemini_strategy import _C
 
 _MOST = 4
 
@@ -23,16 +28,25 @@ class Thread(threading.Thread):
         self, target: Callable[..., object], args: tuple[object, ...] = (), name: str = ""
     ):
         super().__init__(target=target, args=args, name=name, daemon=False)
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        _C.uninterrupted(super().start)
 
     def run(self) -> None:
         try:
             super().run()
         finally:
-            self._is_over.set()
+            self._is_over = True
+            self._ends.put(None)
 
     def join(self, timeout: float | None = None) -> None:
-        if self.is_alive() and self._is_over.wait(timeout):
+        if self.is_alive() and not self._is_over:
+            with contextlib.suppress(queue.Empty):
+                self._ends.get(timeout=timeout)
+                self._ends.put(None)  # for others that wait
+        if self.is_alive() and self._is_over:
             super().join()
 
 
@@ -41,7 +55,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_MOST)
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # as many as may be handed over
         self._threads: list[Thread] = []
         self._error: BaseException | None = None
 
@@ -52,13 +66,18 @@ class Threads:
             BaseException: what earlier work has raised.
         """
         if not self._threads:
-            n = min(_MOST, len(os.sched_getaffinity(0)))
-            self._threads = [Thread(self._run, name="checkpoint") for _ in range(n)]
-            for thread in self._threads:
-                thread.start()
-        self._room.acquire()
+            _C.uninterrupted(self._start)
+        self._room.get()
         self._check()
         self._todo.put(work)
+
+    def _start(self) -> None:
+        n = min(_MOST, len(os.sched_getaffinity(0)))
+        self._threads = [Thread(self._run, name="checkpoint") for _ in range(n)]
+        for thread in self._threads:
+            thread.start()
+        for _ in range(_MOST):
+            self._room.put(None)
 
     def finish(self) -> None:
         """All work is done afterwards.
@@ -90,4 +109,4 @@ class Threads:
                 self._error = self._error or error
             finally:
                 del work  # it holds a tensor
-                self._room.release()
+                self._room.put(None)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy import _C
 from gemini_strategy._torch import make_subclass, tree_map
 from gemini_strategy.arguments import Arguments
 from gemini_strategy.close import give_back
@@ -245,7 +246,7 @@ def _traced(
             engine.ranks.gather("the end of a search")
             for slot in engine._runtime.slots:
                 slot.shown = None
-            give_back(engine._runtime, {}, {})
+            _C.uninterrupted(give_back, engine._runtime, {}, {})
     return found
 
 

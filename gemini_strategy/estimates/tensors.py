@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +39,15 @@ class Work:
     moved: int
 
 
+class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """To a storage. key: its id; number: its own; size: bytes that are counted."""
+
+    __slots__ = ("key", "number", "size")
+    key: int
+    number: int
+    size: int
+
+
 class Live:
     """Storages that are alive, of which each is counted once.
 
@@ -49,9 +57,10 @@ class Live:
     """
 
     def __init__(self) -> None:
-        self.now = self.most = 0
-        self.events: list[tuple[int, int]] = []
-        self._references: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
+        self._now = self.most = 0
+        self._events: list[tuple[int, int]] = []
+        self._known: dict[int, _Reference] = {}  # by the storage's id
+        self._ended: list[_Reference] = []  # since it was last looked at
         self._exempt: set[int] = set()
         self._n = 0
 
@@ -61,30 +70,46 @@ class Live:
 
     def note(self, tensor: torch.Tensor) -> bool:
         """Counts the tensor's storage, unless it is known; whether it is new."""
+        self._settle()
         storage = tensor.untyped_storage()
         key = _torch.storage_id(storage)
-        if key in self._references or key in self._exempt:
+        if key in self._known or key in self._exempt:
             return False
         size = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
         if size == 0:
             return False
-        number, self._n = self._n, self._n + 1
-        end = functools.partial(self._end, key, number, size)
-        self._references[key] = weakref.ref(storage, end), number
-        self.now += size
-        self.most = max(self.most, self.now)
-        self.events.append((number, size))
+        # C puts what dies into the list: a function of Python would run inside torch's C++, where Python drops what a
+        # signal's handler raises.
+        reference = self._known[key] = _Reference(storage, self._ended.append)
+        reference.key, reference.number, reference.size = key, self._n, size
+        self._n += 1
+        self._now += size
+        self.most = max(self.most, self._now)
+        self._events.append((reference.number, size))
         return True
 
-    def _end(self, key: int, number: int, size: int, _: Any) -> None:
-        if self._references.get(key, (None, -1))[1] == number:
-            del self._references[key]
-        self.now -= size
-        self.events.append((number, 0))
+    def _settle(self) -> None:
+        """Counts what has died since."""
+        while self._ended:
+            reference = self._ended.pop(0)
+            del self._known[reference.key]
+            self._now -= reference.size
+            self._events.append((reference.number, 0))
+
+    @property
+    def now(self) -> int:
+        self._settle()
+        return self._now
+
+    @property
+    def events(self) -> list[tuple[int, int]]:
+        self._settle()
+        return self._events
 
     def kept(self) -> set[int]:
         """Those that are alive now, by their numbers in `events`."""
-        return {number for _, number in self._references.values()}
+        self._settle()
+        return {reference.number for reference in self._known.values()}
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

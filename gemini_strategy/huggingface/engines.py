@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,10 @@ from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.precision import Precision
 from gemini_strategy.roots import roots, title
 from gemini_strategy.state import model_state_dict
+from gemini_strategy.weakly import WeakTable
 
 # The engines that this layer has made in this process, and of how many models each. Models would keep theirs alive.
-_made: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+_made: WeakTable[Engine, int] = WeakTable()
 
 
 @dataclass(eq=False)
@@ -198,7 +198,7 @@ class ZeroGrad(Attached):
 
 def _models(engine: Engine) -> list[nn.Module]:
     """What it was made of."""
-    return [*engine.model.children()] if _made.get(engine, 1) > 1 else [engine.model]
+    return [*engine.model.children()] if (_made.get(engine) or 1) > 1 else [engine.model]
 
 
 def models_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from gemini_strategy.checkpoint import one_file
 from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, materialize
 from gemini_strategy.lightning.ranks import RankProcesses, checked_timeout
 from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Weights
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from gemini_strategy.lightning.precision import fabric_precision_class, plugin_p
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.roots import title
+from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Weights
 
 # The engines that a Fabric's strategy made.

@@ -9,12 +9,12 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from gemini_strategy.report import tables
 from gemini_strategy.report.logged import logged
+from gemini_strategy.weakly import WeakSet
 
 # The hooks in which a step is logged: with manual optimization one may be taken anywhere, where Lightning refuses it.
 _STEPPING = ("optimizer_step", "training_step")

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -25,6 +24,7 @@ import gemini_strategy as gs
 from gemini_strategy.choices import PRECISIONS
 from gemini_strategy.lightning.trees import Tree, import_tree
 from gemini_strategy.precision import Precision, in_forward
+from gemini_strategy.weakly import WeakSet
 
 SUPPORTED = PRECISIONS
 _COMPUTE_DTYPE = {name: Precision(name).dtype or torch.float32 for name in SUPPORTED}

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, ClassVar, Literal
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -36,10 +35,11 @@ from gemini_strategy.lightning.precision import cast_floating, plugin_property, 
 from gemini_strategy.lightning.schedule import UPDATE_SCHEDULES, StepSchedule, saves_after_errors
 from gemini_strategy.lightning.trainer_ranks import TrainerRanks
 from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.weakly import WeakSet, WeakTable
 from gemini_strategy.weights.loading import Weights
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
-_configurations: "WeakKeyDictionary[Any, tuple[Any, ...]]" = WeakKeyDictionary()
+_configurations: WeakTable[Any, tuple[Any, ...]] = WeakTable()
 
 
 class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):

@@ -28,6 +28,7 @@ import torch
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.memory.torch_memory import LEAST_KEPT, TorchMemory
 from gemini_strategy.sizes import size_text
+from gemini_strategy.weakly import WeakSet
 
 DRIVER_RESERVE = 128 << 20  # what the driver may still take: modules, library handles
 # In the first step it takes most: kernels are loaded when they are first used (230 MB on an H200).
@@ -197,7 +198,7 @@ class _Device:
         self.torch = TorchMemory(device)
         self._device = device
         # In the order in which they came; who is garbage is gone.
-        self._engines: weakref.WeakKeyDictionary[DeviceMemory, None] = weakref.WeakKeyDictionary()
+        self._engines: WeakSet[DeviceMemory] = WeakSet()
 
     def lead(self) -> DeviceMemory | None:
         """Who answers for torch's memory."""
@@ -219,7 +220,7 @@ class _Device:
     def admit(self, engine: DeviceMemory) -> None:
         """See DeviceMemory.join."""
         with _lock:
-            self._engines[engine] = None
+            self._engines.add(engine)
             if engine.budget >= 0:
                 self._check(engine)
             full = self._share_out()
@@ -233,7 +234,8 @@ class _Device:
     def release(self, engine: DeviceMemory) -> None:
         """See DeviceMemory.close."""
         with _lock:
-            if self._engines.pop(engine, self) is None:
+            if engine in self._engines:
+                self._engines.discard(engine)
                 self._share_out()
 
     def _bounded(self) -> list[DeviceMemory]:
@@ -250,7 +252,7 @@ class _Device:
         assert lead is not None
         room, wanted = self._room(lead), sum(e.least for e in bounded)
         if len(bounded) > 1 and wanted > room:
-            del self._engines[engine]
+            self._engines.discard(engine)
             needs = " and ".join(f"{e.name} {size_text(e.least, is_wanted=True)}" for e in bounded)
             left = f"leaves {size_text(room)}" if room > 0 else "leaves nothing"
             enough = lead.budget + wanted - room
@@ -291,16 +293,22 @@ class _Device:
 
 _lock = threading.RLock()  # of the parts of all devices
 # CUDA device index -> who is open there
-_devices: weakref.WeakValueDictionary[int, _Device] = weakref.WeakValueDictionary()
+_devices: dict[int, weakref.ref[_Device]] = {}
+
+
+def _found(device: torch.device) -> _Device | None:
+    reference = _devices.get(device.index)
+    return None if reference is None else reference()
 
 
 def _open(device: torch.device) -> _Device:
-    if device.index in _devices:
+    if _found(device) is not None:
         gc.collect()  # a model that nobody has any more is part of a cycle with its engine
     with _lock:
-        found = _devices.get(device.index)
+        found = _found(device)
         if found is None:
-            found = _devices[device.index] = _Device(device)
+            found = _Device(device)
+            _devices[device.index] = weakref.ref(found)
         else:
             found.torch.give_cached()
         return found

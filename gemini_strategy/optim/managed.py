@@ -1,7 +1,7 @@
 """Taking over the user's optimizer: same object, same groups, same state_dict form; the engine steps.
 
 The object's class is swapped for a subclass that delegates, so that isinstance checks, LR schedulers
-(made before or after), hooks and class names keep working; `release` undoes it.
+(made before or after), hooks and class names keep working; `releasing` undoes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -378,18 +378,17 @@ def moment_bytes(slot: Slot) -> int:
     return len(MOMENTS) * math.prod(slot.shape) * torch.float32.itemsize
 
 
-def release(
-    engine: Runtime,
-    optimizer: torch.optim.Optimizer,
-    is_fp32: bool,
-    with_states: bool,
-    done: Done = nothing,
-) -> None:
-    """Gives the optimizer its class and state back; parameters are still managed. All of it, or nothing.
+def releasing(
+    engine: Runtime, is_fp32: bool, with_states: bool, done: Done = nothing
+) -> Callable[[], None]:
+    """What gives the optimizer its class and state back; until it is called nothing has changed.
 
     `done` is told the bytes of the moments. The state is on the host until `send_states`: the engine still has its
     memory on the device.
     """
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return lambda: None
     is_ours = isinstance(optimizer, HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
@@ -406,15 +405,19 @@ def release(
             dtype = torch.float32 if is_ours or is_whole else slot.dtype
             state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
             done(moment_bytes(slot))
-    for parameter, low in lows.items():
-        parameter._gm_low = low
-    order = {id(p): i for i, p in enumerate(optimizer.state)}
-    let_go(optimizer)
-    optimizer.state.update(sorted(states.items(), key=lambda item: order[id(item[0])]))
+
+    def release() -> None:
+        for parameter, low in lows.items():
+            parameter._gm_low = low
+        order = {id(p): i for i, p in enumerate(optimizer.state)}
+        let_go(optimizer)
+        optimizer.state.update(sorted(states.items(), key=lambda item: order[id(item[0])]))
+
+    return release
 
 
 def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
-    """What `release` has given back follows the parameters to their devices; what has no room stays on the host."""
+    """What `releasing` has given back follows the parameters to their devices; what has no room stays on the host."""
     slots = list(slots)
     try:
         for slot in slots:
@@ -426,7 +429,7 @@ def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None
                 parameter._gm_low = parameter._gm_low.to(slot.original_device)
     except torch.OutOfMemoryError as error:
         text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
     for parameter in (slot.parameter for slot in slots):
         if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
             note_seen(parameter)
@@ -446,7 +449,7 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
         text = (
             f"the optimizer's class became {name} while it was managed: set it again after close()"
         )
-        warnings.warn(text, RuntimeWarning, stacklevel=6)
+        warnings.warn(text, RuntimeWarning, stacklevel=7)
 
 
 def state_dict(

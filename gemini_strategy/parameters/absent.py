@@ -28,7 +28,6 @@ import contextlib
 import functools
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import collectives, gate, keyed, order, subclasses
+from gemini_strategy.weakly import WeakSet
 
 _KEY = _torch.dispatch_key("Fake")
 _KEYS = _torch.DispatchKeySet(_KEY)
@@ -154,7 +154,7 @@ _n_live = 0  # of them, when last counted
 _heavy: set[int] = set()  # addresses of homes with memory of their own
 _n_heavy = 0  # of them, when last swept
 # Of the open engines: doors ask `net.find` which slot's bytes a plain tensor shows.
-nets: weakref.WeakSet[Any] = weakref.WeakSet()
+nets: WeakSet[Any] = WeakSet()
 
 
 def is_absent(value: Any) -> bool:

@@ -37,7 +37,10 @@ KEYS = _torch.DispatchKeySet(KEY)
 # torch makes tensors of other classes of what these give, which must not have been in Python: see parameter.py.
 _TAKEN_FRESH = ("alias", "detach")
 # Below: slots' readers, and who waits. A signal's handler may come in a thread that has it.
-_changed = threading.Condition(threading.RLock())
+_lock = (
+    threading.RLock()
+)  # itself: a Condition's own `with` is Python, and stays locked where it is interrupted
+_changed = threading.Condition(_lock)
 _waiting: list[Slot] = []  # for each that waits to change the data of one
 _name_of: Callable[[Any], str | None]
 _passed: list[int] = []  # threads whose operations have passed, once for each parameter of one
@@ -67,7 +70,7 @@ def passing(*slots: Slot) -> Iterator[None]:
     leases: list[torch.Tensor] = []
     passed: list[Slot] = []
     try:
-        with _changed:
+        with _lock:
             while thread not in _passed and any(slot in _waiting for slot in slots):
                 _changed.wait()
             for slot in slots:
@@ -80,7 +83,7 @@ def passing(*slots: Slot) -> Iterator[None]:
             yield
     finally:
         leases.clear()
-        with _changed:
+        with _lock:
             for slot in passed:
                 slot.readers.remove(thread)
                 slot.readers = slot.readers or None
@@ -105,7 +108,7 @@ def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
 def await_readers(slot: Slot) -> None:
     """Lets the operations of other threads that use the parameter end; who calls it looks again."""
     thread = threading.get_ident()
-    with _changed:
+    with _lock:
         _waiting.append(slot)
         try:
             while any(reader != thread for reader in slot.readers or ()):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.homes import Entry, Field
+from gemini_strategy.weakly import WeakSet
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -134,7 +134,7 @@ class Given:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self.entries: WeakSet[Entry] = WeakSet()
         self.assigned: dict[str, _Assigned] = {}
         self._tensors: dict[str, torch.Tensor] = {}  # `p.grad`, and those of optimizer.state[p]
 

@@ -129,10 +129,6 @@ class SavedTensorNet(_C.Net):
             "weights any more. Run backward before close(), or the forward again"
         )
 
-    def begin_task(self, task: int) -> None:
-        """A graph task unpacks for the first time. Nothing else would say when it ends."""
-        _torch.execution_engine.queue_callback(_TaskEnd(self.end_task, task))
-
     def refuse_thread(self, slot: Slot) -> NoReturn:
         raise GuardError(
             f"{slot.name}: two threads run a backward at the same time on the host device: let one wait for the other "
@@ -144,14 +140,6 @@ class SavedTensorNet(_C.Net):
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
-
-
-class _TaskEnd(functools.partial[None]):
-    """Called when a graph task has run its last node; an error ends it without, and then drops this."""
-
-    def __del__(self) -> None:
-        with contextlib.suppress(GeminiError):  # the backward that it ended has raised it
-            self()
 
 
 def wants_marks() -> bool:

@@ -228,13 +228,6 @@ class Slot(_C.Slot):
         view = flat.as_strided(shape, strides, offset // dtype.itemsize)
         return keyed.with_bits(view, is_conj, is_neg)
 
-    def let_go(self, lease: int) -> None:
-        """Somebody else has the storage of `shown`: it keeps the chunk from now on, and writes through it are found."""
-        core, stream = self.engine.core, self.engine.stream()
-        if 0 not in self.shape:  # else there is nothing to keep; autograd keeps such tensors
-            core.lease_watch(lease, stream)
-            core.lease_pin(lease, stream)
-
     def is_shown_elsewhere(self) -> bool:
         """Whether a tensor other than the parameter shows its bytes where units use them."""
         own = self.shown_count + 1  # the parameter's data is `shown`
@@ -247,11 +240,6 @@ class Slot(_C.Slot):
         if self.shown is not None and _torch.storage_address(tensor) == self.shown_storage:
             self.engine.core.lease_watch(self.shown_lease, self.engine.stream())
             self.is_watched = True
-
-    def unwatch(self) -> None:
-        """The last user has gone: what was written is found now."""
-        self.engine.core.lease_unwatch(self.shown_lease, self.engine.stream())
-        self.is_watched = False
 
     def note_change(self, is_same: bool = False) -> None:
         """The weight was written: graphs that have saved it must not go on. is_same: with what it was."""

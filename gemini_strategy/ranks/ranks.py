@@ -26,7 +26,6 @@ import socket
 import sys
 import time
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,12 +49,13 @@ from gemini_strategy.ranks.comm import (
     ranks_text,
 )
 from gemini_strategy.ranks.lookout import Lookout
+from gemini_strategy.weakly import WeakSet
 
 _FRAME = 1024  # bytes that the ranks tell each other at once
 _SAMPLES = 256  # elements of a tensor whose bits stand for all of them
 _MAX_TIMEOUT = 1e9
 _made: dict[tuple[int, ...], int] = {}  # so far, by the members: all of them count alike
-_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_open: WeakSet[Ranks] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Ranks:
             raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
         self.timeout = float(timeout)
         self._how = mesh, is_sharded
-        self._twins: weakref.WeakSet[Ranks] = weakref.WeakSet()
+        self._twins: WeakSet[Ranks] = WeakSet()
         self.members, shape = _members_of(mesh, is_sharded)
         self.size = len(self.members)
         self.rank = self.members.index(dist.get_rank()) if self.size > 1 else 0

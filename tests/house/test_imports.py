@@ -14,7 +14,7 @@ PACKAGE = ROOT / "gemini_strategy"
 LAYERS = [
     ["_C", "_version", "errors"],
     ["_torch"],
-    ["inherited", "sizes", "choices", "roots"],
+    ["inherited", "sizes", "choices", "roots", "weakly"],
     ["arguments"],
     ["precision"],
     ["memory", "report", "ranks", "parameters", "step_in_backward"],

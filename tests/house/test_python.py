@@ -105,3 +105,58 @@ def test_no_function_is_long(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = statements(node)
             assert lines <= LINES, f"{name(path)}:{node.lineno}: {node.name} has {lines} lines"
+
+
+# ---- what runs where Python drops an exception ----
+
+# Python runs these wherever an object dies or a process ends, also between torch's C++ and its caller, and drops what a
+# signal's handler raises in them. The containers of `weakref` have a callback in Python, too: weakly.py has none.
+DROPPING = {"__del__", "weakref.finalize"}
+DROPPING |= {f"weakref.{kind}" for kind in ("WeakSet", "WeakMethod")}
+DROPPING |= {f"weakref.{kind}Dictionary" for kind in ("WeakKey", "WeakValue")}
+# Where there is no other way: nothing of the caller's comes after the end of a process; and torch's pool of a device is
+# ended by torch, in Python, when the last engine there is closed or collected.
+MAY_DROP = {
+    ("ranks/ranks.py", "atexit.register"),
+    ("checkpoint/background.py", "atexit.register"),
+    ("lightning/trainer_ranks.py", "atexit.register"),
+    ("memory/torch_memory.py", "weakref.finalize"),
+}
+
+
+def droppers(tree: ast.AST) -> Iterator[str]:
+    """What a file has of this kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            yield node.name
+        elif isinstance(node, ast.ImportFrom) and node.module in ("weakref", "atexit"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and dotted(node) in {*DROPPING, "atexit.register"}:
+            yield dotted(node)
+        elif isinstance(node, ast.Call) and dotted(node.func) == "weakref.ref":
+            called = [ast.unparse(argument) for argument in node.args[1:]]
+            if called and not called[0].endswith(".append"):  # of a list: it is C
+                yield f"weakref.ref with {called[0]}"
+
+
+def test_nothing_runs_where_python_drops_what_it_raises() -> None:
+    found = {
+        (str(path.relative_to(PACKAGE)), what)
+        for path in PACKAGE.rglob("*.py")
+        for what in droppers(ast.parse(path.read_text()))
+    }
+    assert found == MAY_DROP
+    text = (
+        "import weakref\nfrom weakref import WeakSet\nweakref.ref(a, b)\nweakref.ref(a, c.append)"
+    )
+    assert list(droppers(ast.parse(text))) == ["weakref.WeakSet", "weakref.ref with b"]
+
+
+def test_the_core_drops_no_exception_of_python() -> None:
+    """A destructor says what it cannot raise in one place: where a transport is closed that is written in Python."""
+    told = [
+        path.name
+        for path in (ROOT / "csrc").rglob("*.c")
+        for _ in range(path.read_text().count("PyErr_WriteUnraisable("))
+    ]
+    assert told == ["comm.c"]

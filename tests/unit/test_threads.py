@@ -266,32 +266,3 @@ def test_a_step_is_no_write_of_the_unit_that_another_thread_is_in(policy: str) -
         model(torch.ones(1, WIDTH, dtype=torch.bfloat16))
     for got, want in zip(finished(model, optimizer, engine), finished(*plain), strict=True):
         assert torch.equal(got, want)
-
-
-def test_a_step_is_no_write_of_a_storage_that_is_about_to_be_kept() -> None:
-    """Its watch has begun, and it has no pin yet: the unit that is left has one."""
-    plain = halves("")
-    plain[1].step()
-    model, optimizer, engine = halves("cpu")
-    runtime = engine._runtime
-    core, kept = runtime.core, []
-
-    class Core:
-        def __getattr__(self, name: str) -> Any:
-            if name == "lease_pin":
-                runtime.core = core
-                Thread(optimizer.step).result()
-            return getattr(core, name)
-
-    def keep(module: nn.Module, *_: Any) -> None:
-        handle.remove()
-        kept.append(module.weight.detach())
-        runtime.core = Core()
-
-    handle = model[1].register_forward_hook(keep, prepend=True)
-    with torch.no_grad():
-        model(torch.ones(1, WIDTH, dtype=torch.bfloat16))
-    assert runtime.core is core
-    kept.clear()
-    for got, want in zip(finished(model, optimizer, engine), finished(*plain), strict=True):
-        assert torch.equal(got, want)
