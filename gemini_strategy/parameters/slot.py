@@ -251,7 +251,7 @@ class Slot(_C.Slot):
         """`p.data = value`: the bytes are copied; another shape, dtype, device or order in memory is refused."""
         if self.is_raw and self._is_own(value):  # bitsandbytes does that in each forward
             return
-        if self.shows_master and value.dtype is self.absent.dtype:
+        if self.shows_master and value.dtype is self.absent.dtype is not self.dtype:
             self.write_master(value)  # beside its units: values alone
             return
         if tuple(value.shape) != self.shape or value.dtype is not self.dtype:
@@ -283,9 +283,8 @@ class Slot(_C.Slot):
 
     def leave_data(self) -> None:
         """The parameter gets other data: what shows or has saved the present values goes on with them."""
-        if (
-            sys.getrefcount(self.content) > 2
-        ):  # the slot and this call; more: what autograd has saved
+        # Two are the slot and this call; others are what autograd has saved.
+        if sys.getrefcount(self.content) > 2:
             with absent.plainly(), torch.no_grad():
                 self.content.values = self.lease(is_watched=False).clone()
         self.content = Content()
@@ -348,8 +347,11 @@ class Slot(_C.Slot):
         return torch.empty_strided(self.shape, self.strides, dtype=dtype, device="cpu")
 
     def _ordered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """On the host, as a field is written; may be `values` itself."""
-        return order.ordered(values.detach().to("cpu", dtype), self.strides)
+        """Plain, on the host, as a field is written; may be `values` itself."""
+        plain = values.detach().to("cpu", dtype)
+        if absent.is_absent(plain):  # it has no address
+            plain = plain.clone()
+        return order.ordered(plain, self.strides)
 
     def fill_whole(self, values: torch.Tensor) -> None:
         """fill_part with all of the values, which have the parameter's shape."""
