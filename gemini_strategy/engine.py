@@ -50,7 +50,7 @@ class Engine(Uncopied, _C.Handle):
     every rank, as each keeps its part of it.
     """
 
-    gone = nn.Parameter(
+    _gone = nn.Parameter(
         torch.empty(0)
     )  # what slots have in the place of theirs when the engine is closed and dropped
 

@@ -29,7 +29,7 @@ static int empty_slot(PyObject *slot, PyObject *gone)
 /* Nobody can call the closed runtime any more: of all it has, it keeps that it is closed, which is its class's. */
 static int forget(PyObject *type, PyObject *runtime)
 {
-    PyObject *gone = PyObject_GetAttrString(type, "gone");
+    PyObject *gone = PyObject_GetAttrString(type, "_gone");
     PyObject *slots = gone ? PyObject_GetAttrString(runtime, "slots") : NULL;
     PyObject *own = slots ? PyObject_GetAttrString(runtime, "__dict__") : NULL;
     Py_ssize_t n = own ? PyList_Size(slots) : -1;

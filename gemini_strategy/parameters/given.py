@@ -191,10 +191,8 @@ class Given:
             why = "it was assigned in another order; clone it first to keep it"
         elif owner is not None:
             raise GuardError(_tie(home, owner))
-        elif (
-            other.key and key == "weight"
-        ):  # entries of state dicts would have to follow the other from now on
-            raise GuardError(_tie(home, other))
+        elif other.key and key == "weight":
+            raise GuardError(_tie(home, other))  # entries of state dicts would follow the other now
         if key == "weight" and slot.is_shown_elsewhere():
             raise GuardError(
                 f"{slot.name}: a tensor that was taken inside its module shows its memory, and would show what is "

@@ -429,4 +429,4 @@ class Registration:
         parameter._gm_slot = slot
         parameter.__class__ = slot.managed_class
         if grad is not None:
-            slot.set_grad(grad.to(slot.device, slot.dtype))
+            slot.write_grad(grad.to(slot.device, slot.dtype))

@@ -487,7 +487,7 @@ def _(run: Run) -> Any:
         vector = nn.utils.parameters_to_vector(_grads(run))
         vector = vector * (vector.abs() > vector.abs().median())
         nn.utils.vector_to_parameters(vector, _grads(run))
-        out.append([vector, run.w.grad.clone()])
+        out.append([vector.clone(), run.w.grad.clone()])
         run.finish(0.02)
     return out
 

@@ -185,8 +185,16 @@ def make(tree: str, seed: int = 0, hook: str | None = None, **options: Any) -> A
 
 def make_reference(tree: str, precision: str, seed: int = 0, **options: Any) -> Any:
     module = make(tree, seed, reference=True, **options)
-    gs.cast_model_(module, precision)
+    cast_reference(module, precision)
     return module
+
+
+def cast_reference(module: nn.Module, precision: str) -> None:
+    """gs.cast_model_; what is frozen has its values from before as `original`, for `reference_weights`."""
+    originals = {p: p.detach().clone() for p in module.parameters() if not p.requires_grad}
+    gs.cast_model_(module, precision)
+    for parameter, original in originals.items():
+        parameter.original = original
 
 
 def make_trainer(tree: str, strategy: Any = "gemini", **options: Any) -> Any:
@@ -252,12 +260,14 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def reference_weights(module: Any, optimizer: Any) -> dict[str, Tensor]:
-    """state_dict with every trainable parameter as its fp32 master."""
+    """state_dict with every parameter that was trained as its fp32 master, and what was frozen as it came."""
     weights = dict(module.state_dict())
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            continue
         data = parameter.detach()
+        if not parameter.requires_grad and hasattr(parameter, "original"):
+            same(parameter.original.to(data.dtype), data, f"{name}, which is frozen")
+            weights[name] = parameter.original
+            continue
         state = unwrapped(optimizer).state.get(parameter, {})
         if data.dtype == torch.bfloat16:
             low = state.get("remainder", getattr(parameter, "_gm_low", None))

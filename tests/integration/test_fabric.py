@@ -28,6 +28,7 @@ from fabric_case import (
 from lightning_case import (
     PRECISIONS,
     TREES,
+    cast_reference,
     load_fabric,
     load_tree,
     reference_weights,
@@ -42,7 +43,7 @@ from lightning_case import (
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_are_those_of_a_managed_loop_and_of_a_single_device(tree: str, precision: str) -> None:
     plain = net()
-    gs.cast_model_(plain, precision)
+    cast_reference(plain, precision)
     own = single_device(tree, precision)
     wrapped, optimizer = own.setup(plain, hybrid_adam(plain))
     expected = train(own, wrapped, optimizer)
@@ -358,7 +359,7 @@ def test_steps_of_a_lightning_module_go_through_forward(precision: str) -> None:
         torch.manual_seed(0)
         module = Stepped()
         if not is_managed:
-            gs.cast_model_(module, precision)
+            cast_reference(module, precision)
         model, optimizer = fabric.setup(module, hybrid_adam(module))
         losses = []
         for step in range(STEPS):

@@ -20,6 +20,7 @@ from helpers.ranks import run_ranks, values
 from lightning_case import (
     RANK_BATCH,
     TREES,
+    cast_reference,
     load_fabric,
     reference_weights,
     same,
@@ -85,7 +86,7 @@ def trained(rank: int, size: int, tree: str, precision: str, how: Any, folder: P
 
 def reference(size: int, tree: str, precision: str) -> Any:
     module = summable(tree, 0, n_ranks=size)
-    gs.cast_model_(module, precision)
+    cast_reference(module, precision)
     optimizer = module.configure_optimizers()
     norms = []
     power = 2 ** (size.bit_length() - 1)

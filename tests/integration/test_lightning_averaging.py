@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
 from helpers.ranks import run_ranks, values
 from lightning_case import (
     TREES,
+    cast_reference,
     fit,
     fit_reference,
     load_tree,
@@ -314,6 +314,6 @@ def test_several_ranks_have_the_same_average(tmp_path: Path) -> None:
             average.update_parameters(shadow)
 
     module = summable("lightning", n_ranks=size, is_reference=True)
-    gs.cast_model_(module, "bf16-mixed")
+    cast_reference(module, "bf16-mixed")
     fit_reference("lightning", module, precision="bf16-mixed", callbacks=[Shadow()], max_epochs=2)
     same(found[0][0], dict(average.module.state_dict()), "average")

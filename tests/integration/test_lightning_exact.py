@@ -11,6 +11,7 @@ from gemini_strategy.lightning import strategy_class
 from lightning_case import (
     PRECISIONS,
     TREES,
+    cast_reference,
     fit,
     fit_reference,
     load_tree,
@@ -175,7 +176,7 @@ def test_modules_built_late(hook: str, precision: str) -> None:
     torch.manual_seed(5)
     theirs.body = None
     theirs.build()
-    gs.cast_model_(theirs, precision)
+    cast_reference(theirs, precision)
     reference = make_reference_trainer("lightning", precision)
     reference.fit(theirs)
     same_training(trainer, ours, reference, theirs)
@@ -189,7 +190,7 @@ def reference_fp16(
     module: object, clip: float | None, accumulate: int, scaler: gs.LossScaler
 ) -> list[float]:
     """The loop that 16-mixed stands for: scaled backward, unscaled clip, a step skipped on overflow. One epoch."""
-    gs.cast_model_(module, "16-mixed")
+    cast_reference(module, "16-mixed")
     optimizer = module.configure_optimizers()
     scales = []
     batches = list(loader(11))

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import gemini_strategy as gs
 from helpers.forked import Forks
 from helpers.lean import without_unused
-from lightning_case import fit_reference, reference_weights, same, summable
+from lightning_case import cast_reference, fit_reference, reference_weights, same, summable
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "lightning_launch.py"
@@ -108,7 +107,7 @@ def test_script_starts_its_ranks(size: int, prefix: Any, tmp_path: Path) -> None
     said = [torch.load(tmp_path / f"{rank}.said", weights_only=False) for rank in range(size)]
     assert len(list(tmp_path.glob("*.pid"))) == size
     module = summable("lightning", 0, n_ranks=size, is_reference=True)
-    gs.cast_model_(module, "bf16-mixed")
+    cast_reference(module, "bf16-mixed")
     trainer = fit_reference("lightning", module, precision="bf16-mixed")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
     same(dict(saved["state_dict"]), reference_weights(module, trainer.optimizers[0]), "weights")

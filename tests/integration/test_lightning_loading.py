@@ -15,6 +15,7 @@ from gemini_strategy import lightning as adapter
 from lightning_case import (
     PRECISIONS,
     TREES,
+    cast_reference,
     fit,
     fit_reference,
     make,
@@ -58,7 +59,7 @@ def test_initial_values_are_those_of_building(tree: str, precision: str) -> None
         module = make(tree, reference=True, build="late")
         torch.manual_seed(1)
         module.build()
-        gs.cast_model_(module, precision)
+        cast_reference(module, precision)
         return module
 
     reference = built()
@@ -81,7 +82,7 @@ def test_weights_from_a_file(tree: str, precision: str, tmp_path: Path) -> None:
     path = _file(tree, tmp_path / "some.safetensors")
     reference = make(tree, reference=True)
     reference.load_state_dict(load_file(path))
-    gs.cast_model_(reference, precision)
+    cast_reference(reference, precision)
     reference_trainer = fit_reference(tree, reference, precision=precision)
     module = _blank(tree)
     trainer = fit(tree, module, _strategy(tree, weights=path), precision=precision)

@@ -13,6 +13,7 @@ from helpers.ranks import run_ranks, values
 from lightning_case import (
     PRECISIONS,
     TREES,
+    cast_reference,
     fit,
     fit_reference,
     load_fabric,
@@ -38,7 +39,7 @@ def both(
         torch.manual_seed(0)
         module = cls(reference=is_reference)
         if is_reference:
-            gs.cast_model_(module, precision)
+            cast_reference(module, precision)
         run = fit_reference if is_reference else fit
         found += [run(tree, module, precision=precision, **options), module]
     same_training(*found)

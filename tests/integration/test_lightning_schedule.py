@@ -14,6 +14,7 @@ from gemini_strategy.engine import Engine
 from gemini_strategy.lightning import strategy_class
 from lightning_case import (
     TREES,
+    cast_reference,
     fit,
     fit_reference,
     load_fabric,
@@ -71,7 +72,7 @@ def compare(
     """Fits twice, with the bits of the reference; returns the managed trainer and its plan's schedule."""
     cls = cls or plain_class(tree)
     ours, theirs = build(cls), build(cls, reference=True)
-    gs.cast_model_(theirs, options.get("precision", "32-true"))
+    cast_reference(theirs, options.get("precision", "32-true"))
     trainer = fit(tree, ours, strategy(tree, update_schedule=schedule), **options)
     reference = fit_reference(tree, theirs, **options)
     same_training(trainer, ours, reference, theirs)

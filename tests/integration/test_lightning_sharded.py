@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
 from helpers.ranks import run_ranks, values
 from lightning_case import (
     PRECISIONS,
+    cast_reference,
     fit_reference,
     load_tree,
     make_trainer,
@@ -86,7 +86,7 @@ def reference(size: int, tree: str, case: tuple[Any, ...]) -> dict[str, Any]:
     precision, _, module_options, options = case
     built = {**module_options, "is_late": False}
     module = summable(tree, 0, n_ranks=size, is_reference=True, **built)
-    gs.cast_model_(module, precision)
+    cast_reference(module, precision)
     trainer = fit_reference(tree, module, precision=precision, **options)
     return {
         "weights": reference_weights(module, trainer.optimizers[0]),

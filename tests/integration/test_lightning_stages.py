@@ -18,6 +18,7 @@ import gemini_strategy as gs
 from lightning_case import (
     PRECISIONS,
     TREES,
+    cast_reference,
     fit,
     fit_reference,
     load_tree,
@@ -530,7 +531,7 @@ def test_buffers_metrics_and_properties(tree: str, precision: str) -> None:
         module = Measuring()
         if not reference:
             return fit(tree, module, precision=precision, sync_batchnorm=True), module
-        gs.cast_model_(module, precision)
+        cast_reference(module, precision)
         return fit_reference(tree, module, precision=precision), module
 
     trainer, ours = run(False)

@@ -122,9 +122,9 @@ def _cases(group: int, device: str) -> Iterator[tuple[str, Any, Any, str]]:
         has_grad = dtype in op.supported_backward_dtypes(device)
         samples = op.sample_inputs(device, dtype, requires_grad=has_grad)
         for sample in itertools.islice(samples, MOST):
-            for how in AS:
-                if dtype.is_complex or how != "a view of a real one":
-                    yield f"{op.formatted_name} of {dtype}, {how}", op, sample, how
+            # A kernel of CUDA that asserts what values it gets, as of a probability, ends the process: no negatives there.
+            for how in list(AS)[: 3 if dtype.is_complex else 2 if device == "cpu" else 1]:
+                yield f"{op.formatted_name} of {dtype}, {how}", op, sample, how
 
 
 @pytest.mark.filterwarnings("ignore")

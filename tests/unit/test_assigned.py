@@ -111,7 +111,7 @@ def _outcome(
         seen = program.shown()
         if program.engine is not None:
             program.engine.close()
-        return seen + [p.detach().clone() for p in program.model.parameters()]
+        return [None if t is None else t.cpu() for t in (*seen, *program.model.parameters())]
     except Exception as error:
         return error
     finally:

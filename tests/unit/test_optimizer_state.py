@@ -500,13 +500,18 @@ def test_no_two_optimizers_have_one_name() -> None:
 
 
 def test_a_checkpoints_stand_in_that_is_assigned_is_the_state() -> None:
-    """It has values of its own from then on, and follows the steps."""
+    """The state has the values of the assignment; a write to the stand-in after it is refused, once."""
     run = _both()[0]
     drive(run, CASE, 1)
     entry = run.optimizer.state[_weight(run)]
     given = stand_in.moments(_weight(run)._gm_slot, None)[0]
     entry["exp_avg"] = given
+    kept = given.clone()
+    assert torch.equal(entry["exp_avg"], kept)
     given.mul_(0.5)
+    with pytest.raises(gs.GuardError, match=r"head\.weight.* has been written since"):
+        entry["exp_avg"].clone()
+    assert torch.equal(entry["exp_avg"], kept)
     drive(run, CASE, 1)
-    assert torch.equal(given.clone(), entry["exp_avg"].clone())
+    assert torch.equal(given, kept * 0.5) and not torch.equal(entry["exp_avg"], kept)
     run.engine.close()
