@@ -190,6 +190,67 @@ def test_weights_assigned_between_a_forward_and_its_backward() -> None:
     assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
 
 
+# ---- who has what was assigned -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("is_again", [False, True])
+def test_gradients_that_were_there_are_added_to(is_again: bool, precision: str) -> None:
+    """Those that `manage()` finds are the model's alone: of a backward before it, or of another engine."""
+
+    def run(is_managed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = gs.cast_model_(
+            nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), precision
+        )
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        x, engine = torch.randn(5, 3, dtype=model[0].weight.dtype), None
+        how = {"device_budget": "1MB", "device": "cpu", "precision": precision}
+        if is_managed and is_again:
+            engine = gs.manage(model, optimizer, **how)
+        model(x).square().sum().backward()
+        if engine is not None:
+            engine.close()
+        if is_managed:
+            engine = gs.manage(model, optimizer, **how)
+        model(x).square().sum().backward()
+        seen = [p.grad.clone() for p in model.parameters()]
+        if engine is not None:
+            engine.close()
+        return seen
+
+    want, got = run(is_managed=False), run(is_managed=True)
+    assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_gradient_whose_storage_a_program_has_looked_at(is_kept: bool) -> None:
+    """What it no longer has it cannot write; a storage that it still has, it can."""
+    model = nn.Linear(3, 3)
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    engine = gs.manage(model, optimizer, device_budget="1MB", device="cpu", precision="32-true")
+    given = torch.full((3, 3), 0.5)
+    storage = given.untyped_storage()
+    model.weight.grad = given
+    del given
+    if is_kept:
+        with pytest.raises(gs.GeminiError, match="weight: a gradient arrives"):
+            model(torch.ones(2, 3)).sum().backward()
+    del storage
+    model.zero_grad()
+    model.weight.grad = torch.full((3, 3), 0.5)
+    model.weight.grad.untyped_storage().nbytes()
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.clone(), torch.full((3, 3), 2.5))
+    given = torch.full((3, 3), 0.5)
+    given.untyped_storage().nbytes()
+    model.weight.grad = given
+    del given
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.clone(), torch.full((3, 3), 2.5))
+    engine.close()
+
+
 # ---- versions ------------------------------------------------------------------------------------
 
 IN_PLACE = sorted(
