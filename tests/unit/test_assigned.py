@@ -337,8 +337,8 @@ def test_a_kept_state_dict_follows_writes_that_no_version_counts(how: str, preci
     model = nn.Linear(4, 4)
     optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
     plain = copy.deepcopy(model)
-    if precision == "bf16-true":
-        gs.cast_model_(plain, precision)
+    for each in (plain, model):  # of one that came in fp32 the entries are the masters
+        gs.cast_model_(each, precision)
     engine = gs.manage(model, optimizer, device_budget="1MB", device="cpu", precision=precision)
     kept, want = model.state_dict(), plain.state_dict()
     UNCOUNTED[how](model)
