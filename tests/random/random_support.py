@@ -281,10 +281,14 @@ class Plain:
         if scaler is not None:
             self.scaler = copy.deepcopy(scaler)
 
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The others have no masters, or those of when they were."""
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
     def finish(self) -> dict[str, Any]:
         """All that is compared in the end."""
         state = self.optimizer.state_dict()["state"]
-        masters = {n: self.master(p).float() for n, p in self.model.named_parameters()}
+        masters = {n: self.master(p).float() for n, p in self._trained()}
         return self._all(masters, dict(self.model.state_dict()), state)
 
     def _all(self, masters: dict, weights: dict, state: dict) -> dict[str, Any]:
@@ -374,7 +378,7 @@ class Managed(Plain):
 
     def finish(self) -> dict[str, Any]:
         masters = self.engine.model_state_dict(masters=True)
-        masters = {n: masters[n].float() for n, _ in self.model.named_parameters()}
+        masters = {n: masters[n].float() for n, _ in self._trained()}
         weights = self.engine.model_state_dict(masters=False)
         return self._all(masters, weights, self.engine.optimizer_state_dict()["state"])
 

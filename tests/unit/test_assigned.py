@@ -251,6 +251,42 @@ def test_a_gradient_whose_storage_a_program_has_looked_at(is_kept: bool) -> None
     engine.close()
 
 
+@pytest.mark.parametrize("kind", [gs.HybridAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_gradient_of_what_is_frozen_is_refused_by_the_step(is_before: bool, kind: Any) -> None:
+    """torch's optimizers step a frozen parameter that has one, and the engine has no place for its states."""
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
+    plain = copy.deepcopy(model)
+    optimizers = [
+        each(of.parameters(), lr=1e-2, weight_decay=0.1)
+        for each, of in ((gs.HybridAdam, plain), (kind, model))
+    ]
+    weight = model[0].weight.requires_grad_(False)
+    plain[0].weight.requires_grad_(False)
+    if is_before:
+        weight.grad = torch.ones(3, 3)
+    engine = gs.manage(model, optimizers[1], device_budget="1MB", device="cpu", precision="32-true")
+    if not is_before:
+        weight.grad = torch.ones(3, 3)
+    for set_to_none in (False, True):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+        for refused in (optimizers[1].step, lambda: engine.clip_grad_norm_(1.0)):
+            with pytest.raises(gs.GeminiError, match=r"0\.weight was frozen .* drop its gradient"):
+                refused()
+        optimizers[1].zero_grad(set_to_none)
+        optimizers[0].zero_grad(set_to_none)
+        assert (weight.grad is None) is set_to_none
+        assert weight.grad is None or not weight.grad.any()
+    for optimizer, each in zip(optimizers, (plain, model), strict=True):
+        each(x).square().sum().backward()
+        optimizer.step()
+    engine.close()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 # ---- versions ------------------------------------------------------------------------------------
 
 IN_PLACE = sorted(
