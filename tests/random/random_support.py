@@ -239,6 +239,9 @@ class Plain:
         yield values
         if torch.equal(values.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):
             return
+        self._become(p, values)
+
+    def _become(self, p: nn.Parameter, values: Tensor) -> None:
         low = _low_of(p, self.optimizer.state.get(p, {}))
         if p.dtype == torch.bfloat16 and low is not None:
             wide = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -272,11 +275,12 @@ class Plain:
     def load(self, saved: Any) -> None:
         """Takes it back."""
         masters, state, scaler = saved
-        with torch.no_grad():
-            for n, p in self.model.named_parameters():
-                with self.full(p) as values:
-                    values.copy_(masters[n])
         self.optimizer.load_state_dict(copy.deepcopy(state))
+        with (
+            torch.no_grad()
+        ):  # also where nothing has changed: what a weight lacked may be an older one's
+            for n, p in self.model.named_parameters():
+                self._become(p, masters[n])
         self.settle()
         if scaler is not None:
             self.scaler = copy.deepcopy(scaler)
