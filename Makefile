@@ -122,7 +122,7 @@ check-core: $(READY)
 		{ cat build/asserted.log; exit 1; }
 	@LD_PRELOAD="$(LIBASAN) libstdc++.so.6" ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 \
 		PYTHONPATH=$(CURDIR)/$(ASSERTED) OMP_NUM_THREADS=1 \
-		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "core and not timed" --every $(EVERY) --timeout 900 --capture=sys \
+		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m core --every $(EVERY) --timeout 900 --capture=sys \
 		--asserted tests/unit
 	@echo "assertions and sanitizers under Python: ok"
 

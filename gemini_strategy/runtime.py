@@ -436,9 +436,10 @@ class Runtime(Uncopied, Reporting):
             slot = self.slot_of(parameter)
             if slot.has_moments:
                 yield slot, group
-            elif slot.has_grad_home:
+            elif slot.has_grad_home or slot.grad is not None:  # torch steps whatever has one
+                way = "" if slot.has_grad_home else "drop its gradient (zero_grad()), "
                 raise GeminiError(
-                    f"param_groups: {slot.name} {managed.no_place(slot)}: take it out of its group, or "
+                    f"param_groups: {slot.name} {managed.no_place(slot)}: {way}take it out of its group, or "
                     f"{managed.closing(self)} and manage() again"
                 )
 
@@ -659,9 +660,12 @@ class Runtime(Uncopied, Reporting):
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
         self.check_open()
         self.recover()
+        own = [s for s in slots if not s.has_grad_home and s.grad is not None]  # frozen
         slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
         for slot in slots:
             self.step_in_backward.check_change(slot)
+        for slot in own:
+            slot.set_grad(None if set_to_none else torch.zeros_like(slot.grad))
         self.clip_factor = 1.0
         self._sumsq = None
         for slot in slots:

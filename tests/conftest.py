@@ -35,7 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU (make test-gpu)")
     config.addinivalue_line("markers", "core: of engine, guard, plans and ranks (make check)")
-    config.addinivalue_line("markers", "timed: measures the arithmetic of a core as users have it")
     os.environ.setdefault("GEMINI_RATES", RATES)
     # Of torch's compiler: a process that compiles beside this one imports torch first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

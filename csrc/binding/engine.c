@@ -303,6 +303,19 @@ static PyObject *core_leased(core *self, PyObject *Py_UNUSED(unused))
     return result;
 }
 
+/* tell_host_rate(parameters per second): see gm_engine_tell_host_rate */
+static PyObject *core_tell_host_rate(core *self, PyObject *rate)
+{
+    gm_engine *engine = gm_py_engine_of(self);
+    GM_PY_TRY(engine);
+    double value = PyFloat_AsDouble(rate);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    gm_engine_tell_host_rate(engine, value);
+    Py_RETURN_NONE;
+}
+
 /* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
 static PyObject *core_chaos_faults(core *self, PyObject *Py_UNUSED(unused))
 {
@@ -463,6 +476,7 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(chunk_states, NOARGS, "() -> list of dicts"),
     GM_CORE_METHOD(timeline_begin, FASTCALL, "(capacity)"),
     GM_CORE_METHOD(timeline_end, NOARGS, "() -> list of dicts"),
+    GM_CORE_METHOD(tell_host_rate, O, "(rate)"),
     GM_CORE_METHOD(chaos_faults, NOARGS, "() -> (n, first)"),
     GM_CORE_METHOD(salvage, NOARGS, "() -> the error that has closed the engine, or None"),
     GM_CORE_METHOD(check, FASTCALL, "(): raises if an invariant is broken"),

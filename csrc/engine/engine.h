@@ -238,6 +238,10 @@ gm_status gm_engine_forget_outside(gm_engine *engine);
 /* As gm_engine_forget_outside, and the budget has more room than the plan was made for: another plan is made. */
 gm_status gm_engine_regain(gm_engine *engine);
 
+/* Before the first step: updates on the host count as if they ran at this rate, in parameters/s, so that what the engine
+ * learns from their times depends on no clock. */
+void gm_engine_tell_host_rate(gm_engine *engine, double rate);
+
 void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out);
 
 /* out (n_params,): whether a tensor outside units and backward nodes shows the parameter. */

@@ -186,6 +186,7 @@ typedef struct gm_updates {
     bool is_armed;
     gm_stream stream, host_stream;
     atomic_ullong host_ns, host_params; /* of updates on the host, so far */
+    double told_rate;                   /* see gm_engine_tell_host_rate; 0: their time is taken */
     atomic_ullong n_late;               /* that took back what a speculation had done, so far */
     atomic_int async_status;
 } gm_updates;

@@ -22,6 +22,11 @@ static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piec
     return engine->room.plan ? gm_plan_place(engine->room.plan, chunk, piece) : NULL;
 }
 
+void gm_engine_tell_host_rate(gm_engine *engine, double rate)
+{
+    engine->update.told_rate = rate;
+}
+
 gm_status gm_update_new(gm_engine *engine)
 {
     atomic_init(&engine->update.host_ns, 0);
@@ -131,13 +136,15 @@ static void run_host_task(void *context)
         return;
     }
     atomic_fetch_add(&engine->update.n_late, task->is_redo);
-    double began = gm_seconds();
+    double began = gm_seconds(), told = engine->update.told_rate;
     gm_status status = gm_adam_host(&task->args, engine->workers);
-    atomic_fetch_add(&engine->update.host_ns, (unsigned long long)((gm_seconds() - began) * 1e9));
+    double ns = (gm_seconds() - began) * 1e9;
     unsigned long long n = 0;
     for (size_t i = 0; i < task->n_ranges; i++) {
         n += task->ranges[i].end - task->ranges[i].begin;
     }
+    ns = told > 0 ? (double)n * 1e9 / told : ns;
+    atomic_fetch_add(&engine->update.host_ns, (unsigned long long)ns);
     atomic_fetch_add(&engine->update.host_params, n);
     if (status != GM_OK) {
         atomic_store(&engine->update.async_status, (int)status);

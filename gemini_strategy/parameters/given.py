@@ -27,7 +27,7 @@ import torch
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, sharing
 from gemini_strategy.parameters.homes import Entry, Field
 from gemini_strategy.weakly import WeakSet
 
@@ -81,7 +81,7 @@ class _Assigned:
             return True
         if absent.is_absent(self._given):
             return absent.n_users(self._given) > 1
-        return _torch.storage_use_count(_torch.storage_address(self._given)) > 1
+        return sharing.n_others(self._given) > 0
 
     def is_written(self) -> bool:
         try:

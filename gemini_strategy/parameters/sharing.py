@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -156,12 +157,11 @@ def _find_others(shown: list[_Shown]) -> tuple[_Shown, int] | None:
         if grad is not None and grad.layout is torch.strided and id(grad) not in own:
             key = grad.untyped_storage()._cdata
             grads[key] = grads.get(key, 0) + 1
-    alone = _references(torch.empty(1))
     for key, items in storages.items():
         first = next((item for item in items if item.is_parameter), None)
         if first is None:
             continue
-        expected = alone + len(items) - 1 + grads.get(key, 0)
+        expected = _alone() + len(items) - 1 + grads.get(key, 0)
         others = _references(first.tensor) - expected
         # Of slices of one storage, others may be no concern of ours.
         if others > 0:
@@ -171,10 +171,25 @@ def _find_others(shown: list[_Shown]) -> tuple[_Shown, int] | None:
     return None
 
 
+@functools.cache
+def _alone() -> int:
+    with _torch.DisableTorchFunctionSubclass():
+        return _references(torch.empty(1, device="cpu"))
+
+
 def _references(tensor: torch.Tensor) -> int:
     """How many tensors, graphs and Python objects refer to its storage, more or less a constant."""
     storage = tensor.untyped_storage()
     return _torch.storage_use_count(storage._cdata) + sys.getrefcount(storage)
+
+
+def n_others(tensor: torch.Tensor) -> int:
+    """How many refer to its storage beside it.
+
+    torch's wrapper of a storage, once made, stays and is a user of it: so that is not one of them.
+    """
+    with _torch.DisableTorchFunctionSubclass():
+        return _references(tensor) - _alone()
 
 
 def _visible(storage: int, known: set[int]) -> Iterator[torch.Tensor]:

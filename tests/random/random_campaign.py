@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ def play_program(rank_or_source: Any, source: str | None = None) -> tuple[str, s
         is_named = any(re.search(rf"(?<![\w.]){re.escape(n)}(?!\w)", text) for n in parameters)
         if isinstance(error, support.gs.GeminiError) and is_named:
             # A plain program has to be served: nothing in it is unusual.
-            is_failure = isinstance(error, MemoryError) or not how["may_grow"]
+            is_failure = isinstance(error, MemoryError) or not how["may_refuse"]
             return (FAILED if is_failure else REFUSED), f"refused: {text}"
         return FAILED, f"raised: {text}\n{traceback.format_exc()[-1500:]}"
     return RIGHT, ""
@@ -123,7 +123,9 @@ def shrink(forks: Forks, program: Program, verdict: Verdict, seconds: float = 60
     return program
 
 
-def failing_seed(forks: Forks, seed: int) -> tuple[Verdict, Program]:
+def failing_seed(
+    forks: Forks, seed: int, make: Callable[[int], Program] = generate
+) -> tuple[Verdict, Program]:
     """A seed's verdict and program."""
-    program = generate(seed)
+    program = make(seed)
     return try_program(forks, program), program

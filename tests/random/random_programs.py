@@ -451,7 +451,8 @@ def generate(seed: int) -> Program:
             "bf16-mixed"  # fp16's smallest gradients lose bits in the mean: a known limit
         )
     program = Program(seed, width, tuple(parts), tuple(actions), how)
-    return replace(program, how=how | {"may_grow": not is_plain(program)})
+    may_grow = not is_plain(program)
+    return replace(program, how=how | {"may_grow": may_grow, "may_refuse": may_grow})
 
 
 def is_plain(program: Program) -> bool:

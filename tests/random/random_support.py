@@ -239,6 +239,9 @@ class Plain:
         yield values
         if torch.equal(values.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):
             return
+        self._become(p, values)
+
+    def _become(self, p: nn.Parameter, values: Tensor) -> None:
         low = _low_of(p, self.optimizer.state.get(p, {}))
         if p.dtype == torch.bfloat16 and low is not None:
             wide = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -272,19 +275,24 @@ class Plain:
     def load(self, saved: Any) -> None:
         """Takes it back."""
         masters, state, scaler = saved
-        with torch.no_grad():
-            for n, p in self.model.named_parameters():
-                with self.full(p) as values:
-                    values.copy_(masters[n])
         self.optimizer.load_state_dict(copy.deepcopy(state))
+        with (
+            torch.no_grad()
+        ):  # also where nothing has changed: what a weight lacked may be an older one's
+            for n, p in self.model.named_parameters():
+                self._become(p, masters[n])
         self.settle()
         if scaler is not None:
             self.scaler = copy.deepcopy(scaler)
 
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The others have no masters, or those of when they were."""
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
     def finish(self) -> dict[str, Any]:
         """All that is compared in the end."""
         state = self.optimizer.state_dict()["state"]
-        masters = {n: self.master(p) for n, p in self.model.named_parameters()}
+        masters = {n: self.master(p).float() for n, p in self._trained()}
         return self._all(masters, dict(self.model.state_dict()), state)
 
     def _all(self, masters: dict, weights: dict, state: dict) -> dict[str, Any]:
@@ -294,6 +302,27 @@ class Plain:
                 moments[i] = [s["exp_avg"].clone(), s["exp_avg_sq"].clone(), int(s["step"])]
         weights = {n: w.detach().cpu().clone() for n, w in weights.items()}
         return {"seen": self.seen, "weights": weights, "masters": masters, "moments": moments}
+
+    def keep(self, folder: str) -> None:
+        """A checkpoint in a folder."""
+        self.kept[folder] = self.save()
+
+    def resume(self, folder: str) -> None:
+        """That of `keep`."""
+        self.load(self.kept[folder])
+
+    def again(self, dtype: torch.dtype | None = None) -> None:
+        """Under another engine, or in fp32 and back; what was kept of the model's memory is let go."""
+        for key in [k for k in self.kept if k.startswith("live")]:
+            del self.kept[key]
+        if dtype is None or self.precision == "32-true":
+            return
+        for p in self.model.parameters():
+            master = self.master(p)
+            for key in ("remainder", "master"):
+                self.optimizer.state.get(p, {}).pop(key, None)
+            p.data = master
+        gs.cast_model_(self.model, self.precision)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -308,14 +337,19 @@ class Managed(Plain):
         gs.cast_model_(
             model, precision
         )  # what came in fp32 would leave in fp32; the other does not
+        self.folders, self.how = tempfile.TemporaryDirectory(), how
+        self.manage()
+
+    def manage(self) -> None:
+        """Makes the engine."""
         self.engine = gs.manage(
-            model,
+            self.model,
             self.optimizer,
             device="cpu",
-            precision=precision,
+            precision=self.precision,
             initial_scale=256.0,
             growth_interval=4,
-            **how,
+            **self.how,
         )
 
     def call(self, x: Tensor, n: int = 0) -> Tensor:
@@ -348,9 +382,24 @@ class Managed(Plain):
 
     def finish(self) -> dict[str, Any]:
         masters = self.engine.model_state_dict(masters=True)
-        masters = {n: masters[n] for n, _ in self.model.named_parameters()}
+        masters = {n: masters[n].float() for n, _ in self._trained()}
         weights = self.engine.model_state_dict(masters=False)
         return self._all(masters, weights, self.engine.optimizer_state_dict()["state"])
+
+    def keep(self, folder: str) -> None:
+        self.engine.save(f"{self.folders.name}/{folder}")
+        self.kept[folder] = None
+
+    def resume(self, folder: str) -> None:
+        self.engine.load(f"{self.folders.name}/{folder}")
+
+    def again(self, dtype: torch.dtype | None = None) -> None:
+        for key in [k for k in self.kept if k.startswith("live")]:
+            del self.kept[key]
+        self.engine.close(dtype=dtype)
+        if dtype is not None and self.precision != "32-true":
+            gs.cast_model_(self.model, self.precision)  # as at first
+        self.manage()
 
     def close(self) -> None:
         self.engine.close()

@@ -1,6 +1,7 @@
 """Runs many random programs and writes what fails.
 
     python -m tests.random.run --count 10000 --jobs 2 --out failures.jsonl [--first 0] [--shrink 60] [--seed 17]
+        [--sequences]
 
 The last line of the file is the count; each other line is a failure with a program that reproduces it.
 """
@@ -22,6 +23,8 @@ HERE = Path(__file__).resolve().parent
 # This folder's name is that of a standard module: what is here is found by its own names.
 sys.path[:0] = [p for p in (str(HERE), str(HERE.parent)) if p not in sys.path]
 
+import random_programs  # noqa: E402
+import random_sequences  # noqa: E402
 from helpers.forked import Forks  # noqa: E402
 from random_campaign import FAILED, failing_seed, shrink  # noqa: E402
 from random_programs import script  # noqa: E402
@@ -36,7 +39,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds for making one smaller")
     parser.add_argument("--seed", type=int, help="this one alone; prints its script")
+    parser.add_argument("--sequences", action="store_true", help="those of random_sequences.py")
     args = parser.parse_args()
+    make = random_sequences.generate if args.sequences else random_programs.generate
     seeds = [args.seed] if args.seed is not None else range(args.first, args.first + args.count)
     work: queue.SimpleQueue[int] = queue.SimpleQueue()
     for seed in seeds:
@@ -57,7 +62,7 @@ def main() -> int:
                     seed = work.get_nowait()
                 except queue.Empty:
                     return
-                verdict, program = failing_seed(forks, seed)
+                verdict, program = failing_seed(forks, seed, make)
                 if verdict.result == FAILED and args.shrink:
                     program = shrink(forks, program, verdict, args.shrink)
                 with lock:

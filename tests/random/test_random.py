@@ -1,8 +1,9 @@
 """Random programs, managed and unmanaged: the same bits, or a refusal by name where the program is unusual.
 
 The seeds are fixed, and some are fresh: a fresh one that fails is printed with its program, as any other. More of them,
-offline: `python -m tests.random.run --count 10000 --jobs 2 --out failures.jsonl`.
-GEMINI_RANDOM_COUNT is the number of fixed seeds (default 240), GEMINI_RANDOM_FRESH of fresh ones (default 40).
+offline: `python -m tests.random.run --count 10000 --jobs 2 --out failures.jsonl`, and with `--sequences` of operations.
+GEMINI_RANDOM_COUNT is the number of fixed seeds (default 240), GEMINI_RANDOM_FRESH of fresh ones (default 40);
+GEMINI_RANDOM_SEQUENCES that of sequences (default 150).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import collections
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import random_sequences
 from helpers.forked import Forks
 from random_campaign import (
     FAILED,
@@ -28,9 +30,10 @@ from random_campaign import (
     shrink,
     try_program,
 )
-from random_programs import generate, script
+from random_programs import Program, generate, script
 
 COUNT = int(os.environ.get("GEMINI_RANDOM_COUNT", "240"))
+N_SEQUENCES = int(os.environ.get("GEMINI_RANDOM_SEQUENCES", "150"))
 N_FRESH = int(os.environ.get("GEMINI_RANDOM_FRESH", "40"))
 BATCH = 20
 HERE = Path(__file__).parent
@@ -42,12 +45,12 @@ def forks() -> Iterator[Forks]:
         yield forks
 
 
-def _run(forks: Forks, seeds: list[int]) -> None:
+def _run(forks: Forks, seeds: list[int], make: Callable[[int], Program] = generate) -> None:
     """Fails with the smallest program that was found for the first seed that fails."""
     results: collections.Counter[str] = collections.Counter()
     failed = []
     for seed in seeds:
-        verdict, program = failing_seed(forks, seed)
+        verdict, program = failing_seed(forks, seed, make)
         results[verdict.result] += 1
         if verdict.result == FAILED:
             failed.append((seed, verdict, program))
@@ -67,6 +70,11 @@ def _run(forks: Forks, seeds: list[int]) -> None:
 @pytest.mark.parametrize("first", range(0, COUNT, BATCH))
 def test_fixed_seeds(first: int, forks: Forks) -> None:
     _run(forks, list(range(first, first + BATCH)))
+
+
+@pytest.mark.parametrize("first", range(0, N_SEQUENCES, 30))
+def test_sequences(first: int, forks: Forks) -> None:
+    _run(forks, list(range(first, first + 30)), random_sequences.generate)
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -190,6 +190,103 @@ def test_weights_assigned_between_a_forward_and_its_backward() -> None:
     assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
 
 
+# ---- who has what was assigned -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("is_again", [False, True])
+def test_gradients_that_were_there_are_added_to(is_again: bool, precision: str) -> None:
+    """Those that `manage()` finds are the model's alone: of a backward before it, or of another engine."""
+
+    def run(is_managed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = gs.cast_model_(
+            nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), precision
+        )
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        x, engine = torch.randn(5, 3, dtype=model[0].weight.dtype), None
+        how = {"device_budget": "1MB", "device": "cpu", "precision": precision}
+        if is_managed and is_again:
+            engine = gs.manage(model, optimizer, **how)
+        model(x).square().sum().backward()
+        if engine is not None:
+            engine.close()
+        if is_managed:
+            engine = gs.manage(model, optimizer, **how)
+        model(x).square().sum().backward()
+        seen = [p.grad.clone() for p in model.parameters()]
+        if engine is not None:
+            engine.close()
+        return seen
+
+    want, got = run(is_managed=False), run(is_managed=True)
+    assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_gradient_whose_storage_a_program_has_looked_at(is_kept: bool) -> None:
+    """What it no longer has it cannot write; a storage that it still has, it can."""
+    model = nn.Linear(3, 3)
+    optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+    engine = gs.manage(model, optimizer, device_budget="1MB", device="cpu", precision="32-true")
+    given = torch.full((3, 3), 0.5)
+    storage = given.untyped_storage()
+    model.weight.grad = given
+    del given
+    if is_kept:
+        with pytest.raises(gs.GeminiError, match="weight: a gradient arrives"):
+            model(torch.ones(2, 3)).sum().backward()
+    del storage
+    model.zero_grad()
+    model.weight.grad = torch.full((3, 3), 0.5)
+    model.weight.grad.untyped_storage().nbytes()
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.clone(), torch.full((3, 3), 2.5))
+    given = torch.full((3, 3), 0.5)
+    given.untyped_storage().nbytes()
+    model.weight.grad = given
+    del given
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.clone(), torch.full((3, 3), 2.5))
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [gs.HybridAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_gradient_of_what_is_frozen_is_refused_by_the_step(is_before: bool, kind: Any) -> None:
+    """torch's optimizers step a frozen parameter that has one, and the engine has no place for its states."""
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
+    plain = copy.deepcopy(model)
+    optimizers = [
+        each(of.parameters(), lr=1e-2, weight_decay=0.1)
+        for each, of in ((gs.HybridAdam, plain), (kind, model))
+    ]
+    weight = model[0].weight.requires_grad_(False)
+    plain[0].weight.requires_grad_(False)
+    if is_before:
+        weight.grad = torch.ones(3, 3)
+    engine = gs.manage(model, optimizers[1], device_budget="1MB", device="cpu", precision="32-true")
+    if not is_before:
+        weight.grad = torch.ones(3, 3)
+    for set_to_none in (False, True):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+        for refused in (optimizers[1].step, lambda: engine.clip_grad_norm_(1.0)):
+            with pytest.raises(gs.GeminiError, match=r"0\.weight was frozen .* drop its gradient"):
+                refused()
+        optimizers[1].zero_grad(set_to_none)
+        optimizers[0].zero_grad(set_to_none)
+        assert (weight.grad is None) is set_to_none
+        assert weight.grad is None or not weight.grad.any()
+    for optimizer, each in zip(optimizers, (plain, model), strict=True):
+        each(x).square().sum().backward()
+        optimizer.step()
+    engine.close()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 # ---- versions ------------------------------------------------------------------------------------
 
 IN_PLACE = sorted(
@@ -276,8 +373,8 @@ def test_a_kept_state_dict_follows_writes_that_no_version_counts(how: str, preci
     model = nn.Linear(4, 4)
     optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
     plain = copy.deepcopy(model)
-    if precision == "bf16-true":
-        gs.cast_model_(plain, precision)
+    for each in (plain, model):  # of one that came in fp32 the entries are the masters
+        gs.cast_model_(each, precision)
     engine = gs.manage(model, optimizer, device_budget="1MB", device="cpu", precision=precision)
     kept, want = model.state_dict(), plain.state_dict()
     UNCOUNTED[how](model)
