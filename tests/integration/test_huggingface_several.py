@@ -10,7 +10,7 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy.huggingface import GeminiAccelerator, GeminiOptimizer
-from huggingface_case import VOCABULARY, assert_same, make_model, plugin, rows
+from huggingface_case import VOCABULARY, assert_same, make_model, masters, plugin, rows
 
 CLIP = 0.7
 WIDTH = 32
@@ -84,7 +84,7 @@ def train(
 
 
 def by_hand(precision: str) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-    """The same loop without accelerate and without an engine."""
+    """The masters of the same loop without accelerate and without an engine."""
     pair = [gs.cast_model_(model, precision) for model in models()]
     optimizer, scheduler = pieces(*pair, kind=gs.HybridAdam)
     norms = []
@@ -105,7 +105,7 @@ def by_hand(precision: str) -> tuple[list[dict[str, torch.Tensor]], list[float]]
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return [{n: p.detach().clone() for n, p in m.named_parameters()} for m in pair], norms
+    return [masters(model, optimizer) for model in pair], norms
 
 
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
