@@ -255,7 +255,7 @@ def test_a_second_try_where_the_first_ones_error_is_handled() -> None:
     model, optimizer, _ = _ordinary()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Slot, "set_grad", _boom)
+            patch.setattr(Slot, "write_grad", _boom)
             gs.manage(model, optimizer, device="cpu")
     except _Stop:
         engine = gs.manage(model, optimizer, device="cpu")
