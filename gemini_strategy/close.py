@@ -162,6 +162,8 @@ def _check_room(engine: Runtime, total: int) -> None:
     for rank, said in enumerate(texts):
         if said is not None:
             raise GeminiMemoryError(f"rank {rank}: {said}" if ranks.size > 1 else said)
+
+
 def _give_all(
     engine: Runtime,
     values: dict[Slot, torch.Tensor],

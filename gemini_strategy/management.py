@@ -193,13 +193,14 @@ def manage(
         with torch.device("cpu"), torch.inference_mode(False):
             runtime = Runtime(model, optimizer, settings, scaler, ranks, original)
             engine = Engine(runtime)
+        asked = settings.device_budget
+        budget = "what there is" if asked < 0 else size_text(asked)
+        note(type(model).__name__, optimizer is not None, budget, ranks.rank, ranks.size)
     except BaseException as error:  # whatever it was: all of it stands, or nothing has changed
         if original is not None:
             _C.uninterrupted(original.restore, error)
         ranks.give_up("manage()", error)
         raise
-    budget = "what there is" if settings.device_budget < 0 else size_text(settings.device_budget)
-    note(type(model).__name__, optimizer is not None, budget, ranks.rank, ranks.size)
     return engine
 
 

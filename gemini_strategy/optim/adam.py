@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.order import is_dense, is_same
 from gemini_strategy.precision import weight_dtypes
@@ -60,6 +60,11 @@ def _ordered_like(tensor: Tensor, model: Tensor, dtype: torch.dtype | None = Non
     return torch.empty_like(model, dtype=dtype, requires_grad=False).copy_(tensor)
 
 
+def _readable(tensor: Tensor) -> Tensor:
+    """Itself, or a copy of what an engine has: it has no address (parameters/absent.py)."""
+    return tensor.clone() if absent.is_absent(tensor) else tensor
+
+
 def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
@@ -76,8 +81,7 @@ def _add_squares(
         )
     if tensor.numel() == 0:
         return total
-    if not is_dense(tensor):
-        tensor = tensor.contiguous()
+    tensor = _readable(tensor if is_dense(tensor) else tensor.contiguous())
     dtype, device = _DTYPES[tensor.dtype], tensor.device
     if device.type == "cpu":
         return _C.sumsq_host(tensor.data_ptr(), dtype, tensor.numel(), total)
@@ -433,9 +437,9 @@ class HybridAdam(torch.optim.Optimizer):
     def _update(self, p: Tensor, scalars: bytes) -> None:
         state = self._state_of(p)
         plain = p.detach()
-        weight = plain if is_dense(plain) else plain.contiguous()
+        weight = _readable(plain if is_dense(plain) else plain.contiguous())
         grad_dtype = p.grad.dtype if p.grad.dtype in (p.dtype, torch.float32) else torch.float32
-        grad = _ordered_like(p.grad.detach(), plain, grad_dtype)
+        grad = _readable(_ordered_like(p.grad.detach(), plain, grad_dtype))
         low = state[_LOW[p.dtype][0]] if p.dtype in _LOW else None
         if low is not None:
             low.copy_(settled_low(p, low))

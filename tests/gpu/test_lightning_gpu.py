@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import gemini_strategy as gs
 from helpers import scripts
 from helpers.lean import without_unused
 
@@ -23,7 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests" / "integration"
 sys.path.insert(0, str(CASES))
 
-from lightning_case import fit_reference, reference_weights, same, summable  # noqa: E402
+from lightning_case import (  # noqa: E402
+    cast_reference,
+    fit_reference,
+    reference_weights,
+    same,
+    summable,
+)
 
 N_GPUS = torch.cuda.device_count()
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -93,7 +98,7 @@ def check(folder: Path, places: list[str], shape: tuple[int, int]) -> list[dict[
     module = summable("lightning", 0, n_ranks=size, is_reference=True)
     if size == 1:  # Lightning gives it no sampler, which shuffles
         module.train_dataloader = lambda: module._loader(module.n_batches)
-    gs.cast_model_(module, "bf16-mixed")
+    cast_reference(module, "bf16-mixed")
     trainer = fit_reference("lightning", module, precision="bf16-mixed")
     saved = torch.load(folder / "one.ckpt", weights_only=False)
     same(dict(saved["state_dict"]), reference_weights(module, trainer.optimizers[0]), "weights")

@@ -119,6 +119,7 @@ DROPPING |= {f"weakref.{kind}Dictionary" for kind in ("WeakKey", "WeakValue")}
 MAY_DROP = {
     ("ranks/ranks.py", "atexit.register"),
     ("checkpoint/background.py", "atexit.register"),
+    ("report/measured.py", "atexit.register"),
     ("lightning/trainer_ranks.py", "atexit.register"),
     ("memory/torch_memory.py", "weakref.finalize"),
 }

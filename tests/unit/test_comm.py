@@ -293,7 +293,7 @@ def check_different_collectives(rank: int) -> None:
             assert "ranks 0, 2 are at all_gather number 2 of 3 x 64 bytes; " in text
         else:
             assert "rank 1 is at reduce_scatter number 2 of 3 x 64 bytes (sum of fp32); " in text
-        assert "the ranks differ from collective 2 on: ranks 0, 2 all_gather of 3 x 64" in text
+        assert text.startswith("the ranks run different modules, or in another order: every rank")
         assert bool((buffer == rank).all())
 
 
@@ -352,19 +352,18 @@ def check_control_flow(rank: int, size: int) -> None:
     its = f"all_gather number 3 of {size} x 4 bytes (label 9)"
     mine, others = (its, theirs) if rank == odd else (theirs, its)
     who = f"{rest} {verb} at" if rank == odd else f"rank {odd} is at"
-    assert text.startswith(f"{mine}, rank {rank} of {size}: {who} {others}; all ranks must")
-    difference = f"the ranks differ from collective 3 on: {rest} {theirs}, rank {odd} {its}"
-    assert difference.replace(" number 3", "") in text
+    assert text.startswith("the ranks run different modules, or in another order: every rank")
+    assert f": {mine}, rank {rank} of {size}: {who} {others}; all ranks must" in text
 
     with communicator(timeout=PATIENT) as comm:  # one is left out
         text = gathers(comm, [1, 2, 4, 5] if rank == odd else [1, 2, 3, 4, 5])
-    assert f"collective 3 on: {rest} all_gather of {size} x 4 bytes (label 3)" in text
-    assert f", rank {odd} all_gather of {size} x 4 bytes (label 4)" in text
+    assert f"all_gather number 3 of {size} x 4 bytes (label 3)" in text
+    assert f"all_gather number 3 of {size} x 4 bytes (label 4)" in text
 
     with communicator(timeout=PATIENT) as comm:  # the last one is
         text = gathers(comm, [1, 2] if rank == odd else [1, 2, 3])
-    assert f"collective 3 on: {rest} all_gather of {size} x 4 bytes (label 3)" in text
-    assert f", rank {odd} agreement (label 20)" in text
+    assert f"all_gather number 3 of {size} x 4 bytes (label 3)" in text
+    assert "agreement number 3 (label 20)" in text
 
     with communicator(timeout=PATIENT) as comm:  # none is, and much has gone before
         buffer = torch.ones(BUFFER)
