@@ -122,7 +122,7 @@ def _cases(group: int, device: str) -> Iterator[tuple[str, Any, Any, str]]:
         has_grad = dtype in op.supported_backward_dtypes(device)
         samples = op.sample_inputs(device, dtype, requires_grad=has_grad)
         for sample in itertools.islice(samples, MOST):
-            # A kernel of CUDA that asserts what values it gets, as of a probability, ends the process: no negatives there.
+            # CUDA's kernels that assert their values, as of a probability, end the process: no negatives.
             for how in list(AS)[: 3 if dtype.is_complex else 2 if device == "cpu" else 1]:
                 yield f"{op.formatted_name} of {dtype}, {how}", op, sample, how
 
