@@ -416,7 +416,8 @@ def state_bytes(build: Callable[[], nn.Module], recipe: Recipe) -> int:
     """Weights plus optimizer states in bytes, without padding: what a budget is a fraction of."""
     with torch.random.fork_rng():
         model = start(build, recipe, "cpu")
-    gs.cast_model_(model, recipe.precision)
+    if all(p.dtype is torch.float32 for p in model.parameters()):  # else it is built so
+        gs.cast_model_(model, recipe.precision)
     per_weight = {torch.float32: 12, torch.bfloat16: 12, torch.float16: 14}
     return sum(
         p.numel() * (per_weight[p.dtype] if p.requires_grad else p.element_size())

@@ -765,12 +765,6 @@ def _random(run: Plain) -> Any:
     return param(run).clone(), param(run, OTHER).clone()
 
 
-@door(WRITES, refusable=True)
-def _numpy_write(run: Plain) -> Any:
-    param(run).detach().numpy()[0, 0] = 2.0
-    return param(run).clone()
-
-
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_a_result_of_another_size_is_refused_by_name() -> None:
     run = start_at("evicted", Recipe(precision="32-true", clip=1.0))

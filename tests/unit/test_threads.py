@@ -246,9 +246,10 @@ def finished(model: nn.Module, optimizer: Any, engine: gs.Engine | None) -> list
     for _ in range(2):
         model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
+    weights = [p.detach().clone() for p in model.parameters()]
     if engine is not None:
         engine.close()
-    return [p.detach() for p in model.parameters()]
+    return weights
 
 
 @pytest.mark.parametrize("policy", ["cpu", "cuda"])
