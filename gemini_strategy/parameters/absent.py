@@ -323,9 +323,8 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return len(views) == 1
 
 
-def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation over lists, element after element: not everything has to have room at once."""
-    n = max(len(a) for a in args if isinstance(a, list | tuple))
+def _one_by_one(op: Any, n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation over lists of n, element after element: not everything has to have room at once."""
     named = dict(zip([a.name for a in op._schema.arguments], args, strict=False)) | kwargs
 
     def at(i: int, name: str, value: Any) -> Any:
@@ -353,9 +352,11 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     if not absent:
         return op(*args, **kwargs)
-    is_over_lists = name.startswith(_OVER_LISTS) and len(absent) > 1
-    if is_over_lists and any(len(a) > 1 for a in args if isinstance(a, list | tuple)):
-        return _one_by_one(op, args, kwargs)
+    if len(absent) > 1 and name.startswith(_OVER_LISTS):
+        lists = [a for a in args if isinstance(a, list | tuple) and any(map(torch.is_tensor, a))]
+        n = max(map(len, lists), default=0)  # a fused operation on one tensor has no such list
+        if n > 1:
+            return _one_by_one(op, n, args, kwargs)
     if name in _REFUSED and (absent[0][0] == 0 or name == "aten::set_"):
         raise GuardError(f"{_home_at(absent[0][2]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
     if _torch.dispatch_mode(_torch.DispatchModeKey.FAKE) is not None:
@@ -591,10 +592,10 @@ def _recording_door(original: Any, why: str) -> Any:
         for value in (*args, *kwargs.values()):
             for given in value if isinstance(value, tuple) else (value,):
                 module = getattr(given, "__self__", given)
-                named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-                for name, parameter in named:
-                    if hasattr(parameter, "_gm_slot"):
-                        raise GuardError(f"{why}: {name} of {type(module).__name__} is managed")
+                for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
+                    slot = getattr(parameter, "_gm_slot", None)
+                    if slot is not None:
+                        raise GuardError(f"{why}: {slot.name} is managed")
         return original(*args, **kwargs)
 
     return recording
