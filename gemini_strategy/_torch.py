@@ -102,7 +102,6 @@ top_saved_tensors_hooks = _private("torch._C._autograd._top_saved_tensors_defaul
 push_saved_tensors_hooks = _private("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_tensors_hooks = _private("torch._C._autograd._pop_saved_tensors_default_hooks")
 proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
-get_proxy_mode = _private("torch.fx.experimental.proxy_tensor.get_proxy_mode")
 # The module that asks for addresses to make fake tensors.
 META_CONVERTER = "torch._subclasses.meta_utils"
 recursive_scripting: Any = _private("torch.jit._recursive")

@@ -119,8 +119,8 @@ class _Plan:
         found = [name for name, slot in model.slots.items() if slot.is_raw]
         if found and not is_adapted(module):
             raise GeminiError(
-                f"{found[0]} is quantized, and what its class adds to files is not written here: engine.close(), then "
-                "save the model as the package that has quantized it does"
+                f"{found[0]} is quantized, and what its class adds to files is not written here: "
+                "gemini_strategy.engine_of(model).close(), then save the model as its quantizing package does"
             )
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -333,8 +333,8 @@ def _put_group(files: _Files, plan: _Plan, group: _Group, values: dict[str, torc
         want, got = group.output.tensors[name], made.get(name)
         if got is None or (got.shape, got.dtype) != (want.shape, want.dtype):
             raise GeminiError(
-                f"{name} cannot be computed from {', '.join(group.sources)} alone: engine.close(), then "
-                "model.save_pretrained()"
+                f"{name} cannot be computed from {', '.join(group.sources)} alone: "
+                "gemini_strategy.engine_of(model).close(), then model.save_pretrained()"
             )
         files.put(group.output, name, 0, got.contiguous())
 

@@ -190,7 +190,7 @@ class FabricStrategy(EngineStrategy):
             if engine not in _made or engine.model is not module:
                 raise gs.GeminiError(
                     f"{type(module).__name__} has parameters that an engine of {title(engine.model)} manages:"
-                    " call engine.close() first, or set up the model that is managed."
+                    " call gemini_strategy.engine_of(model).close() first, or set up the model that is managed."
                 )
             engine.close(dtype=torch.float32)
         self._make_ready(module)

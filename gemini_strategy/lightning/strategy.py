@@ -324,8 +324,8 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             if found not in _configurations:
                 raise gs.GeminiError(
                     f"{type(module).__name__} holds a model that gemini_strategy.manage() manages already, and"
-                    " strategy='gemini' manages the whole LightningModule: call engine.close() first, or pass the"
-                    " unmanaged model."
+                    " strategy='gemini' manages the whole LightningModule: call"
+                    " gemini_strategy.engine_of(model).close() first, or pass the unmanaged model."
                 )
         slots = [getattr(parameter, "_gm_slot", None) for parameter in module.parameters()]
         is_whole = all(slot is not None and slot.engine.engine is engine for slot in slots)

@@ -67,7 +67,7 @@ _WRITES_UNSAID = {
 _OVER_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # Their schemas say what they write; of others nobody knows.
 _TOLD = ("aten", "prims", "prim", "bitsandbytes", "torchao")
-_FIXED = "its size is fixed; engine.close() first"
+_FIXED = "its size is fixed; gemini_strategy.engine_of(model).close() first"
 _REFUSED = {
     "aten::set_": "its storage is the engine's; use copy_() or p.data = value",
     "aten::resize_": _FIXED,
@@ -361,7 +361,8 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         raise GuardError(f"{_home_at(absent[0][2]).name}: {name.split('::')[1]}: {_REFUSED[name]}")
     if _torch.dispatch_mode(_torch.DispatchModeKey.FAKE) is not None:
         raise GuardError(
-            f"{_home_at(absent[0][2]).name}: a fake mode has no use for managed values: engine.close() first"
+            f"{_home_at(absent[0][2]).name}: a fake mode has no use for managed values: "
+            "gemini_strategy.engine_of(model).close() first"
         )
     if name == "aten::copy_" and len(absent) > 1 and _is_same(*args[:2]):
         _home_at(absent[0][2]).note_same()

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from gemini_strategy import _C, _torch
-from gemini_strategy._torch import detect_fake_mode, get_proxy_mode, tree_map
+from gemini_strategy._torch import detect_fake_mode, tree_map
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters.leaving import Attached
@@ -237,10 +237,13 @@ def refuse_tracing(name: str) -> NoReturn:
 
 
 def _is_traced() -> bool:
-    """Whether this call runs to be written down, for calls in which no engine takes part."""
+    """Whether this call runs to be written down, for calls in which no engine takes part.
+
+    What make_fx writes down of real values, as torch.func.linearize has it do, names parameters: it is served.
+    """
     if torch.compiler.is_compiling() or _torch.tracing_state() is not None:
         return True
-    return get_proxy_mode() is not None or detect_fake_mode() is not None
+    return detect_fake_mode() is not None
 
 
 class _UnitCall(Attached, _C.UnitCall):

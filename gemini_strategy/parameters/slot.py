@@ -258,12 +258,12 @@ class Slot(_C.Slot):
             raise GuardError(
                 f"{self.name}: `.data` of a managed parameter takes values of shape {self.shape} and "
                 f"{self.dtype}, got {tuple(value.shape)} and {value.dtype}; to change either, "
-                "engine.close(), change the model, and manage() it again"
+                f"{self.engine.called}.close(), change the model, and manage() it again"
             )
         if value.device.type != self.device.type:
             raise GuardError(
                 f"{self.name}: a managed parameter stays on {self.device}, got a tensor on "
-                f"{value.device}; engine.close() makes the model ordinary again"
+                f"{value.device}; {self.engine.called}.close() makes the model ordinary again"
             )
         if order.is_dense(value) and not order.is_same(self.shape, value.stride(), self.strides):
             raise GuardError(

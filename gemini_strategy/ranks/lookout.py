@@ -35,7 +35,8 @@ ASK_SECONDS = 8.0  # of waiting, before the others are asked
 NOTICE_SECONDS = 20.0  # before it is said
 _ALL = (
     "all ranks have to make the same calls in the same order, also those that only read. Let every rank make this call "
-    "and use what it gives on one, or make it after engine.close(), when each rank has the whole model"
+    "and use what it gives on one, or make it after "
+    "gemini_strategy.engine_of(model).close(), when each rank has the whole model"
 )
 
 

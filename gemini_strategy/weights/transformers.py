@@ -165,7 +165,7 @@ def outputs(module: nn.Module, state: dict[str, Tensor]) -> list[Output]:
     if getattr(module, "hf_quantizer", None) is not None:
         raise GeminiError(
             f"{type(module).__name__} is quantized, and what its quantizer adds to files is not written here: "
-            "engine.close(), then model.save_pretrained()"
+            "gemini_strategy.engine_of(model).close(), then model.save_pretrained()"
         )
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     state = {name: value for name, value in state.items() if name not in ignored}

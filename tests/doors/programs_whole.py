@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gemini_strategy as gs
 from programs import Run, Six, door, rows
@@ -352,15 +353,24 @@ def _exported(run: Run) -> Any:
 
 
 def _make_fx(run: Run) -> Any:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    return make_fx(lambda x: run.model(x))(run.x())(run.x(1)).detach()
+    """The graph has the weights that the model has when it runs, as it names parameters."""
+    graph = make_fx(lambda x: run.model(x))(run.x())
+    values = [run.step(1), graph(run.x(1)).detach()]
+    graph(run.x(2)).square().mean().backward()
+    return [values, [p.grad.clone() for p in run.model.parameters()]]
 
 
 def _make_fx_of_p(run: Run) -> Any:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     return make_fx(lambda x: x @ run.w)(run.h())(run.h(1)).detach()
+
+
+def _linearized(run: Run) -> Any:
+    """The first tangent of a linearized function uses the weights of its moment, and keeps them for the next."""
+    out, tangent = torch.func.linearize(lambda x: run.model(x), run.x())
+    values = [out.detach()]
+    for _ in range(3):
+        values += [run.step(), tangent(torch.ones_like(run.x())).detach()]
+    return values
 
 
 def _fake(run: Run) -> Any:
@@ -432,8 +442,6 @@ for _name, _body in {
         lambda r: torch.jit.freeze(torch.jit.script(r.model.eval()))(r.x()).detach(),
     ),
     "torch.export": ("18", _exported),
-    "make_fx": ("18", _make_fx),
-    "make_fx of p": ("18", _make_fx_of_p),
     "fake mode": ("18", _fake),
     "fake of p": ("18", _fake_of_p),
     "fake mode of the model": ("18", _fake_of_model),
@@ -463,6 +471,13 @@ for _name, _body in {
     ),
 }.items():
     door(f"export/{_name}", _body[0], whole=True, needs_all=True)(_body[1])
+
+for _name, _body in {
+    "make_fx": _make_fx,
+    "make_fx of p": _make_fx_of_p,
+    "linearize": _linearized,
+}.items():
+    door(f"traced/{_name}", "18", served=True)(_body)
 
 
 # ---- how control flows ---------------------------------------------------------------------------

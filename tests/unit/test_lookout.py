@@ -96,7 +96,7 @@ def test_a_call_of_one_rank_while_the_other_closes(name: str, tmp_path: Path) ->
     for text in found:
         fact, _, numbers = text.partition(f": {FEW}")
         assert numbers and "all_gather" not in fact and "number" not in fact
-        assert "engine.close(), when each rank has the whole model" in numbers
+        assert "close(), when each rank has the whole model" in numbers
         assert "all_gather number" in numbers
 
 
