@@ -24,7 +24,8 @@ MOST = None if os.environ.get("OPERATIONS") == "all" else 1
 GROUPS = 32
 DTYPES = (torch.float32, torch.complex64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-UNKNOWN = ("empty", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
+# What gives memory as it is, and kernels from a string, which take addresses past the dispatcher: refused by name.
+LEFT_OUT = ("empty", "new_empty", "jiterator")
 
 
 class _Home(absent.Home):
@@ -117,7 +118,7 @@ def _outcome(op: Any, sample: Any, how: str, is_absent: bool) -> Any:
 
 def _cases(group: int, device: str) -> Iterator[tuple[str, Any, Any, str]]:
     for op, dtype in itertools.product(op_db[group::GROUPS], DTYPES):
-        if dtype not in op.supported_dtypes(device) or op.name in UNKNOWN:
+        if dtype not in op.supported_dtypes(device) or op.name.startswith(LEFT_OUT):
             continue
         has_grad = dtype in op.supported_backward_dtypes(device)
         samples = op.sample_inputs(device, dtype, requires_grad=has_grad)
@@ -127,7 +128,15 @@ def _cases(group: int, device: str) -> Iterator[tuple[str, Any, Any, str]]:
                 yield f"{op.formatted_name} of {dtype}, {how}", op, sample, how
 
 
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_give_the_bits_of_plain_tensors(device: str, group: int) -> None:
