@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "GEMINI_RUN"
+REPORT = "GEMINI_REPORT"  # "1": see manage()
 
 _noted_in = 0  # the process that has left its marks
 
@@ -35,11 +36,12 @@ def told() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def telling(plugin: dict[str, Any], marks: Path, startup: Path) -> Iterator[None]:
+def telling(plugin: dict[str, Any], reports: bool, marks: Path, startup: Path) -> Iterator[None]:
     """Inside, this process and all that come of it are told; after it, the environment is as it was.
 
     Args:
         plugin: arguments of a GeminiPlugin.
+        reports: every engine that is not told otherwise prints its tables.
         marks: the file of this run.
         startup: the folder whose sitecustomize a Python that starts is to run.
     """
@@ -53,8 +55,11 @@ def telling(plugin: dict[str, Any], marks: Path, startup: Path) -> Iterator[None
     }
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p != str(startup)]
     paths = os.pathsep.join([str(startup), *(others if others != [""] else [])])
-    before = {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}
-    os.environ |= {VARIABLE: json.dumps(said), "PYTHONPATH": paths}
+    here = {VARIABLE: json.dumps(said), "PYTHONPATH": paths}
+    if reports:
+        here[REPORT] = "1"
+    before = {name: os.environ.get(name) for name in here}
+    os.environ |= here
     _noted_in = 0
     try:
         yield

@@ -60,6 +60,9 @@ class Uncopied:
         raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
 
 
+_THAWING = ", set requires_grad, see that a group of the optimizer has it, and manage() again"
+
+
 class Runtime(Uncopied, Reporting):
     """One model in its chunks, from manage() to close().
 
@@ -276,7 +279,7 @@ class Runtime(Uncopied, Reporting):
             if not self.takes_thawed:
                 raise GeminiError(
                     f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
-                    f"{self.unfreezing or managed.closing(self) + ', set requires_grad, and manage() again'}"
+                    f"{self.unfreezing or managed.closing(self) + _THAWING}"
                 )
             self.thaw(slot)
 

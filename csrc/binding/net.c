@@ -6,7 +6,8 @@
  *      got goes to them: the thread's last frame has the pair that was on top.
  *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks, and from then on
  *      by the storage itself if anybody still has it.
- *   3. What was saved is handed out only in the version in which it was saved, as torch does itself.
+ *   3. What was saved is handed out only in the version in which it was saved, as torch does itself; but a weight that
+ *      a checkpoint would save again when it computes again, in that of then.
  *   4. No pointer into `outers` or `running` is kept across a call that may run Python or drop the GIL. */
 #include "binding/unit.h"
 
@@ -24,7 +25,8 @@
 typedef struct outer {
     unsigned long thread;
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    /* They are to see no weights: torch's checkpointing would keep them. */
+    /* torch's checkpointing: it is to see no weights, whose memory it would keep.  It computes again what was saved, of
+     * the weights that there are then. */
     bool is_blind;
 } outer;
 
@@ -240,8 +242,9 @@ static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
     return base ? base == slot->parameter : -1;
 }
 
-/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward. */
-static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
+/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward.  is_latest: of the
+ * weights when it is unpacked. */
+static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address, bool is_latest)
 {
     gm_py_slot *slot = slot_at(net, address);
     saved *self = gm_py_saved_new(SAVED_TOKEN, (PyObject *)slot);
@@ -253,7 +256,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
         self->shape = PyObject_GetAttr(tensor, gm_torch.s_shape);
         self->stride = PyObject_CallMethodObjArgs(tensor, gm_torch.s_stride, NULL);
         self->dtype = PyObject_GetAttr(tensor, gm_torch.s_dtype);
-        self->content = Py_XNewRef(slot->content);
+        self->content = is_latest ? NULL : Py_XNewRef(slot->content);
         int is_conj = gm_py_is_true(PyObject_CallMethodObjArgs(tensor, gm_torch.s_is_conj, NULL));
         int is_neg = gm_py_is_true(PyObject_CallMethodObjArgs(tensor, gm_torch.s_is_neg, NULL));
         self->is_conj = is_conj > 0;
@@ -261,7 +264,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address)
         is_ok = self->shape && self->stride && self->dtype && is_conj >= 0 && is_neg >= 0;
         is_checked = is_ok ? is_of_parameter(slot, tensor) : -1;
     }
-    self->is_checked = is_checked > 0;
+    self->is_checked = is_checked > 0 && !is_latest;
     if (!is_ok || is_checked < 0 || (self->is_checked && changes_of(slot, &self->version) < 0)) {
         Py_DECREF((PyObject *)self);
         return NULL;
@@ -295,7 +298,8 @@ static gm_py_net *owner_of(uintptr_t address)
 static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
     const outer *below = gm_frames_top(&net->outers);
-    if (below && below->pack && !below->is_blind) {
+    bool is_blind = below && below->is_blind;
+    if (below && below->pack && !(is_blind && owner)) {
         saved *delegated = pack_delegated(below, tensor);
         if (!delegated || delegated->tensor != tensor) {
             return (PyObject *)delegated;
@@ -303,7 +307,8 @@ static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor,
         Py_DECREF((PyObject *)delegated);
     }
     /* What is absent holds no bytes, and is kept as it is. */
-    return (PyObject *)(owner ? pack_token(owner, tensor, address) : gm_py_saved_plain(tensor));
+    return (PyObject *)(owner ? pack_token(owner, tensor, address, is_blind)
+                              : gm_py_saved_plain(tensor));
 }
 
 static PyObject *net_pack(gm_py_net *net, PyObject *tensor)

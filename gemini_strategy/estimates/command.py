@@ -15,7 +15,7 @@ from typing import Any
 
 from gemini_strategy.choices import POLICIES, PRECISIONS, QUANTIZED
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.estimates.gpus import GPUS, name_of, read_rates
+from gemini_strategy.estimates.gpus import GPUS, NO_GPU, may_be_here, name_of, read_rates
 from gemini_strategy.sizes import parse_bytes, physical_memory
 
 _SWEEP = ("6GB", "8GB", "12GB", "16GB", "24GB", "32GB", "48GB", "80GB")
@@ -90,6 +90,8 @@ def check(arguments: argparse.Namespace) -> None:
         GeminiError, ValueError: there is no such configuration, or an argument is not possible.
     """
     _check_config(Path(arguments.config))
+    if arguments.gpu is None and not may_be_here():
+        raise ValueError(NO_GPU)
     memory = int(GPUS[arguments.gpu].memory) if arguments.gpu else None
     on_device = memory or 1 << 40  # of a GPU that torch knows: any fraction is one of something
     for size in (arguments.device_budget, *(arguments.sweep or ())):

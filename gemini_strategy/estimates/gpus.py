@@ -54,6 +54,15 @@ GPUS: dict[str, Gpu] = {
     "b200": Gpu(180e9, 8.0e12, 2250e12, 75e12, 5, 0.900e12),
 }
 
+NO_GPU = f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}"
+
+
+def may_be_here() -> bool:
+    """Whether this machine has the driver of a GPU; it may have no GPU that torch can use."""
+    return (
+        any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+    )  # the second: under Windows
+
 
 def plain(name: str) -> str:
     """Without what does not count in a GPU's name."""

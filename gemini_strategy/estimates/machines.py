@@ -21,6 +21,7 @@ from gemini_strategy.estimates.gpus import (
     DESKTOP,
     DESKTOP_BANDWIDTH,
     GPUS,
+    NO_GPU,
     name_of,
     plain,
     read_rates,
@@ -156,7 +157,7 @@ def machine_of(gpu: str | None, rates: str | Path | Mapping[str, Any] | None = N
     """
     if gpu is None:
         if not torch.cuda.is_available():
-            raise ValueError(f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}")
+            raise ValueError(NO_GPU)
         about, known = _present()
         if known is None:
             raise ValueError(f"no figures for this GPU, {about.name}: known are {', '.join(GPUS)}")

@@ -28,7 +28,7 @@ from gemini_strategy.inherited import telling
 from gemini_strategy.report.measured import tell_all
 
 NOTHING = 1  # the status of a run in which nothing trained
-_TOLD = ("device_budget", "host_budget", "placement_policy", "report")
+_TOLD = ("device_budget", "host_budget", "placement_policy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
         action="store_true",
-        default=None,
         help="print what is planned, and at the end what was measured beside it",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT names a module")
@@ -69,10 +68,9 @@ def execute(arguments: argparse.Namespace) -> int:
             device_budget=arguments.device_budget,
             host_budget=arguments.host_budget,
             placement_policy=arguments.policy,
-            report=arguments.report,
         )
     except ValueError as error:
-        sys.exit(f"gemini-strategy run: {error}")
+        sys.exit(f"gemini-strategy run: {_as_option(str(error))}")
     words = arguments.script[arguments.script[0] == "--" :]
     run = _Run(words[0])
     if arguments.is_module:
@@ -85,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
         act = functools.partial(_run_file if is_python else run.beside, path, words)
     use(plugin)
     install()
-    with run.telling(plugin):
+    with run.telling(plugin, arguments.report):
         try:
             act()
         except SystemExit as end:
@@ -95,6 +93,12 @@ def execute(arguments: argparse.Namespace) -> int:
         finally:
             tell_all()  # before the traceback of what it raises
         return run.status(0)
+
+
+def _as_option(text: str) -> str:
+    """What GeminiPlugin says of an argument, as a person gave it."""
+    name, equals, rest = text.removeprefix("GeminiPlugin(").partition("=")
+    return f"--{name.replace('_', '-')} {rest.replace('):', ':', 1)}" if equals else text
 
 
 def _run_module(words: list[str]) -> None:
@@ -125,14 +129,18 @@ class _Run:
         )  # of the open file, which is there even when someone has cleared the folder
 
     @contextlib.contextmanager
-    def telling(self, plugin: GeminiPlugin) -> Iterator[None]:
-        """Inside, what comes of this process is told of the plugin, and a program that replaces it stays beside it."""
+    def telling(self, plugin: GeminiPlugin, reports: bool) -> Iterator[None]:
+        """Inside, what comes of this process is told of the plugin, and a program that replaces it stays beside it.
+
+        Args:
+            reports: each of these processes prints its tables.
+        """
         self._number, name = tempfile.mkstemp(prefix="gemini-run-")
         self._marks = Path(name)
         startup = Path(__file__).parent / "startup"
         told = {name: getattr(plugin, name) for name in _TOLD}
         try:
-            with telling(told, self._marks, startup), staying(self._end):
+            with telling(told, reports, self._marks, startup), staying(self._end):
                 yield
         finally:
             os.close(self._number)

@@ -116,9 +116,16 @@ class _Entry(_Shown):
     def drop(self, taken: Mapping[Any, Any] | None = None) -> None:
         """taken: what somebody has of it then, and may put back."""
         if self.is_live:
+            shown = self.copy()  # whose tensors say that they were dropped
             self.slot.forget_state()
+            dict.update(self, taken or shown)
             for key in _low_keys(self.slot) if taken else ():
                 self.slot.popped = weakref.ref(taken[key]), taken[key]._version
+        self.is_dropped = True
+
+    def part(self) -> None:
+        """Another takes its place, and a program has this one: an ordinary dict with the tensors that it showed."""
+        dict.update(self, self.copy())
         self.is_dropped = True
 
     def _is_popped(self, low: torch.Tensor) -> bool:
@@ -193,6 +200,12 @@ class States(_Shown, defaultdict[Any, Any]):
             dict.__setitem__(self, key, value)
         else:
             check_entry(slot.name, slot.shape, value)
+            if dict.get(self, key) is value:
+                return
+            before = weakref.ref(dict.pop(self, key)) if key in self else lambda: None
+            kept = before()
+            if kept is not None:
+                kept.part()
             self[key].assign(value, is_copied)
 
     def __delitem__(self, key: Any) -> None:

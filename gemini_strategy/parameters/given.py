@@ -28,7 +28,7 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.parameters import absent, sharing
-from gemini_strategy.parameters.homes import Entry, Field
+from gemini_strategy.parameters.homes import STATES, Entry, Field
 from gemini_strategy.weakly import WeakSet
 
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ class Given:
                 "assigned to `.data`; in torch it keeps the old values: drop it, or clone it inside the module"
             )
         source = value.detach().clone()  # it may overlap with what is left
+        if key in STATES:
+            self._end_entries(key)
         self.leave(key, why, stays)
         (home.write if write is None else write)(source)
         if why is None:
@@ -302,6 +304,16 @@ class Given:
             self._tensors.pop(key, None)
         if self.assigned.pop(key, None) is not None:
             self._note()
+
+    def _end_entries(self, key: str) -> None:
+        """Of a kept optimizer.state_dict(): in torch the dict has what was assigned, unlike its tensor of before."""
+        for entry in [each for each in self.entries if each.key == key]:
+            self.entries.discard(entry)
+            absent.forget(
+                entry.memory,
+                f"another {key} was assigned in optimizer.state, which in torch a kept state dict has and its tensors "
+                "of before have not: take optimizer.state_dict() again, or clone() first what is to stay",
+            )
 
     def end(self) -> None:
         """The engine is about to close: what state dicts have stays, gradients and states are given back apart."""

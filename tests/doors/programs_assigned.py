@@ -422,15 +422,51 @@ def _(run: Run) -> Any:
     return [values, run.step(1)]
 
 
-@door("assigned/state dict kept over another moment", "5", served=True)
+@door("assigned/state dict kept over another moment", "5")
 def _(run: Run) -> Any:
     run.step(1)
-    kept = run.optimizer.state_dict()["state"][8]["exp_avg"]
+    kept = run.optimizer.state_dict()["state"][8]
     run.step(1)
     run.optimizer.state[run.w]["exp_avg"] = _ones(run, 0.0)
-    first = kept.clone()
+    first = kept["exp_avg"].clone()
     run.step(1)
-    return [first, kept.clone()]
+    return [first, kept["exp_avg"].clone()]
+
+
+@door("assigned/state dict kept over the data of a moment", "5")
+def _(run: Run) -> Any:
+    run.step(1)
+    kept = run.optimizer.state_dict()["state"][8]
+    run.optimizer.state[run.w]["exp_avg"].data = _ones(run, 0.0)
+    return [kept["exp_avg"].clone(), run.step(1)]
+
+
+@door("assigned/entry kept over a load", "5", served=True)
+def _(run: Run) -> Any:
+    run.step(1)
+    kept = run.optimizer.state[run.w]
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    run.step(1)
+    return [kept["exp_avg"].clone(), run.optimizer.state[run.w]["exp_avg"].clone()]
+
+
+@door("assigned/entry kept over another", "5", served=True)
+def _(run: Run) -> Any:
+    run.step(1)
+    state = run.optimizer.state
+    kept = state[run.w]
+    state[run.w] = {k: v.clone() for k, v in kept.items()}
+    run.step(1)
+    return [kept["exp_avg"].clone(), state[run.w]["exp_avg"].clone()]
+
+
+@door("assigned/entry kept over a pop", "5", served=True)
+def _(run: Run) -> Any:
+    run.step(1)
+    kept = run.optimizer.state[run.w]
+    popped = run.optimizer.state.pop(run.w)
+    run.step(1)
+    return [kept["exp_avg"].clone(), popped["exp_avg"].clone(), float(kept["step"])]
 
 
 @door("assigned/state dict kept over a clear", "5", served=True)

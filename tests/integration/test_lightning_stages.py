@@ -655,7 +655,7 @@ def test_compiled_module_is_refused() -> None:
 def test_model_that_the_user_manages_is_refused() -> None:
     module = make("lightning")
     engine = gs.manage(module.body)
-    with pytest.raises(gs.GeminiError, match="manages already.*engine.close\\(\\) first"):
+    with pytest.raises(gs.GeminiError, match="manages already.*close\\(\\) first"):
         fit("lightning", module)
     engine.close()
     fit("lightning", module)

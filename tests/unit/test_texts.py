@@ -45,7 +45,7 @@ def test_compiling_a_managed_model() -> None:
         torch.compile(model)
     text = str(found.value)
     assert text.startswith("torch.compile() after manage() is not possible: compile modules before")
-    assert "0.weight of Sequential" in text
+    assert "0.weight is managed" in text
     engine.close()
 
 
