@@ -123,7 +123,7 @@ check-core: $(READY)
 	@LD_PRELOAD="$(LIBASAN) libstdc++.so.6" ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 \
 		PYTHONPATH=$(CURDIR)/$(ASSERTED) OMP_NUM_THREADS=1 \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m core --every $(EVERY) --timeout 900 --capture=sys \
-		--asserted tests/unit
+		--asserted tests/unit tests/doors
 	@echo "assertions and sanitizers under Python: ok"
 
 format: $(READY)

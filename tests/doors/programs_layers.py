@@ -578,6 +578,13 @@ def _(run: Run) -> Any:
     return run.loss().detach()
 
 
+@door("after/a layer appended", "19")
+def _(run: Run) -> Any:
+    """It is in no optimizer: a gradient, and no step."""
+    run.model.layers.append(nn.Linear(32, 32).to(run.device))
+    return [run.step(2), run.w.detach().clone()]
+
+
 @door("after/a larger head in its place", "19")
 def _(run: Run) -> Any:
     old = run.model.head

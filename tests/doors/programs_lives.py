@@ -248,3 +248,42 @@ for _kind, _transform in {
         x, weights = run.x(), {k: p.detach() for k, p in run.model.named_parameters()}
         out = transform(lambda ps: functional_call(run.model, ps, (x,)), weights)
         return [out, transform(lambda _: run.model(x), weights), run.step(1)]
+
+
+class Nest(nn.Module):
+    """Modules whose parameters have the names of their parents'."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((8,), float(depth)))
+        self.left = Nest(depth - 1) if depth else None
+
+
+@door("lives/state dicts of parts with their parents' names", "4", model=None, trains=False)
+def _(run: Run) -> Any:
+    model = Nest()
+    run.manage(model, gs.HybridAdam(model.parameters()))
+    parts = (model, model.left, model.left.left)
+    return [[v.clone() for v in part.state_dict().values()] for part in parts]
+
+
+@door("lives/hooks from before manage see what is accumulated", "10", model=None, trains=False)
+def _(run: Run) -> Any:
+    model, seen = Six(), []
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    run.manage(model, gs.HybridAdam(model.parameters()))
+    run.backward(0)
+    run.backward(1)
+    return seen
+
+
+@door("lives/a layer frozen after its steps", "19", model=None, trains=False, served=True)
+def _(run: Run) -> Any:
+    model = Six()
+    optimizer = gs.HybridAdam(model.parameters(), lr=2e-3)
+    model(run.x().cpu()).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.layers[3].requires_grad_(False)
+    run.manage(model, optimizer)
+    return [run.step(3), left(run)]

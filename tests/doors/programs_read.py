@@ -241,8 +241,55 @@ rows(
         "vmap": lambda r: torch.vmap(lambda row: row.square().sum())(r.w),
         "vmap over two": lambda r: torch.vmap(torch.dot)(r.w, r.param("layers.0.weight")),
         "vmap captured": lambda r: torch.vmap(lambda x: x @ r.w)(r.h()),
+        "attributes": lambda r: [
+            list(r.w.shape),
+            [r.w.dtype, str(r.w.device), str(r.w.layout), r.w.grad_fn],
+            [r.w.requires_grad, r.w.is_leaf, r.w.is_contiguous(), r.w.is_floating_point()],
+            [r.w.numel(), r.w.dim(), r.w.nbytes, r.w.element_size(), r.w.storage_offset()],
+            list(r.w.stride()),
+        ],
+        "likes": lambda r: [
+            torch.zeros_like(r.w),
+            r.w.new_zeros(3),
+            r.w.new_full((3,), float(r.w[0, 0])),
+            torch.ones_like(r.w, dtype=torch.int8),
+        ],
+        "alignment": lambda r: [r.w.data_ptr() % 64, r.w.data.data_ptr() % 64],
+        "as_subclass": lambda r: r.w.as_subclass(torch.Tensor).detach().clone(),
+        "slices into a tensor": lambda r: _slices(r),
     },
 )
+
+
+def _slices(run: Run) -> Any:
+    target = torch.zeros(48, 32, device=run.device)
+    with torch.no_grad():
+        target[:32].copy_(run.w)
+        target[16:] += run.w
+    return target
+
+
+@door("read/one object by every way", "8", served=True)
+def _(run: Run) -> Any:
+    mine = list(run.model.parameters())
+    owned = [p for group in run.optimizer.param_groups for p in group["params"]]
+    is_same = [p is q for p, q in zip(mine, owned, strict=True)]
+    return [is_same, len(set(mine)), run.model.layers[3].weight is run.w]
+
+
+@door("read/contexts of devices", "8", trains=False)
+def _(run: Run) -> Any:
+    """Beginning after the first manage: transformers asks torch.tensor([]) for the device."""
+    makes = (torch.tensor, torch.as_tensor, torch.asarray, torch.zeros(1).new_tensor)
+    seen = []
+    for make in makes:
+        with torch.device("meta"):
+            seen.append(str(make([1.0]).device))
+    torch.set_default_device("meta")
+    try:
+        return [*seen, str(torch.tensor([1.0]).device)]
+    finally:
+        torch.set_default_device(None)
 
 
 def _np_save(run: Run) -> Any:

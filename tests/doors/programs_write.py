@@ -199,6 +199,11 @@ rows(
                 r.w.detach().reshape(4, 8, 32)[1].transpose(0, 1)[3:7].mul_(0)
             ),
             "swap rows": lambda r: r.w.data.__setitem__([0, 1], r.w.data[[1, 0]]),
+            "t_": lambda r: r.w.detach().t_().mul_(0.5),
+            "squeeze_ and as_strided_": lambda r: (
+                r.w.detach().squeeze_().as_strided_((32, 32), (32, 1)).mul_(0.5)
+            ),
+            "x.set_(p)": lambda r: torch.empty(0, device=r.device).set_(r.w.detach()).mul_(0.5),
             "as_strided_": lambda r: r.w.detach().as_strided((32,), (33,)).fill_(1.0),
             "requires_grad_ off and on": lambda r: (
                 r.w.requires_grad_(False).mul_(0.5).requires_grad_(True)

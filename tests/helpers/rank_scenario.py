@@ -33,13 +33,11 @@ def sharded_scenario(seed: int) -> Scenario:
     case = case_of(net)
     precision = s.recipe.precision if s.recipe.precision in case.precisions else "32-true"
     recipe = replace(s.recipe, precision=precision, gradient_dtype=None, steps=4)
-    between = tuple("nothing" if act == "other" else act for act in s.between[: recipe.steps])
     return replace(
         s,
         case=case,
         recipe=recipe,
-        between=between,
-        set_to_none=True,
+        between=s.between[: recipe.steps],
         share=draw.choice((0.25, 0.5, 0.8, 1.0, 3.0)),
     )
 

@@ -2,8 +2,8 @@
 
 Everything is a pure function of a seed, so a failing seed is a reproducer.  `RandomNet` draws its blocks; a
 `Scenario` draws a model, a precision, a budget, a chunk size, clipping, accumulation, `step=True`, and what
-happens between steps: evaluation, reading the state, another shape of step.  `play` runs one scenario on the
-reference or under an engine, with the same calls in the same order.
+happens between steps: evaluation, reading the state, another shape of step.  helpers/rank_scenario.py plays it on
+ranks and on the reference, with the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from helpers.reference import (
     Plain,
     Recipe,
     assert_same_outcome,
-    bits,
     managed,
-    plain,
     state_bytes,
 )
 from helpers.zoo import CASES, Case
@@ -40,9 +38,6 @@ __all__ = [
     "assert_same_played",
     "budgeted",
     "case_of",
-    "play",
-    "play_managed",
-    "play_plain",
     "scenario",
 ]
 
@@ -178,7 +173,6 @@ class Scenario:
     policy: str
     rates: str
     says_step: bool  # backward(step=True) where a step follows
-    set_to_none: bool
     between: tuple[str, ...]  # after each step
 
 
@@ -199,7 +193,7 @@ def scenario(seed: int) -> Scenario:
         adamw_mode=draw.random() < 0.7,
         seed=seed % 101,
     )
-    acts = ("nothing", "nothing", "nothing", "evaluate", "read", "peek", "other")
+    acts = ("nothing", "nothing", "nothing", "evaluate", "read", "peek", "nothing")
     return Scenario(
         seed=seed,
         case=case,
@@ -209,7 +203,6 @@ def scenario(seed: int) -> Scenario:
         policy=draw.choice(("auto", "auto", "auto", "auto", "cpu")),
         rates=draw.choice(list(RATES.values())),
         says_step=says_step,
-        set_to_none=is_wide or draw.random() < 0.8,
         between=tuple(
             "nothing" if act == "evaluate" and case.name == "gradient_penalty" else act
             for act in (draw.choice(acts) for _ in range(steps))
@@ -255,64 +248,6 @@ def act(run: Plain, what: str, scenario: Scenario, step: int, seen: list[Tensor]
                     seen.append(values.clone())
             else:
                 seen.append(run.outcome().masters[name])
-    elif what == "other":
-        loss = scenario.case.loss(run, scenario.case.batch(9000 + step))
-        seen.append(loss.detach().float())
-
-
-def play(run: Plain, scenario: Scenario) -> Played:
-    """Trains; the same calls whether managed or not."""
-    recipe, case, seen = scenario.recipe, scenario.case, []
-    if not scenario.set_to_none:
-        if run.engine is not None:
-            run.zero_grad = lambda: run.engine.zero_grad(set_to_none=False)
-        else:
-            run.zero_grad = lambda: run.model.zero_grad(set_to_none=False)
-    for step in range(recipe.steps):
-        torch.manual_seed(1000 + step)
-        for micro in range(recipe.accumulate):
-            loss = case.loss(run, case.batch(step * recipe.accumulate + micro))
-            run.losses.append(loss.detach().float().clone())
-            part = loss / recipe.accumulate
-            if run.engine is not None and scenario.says_step and micro == recipe.accumulate - 1:
-                run.engine.backward(part, step=True)
-            else:
-                run.backward(part)
-        run.finish()
-        act(run, scenario.between[step], scenario, step, seen)
-    return Played(run.outcome(), [bits(t).clone() for t in seen])
-
-
-def play_plain(scenario: Scenario) -> Played:
-    """The reference's run of a scenario."""
-    return play(plain(scenario.case.build, scenario.recipe), scenario)
-
-
-def play_managed(scenario: Scenario) -> tuple[Played, dict[str, Any], tuple[int, str]]:
-    """The managed run of a scenario, its stats and what the chaos device found; the engine is closed.
-
-    A budget that is too small for what the scenario holds at once is refused with a GeminiMemoryError, which
-    leaves nothing to compare: half as much again is tried then.
-    """
-    share = scenario.share
-    while True:
-        run = budgeted(
-            scenario.case,
-            scenario.recipe,
-            share,
-            chunk_size=scenario.chunk_size,
-            placement_policy=scenario.policy,
-        )
-        try:
-            played = play(run, scenario)
-            run.engine._runtime.core.check()
-            return played, run.engine.stats(), run.engine._runtime.core.chaos_faults()
-        except gs.GeminiMemoryError:
-            if share > 3.0:
-                raise
-            share *= 1.5
-        finally:
-            run.engine.close()
 
 
 def assert_same_played(got: Played, want: Played) -> None:

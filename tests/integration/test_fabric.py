@@ -395,7 +395,6 @@ def test_steps_of_a_lightning_module_go_through_forward(precision: str) -> None:
     assert stepped(fabric, True) == stepped(single_device("lightning", precision), False)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_launch_call_and_callbacks(tree: str) -> None:
     said: list[Any] = []
 
@@ -583,7 +582,6 @@ def test_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     close(model)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_precisions_are_translated_or_refused(tree: str) -> None:
     for precision, expected in (
         (None, "32-true"),

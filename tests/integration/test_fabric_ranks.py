@@ -19,7 +19,6 @@ from helpers.lean import without_unused
 from helpers.ranks import run_ranks, values
 from lightning_case import (
     RANK_BATCH,
-    TREES,
     cast_reference,
     load_fabric,
     reference_weights,
@@ -158,7 +157,6 @@ def talk(rank: int, size: int, tree: str) -> Any:
     return [int(n) for (batch,) in fabric.setup_dataloaders(data) for n in batch]
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_ranks_talk_and_share_the_data(tree: str, tmp_path: Path) -> None:
     seen = values(run_ranks(2, tmp_path, talk, tree))
     assert sorted(seen[0] + seen[1]) == list(range(8)) and len(seen[0]) == 4

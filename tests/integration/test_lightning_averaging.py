@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 from gemini_strategy.lightning import strategy_class
 from helpers.ranks import run_ranks, values
 from lightning_case import (
-    TREES,
     cast_reference,
     fit,
     fit_reference,
@@ -50,7 +49,6 @@ def validating(cls: type) -> type:
     return Validating
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_in_fp32_everything_is_as_without_the_engine(tree: str, kind: str) -> None:
     """Losses, what validation sees of the average, the weights at the end, the states."""
@@ -159,7 +157,6 @@ def run(tree: str, kind: str, precision: str, folder: Path, **options: Any) -> t
     return trainer, module, averaging
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", CALLBACKS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_an_average_is_resumed(tree: str, kind: str, precision: str, tmp_path: Path) -> None:
@@ -175,7 +172,6 @@ def test_an_average_is_resumed(tree: str, kind: str, precision: str, tmp_path: P
         same_training(resumed, again, *reference[:2])
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_an_average_is_resumed_from_a_folder(tree: str, kind: str, tmp_path: Path) -> None:
     """And another stage gets the average as its weights, as from a file."""
@@ -202,7 +198,6 @@ def test_an_average_is_resumed_from_a_folder(tree: str, kind: str, tmp_path: Pat
         same(states[0], dict(states[1]), "average as weights")
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_batch_norm_is_counted_anew_at_the_end(tree: str) -> None:
     """StochasticWeightAveraging adds an epoch without backward for it."""
 
@@ -228,7 +223,6 @@ def test_batch_norm_is_counted_anew_at_the_end(tree: str) -> None:
     same_training(*case(False), *case(True))
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_a_callback_keeps_its_class_and_is_copied_as_it(tree: str, kind: str) -> None:
     averaging = callback(tree, kind)

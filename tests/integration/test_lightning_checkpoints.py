@@ -131,7 +131,6 @@ def test_resume_in_the_middle_of_an_epoch(precision: str, tmp_path: Path) -> Non
     same_training(*scenario("gemini"), *scenario("reference"))
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_our_file_in_plain_lightning(tree: str, precision: str, tmp_path: Path) -> None:
     module = make(tree, optimizer="AdamW", schedule="step")
@@ -173,7 +172,6 @@ def test_our_file_in_plain_lightning(tree: str, precision: str, tmp_path: Path) 
     assert resumed.global_step == 22
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_plain_file_in_ours_goes_on_with_the_same_bits(tree: str, tmp_path: Path) -> None:
     path = tmp_path / "plain.ckpt"
     plain = make(tree, optimizer="AdamW", schedule="step")
@@ -202,7 +200,6 @@ def test_plain_weights_become_the_masters_in_half_precision(tmp_path: Path) -> N
         same({k: v for k, v in weights.items() if k != "frozen"}, expected, precision)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_scale_is_exchanged_with_mixed_precision(tree: str, tmp_path: Path) -> None:
     module = make(tree)
     settings = {"initial_scale": 2.0**18, "growth_interval": 4, "hysteresis": 1}
@@ -230,7 +227,6 @@ def test_scale_is_exchanged_with_mixed_precision(tree: str, tmp_path: Path) -> N
     assert resumed.strategy.engine.scaler.growth_interval == 2000
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_saving_after_other_stages(tree: str, tmp_path: Path) -> None:
     module = make(tree)
     trainer = make_trainer(tree, precision="bf16-mixed")
@@ -269,7 +265,6 @@ def test_saving_after_other_stages(tree: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_weights_of_a_file_serve_every_stage(tree: str, tmp_path: Path) -> None:
     checkpoint = load_tree(tree).callbacks.ModelCheckpoint(tmp_path, save_weights_only=True)
     module = make(tree)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from helpers import scripts
 from helpers.lean import without_unused
-from lightning_case import TREES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -69,7 +66,6 @@ assert not torch.equal(done.model.layers[0].weight, nn.Linear(16, 48).weight)
 """
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_config_file_names_the_strategy(tree: str, tmp_path: Path) -> None:
     """Without an import of the strategy: its class path is one."""
     module = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}[tree]

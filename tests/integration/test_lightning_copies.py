@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
-from lightning_case import TREES, load_tree, make_trainer, same
+from lightning_case import load_tree, make_trainer, same
 
 
 def tiny_class(tree: str) -> type:
@@ -78,7 +78,6 @@ def trainer_of(tree: str, folder: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("way", WAYS)
 def test_before_and_after_a_fit(tree: str, way: str, tmp_path: Path) -> None:
     """What comes back is ordinary; a copied Trainer goes on by itself, with the moments that there were."""
@@ -111,7 +110,6 @@ def test_before_and_after_a_fit(tree: str, way: str, tmp_path: Path) -> None:
     same(trainer.strategy.lightning_module_state_dict(), weights)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_while_it_trains(tree: str, tmp_path: Path) -> None:
     class Copying(load_tree(tree).Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:

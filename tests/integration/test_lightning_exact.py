@@ -100,7 +100,6 @@ def test_clipping(precision: str, algorithm: str) -> None:
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("schedule", ["onecycle", "step"])
 def test_schedules(tree: str, schedule: str) -> None:
     compare(tree, "bf16-mixed", module={"schedule": schedule}, gradient_clip_val=0.5)
@@ -136,13 +135,11 @@ def test_adam_is_taken_over() -> None:
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_optimization(tree: str, precision: str) -> None:
     compare(tree, precision, module={"steps_are_manual": True})
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_clip_by_the_wrapper_of_the_optimizer(tree: str) -> None:
     """Lightning's wrapper runs the methods of HybridAdam on itself, where only `step` goes to the optimizer."""
     weights = []
@@ -215,7 +212,6 @@ def reference_fp16(
     return scales
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_fp16_skips_overflows_and_keeps_the_bits(tree: str, accumulate: int) -> None:
     settings = {"initial_scale": 2.0**26, "growth_interval": 2, "hysteresis": 1}

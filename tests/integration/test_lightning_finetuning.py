@@ -11,7 +11,6 @@ import gemini_strategy as gs
 from gemini_strategy.lightning import strategy_class
 from helpers.ranks import run_ranks, values
 from lightning_case import (
-    TREES,
     cast_reference,
     fit,
     fit_reference,
@@ -56,7 +55,6 @@ def run(kind: str, tree: str, precision: str, build: dict[str, Any], **options: 
     return fit(tree, module, precision=precision, **options), module
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_unfreezing_at_an_epoch(tree: str, precision: str, accumulate: int) -> None:
@@ -88,7 +86,6 @@ def test_unfreezing_at_an_epoch(tree: str, precision: str, accumulate: int) -> N
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_backbone_finetuning(tree: str) -> None:
     class Backbone(module_class(tree)):
         @property
@@ -170,7 +167,6 @@ def test_the_loss_scale_goes_on() -> None:
     assert len(trainer.optimizers[0].param_groups) == 3
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_run_that_unfroze_resumes(tree: str, tmp_path: Path) -> None:
     """Lightning freezes again what a checkpoint had unfrozen, until the callback unfreezes it once more."""
     results = []

@@ -13,7 +13,6 @@ from gemini_strategy.lightning import strategy_class
 from helpers.ranks import run_ranks, values
 from helpers.saving import Gate, contents
 from lightning_case import (
-    TREES,
     fit,
     fit_reference,
     load_tree,
@@ -45,7 +44,6 @@ def run(tree: str, module: Any, precision: str, strategy: Any, **options: Any) -
     return fit(tree, module, strategy, **options)
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", ALL_PRECISIONS)
 def test_resume_equals_going_on(tree: str, precision: str, tmp_path: Path) -> None:
     """Random numbers, too: nobody seeds an epoch."""
@@ -264,7 +262,6 @@ def test_a_file_takes_a_folders_place(is_plain: bool, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["one.ckpt"]
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_in_the_background(tree: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Lightning's AsyncCheckpointIO: the same bytes; the one before goes when the new one is on the disk."""
     lightning = load_tree(tree)

@@ -14,7 +14,6 @@ import gemini_strategy as gs
 from gemini_strategy import lightning as adapter
 from lightning_case import (
     PRECISIONS,
-    TREES,
     cast_reference,
     fit,
     fit_reference,
@@ -53,7 +52,6 @@ def _strategy(tree: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tree", TREES)
 def test_initial_values_are_those_of_building(tree: str, precision: str) -> None:
     def built() -> Any:
         module = make(tree, reference=True, build="late")
@@ -77,7 +75,6 @@ def _file(tree: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tree", TREES)
 def test_weights_from_a_file(tree: str, precision: str, tmp_path: Path) -> None:
     path = _file(tree, tmp_path / "some.safetensors")
     reference = make(tree, reference=True)
@@ -89,7 +86,6 @@ def test_weights_from_a_file(tree: str, precision: str, tmp_path: Path) -> None:
     same_training(trainer, module, reference_trainer, reference)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_the_file_is_where_training_begins_and_no_more(tree: str, tmp_path: Path) -> None:
     """Stages after the first go on from what was trained, and a checkpoint comes after the file."""
     strategy = _strategy(tree, weights=str(_file(tree, tmp_path / "some.safetensors")))
@@ -113,7 +109,6 @@ def test_the_file_is_where_training_begins_and_no_more(tree: str, tmp_path: Path
     same(trainer.strategy.lightning_module_state_dict(), trained)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_module_with_values_takes_the_file_once(tree: str, tmp_path: Path) -> None:
     path = _file(tree, tmp_path / "some.safetensors")
     module = make(tree, seed=1)
@@ -130,7 +125,6 @@ def test_a_module_with_values_takes_the_file_once(tree: str, tmp_path: Path) -> 
     same(trainer.strategy.lightning_module_state_dict(), trained)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_transformer_inside(tree: str, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

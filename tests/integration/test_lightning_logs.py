@@ -10,7 +10,7 @@ import pytest
 from gemini_strategy.engine import Engine
 from gemini_strategy.report import tables
 from gemini_strategy.report.logged import LOGGED
-from lightning_case import TREES, fit, load_tree, make, module_class, same
+from lightning_case import fit, load_tree, make, module_class, same
 
 KEYS = {
     "gemini/tokens_per_s",
@@ -53,7 +53,6 @@ def memory_logger(tree: str) -> Any:
     return Memory()
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("every", [1, 3])
 def test_figures_are_logged_where_lightning_logs(tree: str, every: int) -> None:
     logger = memory_logger(tree)
@@ -69,7 +68,6 @@ def test_figures_are_logged_where_lightning_logs(tree: str, every: int) -> None:
     assert set(LOGGED.values()) == KEYS
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_figures_are_those_of_the_engine(tree: str) -> None:
     logger = memory_logger(tree)
     module = make(tree)
@@ -83,7 +81,6 @@ def test_figures_are_those_of_the_engine(tree: str) -> None:
     assert metrics["gemini/tokens_per_s"] == BATCH_TOKENS * (1.0 / stats["step_seconds"])
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_step_has_one_row(tree: str, manual: bool, tmp_path: Path) -> None:
     """For loggers that take a step's figures once: as many rows as without the engine, and the same figures in them."""
@@ -104,7 +101,6 @@ def test_a_step_has_one_row(tree: str, manual: bool, tmp_path: Path) -> None:
     assert {"gemini/tokens_per_s", "gemini/device_peak_bytes"} <= set(metrics)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_step_outside_of_training_step_is_taken(tree: str) -> None:
     """With manual optimization, in a hook in which Lightning takes no figures of a step."""
 
@@ -132,7 +128,6 @@ def test_bytes_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {m["gemini/host_peak_bytes"] for _, m in logger.rows} == {5 * 2**33 + 1}
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_accumulated_batches_are_one_step(tree: str) -> None:
     logger = memory_logger(tree)
     trainer = fit(
@@ -143,7 +138,6 @@ def test_accumulated_batches_are_one_step(tree: str) -> None:
     assert len(logger.steps_with("gemini/device_peak_bytes")) == 5
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_manual_optimization_is_logged_too(tree: str) -> None:
     logger = memory_logger(tree)
     module = make(tree, steps_are_manual=True)
@@ -152,7 +146,6 @@ def test_manual_optimization_is_logged_too(tree: str) -> None:
     assert trainer.strategy.engine.stats()["tokens_per_step"] == BATCH_TOKENS
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_several_loggers_or_none(tree: str) -> None:
     loggers = [memory_logger(tree), memory_logger(tree)]
     first, second, third = (make(tree) for _ in range(3))
@@ -167,13 +160,11 @@ def test_several_loggers_or_none(tree: str) -> None:
     same(first.losses, third.losses)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_validation_between_steps_is_no_training(tree: str) -> None:
     trainer = fit(tree, make(tree), val_check_interval=2)
     assert trainer.strategy.engine.stats()["tokens_per_step"] == BATCH_TOKENS
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_the_result_is_told_at_the_end(tree: str, caplog: pytest.LogCaptureFixture) -> None:
     module, idle = make(tree), make(tree)
     idle.training_step = lambda batch, batch_idx: None
@@ -187,7 +178,6 @@ def test_the_result_is_told_at_the_end(tree: str, caplog: pytest.LogCaptureFixtu
     assert results[0] == tables[-1]
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_the_plan_is_told_once(
     tree: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

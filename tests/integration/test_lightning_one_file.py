@@ -26,7 +26,6 @@ from gemini_strategy.state import model_state_dict
 from helpers.forked import Forks
 from helpers.ranks import run_ranks, values
 from lightning_case import (
-    TREES,
     fit,
     load_fabric,
     load_tree,
@@ -86,7 +85,6 @@ def same_file(path: Path, checkpoint: Any) -> None:
         ][:-1]
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_the_file_is_what_torch_saves(
@@ -271,7 +269,6 @@ def test_pickled_by_others(tmp_path: Path) -> None:
     same(found["state_dict"], weights, "another file system")
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_fabric(tree: str, tmp_path: Path) -> None:
     fabric = load_fabric(tree).Fabric(
         accelerator="cpu", strategy=fabric_strategy_class(tree)(), precision="bf16-mixed"

@@ -12,7 +12,6 @@ import gemini_strategy as gs
 from helpers.ranks import run_ranks, values
 from lightning_case import (
     PRECISIONS,
-    TREES,
     cast_reference,
     fit,
     fit_reference,
@@ -72,7 +71,6 @@ def test_recurrent_and_recomputed_blocks(block: Any, precision: str) -> None:
     both("lightning", variant("lightning", build=build), precision, max_epochs=2)
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("hook", ["__init__", "configure_model"])
 def test_compiled_blocks_are_saved_under_the_names_that_a_plain_trainer_gives(
     hook: str, tree: str, tmp_path: Path
@@ -107,7 +105,6 @@ def test_compiled_blocks_are_saved_under_the_names_that_a_plain_trainer_gives(
 # ---- optimizers and losses -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_an_optimizer_over_parameters_of_others_is_refused(tree: str) -> None:
     def configure_optimizers(self: Any) -> Any:
         return torch.optim.AdamW([*self.parameters(), *self.others])
@@ -139,7 +136,6 @@ def test_a_step_without_loss_is_refused_on_several_ranks(tmp_path: Path) -> None
         assert "Skipping the `training_step` by returning None" in text, text
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_the_plugin_says_where_autocast_is_as_that_of_lightning_does(tree: str) -> None:
     seen = []
 
@@ -153,7 +149,6 @@ def test_the_plugin_says_where_autocast_is_as_that_of_lightning_does(tree: str) 
 # ---- where it runs -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_an_environment_of_kubeflow(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {
         "KUBERNETES_PORT": "tcp://127.0.0.1:443",

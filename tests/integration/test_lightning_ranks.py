@@ -19,7 +19,7 @@ from gemini_strategy.lightning import strategy_class
 from gemini_strategy.lightning.ranks import load_mapped
 from gemini_strategy.lightning.trainer_ranks import end_processes
 from helpers.ranks import run_ranks, values
-from lightning_case import TREES, load_tree, ranked_trainer, same
+from lightning_case import load_tree, ranked_trainer, same
 
 
 def talk(trainer: Any, tree: str, what: Any) -> Any:
@@ -103,7 +103,6 @@ def check_collectives_of(strategy: Any, rank: int, size: int, pair: Any) -> None
     assert time.monotonic() - began > 0.9, "the barrier did not wait"
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(size: int, tree: str, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_collectives, tree))

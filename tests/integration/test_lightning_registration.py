@@ -274,7 +274,6 @@ def test_wrong_types_are_refused() -> None:
             adapter.GeminiStrategy(**{argument: object()})
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_given_parts_are_used(tree: str) -> None:
     pl = load_tree(tree)
     environment = load_fabric(tree).plugins.environments.LightningEnvironment()
@@ -320,7 +319,6 @@ def test_precision_is_translated(tree: str, precision: object, expected: str) ->
     assert trainer.precision == expected
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_fp16_reaches_a_cpu_through_the_plugin(tree: str) -> None:
     plugin = load_tree(tree).plugins.MixedPrecision("16-mixed", "cpu")
     assert make_trainer(tree, plugins=[plugin]).precision == "16-mixed"
@@ -394,7 +392,6 @@ def rank_of_zero() -> typing.Iterator[None]:
         load_tree(tree).utilities.rank_zero.rank_zero_only.rank = before
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_several_devices_are_launched(
     tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
 ) -> None:
@@ -415,7 +412,6 @@ def test_several_devices_are_launched(
     assert trainer.world_size == 1
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_ranks_of_torchrun_and_slurm(
     tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
 ) -> None:
@@ -445,7 +441,6 @@ def test_ranks_of_torchrun_and_slurm(
         assert ranks_of(trainer) == (4, 2, 0, 1, 2, 2, {"num_replicas": 4, "rank": 2})
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("auto_requeue", [False, True])
 def test_an_environment_of_slurm_outside_of_slurm(tree: str, auto_requeue: bool) -> None:
     """One process needs nobody to say which it is; several do."""
@@ -459,7 +454,6 @@ def test_an_environment_of_slurm_outside_of_slurm(tree: str, auto_requeue: bool)
         make_trainer(tree, devices=2, plugins=[environment])
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_rank_has_the_device_that_was_given(
     tree: str, monkeypatch: pytest.MonkeyPatch, rank_of_zero: None
 ) -> None:
@@ -478,7 +472,6 @@ def test_a_rank_has_the_device_that_was_given(
         assert (strategy.global_rank, strategy.world_size) == (rank, 2)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_mesh_must_fit_the_devices(tree: str, rank_of_zero: None) -> None:
     error = load_tree(tree).utilities.exceptions.MisconfigurationException
     cls = adapter.strategy_class(tree)
@@ -497,7 +490,6 @@ def test_timeout_is_a_timedelta_or_seconds() -> None:
     assert adapter.GeminiStrategy(timeout=timedelta(minutes=1)).timeout == timedelta(minutes=1)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_other_accelerators_are_refused(tree: str) -> None:
     pl = load_tree(tree)
     error = pl.utilities.exceptions.MisconfigurationException
@@ -520,7 +512,6 @@ def test_other_accelerators_are_refused(tree: str) -> None:
         make_trainer(tree, accelerator=Elsewhere())
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_collectives_of_one_rank(tree: str) -> None:
     strategy = make_trainer(tree).strategy
     tensor = torch.arange(3.0)
@@ -536,7 +527,6 @@ def test_collectives_of_one_rank(tree: str) -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_trainer_of_several_talks_to_itself_before_its_first_stage(
     tree: str, rank_of_zero: None
 ) -> None:
@@ -549,7 +539,6 @@ def test_a_trainer_of_several_talks_to_itself_before_its_first_stage(
     assert copy.deepcopy(strategy).num_processes == 2
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_plugin_can_be_copied_while_an_engine_is_attached(tree: str) -> None:
     trainer = make_trainer(tree, precision="bf16-mixed", fast_dev_run=1)
     trainer.fit(make(tree))

@@ -10,7 +10,6 @@ from torch import nn
 
 from gemini_strategy.lightning import strategy_class
 from lightning_case import (
-    TREES,
     fit,
     load_tree,
     make,
@@ -27,7 +26,6 @@ def saved(tree: str, path: Path, **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_depleted_timer_trains_no_step_more(tree: str, tmp_path: Path) -> None:
     def timer() -> Any:
         return load_tree(tree).callbacks.Timer(timedelta(hours=1), interval="step")
@@ -103,7 +101,6 @@ def seen_on_resume(tree: str, strategy: str, path: Path) -> list[tuple[str, Any]
     return seen
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_hooks_of_a_resumed_run_find_what_they_find_under_the_default(
     tree: str, tmp_path: Path
 ) -> None:
@@ -117,7 +114,6 @@ def test_hooks_of_a_resumed_run_find_what_they_find_under_the_default(
     assert names.index("callback.load_state_dict") < names.index("callback.on_fit_start")
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_layer_may_be_resized_for_a_checkpoint(tree: str, tmp_path: Path) -> None:
     path = tmp_path / "wide.ckpt"
     wide = make(tree, width=50)
@@ -142,7 +138,6 @@ def test_a_layer_may_be_resized_for_a_checkpoint(tree: str, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_all_of_a_module_may_be_built_again_for_a_checkpoint(
     tree: str, precision: str, tmp_path: Path
@@ -198,7 +193,6 @@ def test_a_module_in_half_precision_takes_the_masters_whole(
 STAGES = ("fit", "validate", "test", "predict")
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_only_is_honoured(tree: str, stage: str, tmp_path: Path) -> None:
     path = saved(tree, tmp_path / "one.ckpt")
@@ -219,7 +213,6 @@ def test_weights_only_is_honoured(tree: str, stage: str, tmp_path: Path) -> None
         run(strategy_class(tree)(checkpoint_weights_only=False), weights_only=True)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_checkpoint_made_without_an_optimizer_starts_a_fresh_one(
     tree: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,6 @@ import gemini_strategy as gs
 from gemini_strategy.engine import Engine
 from gemini_strategy.lightning import strategy_class
 from lightning_case import (
-    TREES,
     cast_reference,
     fit,
     fit_reference,
@@ -82,7 +81,6 @@ def compare(
     return trainer, trainer.strategy.engine._runtime.core.plan_info()["when"]
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_updates_run_inside_backward(tree: str, precision: str, said: list[int]) -> None:
     trainer, when = compare(tree, precision=precision, max_epochs=2)
@@ -90,7 +88,6 @@ def test_updates_run_inside_backward(tree: str, precision: str, said: list[int])
     assert said == list(range(22))
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_it_can_be_forbidden(tree: str, said: list[int]) -> None:
     trainer, when = compare(tree, schedule="deferred")
     assert when == "deferred" and not said
@@ -104,7 +101,6 @@ def test_arguments_are_checked() -> None:
         strategy("lightning", report=1)
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_only_the_last_backward_of_a_window_ends_the_step(
     tree: str, accumulate: int, said: list[int]
@@ -115,7 +111,6 @@ def test_only_the_last_backward_of_a_window_ends_the_step(
     assert said == list(range({2: 12, 4: 6}[accumulate]))
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_window_that_changes_in_size(tree: str, said: list[int]) -> None:
     callbacks = load_tree(tree).callbacks
     trainer, when = compare(
@@ -124,7 +119,6 @@ def test_a_window_that_changes_in_size(tree: str, said: list[int]) -> None:
     assert when == "immediate" and len(said) == trainer.global_step == 11 + 4
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_defers(tree: str, algorithm: str, said: list[int]) -> None:
     cls = plain_class(
@@ -178,7 +172,6 @@ def test_a_closure_in_manual_optimization_defers(said: list[int]) -> None:
     assert trainer.strategy.deferred_because == "optimization is manual"
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("requeues", [True, False])
 def test_requeueing_defers(
     tree: str, requeues: bool, said: list[int], monkeypatch: pytest.MonkeyPatch
@@ -193,7 +186,6 @@ def test_requeueing_defers(
     assert ("SLURM" in str(trainer.strategy.deferred_because)) == requeues
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_the_loss_scale_defers(tree: str, said: list[int]) -> None:
     pl = load_tree(tree)
     plugin = pl.plugins.MixedPrecision(
@@ -246,7 +238,6 @@ MODULE_HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("hook", MODULE_HOOKS)
 def test_a_hook_of_the_module_defers(tree: str, hook: str, said: list[int]) -> None:
     trainer, when = compare(tree, plain_class(tree, **{hook: MODULE_HOOKS[hook]}))
@@ -269,7 +260,6 @@ def test_other_hooks_do_not_defer(said: list[int]) -> None:
     assert when == "immediate" and len(said) == 11
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     "hook", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"]
 )
@@ -285,7 +275,6 @@ def test_a_hook_of_a_callback_defers(tree: str, hook: str, kind: str, said: list
     assert trainer.strategy.deferred_because.endswith(f"{type(callback).__name__} has {hook}")
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_the_epoch_of_batch_norms_steps_with_the_last_gradients(tree: str, said: list[int]) -> None:
     """StochasticWeightAveraging adds an epoch without a backward for them, the end of which steps all the same."""
     base = plain_class(tree)
@@ -331,7 +320,6 @@ def test_lightnings_everyday_callbacks_do_not_defer(tmp_path: Any, said: list[in
     assert trainer.strategy.deferred_because is None and len(said) == 11
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_who_saves_after_errors_defers(tree: str, tmp_path: Any, said: list[int]) -> None:
     callbacks = load_tree(tree).callbacks
     for callback in (
@@ -349,7 +337,6 @@ def test_who_saves_after_errors_defers(tree: str, tmp_path: Any, said: list[int]
     assert not said
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_validation_and_a_second_fit_go_on(tree: str, said: list[int]) -> None:
     """on_validation_model_zero_grad and close() meet gradients that updates have used up."""
     trainer, when = compare(tree, val_check_interval=2)
@@ -368,7 +355,6 @@ def fail_in_backward(output: torch.Tensor, fail: Callable[[Any], None]) -> None:
         output.register_hook(fail)
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_an_error_in_such_a_backward_names_the_way_out(tree: str) -> None:
     class Failing(plain_class(tree)):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -392,7 +378,6 @@ def test_an_error_in_such_a_backward_names_the_way_out(tree: str) -> None:
     assert len(trainer.strategy.engine.model_state_dict()) > 0  # it lives
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("how", ["gradient", "norm"])
 def test_gradients_after_the_step_name_the_way_out(tree: str, how: str) -> None:
     def look(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -412,7 +397,6 @@ def test_gradients_after_the_step_name_the_way_out(tree: str, how: str) -> None:
     assert len(module.seen) == 8 and min(module.seen) > 0
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("who", ["module", "callback", "helper"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_reading_gradients_from_the_first_step_on_defers(
@@ -561,7 +545,6 @@ def test_the_batch_size_finder_may_fail_in_backward(tmp_path: Any, said: list[in
     assert said and trainer.strategy.deferred_because is None
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_why_a_step_is_deferred_is_told_once(tree: str, caplog: pytest.LogCaptureFixture) -> None:
     cls = plain_class(tree, on_after_backward=_hook)
     for wanted in (True, False):

@@ -17,7 +17,6 @@ from torchmetrics import MeanMetric
 import gemini_strategy as gs
 from lightning_case import (
     PRECISIONS,
-    TREES,
     cast_reference,
     fit,
     fit_reference,
@@ -43,7 +42,6 @@ def keep_masters(module: Any, optimizer: Any) -> None:
             parameter._gm_low = low
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_stages_in_any_order(tree: str, precision: str) -> None:
     ours, theirs = make(tree), make_reference(tree, precision)
@@ -72,7 +70,6 @@ def test_stages_in_any_order(tree: str, precision: str) -> None:
     same(results["ours"], results["theirs"], "results")
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_one_trainer_keeps_its_engine(tree: str) -> None:
     module = make(tree)
     trainer = make_trainer(tree)
@@ -90,7 +87,6 @@ def test_one_trainer_keeps_its_engine(tree: str) -> None:
     assert trainer.strategy.model is trainer.strategy.lightning_module is module
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_second_trainer_adopts_or_remakes_the_engine(tree: str) -> None:
     module = make(tree)
     first = fit(tree, module, precision="bf16-mixed")
@@ -140,7 +136,6 @@ def test_sanity_check_and_validation_inside_fit(precision: str) -> None:
     same(dict(trainer.callback_metrics), dict(reference.callback_metrics), "metrics")
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("hook", ["configure_model", "configure_sharded_model"])
 def test_late_modules_in_every_stage(tree: str, hook: str) -> None:
     module = make(tree, hook=hook)
@@ -155,7 +150,6 @@ def test_late_modules_in_every_stage(tree: str, hook: str) -> None:
     assert weights["body.1.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_a_module_built_in_inference_mode_is_evaluated_and_trained(tree: str) -> None:
     weights = []
     for mode in (torch.no_grad, torch.inference_mode):
@@ -224,7 +218,6 @@ def test_modules_built_without_memory() -> None:
         assert build(tied=True)().one.weight.device.type == "cpu"
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("manual", [False, True])
 def test_hooks_come_in_lightnings_order(tree: str, manual: bool) -> None:
     pl = load_tree(tree)
@@ -282,7 +275,6 @@ def test_hooks_come_in_lightnings_order(tree: str, manual: bool) -> None:
     assert "callback.on_before_optimizer_step" in ours and "callback.on_after_backward" in ours
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_logger_and_callbacks(tree: str, tmp_path: Path) -> None:
     pl = load_tree(tree)
 
@@ -343,7 +335,6 @@ def test_learning_rates_carry_the_name_of_the_users_optimizer(tmp_path: Path) ->
     assert "lr-AdamW/pg1" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_learning_rate_finder(tree: str, tmp_path: Path) -> None:
     module = make(tree)
     trainer = make_trainer(tree, default_root_dir=tmp_path, precision="bf16-mixed")
@@ -399,7 +390,6 @@ def test_batch_size_finder_sees_memory_errors(tmp_path: Path) -> None:
     same_training(trainer, module, fit_reference("lightning", theirs), theirs)
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("where", ["forward", "backward", "hook"])
 def test_an_exception_leaves_engine_and_weights(tree: str, where: str) -> None:
     class Failing(module_class(tree)):
@@ -442,7 +432,6 @@ def test_an_exception_leaves_engine_and_weights(tree: str, where: str) -> None:
     same_training(trainer, ours, reference, theirs)
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     "where", ["prepare_data", "setup", "configure_model", "configure_optimizers"]
 )
@@ -497,7 +486,6 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_buffers_metrics_and_properties(tree: str, precision: str) -> None:
     seen: dict[str, Any] = {}
@@ -559,7 +547,6 @@ def test_default_dtype_returns_after_an_exception() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_module_without_parameters(tree: str) -> None:
     class Bare(load_tree(tree).LightningModule):
         def __init__(self) -> None:
@@ -617,7 +604,6 @@ def test_optimizer_that_the_module_keeps_goes_on() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", TREES)
 def test_number_and_kind_of_optimizers(tree: str) -> None:
     error = load_tree(tree).utilities.exceptions.MisconfigurationException
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from helpers.pairs import pairs
 from helpers.reference import (
     Plain,
     Recipe,
@@ -52,9 +53,11 @@ def _micro(run: Plain, step: int, case: Case = CASE) -> None:
     run.backward(case.loss(run, case.batch(step)))
 
 
-@pytest.mark.parametrize("gradient_dtype", [None, torch.float32])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("policy", ["cpu", "auto", "cuda"])
+@pairs(
+    policy=["cpu", "auto", "cuda"],
+    precision=["32-true", "bf16-true", "bf16-mixed", "16-mixed"],
+    gradient_dtype=[None, torch.float32],
+)
 def test_micro_batches(policy: str, precision: str, gradient_dtype: torch.dtype | None) -> None:
     recipe = Recipe(precision=precision, accumulate=4, clip=0.3, gradient_dtype=gradient_dtype)
     _both(lambda run: drive(run, CASE, 5), recipe, placement_policy=policy)

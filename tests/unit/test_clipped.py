@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import gemini_strategy as gs
+from helpers.pairs import pairs
 from helpers.ranks import run_ranks, values
 from helpers.reference import Plain, Recipe, assert_same_bits, assert_same_outcome, managed, plain
 from helpers.sharded import Exact, ExactCase
@@ -124,10 +125,10 @@ def _one_is_written(run: Plain) -> None:
     run.optimizer.step()
 
 
-@pytest.mark.parametrize("policy", ["cpu", "auto", "cuda"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "script", [_accumulate, _step_twice, _clip_twice, _clamp, _one_is_cleared, _one_is_written]
+@pairs(
+    script=[_accumulate, _step_twice, _clip_twice, _clamp, _one_is_cleared, _one_is_written],
+    precision=PRECISIONS,
+    policy=["cpu", "auto", "cuda"],
 )
 def test_a_loop_that_keeps_its_gradients(
     script: Callable[[Plain], None], precision: str, policy: str

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import gemini_strategy as gs
 from gemini_strategy import _C
 from helpers import scripts
+from helpers.pairs import pairs
 from helpers.reference import (
     Plain,
     Recipe,
@@ -616,11 +617,11 @@ class _Fragile(nn.Module):
 FRAGILE = Case("fragile", _Fragile, CASE.batch, CASE.loss)
 
 
-@pytest.mark.parametrize(
-    "kind", [_StopError, StopIteration, KeyboardInterrupt, torch.OutOfMemoryError]
+@pairs(
+    phase=["forward", "backward", "recompute"],
+    unit=[0, 2, 4],
+    kind=[_StopError, StopIteration, KeyboardInterrupt, torch.OutOfMemoryError],
 )
-@pytest.mark.parametrize("unit", [0, 2, 4])
-@pytest.mark.parametrize("phase", ["forward", "backward", "recompute"])
 def test_exception_in_user_code(phase: str, unit: int, kind: type) -> None:
     recipe = Recipe(precision="bf16-mixed", clip=1.0)
     reference = plain(_Fragile, recipe)

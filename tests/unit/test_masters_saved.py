@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gemini_strategy as gs
+from helpers.pairs import pairs
 from helpers.ranks import run_ranks, values
 from helpers.reference import Plain, Recipe, assert_same_bits, assert_same_outcome, drive
 from helpers.sharded import Exact, ExactCase
@@ -113,10 +114,12 @@ def _same(run: Any, want: Any) -> None:
     assert_same_outcome(run.outcome(), want.outcome())
 
 
-@pytest.mark.parametrize("order", ["weights first", "optimizer first"])
-@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pairs(
+    kind=list(KINDS),
+    precision=PRECISIONS,
+    trained=[0, 2],
+    order=["weights first", "optimizer first"],
+)
 def test_resume(kind: str, precision: str, trained: int, order: str) -> None:
     """Into an engine that has just been made, and into one that has trained something else."""
     want = _run(kind, precision)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from helpers.pairs import pairs
 from helpers.reference import (
     Plain,
     Recipe,
@@ -162,9 +163,11 @@ def test_initial_masters_are_the_users_weights() -> None:
             assert_same_bits(got[name], value, f"{precision} {name}")
 
 
-@pytest.mark.parametrize("policy", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pairs(
+    source=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    precision=PRECISIONS,
+    policy=["cpu", "cuda"],
+)
 def test_first_values_are_rounded_as_their_fp32_values_are(
     source: torch.dtype, precision: str, policy: str
 ) -> None:

@@ -23,6 +23,7 @@ from gemini_strategy.checkpoint import pretrained
 from gemini_strategy.checkpoint.contents import Field
 from gemini_strategy.parameters.slot import Slot
 from helpers.forked import Forks, values
+from helpers.pairs import pairs
 from helpers.reference import assert_same_bits
 from helpers.saving import OddParts, peak_resident_bytes
 from helpers.sharded import Exact
@@ -133,9 +134,11 @@ def assert_same_tensors(got: dict[str, Tensor], want: dict[str, Tensor]) -> None
 # ---- what transformers loads ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, FP32, BF16], ids=str)
-@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed", "32-true"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pairs(
+    family=list(FAMILIES),
+    precision=["bf16-true", "16-mixed", "32-true"],
+    dtype=[None, FP32, BF16],
+)
 def test_the_folder_is_the_one_that_transformers_writes(
     family: str, precision: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from gemini_strategy.checkpoint import background, manifest
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint.records import RecordFile
 from helpers.forked import Forks
+from helpers.pairs import pairs
 from helpers.reference import Recipe, assert_same_outcome, drive, train_plain
 from helpers.saving import Gate, contents, make, state_of, train
 from helpers.scenario import RATES, budgeted
@@ -209,9 +210,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-@pytest.mark.parametrize("write", WRITES)
+@pairs(write=WRITES, policy=["auto", "cpu", "cuda"], precision=["bf16-true", "32-true"])
 def test_what_a_person_writes_meanwhile(
     write: Callable[[gs.Engine], None], precision: str, policy: str, tmp_path: Path, gate: Gate
 ) -> None:

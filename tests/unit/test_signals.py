@@ -18,6 +18,7 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy import _C
 from helpers.interrupts import Stop, arriving, handled, interrupted, places
+from helpers.pairs import pairs
 from helpers.ranks import run_ranks, values
 
 WIDTH = 32
@@ -107,9 +108,7 @@ def uninterrupted(way: str, policy: str, n: int) -> list[torch.Tensor]:
 # ---- a signal that arrives inside torch's C++ ----
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["loss.backward", "engine.backward"])
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pairs(place=[0, 1, 3], way=["loss.backward", "engine.backward"], kind=KINDS)
 def test_what_a_handler_raises_in_a_backward_is_raised_by_it(
     place: int, way: str, kind: type[BaseException], handle: Any
 ) -> None:
