@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.reference import (
     Managed,
     Outcome,
@@ -306,7 +307,7 @@ def play_managed(scenario: Scenario) -> tuple[Played, dict[str, Any], tuple[int,
         try:
             played = play(run, scenario)
             run.engine._runtime.core.check()
-            return played, run.engine.stats(), run.engine._runtime.core.chaos_faults()
+            return played, run.engine.stats(), chaos.faults()
         except gs.GeminiMemoryError:
             if share > 3.0:
                 raise
