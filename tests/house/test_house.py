@@ -323,6 +323,8 @@ slow = "_dynamo", "_inductor", "distributed.checkpoint", "distributed.fsdp", "di
 heavy = {name for name in added if name.startswith(tuple(f"torch.{part}" for part in slow))}
 assert not heavy, heavy
 assert threading.active_count() == 1
+assert "gemini_strategy.engine" in sys.modules
+assert not any(name.startswith("gemini_strategy.tools") for name in sys.modules)
 """
     run_python(program)
 
