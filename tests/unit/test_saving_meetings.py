@@ -43,7 +43,7 @@ HOWS = {
     "device": (f"{_SLOW},host_adam=1e2,host_adam_beside=1e2", 0.3),
     "both": ("h2d=1e4,d2h=1e4,host_adam=1e2,host_adam_beside=1e2", 0.7),  # some weights stay there
 }
-DEVICES = ("", "9")  # in order, and late
+DEVICES = (None, 9)  # in order, and late
 FIRST = 4  # steps before
 
 
